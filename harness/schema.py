@@ -1,0 +1,305 @@
+"""The shape of every file in conf/: what keys there are, which values they take. Pure.
+
+pydantic refuses unknown keys and wrong values; ``harness.errors`` turns its complaints into a file, a key and the
+nearest valid choice.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+OutcomeName = Literal["fires", "clean", "other_error", "hang", "infra", "skipped"]
+VerdictName = Literal[
+    "FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "FLAKY",
+    "INCONCLUSIVE", "HEALTHY", "UNHEALTHY",
+]  # fmt: skip
+SignatureKind = Literal["exception", "log", "oracle", "hang", "signal"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _regex(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return value
+
+
+def _requirement(value: str) -> str:
+    try:
+        Requirement(value)
+    except InvalidRequirement as error:
+        raise ValueError(f"not a requirement such as 'torch>=2.4': {error}") from None
+    return value
+
+
+class Frame(Strict):
+    """One frame that must be among an exception's (or a hung rank's) frames; both are regular expressions, whole match."""
+
+    module: str = ".*"
+    function: str = ".*"
+
+    _check = field_validator("module", "function")(_regex)
+
+
+class Signature(Strict):
+    """How one known failure shows itself. Which keys apply depends on ``kind``; see docs/cases.md."""
+
+    name: str
+    kind: SignatureKind
+    # exception: its type's name (or one of its bases), and a regular expression searched for in its message.
+    type: str | None = None
+    message: str | None = None
+    variants: dict[str, str] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
+    package: str | None = None  # exception: package of the innermost frame; log: package the record comes from
+    frames: list[Frame] = []  # exception and hang: each must match one of the frames
+    logger: str | None = None  # log: regular expression for the logger or the warning category
+    check: str | None = None  # oracle: the name of the check that fails
+    signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
+    ranks: Literal["any", "all"] = "any"
+
+    @field_validator("message", "logger")
+    @classmethod
+    def _regexes(cls, value: str | None) -> str | None:
+        return value if value is None else _regex(value)
+
+    @field_validator("variants")
+    @classmethod
+    def _variant_regexes(cls, value: dict[str, str]) -> dict[str, str]:
+        return {backend: _regex(text) for backend, text in value.items()}
+
+    @model_validator(mode="after")
+    def _needs(self) -> Signature:
+        needed = {
+            "exception": ("type", "package"),
+            "log": ("message", "package"),
+            "oracle": ("check",),
+            "hang": ("frames",),
+            "signal": ("signal",),
+        }[self.kind]
+        missing = [key for key in needed if not getattr(self, key)]
+        if missing:
+            raise ValueError(f"a signature of kind {self.kind} needs {', '.join(missing)}")
+        if self.kind == "exception" and not (self.message or self.variants):
+            raise ValueError("a signature of kind exception needs message or variants")
+        return self
+
+
+class Flag(Strict):
+    default: Any = None
+    choices: list[Any] | None = None
+    help: str = ""
+
+
+class Arm(Strict):
+    """One way to run the case: what it changes against the broken arm."""
+
+    help: str = ""
+    flags: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # strategy options
+    model: str | None = None
+    strategy: str | None = None
+    stack: str | None = None
+    world_size: int | None = Field(default=None, ge=1)
+    tp_size: int | None = Field(default=None, ge=1)
+    env: dict[str, str] = {}
+    requires: list[str] = []  # what this arm needs beyond the case
+
+    _check = field_validator("requires")(lambda cls, value: [_requirement(item) for item in value])
+
+
+class Launch(Strict):
+    world_size: int = Field(default=2, ge=1)
+    tp_size: int = Field(default=1, ge=1)
+    deadline: float = Field(default=120, gt=0)  # seconds; an attempt that takes longer is a hang
+    imports: list[str] = []  # what a warm server imports ahead for this case
+    cold: str | None = None  # why this case must start from a fresh interpreter
+    process_group: bool = True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself
+    teardown: bool = False  # True: let the interpreter end normally; how the process ends is what is tested
+    env: dict[str, str] = {}
+
+
+class Needs(Strict):
+    requires: list[str] = []  # requirements that the stack must meet
+    gpus: int = Field(default=0, ge=0)
+    stack: str | None = None  # the shipped stack on which the case is known to fire
+    why: str = ""
+
+    _check = field_validator("requires")(lambda cls, value: [_requirement(item) for item in value])
+
+
+class Proof(Strict):
+    """What makes an arm clean: these checks, passed on these ranks."""
+
+    kind: Literal["training", "saving", "loading", "generating", "inference"]
+    checks: list[str] = Field(min_length=1)
+    ranks: Literal["all", "first"] = "all"
+
+
+class Metric(Strict):
+    """A comparison with another arm's metric: own <= factor * other (``below``) or own >= factor * other (``above``)."""
+
+    name: str
+    below: str | None = None  # name of the other arm
+    above: str | None = None
+    factor: float = 1.0
+
+    @model_validator(mode="after")
+    def _one(self) -> Metric:
+        if (self.below is None) == (self.above is None):
+            raise ValueError("a metric comparison needs exactly one of below and above (another arm's name)")
+        return self
+
+
+class Prediction(Strict):
+    """What a claim says would be measured. Axes left out match every cell that was measured."""
+
+    arm: str
+    case: str | None = None
+    model: str | None = None
+    strategy: str | None = None
+    stack: str | None = None
+    hardware: str | None = None
+    verdict: VerdictName | list[VerdictName] | None = None
+    outcome: OutcomeName | list[OutcomeName] | None = None
+    metric: Metric | None = None
+    when: str | None = None  # the condition in words, for conditional(on what)
+
+    @model_validator(mode="after")
+    def _one(self) -> Prediction:
+        if sum(part is not None for part in (self.verdict, self.outcome, self.metric)) != 1:
+            raise ValueError("a prediction needs exactly one of verdict, outcome and metric")
+        return self
+
+
+class Claim(Strict):
+    id: str
+    text: str
+    source: str = ""
+    predicts: list[Prediction] = []
+    untestable: str | None = None  # why nothing here can test it: it stays untested(why)
+
+    @model_validator(mode="after")
+    def _some(self) -> Claim:
+        if bool(self.predicts) == bool(self.untestable):
+            raise ValueError("a claim needs either predicts or untestable")
+        return self
+
+
+class Expectation(Strict):
+    """The verdicts that a stored measurement showed, and where they apply. Written by ``repro accept``."""
+
+    verdicts: dict[str, VerdictName]  # arm -> verdict
+    cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
+    hardware: str = "cpu"
+    versions: dict[str, str] = {}  # package -> specifier
+    measured_in: str  # the stored measurement, relative to results/
+    reason: str
+
+    @field_validator("versions")
+    @classmethod
+    def _specifiers(cls, value: dict[str, str]) -> dict[str, str]:
+        for package, text in value.items():
+            try:
+                SpecifierSet(text)
+            except InvalidSpecifier:
+                raise ValueError(f"{package}: not a version range such as '>=2.4,<2.6': {text!r}") from None
+        return value
+
+
+class Axes(Strict):
+    model: list[str] = Field(min_length=1)
+    strategy: list[str] = Field(min_length=1)
+
+
+class Case(Strict):
+    slug: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    title: str
+    kind: Literal["failure", "control"] = "failure"
+    references: list[str] = []
+    summary: str = ""
+    simulated: str | None = None  # why this is a simulation; shown wherever the case is
+    script: str | None = None  # in repros/; default: the slug with underscores
+    proof: Proof
+    steps: int = Field(default=3, ge=1)
+    repeat: int = Field(default=1, ge=1)
+    needs: Needs = Needs()
+    launch: Launch = Launch()
+    axes: Axes
+    options: dict[str, Any] = {}  # strategy options of every arm
+    flags: dict[str, Flag] = {}
+    signatures: list[Signature] = []
+    occurs_with: list[str] = []  # cases whose signature may match this case's stored observation too
+    arms: dict[str, Arm]
+    claims: list[Claim] = []
+    expect: list[Expectation] = []
+
+    @property
+    def script_name(self) -> str:
+        return self.script or self.slug.replace("-", "_") + ".py"
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Case:
+        if self.kind == "failure":
+            if not self.signatures:
+                raise ValueError("a failure needs at least one signature (key: signatures)")
+            if next(iter(self.arms), None) != "broken":
+                raise ValueError("the first arm of a failure must be 'broken'")
+            if len(self.arms) < 2:
+                raise ValueError("a failure needs at least one fix arm beside 'broken'")
+        elif list(self.arms) != ["control"]:
+            raise ValueError("a control has exactly one arm, named 'control'")
+        for name, arm in self.arms.items():
+            for flag, value in arm.flags.items():
+                if flag not in self.flags:
+                    raise ValueError(f"arm {name!r} sets flag {flag!r}, which is not declared under flags")
+                choices = self.flags[flag].choices
+                if choices is not None and value not in choices:
+                    raise ValueError(f"arm {name!r}: flag {flag} takes {choices}, not {value!r}")
+        return self
+
+
+class Model(Strict):
+    slug: str
+    title: str
+    hub: str
+    model_type: str
+    remote_code: str | None = None
+    requires: list[str] = []
+    config: dict[str, Any]
+    tiny: dict[str, Any] = {}
+
+
+class Strategy(Strict):
+    slug: str
+    title: str
+    requires: list[str] = []
+    options: dict[str, Any] = {}
+
+
+class Stack(Strict):
+    slug: str
+    title: str
+    kind: Literal["current", "python", "lock"] = "lock"
+    python: str | None = None
+    pins: list[str] = []
+    no_deps: list[str] = []
+    constraints: list[str] = []
+
+
+class Hardware(Strict):
+    slug: str
+    title: str
+    accelerator: Literal["auto", "cpu", "cuda"]
+    gpus: int = Field(default=0, ge=0)
+    gpu_name: str | None = None
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    world_size: int | None = Field(default=None, ge=1)

@@ -1,0 +1,46 @@
+"""Models with random weights, built from the values in conf/model: nothing is downloaded unless ``weights=hub``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.run import Run
+
+REMOTE_CODE = Path(__file__).resolve().parents[1] / "remote_code"
+
+
+def config_of(run: Run, **overrides: Any) -> Any:
+    """The model's configuration object (transformers ``PretrainedConfig``) at the run's scale."""
+    from transformers import AutoConfig
+
+    values = {**run.model["config"], **overrides}
+    folder = run.model.get("remote_code")
+    if folder:
+        return AutoConfig.from_pretrained(str(REMOTE_CODE / folder), trust_remote_code=True, **values)
+    return AutoConfig.for_model(run.model["model_type"], **values)
+
+
+def build(run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None, **overrides: Any) -> torch.nn.Module:
+    """A causal language model on the CPU, the same on every rank: seeded random weights, or the hub's."""
+    from transformers import AutoModelForCausalLM
+
+    trust = bool(run.model.get("remote_code"))
+    if run.model["weights"] == "hub":
+        return AutoModelForCausalLM.from_pretrained(run.model["hub"], trust_remote_code=trust).to(dtype)
+    torch.manual_seed(run.seed if seed is None else seed)
+    return AutoModelForCausalLM.from_config(config_of(run, **overrides), trust_remote_code=trust).to(dtype)
+
+
+def batch(run: Run, rank: int, step: int = 0, size: int = 2, length: int = 16) -> dict[str, torch.Tensor]:
+    """Token ids (size x length), mask and labels of one rank at one step; every rank can make every other rank's."""
+    generator = torch.Generator().manual_seed(1000 * run.seed + 100 * step + rank + 1)
+    ids = torch.randint(0, run.model["config"]["vocab_size"], (size, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,158 @@
+"""The record that each rank writes: what happened, in a form that a signature can be matched against.
+
+One JSON file per rank, written atomically. Standard library only: this must work inside any stack.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SCHEMA = 1
+MAX_ITEMS = 400  # warnings or log records kept per rank; a script that warns in a loop must not fill a disk
+MAX_TEXT = 4000  # characters kept of one message
+
+
+def clip(text: str, limit: int = MAX_TEXT) -> str:
+    return text if len(text) <= limit else text[: limit // 2] + f" ...[{len(text) - limit} more]... " + text[-limit // 2 :]
+
+
+def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
+    """Type, message and frames (outermost first) of an exception, with what caused it (at most 5 deep)."""
+    kind = type(error)
+    frames = [
+        {"file": f.filename, "line": f.lineno, "function": f.name, "module": module, "code": f.line or ""}
+        for f, module in zip(traceback.extract_tb(error.__traceback__), _modules(error.__traceback__))
+    ]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return {
+        "type": kind.__qualname__,
+        "module": kind.__module__,
+        "bases": [base.__qualname__ for base in kind.__mro__[1:-1]],
+        "message": clip(str(error)),
+        "frames": frames[-60:],
+        "cause": describe_exception(cause, depth + 1) if cause is not None and depth < 5 else None,
+    }
+
+
+def _modules(tb: TracebackType | None) -> list[str]:
+    names = []
+    while tb is not None:
+        names.append(str(tb.tb_frame.f_globals.get("__name__", "")))
+        tb = tb.tb_next
+    return names
+
+
+class Capture(logging.Handler):
+    """Collects warnings and log records (WARNING and above) with the place they came from."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[dict[str, Any]] = []
+        self.logs: list[dict[str, Any]] = []
+        self._show = warnings.showwarning
+
+    def install(self) -> None:
+        warnings.simplefilter("default")
+        warnings.showwarning = self._warning  # type: ignore[assignment]
+        logging.getLogger().addHandler(self)
+        logger_class = logging.getLoggerClass()
+        handle = logger_class.callHandlers
+        capture = self
+
+        def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
+            # transformers and deepspeed switch propagation off, so that a handler at the root would miss them.
+            if record.levelno >= logging.WARNING:
+                capture.emit(record)
+            handle(logger, record)
+
+        logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign,assignment]
+        logging.getLogger().removeHandler(self)
+
+    def _warning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if len(self.warnings) < MAX_ITEMS:
+            self.warnings.append(
+                {"category": category.__name__, "message": clip(str(message)), "file": filename, "line": lineno}
+            )
+        self._show(message, category, filename, lineno, *rest)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.logs) < MAX_ITEMS:
+            try:
+                message = record.getMessage()
+            except Exception as error:  # a log call with the wrong arguments is not our failure
+                message = f"{record.msg!r} (could not be formatted: {error})"
+            self.logs.append(
+                {
+                    "logger": record.name,
+                    "level": record.levelname,
+                    "message": clip(message),
+                    "file": record.pathname,
+                    "function": record.funcName,
+                }
+            )
+
+
+class Record:
+    """One rank's record. ``path`` None means: by hand, keep it in memory and print."""
+
+    def __init__(self, path: Path | None, rank: int, world_size: int) -> None:
+        self.path = path
+        self.capture = Capture()
+        self.data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "rank": rank,
+            "world_size": world_size,
+            "pid": os.getpid(),
+            "started": time.time(),
+            "ended": None,
+            "phase": "start",
+            "done": False,
+            "exception": None,
+            "checks": [],
+            "metrics": {},
+            "facts": {},
+            "versions": {},
+        }
+
+    def write(self) -> None:
+        self.data["warnings"] = self.capture.warnings
+        self.data["logs"] = self.capture.logs
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.data["cpu_s"] = round(usage.ru_utime + usage.ru_stime + children.ru_utime + children.ru_stime, 4)
+        self.data["peak_rss_mb"] = round(usage.ru_maxrss / 1024, 1)
+        self.data["versions"] = versions()
+        if self.path is None:
+            return
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        with open(temporary, "w", encoding="utf-8") as out:
+            json.dump(self.data, out, default=_plain, allow_nan=True)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, self.path)
+
+
+def _plain(value: Any) -> Any:
+    for method in ("tolist", "item", "__fspath__"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    return str(value)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that this rank really imported (not of what is merely installed)."""
+    names = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors", "datasets")
+    found = {
+        name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in names if name in sys.modules
+    }
+    return {"python": ".".join(map(str, sys.version_info[:3])), **found}

@@ -1,0 +1,276 @@
+"""One rank of one arm: ``main(run)`` gives a script its settings, its process group and its record.
+
+Run by the harness (``--settings FILE``) or by hand (``torchrun --nproc-per-node 2 repros/<case>.py --arm broken``).
+Import the kit before torch: some settings must be in the environment before torch and transformers are imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+from kit.record import Record, clip, describe_exception
+from kit.settings import arm_axis, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PEER_GRACE_S = 2.0  # how long a rank that failed waits for the others to write what happened to them
+
+
+class Run:
+    """What a script works with: settings, this rank's place, and the record it fills."""
+
+    def __init__(self, settings: dict[str, Any], record: Record) -> None:
+        self.settings = settings
+        self.record = record
+        self.case: str = settings["case"]
+        self.arm: str = settings["arm"]
+        self.flags: dict[str, Any] = settings["flags"]
+        self.model: dict[str, Any] = settings["model"]
+        self.strategy: dict[str, Any] = settings["strategy"]
+        self.options: dict[str, Any] = settings["strategy"].get("options") or {}
+        self.steps: int = settings["steps"]
+        self.seed: int = settings["seed"]
+        self.tp_size: int = settings["tp_size"]
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        self.device_kind = _device_kind(settings["device"], local_world)
+        self.backend: str = settings["backend"]
+        if self.backend == "auto":
+            self.backend = "nccl" if self.device_kind == "cuda" else "gloo"
+        self.work_dir = Path(settings.get("work_dir") or os.environ.get("TMPDIR") or "/tmp")
+
+    @property
+    def device(self) -> "torch.device":
+        import torch
+
+        return torch.device("cuda", self.local_rank) if self.device_kind == "cuda" else torch.device("cpu")
+
+    def phase(self, name: str) -> None:
+        """Names what the rank is doing now; kept in the record, so that an error says where it happened."""
+        self.record.data["phase"] = name
+
+    def metric(self, name: str, value: float) -> None:
+        self.record.data["metrics"][name] = value
+
+    def fact(self, name: str, value: Any) -> None:
+        """Something seen that is worth keeping (a wrapper's type, a shape): evidence, not judged."""
+        self.record.data["facts"][name] = value
+
+    def check(self, name: str, passed: bool, *, got: Any = None, want: Any = None, tolerance: float | None = None) -> None:
+        """One proof. A failed check does not stop the rank: it is how a silent failure becomes visible."""
+        self.record.data["checks"].append(
+            {
+                "name": name,
+                "passed": bool(passed),
+                "got": clip(str(got), 500) if not isinstance(got, (int, float, type(None))) else got,
+                "want": clip(str(want), 500) if not isinstance(want, (int, float, type(None))) else want,
+                "tolerance": tolerance,
+            }
+        )
+
+    def init_process_group(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            return
+        if self.device_kind == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.local_rank)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29555")
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        dist.init_process_group(self.backend)
+
+
+def _device_kind(wanted: str, local_world: int) -> str:
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_world else "cpu"
+
+
+def _environment(settings: dict[str, Any]) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        # gloo resolves the host's own name otherwise, which stalls for seconds where DNS does not know it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if settings["device"] == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if settings["model"].get("weights") != "hub":
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def die_with_parent() -> None:
+    """SIGKILL this rank when its launcher dies (Linux): nothing may keep a GPU after the harness is gone."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass  # not Linux; the next run clears what is left
+
+
+def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
+    """Settings for a script run by hand, from the same files that the harness reads (needs PyYAML)."""
+    import yaml
+
+    case_file = ROOT / "conf" / "case" / (Path(script).stem.replace("_", "-") + ".yaml")
+    case = yaml.safe_load(case_file.read_text(encoding="utf-8"))
+    arms = list(case["arms"])
+    parser = argparse.ArgumentParser(prog=Path(script).name, description=case["title"], allow_abbrev=False)
+    parser.add_argument("--arm", choices=arms, default=arms[0])
+    parser.add_argument("--model", default=(case.get("axes") or {}).get("model", ["qwen1.5-0.5b"])[0])
+    parser.add_argument("--strategy", default=(case.get("axes") or {}).get("strategy", ["ddp"])[0])
+    parser.add_argument("--scale", choices=["tiny", "full"], default="tiny")
+    parser.add_argument("--weights", choices=["random", "hub"], default="random")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE")
+    args = parser.parse_args(argv)
+
+    def option(group: str, name: str) -> dict[str, Any]:
+        path = ROOT / "conf" / group / f"{name}.yaml"
+        if not path.exists():
+            parser.error(f"no such {group}: {name} (there are: {', '.join(sorted(p.stem for p in path.parent.glob('*.yaml')))})")
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+    flags = {}
+    for item in args.flag:
+        name, _, value = item.partition("=")
+        if name not in (case.get("flags") or {}):
+            parser.error(f"{case_file.name} declares no flag {name!r} (it declares: {', '.join(case.get('flags') or {})})")
+        flags[name] = yaml.safe_load(value)
+    return resolve(
+        case,
+        args.arm,
+        model=option("model", arm_axis(case, args.arm, "model", args.model)),
+        strategy=option("strategy", arm_axis(case, args.arm, "strategy", args.strategy)),
+        flags=flags,
+        scale=args.scale,
+        weights=args.weights,
+        device=args.device,
+        steps=args.steps,
+        seed=args.seed,
+    )
+
+
+def main(body: Callable[[Run], None]) -> None:
+    """Run a case's body on this rank, write its record and end the process. Never returns."""
+    script = sys.modules["__main__"].__file__ or sys.argv[0]
+    if sys.argv[1:2] == ["--settings"]:
+        settings = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    else:
+        settings = load_by_hand(script, sys.argv[1:])
+    os._exit(execute(body, settings))
+
+
+def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
+    """Run ``body`` with ``settings`` and write the record; returns the exit code (0, or 1 when the body raised)."""
+    _environment(settings)
+    record_dir = settings.get("record_dir")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if record_dir:
+        die_with_parent()
+        stacks = open(Path(record_dir) / f"stacks-{rank}.txt", "w")  # noqa: SIM115 - must stay open
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    record = Record(Path(record_dir) / f"rank-{rank}.json" if record_dir else None, rank, world)
+    record.capture.install()
+    record.write()
+    code = 1
+    try:
+        run = Run(settings, record)
+        if settings["process_group"]:
+            run.phase("init_process_group")
+            run.init_process_group()
+        run.phase("body")
+        body(run)
+        record.data["done"] = True
+        record.data["phase"] = "end"
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the record is the point; the exit code still says that it failed
+        record.data["exception"] = describe_exception(error)
+        traceback.print_exc()
+    _finish(record, settings, code)
+    return code
+
+
+def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
+    record.data["ended"] = time.time()
+    torch_module = sys.modules.get("torch")
+    if settings["device"] != "cpu" and torch_module is not None and torch_module.cuda.is_initialized():
+        record.data["peak_gpu_mb"] = round(torch_module.cuda.max_memory_allocated() / 2**20, 1)
+    record.write()
+    if record.path is None:
+        report(record)
+    elif code:
+        _await_peers(record)
+    if settings["teardown"] and code == 0:
+        # The case tests how a process ends: let the interpreter do all of it.
+        sys.stdout.flush()
+        sys.exit(code)
+    # Ending here skips the interpreter's own teardown, where some torch releases deadlock or abort (LAUNCH traps):
+    # a failure there is not the one that this case is about. Cases that are about it set launch.teardown.
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _await_peers(record: Record) -> None:
+    """Give the other ranks a moment to record their own error before our exit makes the launcher end them."""
+    assert record.path is not None
+    limit = time.monotonic() + PEER_GRACE_S
+    while time.monotonic() < limit:
+        ended = 0
+        for path in record.path.parent.glob("rank-*.json"):
+            try:
+                ended += json.loads(path.read_text(encoding="utf-8"))["ended"] is not None
+            except (OSError, ValueError):
+                pass
+        if ended >= record.data["world_size"]:
+            return
+        time.sleep(0.02)
+
+
+def report(record: Record) -> None:
+    """What happened, for a person who runs the script by hand."""
+    data = record.data
+    lines = []
+    error = data["exception"]
+    if error:
+        where = error["frames"][-1] if error["frames"] else {"module": "?", "function": "?"}
+        lines.append(f"{error['type']}: {error['message'].splitlines()[0] if error['message'] else ''}")
+        lines.append(f"    raised in {where['module']}.{where['function']} during {data['phase']!r}")
+    for check in data["checks"]:
+        lines.append(f"check {check['name']}: {'ok' if check['passed'] else 'FAILED'} (got {check['got']}, want {check['want']})")
+    for name, value in {**data["facts"], **data["metrics"]}.items():
+        lines.append(f"{name}: {value}")
+    seen = sorted({f"{item['logger']}: {item['message'].splitlines()[0]}" for item in data["logs"] if item["message"]})
+    lines += [f"log {text[:160]}" for text in seen[:8]]
+    lines.append("finished" if data["done"] else "did not finish")
+    sys.stdout.write("".join(f"[rank {data['rank']}] {line}\n" for line in lines))
+    sys.stdout.flush()
