@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kit.run import Run
+
+import torch
 
 REMOTE_CODE = Path(__file__).resolve().parents[1] / "remote_code"
 

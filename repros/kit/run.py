@@ -64,7 +64,7 @@ class Run:
         self.work_dir = Path(settings.get("work_dir") or os.environ.get("TMPDIR") or "/tmp")
 
     @property
-    def device(self) -> "torch.device":
+    def device(self) -> torch.device:
         import torch
 
         return torch.device("cuda", self.local_rank) if self.device_kind == "cuda" else torch.device("cpu")
@@ -213,7 +213,7 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
         record.data["done"] = True
         record.data["phase"] = "end"
         code = 0
-    except BaseException as error:  # noqa: BLE001 - the record is the point; the exit code still says that it failed
+    except BaseException as error:
         record.data["exception"] = describe_exception(error)
         traceback.print_exc()
     _finish(record, settings, code)
