@@ -1,0 +1,102 @@
+"""What a stack is once it is there to be used, and how an existing environment is looked at."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.stacks.errors import StackError
+
+# Run by the stack's own interpreter; standard library only, Python 3.8 and later.
+_LOOK = """
+import importlib.metadata as m, json, sys
+found = {}
+for d in m.distributions():
+    name = d.metadata["Name"]
+    if name:
+        found.setdefault(name.lower().replace("_", "-").replace(".", "-"), d.version)
+print(json.dumps({"python": ".".join(map(str, sys.version_info[:3])), "packages": found}))
+"""
+
+
+def cache_root() -> Path:
+    """Where stacks live: shared by all projects of the user."""
+    if os.environ.get("REPRO_CACHE"):
+        return Path(os.environ["REPRO_CACHE"]).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "repro-matrix"
+
+
+def short_hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def canonical(name: str) -> str:
+    """A package's name as the index compares it."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A set of package versions that can be run: an interpreter, and the folders laid over its own packages."""
+
+    name: str  # as the user wrote it
+    python: str  # the interpreter's path
+    versions: Mapping[str, str] = field(default_factory=dict)  # canonical name -> version; "python" among them
+    path: tuple[str, ...] = ()  # overlay folders, first wins; they go into PYTHONPATH
+    key: str = ""  # short hash of what it consists of
+    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # overlay: package -> (base's version, its own)
+
+    @property
+    def extensions_dir(self) -> str:
+        """TORCH_EXTENSIONS_DIR: per stack, since torch's own cache is keyed by Python and CUDA alone."""
+        return str(cache_root() / "extensions" / self.key)
+
+    def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a process of this stack needs in its environment beyond what it inherits."""
+        old = (inherited if inherited is not None else os.environ).get("PYTHONPATH", "")
+        out = {"TORCH_EXTENSIONS_DIR": self.extensions_dir}
+        if self.path:
+            out["PYTHONPATH"] = os.pathsep.join([*self.path, *([old] if old else [])])
+        return out
+
+
+@functools.lru_cache(maxsize=64)
+def look(python: str) -> dict[str, str]:
+    """Versions of the packages that an interpreter sees, "python" among them."""
+    if python == sys.executable:
+        found: dict[str, str] = {}
+        for dist in importlib.metadata.distributions():
+            name = dist.metadata["Name"]
+            if name:
+                found.setdefault(canonical(name), dist.version)
+        return {"python": ".".join(map(str, sys.version_info[:3])), **dict(sorted(found.items()))}
+    # A PYTHONPATH or PYTHONHOME of the controller's says nothing about that environment.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    try:
+        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=120, env=env)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StackError("python", f"the interpreter {python} does not run: {error}") from None
+    if done.returncode:
+        raise StackError("python", f"the interpreter {python} does not run: {done.stderr.strip()[-500:]}")
+    seen = json.loads(done.stdout.splitlines()[-1])
+    return {"python": seen["python"], **dict(sorted(seen["packages"].items()))}
+
+
+def existing(name: str, python: str) -> Stack:
+    """An environment that is already there, as a stack."""
+    path = os.path.abspath(os.path.expanduser(python))  # not resolved: a venv's python is a link, and the link matters
+    if os.path.isdir(path):
+        path = os.path.join(path, "bin", "python")
+    if not os.path.exists(path):
+        raise StackError("python", f"stack={name}: there is no interpreter at {path}")
+    versions = look(path)
+    return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)))
