@@ -1,0 +1,1 @@
+"""Launching: attempts started, watched, and ended as a whole."""

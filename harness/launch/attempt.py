@@ -1,0 +1,229 @@
+"""One attempt: what is launched, where its files are, in which environment. What every launcher shares.
+
+The files of an attempt (all under ``Attempt.directory``):
+
+    settings.json        what the script runs with (``--settings``)
+    spec.json            what a worker inside the stack is told (``Attempt.spec``)
+    launch.json          what that worker answers: {"ranks": [{"rank", "pid", "exit_code", "signal", "ended_by"}],
+                         "error": null | {"kind", "message"}}; written when the ranks are up, and again at the end
+    records/rank-N.json  kit/record.py         records/stacks-N.txt  kit's faulthandler
+    logs/rank-N.log      all output of a rank  logs/launcher.log     all output of the worker
+    work/ tmp/ cache/    private to the attempt, always removed with it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+Json = dict[str, Any]
+
+ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
+RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)
+ROOT = Path(__file__).resolve().parents[2]
+
+# What a user's shell may hold that would change what is measured: torchrun's contract, and switches of the very
+# packages under test. An arm that wants one of them says so in its ``env``.
+_FOREIGN = ("TORCHELASTIC_", "PET_", "ACCELERATE_", "FSDP_", "REPRO_", "GROUP_", "ROLE_")
+_FOREIGN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR",
+                  "PYTHONHOME", "VIRTUAL_ENV", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One launch of one arm of one cell. ``settings`` are those of kit/settings.resolve (with seed, device, backend)."""
+
+    id: str  # unique on the node; no characters that a file name cannot hold
+    run_id: str  # the run of the harness it belongs to
+    directory: Path
+    script: Path
+    settings: Json
+    python: str  # interpreter of the stack
+    world_size: int
+    deadline_s: float
+    env: dict[str, str] = field(default_factory=dict)  # of the case, the arm and the stack
+    gpus: tuple[str, ...] = ()  # leased devices (UUIDs), one per rank; empty: CPU
+    imports: tuple[str, ...] = ()  # what a warm server imports ahead
+    cold: str | None = None  # why this attempt must start from a fresh interpreter
+    stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
+    keep: bool = False  # keep records and logs in ``directory`` after the attempt
+
+    @property
+    def records(self) -> Path:
+        return self.directory / "records"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "logs"
+
+    @property
+    def work(self) -> Path:
+        return self.directory / "work"
+
+    @property
+    def tmp(self) -> Path:
+        return self.directory / "tmp"
+
+    @property
+    def cache(self) -> Path:
+        return self.directory / "cache"
+
+    @property
+    def settings_file(self) -> Path:
+        return self.directory / "settings.json"
+
+    @property
+    def spec_file(self) -> Path:
+        return self.directory / "spec.json"
+
+    @property
+    def launch_file(self) -> Path:
+        return self.directory / "launch.json"
+
+    @property
+    def backend(self) -> str:
+        wanted = str(self.settings.get("backend", "auto"))
+        return wanted if wanted != "auto" else ("nccl" if self.device == "cuda" else "gloo")
+
+    @property
+    def device(self) -> str:
+        wanted = str(self.settings.get("device", "auto"))
+        return wanted if wanted != "auto" else ("cuda" if self.gpus else "cpu")
+
+    def full_settings(self) -> Json:
+        """The settings that the ranks read: the case's, and what the launch adds."""
+        return {
+            **self.settings,
+            "record_dir": str(self.records),
+            "work_dir": str(self.work),
+            "world_size": self.world_size,
+            "device": self.device,
+            "backend": self.backend,
+        }
+
+    def spec(self, port: int = 0) -> Json:
+        """What a worker inside the stack is told. ``env`` is only what is private to the attempt (see environment)."""
+        return {
+            "script": str(self.script),
+            "settings": str(self.settings_file),
+            "world_size": self.world_size,
+            "log_dir": str(self.logs),
+            "record_dir": str(self.records),
+            "env": private_environment(self),
+            "port": port,
+        }
+
+
+class Launcher(Protocol):
+    """Starts attempts and returns what came out of them, as docs/observation.md says. Thread-safe."""
+
+    name: str
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+        """Run one attempt to its end. ``stop`` set (Ctrl-C) ends it at once. Nothing of it survives the return."""
+
+    def close(self) -> None: ...
+
+
+def stack_environment(attempt: Attempt) -> dict[str, str]:
+    """What is the same for all attempts of a stack and is read when packages are imported: a server's environment."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+    }
+    if not _same_interpreter(attempt.python):
+        env.pop("PYTHONPATH", None)  # the controller's own packages must not shadow the stack's
+    env |= {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        RUN_TOKEN: attempt.run_id,
+    }
+    if attempt.device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
+    # gloo and NCCL look up the host's own name otherwise, which stalls for seconds where DNS does not know it.
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if attempt.settings.get("model", {}).get("weights") != "hub":
+        env["HF_HUB_OFFLINE"] = "1"
+    if attempt.stack_cache is not None:
+        # The defaults are keyed by Python and CUDA alone, so that two stacks would share what they compiled.
+        env["TORCH_EXTENSIONS_DIR"] = str(attempt.stack_cache / "torch_extensions")
+        env["HF_MODULES_CACHE"] = str(attempt.stack_cache / "hf_modules")
+    return env | attempt.env
+
+
+def private_environment(attempt: Attempt) -> dict[str, str]:
+    """What differs from attempt to attempt: temporary files, caches, and the token that marks its processes."""
+    env = {
+        ATTEMPT_TOKEN: attempt.id,
+        RUN_TOKEN: attempt.run_id,
+        "TMPDIR": str(attempt.tmp),
+        "TORCHINDUCTOR_CACHE_DIR": str(attempt.cache / "inductor"),
+        "TRITON_CACHE_DIR": str(attempt.cache / "triton"),
+    }
+    if attempt.settings.get("model", {}).get("weights") != "hub":
+        env["HF_HOME"] = str(attempt.cache / "hf")  # real weights come from the user's own cache
+    if attempt.stack_cache is None:
+        env["TORCH_EXTENSIONS_DIR"] = str(attempt.cache / "torch_extensions")
+        env["HF_MODULES_CACHE"] = str(attempt.cache / "hf_modules")
+    return {**env, **attempt.env}
+
+
+def environment(attempt: Attempt) -> dict[str, str]:
+    """The whole environment of a process that starts from cold for this attempt."""
+    return {**stack_environment(attempt), **private_environment(attempt)}
+
+
+def prepare(attempt: Attempt) -> None:
+    """Make the attempt's files. An older folder of the same id is removed first: no stale record may be read."""
+    shutil.rmtree(attempt.directory, ignore_errors=True)
+    for folder in (attempt.records, attempt.logs, attempt.work, attempt.tmp, attempt.cache):
+        folder.mkdir(parents=True)
+    if attempt.stack_cache is not None:
+        attempt.stack_cache.mkdir(parents=True, exist_ok=True)
+    attempt.settings_file.write_text(json.dumps(attempt.full_settings(), indent=1), encoding="utf-8")
+    attempt.spec_file.write_text(json.dumps(attempt.spec(), indent=1), encoding="utf-8")
+
+
+def clean(attempt: Attempt) -> None:
+    """Remove the attempt's files; with ``keep`` its settings, records and logs stay."""
+    if not attempt.keep:
+        shutil.rmtree(attempt.directory, ignore_errors=True)
+        return
+    for folder in (attempt.work, attempt.tmp, attempt.cache):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def torchrun_line(attempt: Attempt) -> str:
+    """The command that does the same by hand, from the root of the checkout."""
+    settings = attempt.settings
+    script = attempt.script
+    if script.is_relative_to(ROOT):
+        script = script.relative_to(ROOT)
+    words = [f"{name}={value}" for name, value in sorted(attempt.env.items())]
+    words = ["env", *words] if words else []
+    words += ["torchrun"] if _same_interpreter(attempt.python) else [attempt.python, "-m", "torch.distributed.run"]
+    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), str(script), "--arm", settings["arm"]]
+    words += ["--model", settings["model"]["slug"], "--strategy", settings["strategy"]["slug"]]
+    for name, default in (("scale", "tiny"), ("weights", "random")):
+        value = settings["model"].get(name, default)
+        words += [f"--{name}", value] if value != default else []
+    words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
+    for name, value in settings["flags"].items():
+        words += ["--flag", f"{name}={json.dumps(value) if not isinstance(value, str) else value}"]
+    return shlex.join(words)
+
+
+def _same_interpreter(python: str) -> bool:
+    return os.path.abspath(python) == os.path.abspath(sys.executable)
