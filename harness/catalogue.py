@@ -1,0 +1,151 @@
+"""conf/ -> the catalogue: every case, model, strategy, stack and hardware, validated. Reads files, runs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from harness.errors import ConfigError, describe_validation, unknown
+from harness.paths import CONF, REPROS
+from harness.schema import Case, Hardware, Model, Stack, Strategy
+
+T = TypeVar("T", bound=BaseModel)
+Raw = dict[str, Any]
+
+GROUPS: dict[str, type[BaseModel]] = {
+    "case": Case, "model": Model, "strategy": Strategy, "stack": Stack, "hardware": Hardware,
+}  # fmt: skip
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML that refuses a key given twice (plain YAML silently keeps the last)."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (str, int, float, bool)):
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All options by slug. ``raw`` keeps each file's plain mapping: that is what crosses to the ranks."""
+
+    cases: dict[str, Case]
+    models: dict[str, Model]
+    strategies: dict[str, Strategy]
+    stacks: dict[str, Stack]
+    hardware: dict[str, Hardware]
+    raw: dict[str, dict[str, Raw]] = field(repr=False)
+    repros: Path = REPROS
+
+    def script(self, case: Case) -> Path:
+        return self.repros / case.script_name
+
+
+def read_yaml(path: Path) -> Raw:
+    """A file's mapping; raises ConfigError that names the file and the line."""
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must hold a mapping of keys, not {type(data).__name__}")
+    return data
+
+
+def parse(model: type[T], raw: Raw, path: Path | str) -> T:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise describe_validation(error, model, path) from None
+
+
+def load(
+    conf: Path = CONF, repros: Path = REPROS, patches: dict[str, list[tuple[list[str], Any]]] | None = None
+) -> Catalogue:
+    """Reads and validates every group. ``patches``: group -> [(key path, value)], laid over each option of the group
+    that has the key (the overrides ``model.config.num_hidden_layers=4``)."""
+    raws: dict[str, dict[str, Raw]] = {}
+    parsed: dict[str, dict[str, Any]] = {}
+    for group, model in GROUPS.items():
+        raws[group], parsed[group] = {}, {}
+        for path in sorted((conf / group).glob("*.yaml")):
+            raw = read_yaml(path)
+            for keys, value in (patches or {}).get(group, []):
+                _patch(raw, keys, value)
+            option = parse(model, raw, _short(path))
+            if option.slug != path.stem:  # type: ignore[attr-defined]
+                raise ConfigError(f"{_short(path)}: slug must be the file's name, {path.stem!r}")
+            raws[group][path.stem], parsed[group][path.stem] = raw, option
+        if not raws[group]:
+            raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
+    catalogue = Catalogue(
+        parsed["case"], parsed["model"], parsed["strategy"], parsed["stack"], parsed["hardware"], raws, repros
+    )
+    for case in catalogue.cases.values():
+        _check_references(case, catalogue, _short(conf / "case" / f"{case.slug}.yaml"))
+    return catalogue
+
+
+def _short(path: Path) -> str:
+    return str(Path(*path.parts[-3:]))
+
+
+def _patch(raw: Raw, keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        raw = raw.setdefault(key, {})
+        if not isinstance(raw, dict):
+            raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
+    raw[keys[-1]] = value
+
+
+def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
+    """Names in a case's file must exist: a typo would otherwise be a cell that never runs."""
+    script = catalogue.script(case)
+    if not script.is_file():
+        have = [p.name for p in catalogue.repros.glob("*.py")]
+        raise unknown("script", case.script_name, have, f"{path}: script")
+    for model in case.axes.model:
+        if model not in catalogue.models:
+            raise unknown("model", model, catalogue.models, f"{path}: axes.model")
+    for strategy in case.axes.strategy:
+        if strategy not in catalogue.strategies:
+            raise unknown("strategy", strategy, catalogue.strategies, f"{path}: axes.strategy")
+    for name, arm in case.arms.items():
+        where = f"{path}: arms.{name}"
+        if arm.model and arm.model not in catalogue.models:
+            raise unknown("model", arm.model, catalogue.models, where)
+        if arm.strategy and arm.strategy not in catalogue.strategies:
+            raise unknown("strategy", arm.strategy, catalogue.strategies, where)
+        if arm.stack and arm.stack not in catalogue.stacks:
+            raise unknown("stack", arm.stack, catalogue.stacks, where)
+    for other in case.occurs_with:
+        if other not in catalogue.cases:
+            raise unknown("case", other, catalogue.cases, f"{path}: occurs_with")
+    for claim in case.claims:
+        for prediction in claim.predicts:
+            target = catalogue.cases.get(prediction.case or case.slug)
+            where = f"{path}: claims.{claim.id}"
+            if target is None:
+                raise unknown("case", str(prediction.case), catalogue.cases, where)
+            names = [prediction.arm]
+            if prediction.metric:
+                names.append(prediction.metric.below or prediction.metric.above or "")
+            for name in names:
+                if name not in target.arms:
+                    raise unknown("arm", name, target.arms, where)
+    for claim_id in {c.id for c in case.claims if [o.id for o in case.claims].count(c.id) > 1}:
+        raise ConfigError(f"{path}: claims: id {claim_id!r} given twice")

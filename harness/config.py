@@ -1,0 +1,88 @@
+"""The run's settings: conf/config.yaml composed by Hydra against a structured schema, with the command line's overrides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+
+from harness.errors import ConfigError, nearest
+from harness.paths import CONF
+
+
+class Scale(str, Enum):
+    tiny = "tiny"
+    full = "full"
+
+
+class Weights(str, Enum):
+    random = "random"
+    hub = "hub"
+
+
+class LauncherName(str, Enum):
+    auto = "auto"
+    torchrun = "torchrun"
+    warm = "warm"
+
+
+class Order(str, Enum):
+    longest = "longest"
+    listed = "listed"
+
+
+@dataclass
+class RunSettings:
+    """One run of the matrix; what each key means stands in conf/config.yaml."""
+
+    scale: Scale = Scale.tiny
+    weights: Weights = Weights.random
+    repeat: int | None = None
+    jobs: int = 0
+    world_size: int | None = None
+    tp_size: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    deadline: float | None = None
+    arms: list[str] | None = None
+    launcher: LauncherName = LauncherName.auto
+    order: Order = Order.longest
+    results: str | None = None
+    keep: bool = False
+    min_measured: int = 1
+
+
+AT_LEAST = {"repeat": 1, "jobs": 0, "world_size": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
+
+
+def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
+    """Hydra's composition of conf/config.yaml with ``overrides``; raises ConfigError on an unknown key or a bad value."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    names = [field.name for field in fields(RunSettings)]
+    for override in overrides:
+        key = override.lstrip("+~").split("=", 1)[0]
+        if key.split(".")[0] not in names:
+            raise ConfigError(f"override {override!r}: unknown key {key!r}{nearest(key, [*names, *OVERRIDE_GROUPS])}")
+    ConfigStore.instance().store(name="run_schema", node=RunSettings)
+    try:
+        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+            settings = OmegaConf.to_object(compose("config", overrides=overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        text = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
+    assert isinstance(settings, RunSettings)
+    for name, least in AT_LEAST.items():
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: must be at least {least}")
+    if settings.deadline is not None and settings.deadline <= 0:
+        raise ConfigError(f"deadline={settings.deadline:g}: must be more than 0 seconds")
+    return settings
+
+
+OVERRIDE_GROUPS = ("case", "model", "strategy", "stack", "hardware", "flags.<name>")

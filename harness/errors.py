@@ -1,0 +1,87 @@
+"""Errors that a user can act on: they name the file, the key and the nearest valid choice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+
+class ReproError(Exception):
+    """Something the user can mend: usage, configuration, results folder. Exit code 2."""
+
+    exit_code = 2
+
+
+class ConfigError(ReproError):
+    """A file under conf/ or an override is wrong."""
+
+
+class ResultsError(ReproError):
+    """The results folder cannot be used, or a document in it is damaged."""
+
+
+class MeasureError(ReproError):
+    """Less could be measured than was asked for (infra). Exit code 3."""
+
+    exit_code = 3
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """ "; did you mean 'x'? (choices: ...)" — or only the choices when nothing is near."""
+    known = sorted(set(choices))
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    shown = ", ".join(known[:40]) + (" ..." if len(known) > 40 else "")
+    return f"{hint} (there are: {shown or 'none'})"
+
+
+def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> ConfigError:
+    return ConfigError(f"{where + ': ' if where else ''}unknown {what} {word!r}{nearest(word, choices)}")
+
+
+def describe_validation(error: ValidationError, model: type[BaseModel], path: Path | str) -> ConfigError:
+    """pydantic's complaints as lines `file: key: what is wrong; did you mean ...`."""
+    lines = []
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        key = ".".join(location) or "(the whole file)"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{path}: unknown key {key!r}{nearest(location[-1], _fields_at(model, item['loc'][:-1]))}")
+        elif item["type"] == "missing":
+            lines.append(f"{path}: key {key!r} is missing")
+        elif item["type"] == "literal_error":
+            expected = [part.strip(" '") for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")]
+            lines.append(f"{path}: {key}: {item['input']!r} is not valid{nearest(str(item['input']), expected)}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            given = item["input"]
+            shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
+            lines.append(f"{path}: {key}: {message}{shown}")
+    return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _fields_at(model: Any, location: tuple[int | str, ...]) -> list[str]:
+    """The keys that are valid at a place in a model: follows fields, and the items of lists and mappings."""
+    import typing
+
+    from pydantic import BaseModel
+
+    current: Any = model
+    for part in location:
+        candidates = [current, *typing.get_args(current)]
+        for _ in range(3):  # unions of containers of models: a few levels are enough
+            candidates += [inner for c in list(candidates) for inner in typing.get_args(c)]
+        found = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if found is not None and str(part) in found.model_fields:
+            current = found.model_fields[str(part)].annotation
+        # else: an index of a list or a key of a mapping: the model inside stays the same
+    candidates = [current, *typing.get_args(current)]
+    for _ in range(3):
+        candidates += [inner for c in list(candidates) for inner in typing.get_args(c)]
+    found = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return sorted(found.model_fields) if found is not None else []

@@ -1,0 +1,97 @@
+"""Hydra's override grammar -> what a run selects: groups (commas sweep, globs match), flags, patches, run settings."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.errors import ConfigError, unknown
+
+GROUPS = ("case", "model", "strategy", "stack", "hardware")
+
+
+@dataclass
+class Selection:
+    """What the command line asks for. An axis left out is None: whatever the case's file says."""
+
+    case: list[str] = field(default_factory=lambda: ["*"])
+    model: list[str] | None = None
+    strategy: list[str] | None = None
+    stack: list[str] = field(default_factory=lambda: ["current"])
+    hardware: str = "auto"
+    flags: dict[str, list[Any]] = field(default_factory=dict)
+    patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
+    run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for harness.config
+
+
+def parse(overrides: Iterable[str]) -> Selection:
+    """Raises ConfigError that quotes the override which cannot be understood."""
+    selection = Selection()
+    texts = list(overrides)
+    if not texts:
+        return selection
+    # Hydra takes half a second to import: only when there is something to parse.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep, Glob, RangeSweep
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for text in texts:
+        try:
+            override = parser.parse_overrides([text])[0]
+            value = override.value()
+        except HydraException as error:
+            detail = str(error).replace("\n", " ").split("See https")[0].strip()
+            raise ConfigError(f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}") from None
+        values: list[Any]
+        if isinstance(value, ChoiceSweep):
+            values = [_plain(item) for item in value.list]
+        elif isinstance(value, Glob):
+            values = list(value.include)
+        elif isinstance(value, RangeSweep):
+            start, stop, step = int(value.start or 0), int(value.stop or 0), int(value.step)
+            values = list(range(start, stop, step))
+        else:
+            values = [_plain(value)]
+        key = override.key_or_group
+        group, _, rest = key.partition(".")
+        if key in GROUPS:
+            _select(selection, key, values, text)
+        elif group == "flags" and rest:
+            selection.flags[rest] = values
+        elif group in GROUPS and rest:
+            if len(values) > 1:
+                raise ConfigError(f"override {text!r}: sweep a group or a flag, not a key inside {group}")
+            selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
+        else:
+            selection.run.append(text)
+    return selection
+
+
+def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
+    names = [str(item) for value in values for item in (value if isinstance(value, list) else [value])]
+    if group == "hardware":
+        if len(names) != 1:
+            raise ConfigError(f"override {text!r}: one hardware profile at a time")
+        selection.hardware = names[0]
+    else:
+        setattr(selection, group, names)
+
+
+def _plain(value: Any) -> Any:
+    text = getattr(value, "text", None)  # Hydra's QuotedString
+    return text if isinstance(text, str) else value
+
+
+def expand(what: str, patterns: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Names matching the patterns, in the catalogue's order; a pattern without a match is an error with the nearest."""
+    names = list(known)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        hits = [pattern] if pattern in names else fnmatch.filter(names, pattern)
+        if not hits:
+            raise unknown(what, pattern, names)
+        chosen.update(hits)
+    return [name for name in names if name in chosen]

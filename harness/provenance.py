@@ -1,0 +1,58 @@
+"""Where a result comes from: commit, versions, machine, command."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from harness.catalogue import Catalogue
+from harness.paths import ROOT
+
+
+def git_state(root: Path = ROOT) -> tuple[str | None, bool]:
+    """(commit, whether the tree differs from it); (None, False) outside a checkout."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    changed = git("status", "--porcelain", "--", "conf", "repros", "harness")
+    return commit, bool(changed)
+
+
+def harness_version() -> str:
+    try:
+        return version("repro-matrix")
+    except PackageNotFoundError:
+        return "0"
+
+
+def provenance(seed: int) -> dict[str, Any]:
+    commit, dirty = git_state()
+    return {
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "harness_version": harness_version(),
+        "command": " ".join(["repro", *sys.argv[1:]]),
+        "seed": seed,
+    }
+
+
+def code_hashes(catalogue: Catalogue) -> dict[str, str]:
+    """case -> hash of what its ranks execute: its script, the kit and the remote-code models."""
+    shared = hashlib.sha256()
+    for path in sorted([*(catalogue.repros / "kit").rglob("*.py"), *(catalogue.repros / "remote_code").rglob("*.py")]):
+        shared.update(path.read_bytes())
+    common = shared.hexdigest()
+    return {
+        slug: hashlib.sha256(common.encode() + catalogue.script(case).read_bytes()).hexdigest()[:16]
+        for slug, case in catalogue.cases.items()
+    }

@@ -1,0 +1,137 @@
+"""Results on disk: one JSON document per cell, written atomically; nothing recorded is ever lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from harness.errors import ResultsError
+
+Document = dict[str, Any]
+RELEVANT = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
+
+
+def stack_label(versions: Mapping[str, str], key: str) -> str:
+    """A stack's folder: what people look for in its name, and a key for the rest."""
+    parts = [f"torch{versions['torch']}" if "torch" in versions else "no-torch"]
+    if "transformers" in versions:
+        parts.append(f"tf{versions['transformers']}")
+    return re.sub(r"[^A-Za-z0-9.+-]", "_", "-".join([*parts, key[:6]]))
+
+
+class Store:
+    """A results folder, ``<root>/<hardware>/<stack>/<case>/<cell>.json``. One writer at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.damaged: list[str] = []
+        self._lock: FileLock | None = None
+
+    def open(self) -> None:
+        """Take the folder for writing. Raises ResultsError: not writable, or another run is at work in it."""
+        lock = FileLock(str(self.root / ".lock"), timeout=0)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe = self.root / f".probe-{os.getpid()}"
+            probe.write_bytes(b"x" * 4096)
+            probe.unlink()
+            lock.acquire()
+        except Timeout:
+            raise ResultsError(
+                f"{self.root}: another run is writing here; wait for it, or give this one a folder: results=DIR"
+            ) from None
+        except OSError as error:
+            raise _explained(error, self.root) from None
+        self._lock = lock
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def path_of(self, hardware: str, label: str, cell_key: str) -> Path:
+        return self.root / hardware / label / f"{cell_key}.json"
+
+    def save(self, path: Path, document: Document) -> None:
+        """Replace a cell's document in one step; a complete older one of another run goes to history/ first."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._keep_older(path, document)
+            write_json(path, document)
+        except OSError as error:
+            raise _explained(error, path) from None
+
+    def _keep_older(self, path: Path, document: Document) -> None:
+        older = self.read(path)
+        if older is None or older["provenance"]["started"] == document["provenance"]["started"]:
+            return
+        if any(arm.get("attempts") for arm in older["arms"].values()):
+            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
+            kept = self.root / "history" / path.relative_to(self.root).with_suffix(f".{stamp}.json")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            if not kept.exists():
+                shutil.copy2(path, kept)
+
+    def read(self, path: Path) -> Document | None:
+        """A document, or None. A damaged file is moved aside (never deleted) and named in ``damaged``."""
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["schema"] != 1 or not isinstance(document["arms"], dict) or "started" not in document["provenance"]:
+                raise ValueError("not a cell document of schema 1")
+            return document
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            aside = path.with_suffix(f".damaged-{time.time_ns()}")
+            try:
+                os.replace(path, aside)
+                self.damaged.append(f"{path}: damaged ({error}); kept as {aside.name}, the cell is measured again")
+            except OSError:
+                self.damaged.append(f"{path}: damaged ({error}); left where it is")
+            return None
+        except OSError as error:
+            raise _explained(error, path) from None
+
+    def documents(self, history: bool = False) -> Iterator[Document]:
+        """Every document in the folder, in a fixed order; with ``history`` the older ones too."""
+        if not self.root.is_dir():
+            return
+        for path in sorted(self.root.rglob("*.json")):
+            if "history" in path.relative_to(self.root).parts and not history:
+                continue
+            document = self.read(path)
+            if document is not None:
+                document["path"] = str(path)
+                yield document
+
+
+def write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as out:
+            json.dump({k: v for k, v in value.items() if k != "path"}, out, indent=1, sort_keys=False)
+            out.write("\n")
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _explained(error: OSError, path: Path) -> ResultsError:
+    if error.errno == errno.ENOSPC:
+        free = shutil.disk_usage(path if path.exists() else Path("/")).free
+        return ResultsError(f"{path}: the disk is full ({free // 2**20} MiB free); what was recorded before is intact")
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return ResultsError(f"{path}: cannot be written ({error.strerror}); choose another folder: results=DIR")
+    return ResultsError(f"{path}: {error.strerror or error}")
