@@ -13,18 +13,27 @@ import torch
 REMOTE_CODE = Path(__file__).resolve().parents[1] / "remote_code"
 
 
-def config_of(run: Run, **overrides: Any) -> Any:
-    """The model's configuration object (transformers ``PretrainedConfig``) at the run's scale."""
+def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
+    """The model's configuration object (transformers ``PretrainedConfig``) at the run's scale.
+
+    ``published`` picks, for first-generation Qwen, the version of the stand-in that follows the published file's imports
+    and hooks also where today's transformers does not bear them (remote_code/qwen_v1/modeling_qwen.py lists them).
+    """
     from transformers import AutoConfig
 
     values = {**run.model["config"], **overrides}
     folder = run.model.get("remote_code")
-    if folder:
-        return AutoConfig.from_pretrained(str(REMOTE_CODE / folder), trust_remote_code=True, **values)
-    return AutoConfig.for_model(run.model["model_type"], **values)
+    if not folder:
+        return AutoConfig.for_model(run.model["model_type"], **values)
+    config = AutoConfig.from_pretrained(str(REMOTE_CODE / folder), trust_remote_code=True, **values)
+    if published:
+        config.auto_map = {**config.auto_map, "AutoModelForCausalLM": "modeling_qwen_published.QWenLMHeadModel"}
+    return config
 
 
-def build(run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None, **overrides: Any) -> torch.nn.Module:
+def build(
+    run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None, published: bool = False, **overrides: Any
+) -> torch.nn.Module:
     """A causal language model on the CPU, the same on every rank: seeded random weights, or the hub's."""
     from transformers import AutoModelForCausalLM
 
@@ -32,7 +41,7 @@ def build(run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None,
     if run.model["weights"] == "hub":
         return AutoModelForCausalLM.from_pretrained(run.model["hub"], trust_remote_code=trust).to(dtype)
     torch.manual_seed(run.seed if seed is None else seed)
-    return AutoModelForCausalLM.from_config(config_of(run, **overrides), trust_remote_code=trust).to(dtype)
+    return AutoModelForCausalLM.from_config(config_of(run, published, **overrides), trust_remote_code=trust).to(dtype)
 
 
 def batch(run: Run, rank: int, step: int = 0, size: int = 2, length: int = 16) -> dict[str, torch.Tensor]:
