@@ -16,8 +16,8 @@ REMOTE_CODE = Path(__file__).resolve().parents[1] / "remote_code"
 def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
     """The model's configuration object (transformers ``PretrainedConfig``) at the run's scale.
 
-    ``published`` picks, for first-generation Qwen, the version of the stand-in that follows the published file's imports
-    and hooks also where today's transformers does not bear them (remote_code/qwen_v1/modeling_qwen.py lists them).
+    ``published`` picks, for first-generation Qwen, the version of the stand-in that follows the published file also
+    where today's transformers does not bear it (remote_code/qwen_v1/modeling_qwen.py lists the differences).
     """
     from transformers import AutoConfig
 

@@ -1,7 +1,7 @@
 """Configuration of our stand-in for first-generation Qwen: the keys of the published config.json (Qwen/Qwen-7B).
 
-Like the published ``QWenConfig`` it hands only ``tie_word_embeddings`` and unknown keys to ``PretrainedConfig``, has the
-model type ``qwen``, which transformers itself does not know, and ignores ``past_key_values`` at inference.
+Like the published ``QWenConfig`` it hands only ``tie_word_embeddings`` and unknown keys to ``PretrainedConfig`` and
+ignores ``past_key_values`` at inference. transformers itself does not know the model type ``qwen``.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ DEFAULTS = {
 
 class QWenConfig(PretrainedConfig):
     model_type = "qwen"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it
 
     def __init__(self, tie_word_embeddings: bool = False, **values: Any) -> None:
         for key, default in DEFAULTS.items():

@@ -1,4 +1,4 @@
-"""Our own small stand-in for first-generation Qwen (7B, 14B), which lives on the hub as remote code, not in transformers.
+"""Our own small stand-in for first-generation Qwen (7B, 14B), which is remote code, not part of transformers.
 
 Written from scratch after the published file (Qwen/Qwen-7B: modeling_qwen.py, as of transformers 4.32), with the same
 module names (transformer.wte, transformer.h.N.{ln_1,attn.c_attn,attn.c_proj,ln_2,mlp.w1,mlp.w2,mlp.c_proj},
@@ -49,7 +49,7 @@ Past = Any  # nothing, a tuple of (key, value) per layer, or a transformers Cach
 
 
 class RMSNorm(nn.Module):
-    """The mean square in float32, the weight applied in the input's dtype (as published, without flash-attn's kernel)."""
+    """The mean square in float32, the weight applied in the input's dtype (published: also flash-attn's kernel)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class QWenPreTrainedModel(PreTrainedModel):
     base_model_prefix = "transformer"
     is_parallelizable = False
     supports_gradient_checkpointing = True
-    _no_split_modules = ["QWenBlock"]
+    _no_split_modules = ["QWenBlock"]  # noqa: RUF012 - transformers reads these class attributes
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -233,7 +233,7 @@ def _fresh(parameter: torch.Tensor) -> bool:
 
 
 class QWenModel(QWenPreTrainedModel):
-    _keys_to_ignore_on_load_missing = ["attn.masked_bias"]
+    _keys_to_ignore_on_load_missing = ["attn.masked_bias"]  # noqa: RUF012
     rotary_class = RotaryEmbedding
 
     def __init__(self, config: QWenConfig) -> None:
@@ -351,8 +351,8 @@ class QWenModel(QWenPreTrainedModel):
 class QWenCausalLM(QWenPreTrainedModel):
     """The language model without anybody's ``generate``; the two versions differ in where they take it from."""
 
-    _keys_to_ignore_on_load_missing = [r"h\.\d+\.attn\.rotary_emb\.inv_freq"]
-    _keys_to_ignore_on_load_unexpected = [r"h\.\d+\.attn\.masked_bias"]
+    _keys_to_ignore_on_load_missing = [r"h\.\d+\.attn\.rotary_emb\.inv_freq"]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"h\.\d+\.attn\.masked_bias"]  # noqa: RUF012
     model_class = QWenModel
 
     def __init__(self, config: QWenConfig) -> None:
@@ -393,12 +393,24 @@ class QWenCausalLM(QWenPreTrainedModel):
     def forward(
         self,
         input_ids: Optional[torch.Tensor] = None,
+        past_key_values: Past = None,
+        attention_mask: Optional[torch.Tensor] = None,
         labels: Optional[torch.Tensor] = None,
+        use_cache: Optional[bool] = None,
+        output_hidden_states: Optional[bool] = None,
         return_dict: Optional[bool] = None,
-        **kwargs: Any,
+        **others: Any,
     ) -> Any:
         return_dict = self._outputs(return_dict)
-        base = self.transformer(input_ids, return_dict=True, **kwargs)
+        base = self.transformer(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **others,
+        )
         logits = self.lm_head(base.last_hidden_state)
         loss = None
         if labels is not None:  # each position predicts the next token; a plain mean over all of them, as published

@@ -135,7 +135,7 @@ class QWenLMHeadModel(QWenPreTrainedModel, base.QWenCausalLM):
     def chat_stream(
         self, tokenizer: PreTrainedTokenizer, query: str, history: Optional[HistoryType], **kwargs: Any
     ) -> Generator[str, Any, None]:
-        """Streaming is grafted on from transformers_stream_generator, which imports the beam-search names of its day."""
+        """Streaming is grafted on from transformers_stream_generator, which imports beam-search names of its day."""
         from transformers_stream_generator.main import NewGenerationMixin, StreamGenerationConfig
 
         self.__class__.generate_stream = NewGenerationMixin.generate
