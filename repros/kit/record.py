@@ -52,6 +52,14 @@ def _modules(tb: TracebackType | None) -> list[str]:
     return names
 
 
+def _speaker() -> str:
+    """The module that called ``warnings.warn``; the file of a warning is whom it blames, often the caller (stacklevel)."""
+    frame = sys._getframe(2)  # whoever called the hook: the warnings module, or, from C, the code that warned
+    while frame is not None and frame.f_globals.get("__name__") in ("warnings", "_py_warnings"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
 class Capture(logging.Handler):
     """Collects warnings and log records (WARNING and above) with the place they came from."""
 
@@ -81,7 +89,13 @@ class Capture(logging.Handler):
     def _warning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         if len(self.warnings) < MAX_ITEMS:
             self.warnings.append(
-                {"category": category.__name__, "message": clip(str(message)), "file": filename, "line": lineno}
+                {
+                    "category": category.__name__,
+                    "message": clip(str(message)),
+                    "file": filename,
+                    "line": lineno,
+                    "module": _speaker(),
+                }
             )
         self._show(message, category, filename, lineno, *rest)
 

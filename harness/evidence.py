@@ -1,0 +1,238 @@
+"""An observation as the judges read it. Pure.
+
+Whatever is missing or malformed counts as not there: a judge must never crash on a half-written record, and what is not
+there never speaks for an attempt.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
+_STANDARD = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?t?/(.+)$")
+_REPROS = re.compile(r"(?:^|/)repros/(?!.*(?:(?:site|dist)-packages/|transformers_modules/|lib/python3)).+\.py$")
+_OWN_MODULES = {"__main__", "__mp_main__", "kit", "repros"}
+_PYSPY = re.compile(r"^\s+(?P<function>\S.*?) \((?P<file>[^()]+?)(?::\d+)?\)\s*$")
+_FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]*)", line \d+,? in (?P<function>.+?)\s*$')
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None; a bool is not a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def items(value: Any) -> list[Mapping[str, Any]]:
+    """The mappings in a list; anything else in it is dropped."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, (list, tuple)) else []
+
+
+@lru_cache(maxsize=4096)
+def dotted(file: str) -> tuple[str, ...]:
+    """The dotted module names that a source file may have, the most likely first.
+
+    Under site-packages (or the standard library) there is one. Elsewhere (an overlay on PYTHONPATH, a checkout, paths
+    that py-spy shortened) the root is not known: every suffix of the path is possible.
+    """
+    path = file.replace("\\", "/")
+    found = _INSTALLED.search(path) or _STANDARD.search(path)
+    rest = found.group(1) if found else path.lstrip("/")
+    parts = [part for part in re.sub(r"\.(py|pyc|so|pyx)$", "", rest).split("/") if part not in ("", ".", "..")]
+    if parts and parts[-1] == "__init__":
+        parts = parts[:-1]
+    if found:
+        return (".".join(parts),)
+    return tuple(".".join(parts[start:]) for start in range(len(parts)))
+
+
+@lru_cache(maxsize=4096)
+def is_own(module: str, file: str) -> bool:
+    """Whether a frame is this project's: the case's script, the kit. Such a frame never counts as upstream."""
+    return module.partition(".")[0] in _OWN_MODULES or bool(_REPROS.search(file.replace("\\", "/")))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One frame, of an exception or of a hung rank's stack."""
+
+    module: str
+    file: str
+    function: str
+
+    @property
+    def own(self) -> bool:
+        return is_own(self.module, self.file)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names to match against: the module's own name where it is known, else those that its file allows."""
+        if self.module not in ("", "builtins"):
+            return (self.module,)
+        return dotted(self.file) if not self.file.startswith("<") else ()
+
+    @property
+    def named(self) -> bool:
+        """False for generated code without a module (``<string>``), which lies nowhere."""
+        return bool(self.modules) or self.own
+
+    def __str__(self) -> str:
+        return ".".join(part for part in (self.modules[0] if self.modules else "?", self.function) if part)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception of a record."""
+
+    type: str
+    names: frozenset[str]  # the type, with and without its module, and its bases
+    message: str
+    places: tuple[Place, ...]  # outermost first
+
+    @property
+    def innermost(self) -> Place | None:
+        """The innermost frame that lies somewhere: C code leaves no frame, generated code has no module."""
+        return next((place for place in reversed(self.places) if place.named), None)
+
+
+def raised_chain(exception: Any) -> list[Raised]:
+    """The raised exception, and what it wraps.
+
+    What stands under ``cause`` may be anything that was being handled at the time, so it only counts as the failure
+    when the one raised is a mere wrapper: when it repeats the other's message (a lazy import, a compiler, a pool).
+    """
+    chain: list[Raised] = []
+    while isinstance(exception, Mapping) and len(chain) < 6:
+        one = _raised(exception)
+        if chain and (len(one.message.strip()) < 8 or one.message.strip() not in chain[-1].message):
+            break
+        chain.append(one)
+        exception = exception.get("cause")
+    return chain
+
+
+def _raised(data: Mapping[str, Any]) -> Raised:
+    kind, module = text(data.get("type")), text(data.get("module"))
+    bases = data.get("bases")
+    names = {kind, f"{module}.{kind}"} | {b for b in (bases if isinstance(bases, list) else []) if isinstance(b, str)}
+    places = tuple(
+        Place(text(f.get("module")), text(f.get("file")), text(f.get("function"))) for f in items(data.get("frames"))
+    )
+    return Raised(kind, frozenset(names - {"", "."}), text(data.get("message")), places)
+
+
+def stack_places(stack: str) -> tuple[Place, ...]:
+    """The frames of a hung rank, as py-spy or faulthandler print them: innermost first, the main thread before others."""
+    main: list[Place] = []
+    others: list[Place] = []
+    current = main
+    for line in stack.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            # faulthandler calls the thread that was interrupted the current one; py-spy names the main thread
+            current = main if line.startswith("Current") or "MainThread" in line else others
+            continue
+        found = _FAULTHANDLER.match(line) or _PYSPY.match(line)
+        if found:
+            current.append(Place("", found["file"], found["function"]))
+    return tuple(main + others)
+
+
+class Rank:
+    """One rank of an attempt."""
+
+    def __init__(self, data: Mapping[str, Any], position: int) -> None:
+        number_ = data.get("rank")
+        self.rank: int = number_ if isinstance(number_, int) and not isinstance(number_, bool) else position
+        code = data.get("exit_code")
+        self.exit_code: int | None = code if isinstance(code, int) and not isinstance(code, bool) else None
+        self.signal = text(data.get("signal"))
+        self.ended_by = text(data.get("ended_by")) or "self"
+        self.record = mapping(data.get("record"))
+        self.done = self.record.get("done") is True
+        self.log_tail = text(data.get("log_tail"))
+        self.stack = text(data.get("stack"))
+        self.at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
+
+    @cached_property
+    def chain(self) -> list[Raised]:
+        return raised_chain(self.record.get("exception"))
+
+    @property
+    def raised(self) -> Raised | None:
+        return self.chain[0] if self.chain else None
+
+    @cached_property
+    def checks(self) -> list[Mapping[str, Any]]:
+        return items(self.record.get("checks"))
+
+    @cached_property
+    def notes(self) -> list[Note]:
+        """Warnings and log records, each once."""
+        seen: dict[Note, None] = {}
+        for item in items(self.record.get("warnings")):
+            module = text(item.get("module"))  # who called warnings.warn; ``file`` is whom it blames (stacklevel)
+            seen[Note(text(item.get("category")), text(item.get("message")), text(item.get("file")), module)] = None
+        for item in items(self.record.get("logs")):
+            name = text(item.get("logger"))
+            seen[Note(name, text(item.get("message")), text(item.get("file")), "", name)] = None
+        return list(seen)
+
+    @cached_property
+    def stuck(self) -> tuple[Place, ...]:
+        return stack_places(self.stack)
+
+
+@dataclass(frozen=True)
+class Note:
+    """A warning (``name``: its category) or a log record (``name``: its logger)."""
+
+    name: str
+    message: str
+    file: str
+    module: str
+    logger: str = ""
+
+    def comes_from(self, package: str) -> bool:
+        """Whether it was the package that said so: by the module that spoke, the file, or the logger's name.
+
+        Never what the script itself says; but an upstream warning that blames its caller's line, the script's, counts.
+        """
+        if is_own(self.module, "" if self.module else self.file):
+            return False
+        modules = dotted(self.file) if self.file and not self.file.startswith("<") else ()
+        return any(within(name, package) for name in (*modules, self.module, self.logger))
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+class Attempt:
+    """An observation, read once."""
+
+    def __init__(self, observation: Any) -> None:
+        data = mapping(observation)
+        attempt = mapping(data.get("attempt"))
+        self.backend = text(attempt.get("backend"))
+        self.timed_out = attempt.get("timed_out") is True
+        self.interrupted = attempt.get("interrupted") is True
+        self.deadline = number(attempt.get("deadline_s"))
+        self.infra = data.get("infra")
+        found = [Rank(item, position) for position, item in enumerate(items(data.get("ranks")))]
+        self.ranks = sorted(found, key=lambda rank: rank.rank)
+        size = attempt.get("world_size")
+        known = size if isinstance(size, int) and not isinstance(size, bool) else 0
+        self.missing = sorted(set(range(min(max(known, 1), 4096))) - {rank.rank for rank in self.ranks})

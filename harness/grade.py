@@ -1,0 +1,206 @@
+"""observation -> outcome: one attempt judged. Pure.
+
+The order of judgement, first match wins:
+
+1. the infrastructure failed, or the user interrupted it                          -> infra
+2. a signature of the case itself is recognised (also on a run that finished)     -> fires
+3. another case's failure is recognised                                           -> other_error, which names it
+4. the deadline passed                                                            -> hang
+5. an exception, a signal, an exit code that is not 0, a rank without done marker -> other_error
+6. a check that the proof requires was not made                                   -> other_error (no proof)
+7. a check failed                                                                 -> other_error (silent)
+8. otherwise                                                                      -> clean
+
+A log record of another case's signature is recognised but does not make an attempt an error: it is only a remark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast, get_args
+
+from harness.evidence import Attempt, Rank, mapping, text
+from harness.peers import Failure, Failures, died_of, failures_of
+from harness.schema import Case, OutcomeName, SignatureKind
+from harness.signature import match_attempt
+
+SHOWN = 500  # characters of a message kept in an outcome; the observation has all of it
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A known failure seen in an attempt."""
+
+    case: str
+    signature: str
+    ranks: tuple[int, ...]
+    kind: SignatureKind
+    message: str
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The failure that came first."""
+
+    rank: int
+    type: str
+    message: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An attempt judged. ``asdict`` makes it JSON; ``from_json`` reads it back."""
+
+    outcome: OutcomeName
+    reason: str
+    recognised: tuple[Recognised, ...] = ()
+    primary: Primary | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        if data["outcome"] not in get_args(OutcomeName):
+            raise ValueError(f"no such outcome: {data['outcome']!r}")
+        seen = (Recognised(**{**item, "ranks": tuple(item["ranks"])}) for item in data.get("recognised") or ())
+        primary = Primary(**data["primary"]) if data.get("primary") else None
+        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary)
+
+    def others(self, case: str) -> tuple[Recognised, ...]:
+        """Other cases' failures in it (their remarks in the log are none)."""
+        return tuple(item for item in self.recognised if item.case != case and item.kind != "log")
+
+
+def skipped(reason: str) -> Outcome:
+    """The outcome of an arm that was not launched."""
+    return Outcome("skipped", reason)
+
+
+def grade(case: Case, arm: str, observation: Mapping[str, Any], cases: Mapping[str, Case] | Iterable[Case]) -> Outcome:
+    """Judge one attempt of ``arm``; ``cases`` is the whole catalogue, against which it is compared."""
+    attempt = Attempt(observation)
+    failures = failures_of(attempt)
+    primary = _primary(failures.first)
+    recognised = _recognise(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
+    infra = _infra(attempt)
+    if infra:
+        return Outcome("infra", infra, recognised, primary)
+    name, reason = _judge(case, attempt, failures, recognised)
+    return Outcome(name, reason, recognised, primary)
+
+
+def _judge(
+    case: Case, attempt: Attempt, failures: Failures, recognised: tuple[Recognised, ...]
+) -> tuple[OutcomeName, str]:
+    own = [item for item in recognised if item.case == case.slug]
+    others = [item for item in recognised if item.case != case.slug and item.kind != "log"]
+    if own:
+        also = "".join(f"; also {item.case}" for item in others)
+        rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognised)]
+        wrong = f"; {_failed(rest[0])}" if rest and not also else ""
+        return "fires", f"{own[0].signature} on {_ranks(own[0].ranks)}: {_line(own[0].message)}{also}{wrong}"
+    if others:
+        return "other_error", f"known failure {others[0].case}: {_line(others[0].message)}"
+    first = failures.first
+    if attempt.timed_out:
+        limit = f" of {attempt.deadline:g} s" if attempt.deadline is not None else ""
+        return "hang", f"the deadline{limit} passed" + (f"; {_failed(first)}" if first else _where_stuck(attempt))
+    if first:
+        return "other_error", _failed(first)
+    for rank in attempt.ranks:
+        problem = _unfinished(rank)
+        if problem:
+            return "other_error", f"rank {rank.rank}: {problem}"
+    if attempt.missing:
+        return "other_error", f"{_ranks(attempt.missing)} left nothing behind"
+    return _proven(case, attempt)
+
+
+def _proven(case: Case, attempt: Attempt) -> tuple[OutcomeName, str]:
+    """Every rank finished: is there the evidence that the case asks for?"""
+    asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
+    for name in case.proof.checks:
+        without = [rank.rank for rank in asked if all(check.get("name") != name for check in rank.checks)]
+        if without:
+            return "other_error", f"no proof: check {name} was not made on {_ranks(without)}"
+    for rank in attempt.ranks:
+        for check in rank.checks:
+            if check.get("passed") is not True:
+                what = f"check {text(check.get('name')) or '?'} failed"
+                seen = f"got {check.get('got')}, want {check.get('want')}"
+                return "other_error", _line(f"silent: {what} on rank {rank.rank} ({seen})")
+    return "clean", f"every rank finished; passed: {', '.join(case.proof.checks)}"
+
+
+def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognised, ...]:
+    """Every known failure of the catalogue that shows, the case's own first, then in the catalogue's order."""
+    found = []
+    for known in [case, *(other for other in cases if other.slug != case.slug)]:
+        # A check's name and a bare signal mean something within one script only.
+        foreign = known.slug != case.slug and known.script_name != case.script_name
+        for signature in known.signatures:
+            if foreign and signature.kind in ("oracle", "signal"):
+                continue
+            match = match_attempt(signature, attempt, failures)
+            if match:
+                message = match.message[:SHOWN]
+                found.append(Recognised(known.slug, signature.name, match.ranks, signature.kind, message))
+    return tuple(found)
+
+
+def _infra(attempt: Attempt) -> str | None:
+    if attempt.interrupted:
+        return "interrupted"
+    if attempt.infra is not None and attempt.infra is not False:
+        problem = mapping(attempt.infra)
+        return f"{text(problem.get('kind')) or 'unknown'}: {_line(text(problem.get('message')))}"
+    if not attempt.ranks:
+        return "lost: the observation holds no rank"
+    return None
+
+
+def _unfinished(rank: Rank) -> str | None:
+    """Why a rank that did not fail by itself is still no evidence."""
+    if rank.exit_code == 0 and rank.ended_by == "self":
+        return None if rank.done else "exit 0 without its done marker"
+    end = died_of(rank) or (f"exit code {rank.exit_code}" if rank.exit_code is not None else "unknown end")
+    how = "finished, but" if rank.done else "did not finish, and"
+    return f"{how} was ended by the {rank.ended_by} ({end})" if rank.ended_by != "self" else f"{how} {end}"
+
+
+def _primary(failure: Failure | None) -> Primary | None:
+    if failure is None:
+        return None
+    return Primary(failure.rank, failure.type, failure.message[:SHOWN], failure.where)
+
+
+def _failed(failure: Failure) -> str:
+    if failure.kind == "left":
+        return f"rank {failure.rank}: exit 0 without its done marker"
+    where = f" in {failure.where}" if failure.where else ""
+    return f"rank {failure.rank}: {_line(f'{failure.type}: {failure.message}')}{where}"
+
+
+def _where_stuck(attempt: Attempt) -> str:
+    """The innermost upstream frame of the first rank whose stack was collected."""
+    for rank in attempt.ranks:
+        places = [place for place in rank.stuck if not place.own]
+        if places:
+            return f"; rank {rank.rank} was in {places[0]}"
+    return ""
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    listed = sorted(numbers)
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
+
+
+def _line(message: str) -> str:
+    """One line of at most 200 characters: the first that says something."""
+    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return first if len(first) <= 200 else first[:197] + "..."
+
+

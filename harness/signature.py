@@ -1,0 +1,145 @@
+"""Does an observation show a signature? Pure.
+
+What counts, per kind:
+
+- ``exception``: the type (or a base), the message, the package of the innermost frame and the declared frames. The
+  frames of the case's own script never count, so that a script which raises its own signature is refused. Only what was
+  raised counts, not what was being handled meanwhile, unless the one raised merely wraps the other (repeats its text).
+- ``log``: a warning or log record that the package made.
+- ``oracle``: a check of that name that failed on a rank which finished.
+- ``hang``: the deadline passed, and each declared frame is on some rank's stack.
+- ``signal``: a rank died of it by itself.
+
+A failure that only follows from another rank's (harness/peers.py) never matches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from harness.evidence import Attempt, Place, Raised, Rank, text, within
+from harness.peers import Failures, died_of, failures_of
+from harness.schema import Frame, Signature
+
+_compiled = lru_cache(maxsize=None)(re.compile)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A signature that an observation shows: on which ranks, and what was seen."""
+
+    signature: str
+    ranks: tuple[int, ...]
+    message: str
+
+
+def matches(signature: Signature, observation: Mapping[str, Any], backend: str | None = None) -> Match | None:
+    """Match one signature; ``backend`` defaults to the observation's own."""
+    attempt = Attempt(observation)
+    return match_attempt(signature, attempt, failures_of(attempt), backend)
+
+
+def match_attempt(
+    signature: Signature, attempt: Attempt, failures: Failures, backend: str | None = None
+) -> Match | None:
+    """``matches`` for an observation that was read already (``failures`` are the attempt's)."""
+    if signature.kind == "hang":
+        found = _hang(signature, attempt, failures)
+    else:
+        found = {}
+        patterns = _patterns(signature, attempt.backend if backend is None else backend)
+        for rank in attempt.ranks:
+            shown = _on_rank(signature, rank, patterns, failures)
+            if shown is not None:
+                found[rank.rank] = shown
+    if not found:
+        return None
+    if signature.ranks == "all" and not _everywhere(signature, found, attempt, failures):
+        return None
+    ranks = tuple(sorted(found))
+    return Match(signature.name, ranks, found[ranks[0]])
+
+
+def _everywhere(signature: Signature, found: Mapping[int, str], attempt: Attempt, failures: Failures) -> bool:
+    """Every rank that could show it does; one that failed or was ended because of another does not count against it."""
+    excused = failures.excused
+    if signature.kind == "hang":  # the deadline's ranks are the very ones that hang
+        excused = excused - {rank.rank for rank in attempt.ranks if rank.ended_by == "deadline"}
+    ranks = {rank.rank for rank in attempt.ranks} | set(attempt.missing)
+    return ranks - excused <= set(found)
+
+
+def _patterns(signature: Signature, backend: str) -> tuple[re.Pattern[str], ...]:
+    """The texts that count on this backend: its own variant where there is one, else the common message."""
+    # "cpu:gloo,cuda:nccl" names two backends
+    names = [name for name in re.split(r"[,:]", backend) if name in signature.variants]
+    texts = [signature.variants[name] for name in names] or ([signature.message] if signature.message else [])
+    return tuple(_compiled(item) for item in texts)
+
+
+def _on_rank(signature: Signature, rank: Rank, patterns: tuple[re.Pattern[str], ...], failures: Failures) -> str | None:
+    """What the rank shows of the signature, as one text; None when it does not."""
+    if signature.kind == "exception":
+        if rank.rank not in failures.ranks:
+            return None
+        for raised in rank.chain:
+            if _is_raised(signature, raised, patterns):
+                return raised.message
+    elif signature.kind == "log":
+        for note in rank.notes:
+            named = not signature.logger or _compiled(signature.logger).search(note.name)
+            said = any(pattern.search(note.message) for pattern in patterns)
+            if said and named and note.comes_from(signature.package or ""):
+                return note.message
+    elif signature.kind == "oracle":
+        for check in rank.checks:
+            if rank.done and check.get("name") == signature.check and check.get("passed") is False:
+                return f"check {text(check.get('name'))} failed (got {check.get('got')}, want {check.get('want')})"
+    elif signature.kind == "signal":
+        alone = rank.rank in failures.ranks and rank.ended_by == "self"
+        return f"died of {signature.signal}" if alone and died_of(rank) == signature.signal else None
+    return None
+
+
+def _is_raised(signature: Signature, raised: Raised, patterns: tuple[re.Pattern[str], ...]) -> bool:
+    if signature.type not in raised.names:
+        return False
+    if not any(pattern.search(raised.message) for pattern in patterns):
+        return False
+    place = raised.innermost
+    if place is None or place.own or not any(within(name, signature.package or "") for name in place.modules):
+        return False
+    return all(_has_frame(frame, raised.places) for frame in signature.frames)
+
+
+def _has_frame(frame: Frame, places: Iterable[Place]) -> bool:
+    """Whether one upstream frame has both the module and the function (each a regular expression, whole match)."""
+    module, function = _compiled(frame.module), _compiled(frame.function)
+    return any(
+        function.fullmatch(place.function) and any(module.fullmatch(name) for name in place.modules)
+        for place in places
+        if not place.own
+    )
+
+
+def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[int, str]:
+    """Ranks on whose stack a declared frame stands; empty unless every declared frame stands on some rank's.
+
+    A rank that waits for another one which failed is not a hang of its own.
+    """
+    broke = any(f.kind in ("exception", "signal", "exit") and not f.secondary for f in failures.primary)
+    if not attempt.timed_out or broke:
+        return {}
+    found: dict[int, str] = {}
+    for frame in signature.frames:
+        stuck = [rank for rank in attempt.ranks if _has_frame(frame, rank.stuck)]
+        if not stuck:
+            return {}
+        for rank in stuck:
+            inner = next((place for place in rank.stuck if _has_frame(frame, [place])), None)
+            found.setdefault(rank.rank, f"stuck in {inner}")
+    return found

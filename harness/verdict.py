@@ -1,0 +1,209 @@
+"""All outcomes of a cell -> a verdict per fix arm. Pure.
+
+Only attempts that ran count: ``skipped`` and ``infra`` are no evidence for anything, and are never a reason to be surer.
+
+==================  ==========  =====================================================================
+broken              fix         verdict
+==================  ==========  =====================================================================
+fires               clean       FIX_HOLDS
+fires               fires       FIX_BROKEN
+fires               other       FIX_UNMASKS (named when it is a case of the catalogue)
+clean               clean       NOT_FIRING, or UPSTREAM_FIXED when a measurement of an older stack fired
+clean               fires/other FIX_HARMFUL
+other               any         CHANGED
+attempts of either disagree     FLAKY
+hang in either, or none left    INCONCLUSIVE
+==================  ==========  =====================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from harness.evidence import items, mapping, text
+from harness.grade import Outcome
+from harness.schema import Case, VerdictName
+
+Interval = tuple[float, float]
+NO_EVIDENCE = ("skipped", "infra")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A fix arm (or a control) judged. ``asdict`` makes it JSON."""
+
+    name: VerdictName
+    reason: str
+    broken_k: int = 0  # attempts of the broken arm in which the signature fired ...
+    broken_n: int = 0  # ... of those that count
+    fix_k: int = 0  # attempts of this arm that were clean ...
+    fix_n: int = 0  # ... of those that count
+    interval: Interval | None = None  # 95 % Wilson interval of fix_k / fix_n
+    broken_interval: Interval | None = None  # likewise of broken_k / broken_n
+    named_case: str | None = None  # the case of the catalogue that was met instead
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def wilson(k: int, n: int, z: float = 1.959963984540054) -> Interval:
+    """The Wilson interval of a share k/n; (0, 1) when nothing was counted."""
+    if n <= 0:
+        return 0.0, 1.0
+    share, spread = k / n, z * z / n
+    centre = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
+    low = 0.0 if k == 0 else max(0.0, centre - half)
+    high = 1.0 if k == n else min(1.0, centre + half)
+    return round(low, 4), round(high, 4)
+
+
+def judge(
+    case: Case,
+    outcomes: Mapping[str, Sequence[Outcome]],
+    history: Iterable[Mapping[str, Any]] = (),
+    versions: Mapping[str, str] | None = None,
+) -> dict[str, Verdict]:
+    """One verdict per fix arm of a failure, or of a control's one arm; arms that ``outcomes`` lacks have none.
+
+    ``history`` are stored documents of the same cell on other stacks; with ``versions`` (this stack's) only those of an
+    older stack count.
+    """
+    if case.kind == "control":
+        return {"control": _control(outcomes.get("control", ()))}
+    fired = _fired_before(history, versions)
+    broken = outcomes.get("broken", ())
+    return {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in case.arms if arm != "broken" and arm in outcomes}
+
+
+def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The attempts that count."""
+    return [outcome for outcome in outcomes if outcome.outcome not in NO_EVIDENCE]
+
+
+def firing(outcomes: Sequence[Outcome]) -> str:
+    """An arm in a few words: ``fires 3/3``, ``fires 2/3, clean 1/3``, ``skipped: needs 2 GPUs``."""
+    counted = evidence(outcomes)
+    if not counted:
+        return _nothing(outcomes)
+    names = [outcome.outcome for outcome in counted]
+    kinds = sorted(set(names), key=lambda kind: (-names.count(kind), kind))
+    return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
+
+
+def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], fired: str | None) -> Verdict:
+    broken, fix = evidence(broken_all), evidence(fix_all)
+    base = _counts(broken, fix)
+    lost = len(broken_all) - len(broken) + len(fix_all) - len(fix)
+    note = f" ({lost} attempt{'s' if lost > 1 else ''} not counted)" if lost and broken and fix else ""
+
+    def verdict(name: VerdictName, reason: str, source: Sequence[Outcome] = ()) -> Verdict:
+        return replace(base, name=name, reason=reason + note, named_case=_named(case, source))
+
+    if not broken:
+        return verdict("INCONCLUSIVE", f"broken: {_nothing(broken_all)}")
+    if not fix:
+        return verdict("INCONCLUSIVE", f"broken {firing(broken)}; fix {_nothing(fix_all)}")
+    kinds, fix_kinds = {o.outcome for o in broken}, {o.outcome for o in fix}
+    both = f"broken {firing(broken)}; fix {firing(fix)}"
+    if len(kinds) > 1 or len(fix_kinds) > 1:
+        return verdict("FLAKY", both, fix)
+    before, after = kinds.pop(), fix_kinds.pop()
+    if before == "hang":
+        return verdict("INCONCLUSIVE", f"broken hangs, which is not its signature: {broken[0].reason}")
+    if before == "other_error":
+        return verdict("CHANGED", f"broken fails, but not with its signature: {broken[0].reason}", broken)
+    if after == "hang":
+        return verdict("INCONCLUSIVE", f"broken {firing(broken)}; the fix hangs: {fix[0].reason}")
+    if before == "clean":
+        if after != "clean":
+            return verdict("FIX_HARMFUL", f"broken is clean, the fix fails: {fix[0].reason}", fix)
+        return verdict("UPSTREAM_FIXED", f"{both}; it fired in {fired}") if fired else verdict("NOT_FIRING", both)
+    if after == "clean":
+        return verdict("FIX_HOLDS", both)
+    if after == "fires":
+        return verdict("FIX_BROKEN", f"{both}: {fix[0].reason}")
+    return verdict("FIX_UNMASKS", f"broken {firing(broken)}; the fix meets another failure: {fix[0].reason}", fix)
+
+
+def _control(outcomes: Sequence[Outcome]) -> Verdict:
+    counted = evidence(outcomes)
+    base = _counts([], counted)
+    kinds = {outcome.outcome for outcome in counted}
+    if not counted:
+        return replace(base, reason=_nothing(outcomes))
+    if len(kinds) > 1:
+        return replace(base, name="FLAKY", reason=firing(counted))
+    if kinds == {"clean"}:
+        return replace(base, name="HEALTHY", reason=firing(counted))
+    if kinds == {"hang"}:
+        return replace(base, reason=f"it hangs: {counted[0].reason}")
+    named = _named("", counted)
+    return replace(base, name="UNHEALTHY", reason=f"{firing(counted)}: {counted[0].reason}", named_case=named)
+
+
+def _counts(broken: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
+    """The figures of a verdict, before it has a name."""
+    fires = sum(outcome.outcome == "fires" for outcome in broken)
+    clean = sum(outcome.outcome == "clean" for outcome in fix)
+    return Verdict(
+        "INCONCLUSIVE",
+        "",
+        broken_k=fires,
+        broken_n=len(broken),
+        fix_k=clean,
+        fix_n=len(fix),
+        interval=wilson(clean, len(fix)) if fix else None,
+        broken_interval=wilson(fires, len(broken)) if broken else None,
+    )
+
+
+def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
+    """The other known failure that was met: the one seen most often, by name where that is a tie."""
+    seen: dict[str, int] = {}
+    for outcome in outcomes:
+        for item in outcome.others(case)[:1] if outcome.outcome == "other_error" else ():
+            seen[item.case] = seen.get(item.case, 0) + 1
+    return min(seen, key=lambda name: (-seen[name], name)) if seen else None
+
+
+def _nothing(outcomes: Sequence[Outcome]) -> str:
+    """Why an arm has no evidence."""
+    if not outcomes:
+        return "not run"
+    reasons = dict.fromkeys(f"{outcome.outcome}: {outcome.reason}" for outcome in outcomes)
+    return "; ".join(reasons)
+
+
+def _fired_before(history: Iterable[Mapping[str, Any]], versions: Mapping[str, str] | None) -> str | None:
+    """The older stack on which the broken arm fired, in words, or None."""
+    for document in history:
+        stack = mapping(document.get("stack"))
+        attempts = items(mapping(mapping(document.get("arms")).get("broken")).get("attempts"))
+        counted = [o for o in (text(mapping(a.get("outcome")).get("outcome")) for a in attempts) if o not in NO_EVIDENCE]
+        if not counted or set(counted) != {"fires"}:
+            continue
+        theirs = mapping(stack.get("versions"))
+        if versions is None or is_older(theirs, versions):
+            shown = ", ".join(f"{name} {theirs[name]}" for name in ("torch", "transformers") if name in theirs)
+            return f"{text(stack.get('name')) or 'an older stack'}" + (f" ({shown})" if shown else "")
+    return None
+
+
+def is_older(versions: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
+    """Some package is older, and none newer, of those that both have (Python itself aside)."""
+    older = False
+    for name in (versions.keys() & than.keys()) - {"python"}:
+        try:
+            left, right = Version(str(versions[name])), Version(str(than[name]))
+        except InvalidVersion:
+            continue
+        if left > right:
+            return False
+        older = older or left < right
+    return older
