@@ -1,4 +1,4 @@
-"""The run's settings: conf/config.yaml composed by Hydra against a structured schema, with the command line's overrides."""
+"""The run's settings: conf/config.yaml composed by Hydra against a structured schema, with the overrides."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ AT_LEAST = {"repeat": 1, "jobs": 0, "world_size": 1, "tp_size": 1, "steps": 1, "
 
 
 def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
-    """Hydra's composition of conf/config.yaml with ``overrides``; raises ConfigError on an unknown key or a bad value."""
+    """Hydra's composition of conf/config.yaml with ``overrides``; raises ConfigError on an unknown key or bad value."""
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException

@@ -1,4 +1,4 @@
-"""What this machine has, and which hardware profile that is. NVML and psutil only: the controller never imports torch."""
+"""What this machine has, and which hardware profile that is. NVML and psutil only, never torch."""
 
 from __future__ import annotations
 

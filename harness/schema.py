@@ -42,7 +42,7 @@ def _requirement(value: str) -> str:
 
 
 class Frame(Strict):
-    """One frame that must be among an exception's (or a hung rank's) frames; both are regular expressions, whole match."""
+    """One frame that must be among an exception's (or a hung rank's) frames; regular expressions, whole match."""
 
     module: str = ".*"
     function: str = ".*"
@@ -145,7 +145,7 @@ class Proof(Strict):
 
 
 class Metric(Strict):
-    """A comparison with another arm's metric: own <= factor * other (``below``) or own >= factor * other (``above``)."""
+    """A comparison with another arm's metric: own <= factor * other (``below``), own >= factor * other (``above``)."""
 
     name: str
     below: str | None = None  # name of the other arm
@@ -291,8 +291,10 @@ class Stack(Strict):
     kind: Literal["current", "python", "lock"] = "lock"
     python: str | None = None
     pins: list[str] = []
-    no_deps: list[str] = []
+    no_deps: list[str] = []  # installed as they are, without what they say they depend on
     constraints: list[str] = []
+    floating: bool = False  # no committed lock: whatever the index holds today
+    index_from: str | None = None  # an environment variable that holds the index these packages come from
 
 
 class Hardware(Strict):

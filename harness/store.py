@@ -85,7 +85,11 @@ class Store:
         """A document, or None. A damaged file is moved aside (never deleted) and named in ``damaged``."""
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            if document["schema"] != 1 or not isinstance(document["arms"], dict) or "started" not in document["provenance"]:
+            if (
+                document["schema"] != 1
+                or not isinstance(document["arms"], dict)
+                or "started" not in document["provenance"]
+            ):
                 raise ValueError("not a cell document of schema 1")
             return document
         except FileNotFoundError:

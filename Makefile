@@ -1,0 +1,48 @@
+# Two commands do all the set-up: `make repro-matrix` and `make test`. Both make .venv when it is not there.
+#   PYTHON=python3.11   the interpreter .venv is made with
+#   TORCH=2.13.0        the torch that is installed when .venv has none; TORCH= keeps whatever is there
+#   VENV_ARGS=--system-site-packages   use a vendor's torch (a container's) instead of installing one
+#   ARGS="case=qwen15-* repeat=3"      what `repro matrix` is given
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup repro-matrix nightly test lint bench claims clean
+
+help: ## this text
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+setup: $(READY) ## make .venv with everything in it
+
+# Installed once; again only when what is to be installed changed. Nothing is asked of the network otherwise.
+$(READY): pyproject.toml requirements/tested.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { test -z "$(TORCH)" || $(BIN)/python -m pip install -q --disable-pip-version-check torch==$(TORCH); }
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e '.[stack,test]'
+	@touch $(READY)
+
+repro-matrix: $(READY) ## the main job: every known failure, with and without each fix (on CPU when there is no GPU)
+	@$(BIN)/repro matrix $(ARGS)
+
+nightly: $(READY) ## the main job as CI runs it at night: three attempts an arm
+	@$(BIN)/repro matrix repeat=3 $(ARGS)
+
+claims: $(READY) ## the claims ledger, from stored measurements
+	@$(BIN)/repro claims
+
+test: $(READY) ## the project's own tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY) ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check harness tests bench
+	@$(BIN)/mypy
+
+clean: ## remove .venv and scratch results
+	rm -rf $(VENV) results/scratch

@@ -1,0 +1,77 @@
+"""`repro`: argument parsing and exit codes. Verbs live in harness/verbs; each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from harness.errors import ReproError, nearest
+
+OVERRIDES = "Hydra overrides: case=qwen15-* model=a,b strategy=fsdp flags.call=root repeat=3 jobs=2 hardware=cpu ..."
+
+# verb -> (module in harness/verbs, one line of help)
+VERBS = {
+    "list": ("list_cells", "the cells of a selection, and which of them cannot run here"),
+    "show": ("show", "one case: arms, signatures, claims, the command that reproduces each arm by hand"),
+    "run": ("run", "one case, all its arms, live"),
+    "matrix": ("run", "every cell of a selection; the final table says what fires, with and without each fix"),
+    "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
+    "doctor": ("doctor", "what this machine can run, and why not the rest"),
+    "accept": ("accept", "publish measured results as the baseline and as the cases' expectations"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="repro",
+        description="Which known distributed-training failures fire on this stack, and do their fixes still work?",
+        epilog="exit codes: 0 as expected; 1 something differs from its expectation; 2 usage or configuration; "
+        "3 less could be measured than was asked for; 130 interrupted",
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb, (_, text) in VERBS.items():
+        sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
+        if verb in ("show", "run"):
+            sub.add_argument("case", metavar="CASE", help="the case's slug (`repro list` shows them)")
+        sub.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES)
+        sub.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+        if verb in ("run", "matrix"):
+            sub.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
+            sub.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
+        if verb == "run":
+            sub.add_argument(
+                "--bisect-exit", action="store_true", help="0 clean, 1 fires, 125 neither: for git bisect run"
+            )
+        if verb == "accept":
+            sub.add_argument("--reason", required=True, help="why these verdicts are now the expected ones")
+            sub.add_argument("--from", dest="source", metavar="DIR", help="results folder (default: results/scratch)")
+        if verb == "claims":
+            sub.add_argument("--from", dest="source", metavar="DIR", help="read only this results folder")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        print(f"repro: unknown verb {arguments[0]!r}{nearest(arguments[0], VERBS)}", file=sys.stderr)
+        return 2
+    args = build_parser().parse_args(arguments)
+    module, _ = VERBS[args.verb]
+    try:
+        return int(importlib.import_module(f"harness.verbs.{module}").main(args))
+    except ReproError as error:
+        print(f"repro: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `repro list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

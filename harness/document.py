@@ -1,0 +1,131 @@
+"""A cell's document: built as attempts come in, judged when its arms are done. Pure (times and machine are given)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from harness import expect, grade, verdict
+from harness.hardware import Machine, Profile
+from harness.plan import CellPlan
+from harness.schema import Case
+
+Document = dict[str, Any]
+SCHEMA = 1
+
+
+def new(
+    plan: CellPlan,
+    case: Case,
+    profile: Profile,
+    machine: Machine,
+    stack: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+) -> Document:
+    """A document without attempts. ``stack``: {"name", "python", "versions"}; ``provenance`` gets ``started``."""
+    cell = plan.cell
+    settings = plan.arms[0].settings
+    return {
+        "schema": SCHEMA,
+        "case": cell.case,
+        "title": case.title,
+        "kind": case.kind,
+        "simulated": case.simulated,
+        "references": list(case.references),
+        "model": cell.model,
+        "strategy": cell.strategy,
+        "flags": dict(cell.flags),
+        "scale": settings["model"]["scale"],
+        "weights": settings["model"]["weights"],
+        "stack": dict(stack),
+        "hardware": {
+            "profile": profile.name,
+            "accelerator": profile.accelerator,
+            "gpus": [{"name": gpu.name, "uuid": gpu.uuid, "memory_mb": gpu.memory_mb} for gpu in profile.gpus],
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "memory_gb": machine.memory_gb,
+            "driver": machine.driver,
+            "os": machine.os,
+        },
+        "provenance": {**provenance, "ended": None},
+        "arms": {
+            arm.arm: {
+                "skipped": arm.skipped,
+                "stack": arm.stack,
+                "fingerprint": arm.fingerprint,
+                "settings": arm.settings,
+                "attempts": [],
+            }
+            for arm in plan.arms
+        },
+        "verdicts": {},
+        "complete": False,
+    }
+
+
+def take_over(document: Document, older: Mapping[str, Any], plan: CellPlan) -> None:
+    """Resume: attempts already recorded with the same fingerprint are kept, up to as many as are asked for."""
+    for arm in plan.arms:
+        before = older["arms"].get(arm.arm)
+        if before and before.get("fingerprint") == arm.fingerprint and not arm.skipped:
+            kept = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra"]
+            document["arms"][arm.arm]["attempts"] = kept[: arm.repeat]
+    if any(arm["attempts"] for arm in document["arms"].values()):
+        document["provenance"] = {**older["provenance"], "ended": None}
+
+
+def add_attempt(
+    document: Document, arm: str, observation: Mapping[str, Any], case: Case, cases: Mapping[str, Case]
+) -> grade.Outcome:
+    """Judge one observation and keep both."""
+    outcome = grade.grade(case, arm, observation, cases)
+    document["arms"][arm]["attempts"].append({"observation": dict(observation), "outcome": asdict(outcome)})
+    return outcome
+
+
+def missing(document: Mapping[str, Any], plan: CellPlan) -> list[tuple[str, int]]:
+    """(arm, index) of every attempt that is still to be made."""
+    return [
+        (arm.arm, index)
+        for arm in plan.arms
+        if not arm.skipped
+        for index in range(len(document["arms"][arm.arm]["attempts"]), arm.repeat)
+    ]
+
+
+def settle(
+    document: Document,
+    case: Case,
+    cases: Mapping[str, Case],
+    history: Iterable[Mapping[str, Any]],
+    ended: float,
+    where: str,
+) -> None:
+    """Judge the cell over all its attempts. ``history``: older documents of the same cell (other stacks)."""
+    outcomes: dict[str, list[grade.Outcome]] = {}
+    for name, arm in document["arms"].items():
+        if arm["skipped"]:
+            outcomes[name] = [grade.skipped(arm["skipped"])]
+        else:
+            outcomes[name] = [grade.Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
+    judged = verdict.judge(case, outcomes, history)
+    document["verdicts"] = {}
+    for name, found in judged.items():
+        wanted = expect.expected(case, where, name, document["stack"]["versions"], document["hardware"]["profile"])
+        document["verdicts"][name] = {
+            **asdict(found),
+            "expected": expect.compare(found, wanted),
+            "expectation": wanted.verdicts.get(name) if wanted else None,
+        }
+    document["provenance"]["ended"] = ended
+    document["complete"] = True
+
+
+def regrade(document: Document, case: Case, cases: Mapping[str, Case]) -> None:
+    """Judge the stored observations again (a signature was mended): nothing is launched."""
+    for name, arm in document["arms"].items():
+        if name in case.arms:
+            for attempt in arm["attempts"]:
+                attempt["outcome"] = asdict(grade.grade(case, name, attempt["observation"], cases))

@@ -1,0 +1,39 @@
+"""The exit code of a run: 1 differs from its expectation, else 3 less measured than asked for, else 0. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+DIFFERS = 1
+TOO_LITTLE = 3
+
+
+def exit_code(documents: Iterable[Mapping[str, Any]], min_measured: int, stopped_early: bool = False) -> int:
+    documents = list(documents)
+    verdicts = [verdict for document in documents for verdict in document["verdicts"].values()]
+    if any(verdict.get("expected") == "unexpected" for verdict in verdicts):
+        return DIFFERS
+    infra = any(
+        attempt["outcome"]["outcome"] == "infra"
+        for document in documents
+        for arm in document["arms"].values()
+        for attempt in arm["attempts"]
+    )
+    measured = sum(
+        any(arm["attempts"] for arm in document["arms"].values()) and bool(document["complete"])
+        for document in documents
+    )
+    return TOO_LITTLE if infra or stopped_early or measured < min_measured else 0
+
+
+def bisect_exit(documents: Iterable[Mapping[str, Any]]) -> int:
+    """For `git bisect run`: 1 the known failure fires, 0 it does not, 125 this point says neither."""
+    outcomes = [
+        attempt["outcome"]["outcome"]
+        for document in documents
+        for attempt in next(iter(document["arms"].values()))["attempts"]
+    ]
+    if "fires" in outcomes:
+        return 1
+    return 0 if outcomes and all(outcome == "clean" for outcome in outcomes) else 125

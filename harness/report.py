@@ -1,0 +1,90 @@
+"""Tables for people: rich on a terminal, plain aligned lines elsewhere; ``--json`` for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.rows import Row, counts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STYLES = {
+    "FIX_HOLDS": "green", "HEALTHY": "green", "UPSTREAM_FIXED": "cyan", "NOT_FIRING": "cyan",
+    "FIX_BROKEN": "red", "FIX_UNMASKS": "yellow", "FIX_HARMFUL": "red", "UNHEALTHY": "red", "CHANGED": "magenta",
+    "FLAKY": "yellow", "INCONCLUSIVE": "yellow", "fires": "bold", "skipped": "dim",
+    "upheld": "green", "refuted": "red", "conditional": "yellow", "untested": "dim",
+    "unexpected": "bold red", "expected": "green", "unset": "dim",
+}  # fmt: skip
+
+
+def console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+
+
+def print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
+    """A table. Off a terminal every row is one line, never cut; on a narrow one the last column goes to a line below."""
+    out = console()
+    texts = [["" if value is None else str(value).replace("\n", " ") for value in row] for row in rows]
+    if not out.is_terminal:
+        _plain(title, columns, texts)
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    drop = [index for index, name in enumerate(columns) if name in narrow] if out.width < 110 else []
+    table = Table(title=title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for index, name in enumerate(columns):
+        if index not in drop:
+            last = index == len(columns) - 1
+            table.add_column(name, overflow="fold", no_wrap=False, ratio=1 if last and out.width >= 110 else None)
+    for row in texts:
+        table.add_row(*(Text(value, style=style(value)) for index, value in enumerate(row) if index not in drop))
+    out.print(table)
+
+
+def style(value: str) -> str:
+    return STYLES.get(value.split(" ")[0].split("(")[0], "")
+
+
+def _plain(title: str, columns: Sequence[str], rows: list[list[str]]) -> None:
+    if title:
+        print(title)
+    widths = [max(len(row[index]) for row in [list(columns), *rows]) for index in range(len(columns))]
+    for row in [list(columns), *rows]:
+        print("  ".join(value.ljust(width) for value, width in zip(row, widths)).rstrip())
+
+
+def matrix_table(rows: list[Row]) -> None:
+    """case x model x strategy: per arm its verdict, expected or not, time and reason."""
+    shown: list[list[Any]] = []
+    before: tuple[Any, ...] | None = None
+    for row in rows:
+        cell = (row["case"], row["model"], row["strategy"], str(row["flags"]), row["stack"])
+        same = cell == before and sys.stdout.isatty()
+        before = cell
+        name = row["case"] + (" [simulated]" if row["simulated"] else "")
+        result = row["verdict"] or row["outcome"]
+        seconds = "" if row["wall_s"] is None else f"{row['wall_s']:.1f}s"
+        flags = " ".join(f"{k}={json.dumps(v)}" for k, v in (row["flags"] or {}).items())
+        head = ["", "", ""] if same else [name, row["model"], " ".join(filter(None, [row["strategy"], flags]))]
+        shown.append([*head, row["arm"], result, row["expected"] or "", seconds, row["reason"]])
+    columns = ["case", "model", "strategy", "arm", "verdict", "expected?", "time", "reason"]
+    print_table("", columns, shown, narrow=("time", "reason"))
+
+
+def summary_line(rows: list[Row]) -> str:
+    found = counts(rows)
+    odd = sum(row["expected"] == "unexpected" for row in rows)
+    parts = [f"{name} {count}" for name, count in found.items()]
+    return ", ".join(parts) + (f"; {odd} differ from their expectation" if odd else "; nothing unexpected")

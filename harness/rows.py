@@ -1,0 +1,74 @@
+"""Documents -> the rows that tables and ``--json`` show. Pure; the keys are stable."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = dict[str, Any]
+
+# The order of attention: what differs from its expectation first, then what has none, then what is as expected.
+ATTENTION = {"unexpected": 0, "unset": 1, "expected": 2}
+
+
+def arm_rows(document: Mapping[str, Any]) -> list[Row]:
+    """One row per arm of a cell's document, the first arm first."""
+    return [_arm_row(document, name, arm) for name, arm in document["arms"].items()]
+
+
+def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> Row:
+    attempts = arm.get("attempts") or []
+    outcomes = [attempt["outcome"] for attempt in attempts]
+    verdict = document["verdicts"].get(name) or {}
+    walls = [float(attempt["observation"]["attempt"].get("wall_s") or 0) for attempt in attempts]
+    return {
+        "case": document["case"],
+        "title": document["title"],
+        "references": document["references"],
+        "simulated": document.get("simulated"),
+        "model": document["model"],
+        "strategy": document["strategy"],
+        "flags": document["flags"],
+        "stack": document["stack"]["name"],
+        "hardware": document["hardware"]["profile"],
+        "arm": name,
+        "outcome": summary_of(outcomes) if outcomes else "skipped",
+        "fires": sum(outcome["outcome"] == "fires" for outcome in outcomes),
+        "clean": sum(outcome["outcome"] == "clean" for outcome in outcomes),
+        "attempts": len(outcomes),
+        "verdict": verdict.get("name"),
+        "expected": verdict.get("expected", "unset") if verdict else None,
+        "reason": arm.get("skipped") or verdict.get("reason") or _reason(outcomes),
+        "wall_s": round(statistics.median(walls), 2) if walls else None,
+        "torchrun": next((a["observation"]["attempt"].get("torchrun") for a in attempts), None),
+    }
+
+
+def summary_of(outcomes: Iterable[Mapping[str, Any]]) -> str:
+    """``fires`` when all attempts agree, else ``fires 2/3, clean 1/3``."""
+    names = [outcome["outcome"] for outcome in outcomes]
+    kinds = sorted(set(names), key=lambda kind: -names.count(kind))
+    if len(kinds) == 1:
+        return kinds[0]
+    return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
+
+
+def _reason(outcomes: list[Any]) -> str:
+    return str(outcomes[0].get("reason") or "") if outcomes else ""
+
+
+def cell_name(row: Mapping[str, Any]) -> str:
+    flags = "".join(f" {name}={json.dumps(value)}" for name, value in (row["flags"] or {}).items())
+    return f"{row['case']} {row['model']} {row['strategy']}{flags}"
+
+
+def counts(rows: Iterable[Row]) -> dict[str, int]:
+    """How many arms have which verdict (skipped ones as ``skipped``)."""
+    found: dict[str, int] = {}
+    for row in rows:
+        name = row["verdict"] or (None if row["attempts"] else "skipped")
+        if name:
+            found[name] = found.get(name, 0) + 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

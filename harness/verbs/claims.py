@@ -1,0 +1,45 @@
+"""`repro claims`: every claim of the write-ups, and what stored measurements say of it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from harness import catalogue as catalogues
+from harness import claims as ledger
+from harness import overrides, session
+from harness.config import compose_run
+from harness.paths import BASELINE
+from harness.report import print_json, print_table
+from harness.store import Store
+
+
+def main(args: argparse.Namespace) -> int:
+    selection = overrides.parse(args.overrides)
+    settings = compose_run(selection.run)
+    catalogue = catalogues.load()
+    cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
+    folders = [Path(args.source)] if args.source else [session.results_folder(settings), BASELINE]
+    documents = []
+    seen = set()
+    for folder in folders:  # the newest run first; the baseline fills in what it did not measure
+        for document in Store(folder).documents():
+            identity = (document.get("key"), document["stack"].get("label"), document["hardware"]["profile"])
+            if identity not in seen and document["complete"]:
+                seen.add(identity)
+                documents.append(document)
+    found = ledger.ledger(cases, documents)
+    if args.json:
+        print_json([asdict(row) for row in found])
+        return 0
+    print_table(
+        "",
+        ["case", "claim", "status", "text", "evidence"],
+        [[r.case, r.id, r.status_text, r.text, r.evidence_text] for r in found],
+    )
+    totals: dict[str, int] = {}
+    for row in found:
+        totals[row.status] = totals.get(row.status, 0) + 1
+    print(f"{len(found)} claims: " + ", ".join(f"{count} {status}" for status, count in totals.items()))
+    return 0

@@ -1,0 +1,54 @@
+"""`repro list`: the cases of a selection, with what each can run on and why not."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from harness import catalogue as catalogues
+from harness import matrix, overrides
+from harness.report import print_json, print_table
+
+
+def main(args: argparse.Namespace) -> int:
+    selection = overrides.parse(args.overrides)
+    catalogue = catalogues.load(patches=selection.patches)
+    if selection.run:
+        from harness.config import compose_run
+
+        compose_run(selection.run)  # says what is wrong with them
+    cells = matrix.enumerate_cells(catalogue, selection)
+    rows: list[dict[str, Any]] = []
+    for cell in cells:
+        case = catalogue.cases[cell.case]
+        rows.append(
+            {
+                "case": cell.case, "kind": case.kind, "title": case.title, "references": case.references,
+                "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "stack": cell.stack,
+                "hardware": cell.hardware, "arms": list(case.arms), "simulated": case.simulated,
+                "needs": {"requires": case.needs.requires, "gpus": case.needs.gpus, "stack": case.needs.stack},
+            }
+        )  # fmt: skip
+    if args.json:
+        print_json(rows)
+        return 0
+    shown: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        entry = shown.setdefault(row["case"], {**row, "models": set(), "strategies": set(), "cells": 0})
+        entry["models"].add(row["model"])
+        entry["strategies"].add(row["strategy"])
+        entry["cells"] += 1
+    table = [
+        [
+            e["case"],
+            str(e["cells"]),
+            str(len(e["arms"])),
+            ", ".join(sorted(e["models"])) if len(e["models"]) < 3 else f"{len(e['models'])} models",
+            ", ".join(sorted(e["strategies"])) if len(e["strategies"]) < 3 else f"{len(e['strategies'])} strategies",
+            e["title"],
+        ]
+        for e in shown.values()
+    ]
+    print_table("", ["case", "cells", "arms", "model", "strategy", "title"], table, narrow=("title",))
+    print(f"{len(shown)} cases, {len(cells)} cells. `repro show CASE` tells more; `repro doctor` what runs here.")
+    return 0

@@ -1,0 +1,90 @@
+"""`repro run CASE` and `repro matrix`: launch, watch, print what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from typing import Any
+
+from harness import rows, session
+from harness.errors import ReproError, unknown
+from harness.exit_code import bisect_exit, exit_code
+from harness.report import matrix_table, print_json, print_table, summary_line
+
+
+def main(args: argparse.Namespace) -> int:
+    texts = list(args.overrides)
+    if args.verb == "run":
+        _check_case(args.case)
+        texts = [f"case={args.case}", *texts]
+    prepared = session.prepare(texts, build_stacks=not args.plan)
+    if args.plan:
+        return show_plan(prepared, args.json)
+    from harness.progress import Progress
+
+    stop = threading.Event()
+    with Progress(prepared.plans, verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):
+        summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
+    found = [row for document in summary.documents for row in rows.arm_rows(document)]
+    per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
+    totals = {
+        "attempts": summary.attempts,
+        "reused": summary.reused,
+        "cpu_s": round(summary.cpu_s, 1),
+        "cpu_s_per_attempt": round(per_attempt, 2),
+        "wall_s": round(summary.wall_s, 1),
+        "interrupted": summary.interrupted,
+        "problem": summary.problem,
+        "results": str(session.results_folder(prepared.settings)),
+        "verdicts": rows.counts(found),
+    }
+    if args.json:
+        print_json({"rows": found, "summary": totals})
+    else:
+        matrix_table(found)
+        print(summary_line(found))
+        print(
+            f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
+            f"({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s; documents in {totals['results']}"
+        )
+    if summary.problem:
+        raise ReproError(summary.problem)
+    if summary.interrupted:
+        print("interrupted: --resume goes on with what is missing", file=sys.stderr)
+        return 130
+    if getattr(args, "bisect_exit", False):
+        return bisect_exit(summary.documents)
+    return exit_code(summary.documents, prepared.settings.min_measured)
+
+
+def _check_case(name: str) -> None:
+    from harness import catalogue
+    from harness.overrides import expand
+
+    known = catalogue.load().cases
+    if "=" in name:
+        raise unknown("case", name, known, "the first argument of `repro run` is a case")
+    expand("case", name.split(","), known)
+
+
+def show_plan(prepared: session.Session, as_json: bool) -> int:
+    items: list[dict[str, Any]] = [
+        {
+            "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
+            "flags": dict(plan.cell.flags), "stack": arm.stack, "hardware": plan.cell.hardware, "arm": arm.arm,
+            "world_size": arm.world_size, "attempts": arm.repeat, "deadline_s": arm.deadline, "skipped": arm.skipped,
+        }
+        for plan in prepared.plans
+        for arm in plan.arms
+    ]  # fmt: skip
+    if as_json:
+        print_json(items)
+        return 0
+    columns = ["case", "model", "strategy", "arm", "stack", "ranks", "attempts", "skipped"]
+    table = [
+        [i["case"], i["model"], i["strategy"], i["arm"], i["stack"], i["world_size"], i["attempts"], i["skipped"]]
+        for i in items
+    ]
+    print_table("", columns, table)
+    return 0

@@ -1,0 +1,89 @@
+"""`repro show CASE`: everything its file says, and the command that reproduces each arm by hand."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from harness import session
+from harness.launch.attempt import Attempt, torchrun_line
+from harness.overrides import expand
+from harness.report import print_json, print_table
+
+
+def main(args: argparse.Namespace) -> int:
+    from harness import catalogue
+
+    expand("case", [args.case], catalogue.load().cases)
+    prepared = session.prepare([f"case={args.case}", *args.overrides], build_stacks=False)
+    plan = prepared.plans[0]
+    case = prepared.catalogue.cases[plan.cell.case]
+    arms: list[dict[str, Any]] = []
+    for arm in plan.arms:
+        spec = case.arms[arm.arm]
+        stack = prepared.stacks.get(arm.stack)
+        attempt = Attempt(
+            id="show",
+            run_id="show",
+            directory=Path("."),
+            script=prepared.catalogue.script(case),
+            settings=arm.settings,
+            python=stack.python if stack else "python",
+            world_size=arm.world_size,
+            deadline_s=arm.deadline,
+            env={**case.launch.env, **spec.env},
+        )
+        settings = arm.settings
+        arms.append(
+            {
+                "arm": arm.arm,
+                "help": spec.help,
+                "flags": settings["flags"],
+                "options": settings["strategy"]["options"],
+                "model": settings["model"]["slug"],
+                "strategy": settings["strategy"]["slug"],
+                "stack": arm.stack,
+                "world_size": arm.world_size,
+                "skipped": arm.skipped,
+                "torchrun": torchrun_line(attempt),
+            }
+        )
+    data = {**case.model_dump(mode="json"), "script": f"repros/{case.script_name}", "arms": arms}
+    if args.json:
+        print_json(data)
+        return 0
+    print(f"{case.slug}: {case.title}")
+    if case.simulated:
+        print(f"SIMULATED: {case.simulated}")
+    print(f"references: {', '.join(case.references) or 'none'}   script: {data['script']}")
+    if case.summary:
+        print(case.summary)
+    needs = [*case.needs.requires, *([f"{case.needs.gpus} GPUs"] if case.needs.gpus else [])]
+    if needs or case.needs.stack:
+        print(f"needs: {', '.join(needs) or 'nothing special'}; known to fire on: {case.needs.stack or 'current'}")
+    print(f"clean means: {case.proof.kind}: {', '.join(case.proof.checks)} on {case.proof.ranks} rank(s)")
+    for signature in case.signatures:
+        detail = (
+            signature.message or signature.check or signature.signal or ", ".join(f.function for f in signature.frames)
+        )
+        print(f"signature {signature.name} ({signature.kind}): {signature.type or ''} {detail}".rstrip())
+    print()
+    print_table(
+        "", ["arm", "what it changes", "help"], [[a["arm"], _change(case.arms[a["arm"]]), a["help"]] for a in arms]
+    )
+    for arm_row in arms:
+        print(f"\n{arm_row['arm']}" + (f"  (skipped here: {arm_row['skipped']})" if arm_row["skipped"] else ""))
+        print(f"  {arm_row['torchrun']}")
+    if case.claims:
+        print()
+        print_table("", ["claim", "source", "text"], [[c.id, c.source, c.text] for c in case.claims])
+    return 0
+
+
+def _change(arm: Any) -> str:
+    parts = [f"{name}={value}" for name, value in {**arm.flags, **arm.options}.items()]
+    for axis in ("model", "strategy", "stack", "world_size", "tp_size"):
+        if getattr(arm, axis) is not None:
+            parts.append(f"{axis}={getattr(arm, axis)}")
+    return ", ".join(parts + [f"{name}={value}" for name, value in arm.env.items()])

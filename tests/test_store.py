@@ -1,0 +1,97 @@
+"""Documents are replaced in one step, and nothing recorded is ever lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import store as stores
+from harness.errors import ResultsError
+from harness.store import Store
+
+
+def document(started: float, attempts: int = 1) -> dict[str, Any]:
+    return {"schema": 1, "provenance": {"started": started}, "arms": {"broken": {"attempts": [{}] * attempts}}}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "results")
+
+
+def test_round_trip(store: Store) -> None:
+    store.open()
+    path = store.path_of("cpu", "torch2", "case/cell")
+    store.save(path, document(1))
+    assert store.read(path) == document(1)
+    assert [d["provenance"]["started"] for d in store.documents()] == [1]
+
+
+def test_an_older_measurement_is_kept_as_history(store: Store) -> None:
+    path = store.path_of("cpu", "torch2", "case/cell")
+    store.save(path, document(1))
+    store.save(path, document(2))
+    store.save(path, document(2, attempts=2))  # the same run goes on: not history
+    assert [d["provenance"]["started"] for d in store.documents()] == [2]
+    assert sorted(d["provenance"]["started"] for d in store.documents(history=True)) == [1, 2]
+
+
+def test_two_runs_in_one_folder(store: Store) -> None:
+    store.open()
+    with pytest.raises(ResultsError, match="another run is writing here"):
+        Store(store.root).open()
+    store.close()
+    again = Store(store.root)
+    again.open()
+    again.close()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 2}', "\x00\x01"])
+def test_damaged_document_is_moved_aside_not_deleted(store: Store, content: str) -> None:
+    path = store.path_of("cpu", "torch2", "case/cell")
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert store.read(path) is None
+    assert store.damaged and "damaged" in store.damaged[0]
+    assert [p.read_text() for p in path.parent.iterdir()] == [content]
+
+
+def test_a_write_that_fails_leaves_the_old_document(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = store.path_of("cpu", "torch2", "case/cell")
+    store.save(path, document(1))
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(stores.os, "fsync", full)
+    with pytest.raises(ResultsError, match="disk is full"):
+        store.save(path, document(1, attempts=5))
+    assert json.loads(path.read_text()) == document(1)
+    assert not list(path.parent.glob("*.tmp")) and not list(path.parent.glob(".*.tmp"))
+
+
+def test_read_only_folder_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", read_only)  # the tests may run as root, whom no permission stops
+    with pytest.raises(ResultsError, match="choose another folder"):
+        Store(tmp_path / "x").open()
+
+
+def test_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ResultsError):
+        Store(tmp_path / "x").open()
+
+
+def test_stack_label_is_readable_and_safe() -> None:
+    assert stores.stack_label({"torch": "2.13.0+cpu", "transformers": "5.23.0"}, "abcdef123") == (
+        "torch2.13.0+cpu-tf5.23.0-abcdef"
+    )
+    assert "/" not in stores.stack_label({"torch": "a/b"}, "k" * 9)
