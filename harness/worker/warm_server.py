@@ -1,0 +1,255 @@
+"""The warm server: imports a stack's packages once, and forks the processes of each attempt from what it imported.
+
+    python warm_server.py [PACKAGE ...]          requests on stdin, replies on stdout: one JSON object a line
+
+    <- {"event": "ready", ...} | {"event": "refused", "kind": "import"|"thread"|"cuda", "module": ..., "message": ...}
+    -> {"id": ID, "spec": FILE, "launch": FILE}  <- {"event": "started", "id": ID, "pid": ...}, later
+                                                 <- {"event": "ended", "id": ID, "cpu_s": ..., "rss_mb": ...}
+    -> {"end": ID}                               ends the attempt, as its failure would
+
+It runs inside the stack's environment (standard library, torch, and the packages named), knows nothing of the harness,
+and ends with its stdin. It never runs an operation and keeps one thread: a fork copies only the thread that calls it,
+so that whatever another thread held stays locked in every rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
+
+# What nearly every script imports, itself or through a first step; missing ones (older torch) are left out.
+BASE = [
+    "torch",
+    "torch.nn.parallel",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+]
+# torch's optimizers import it at their first step, transformers' models at import; deepspeed does neither, and some of
+# its failures depend on it (zero.Init), so that it is not imported ahead for deepspeed alone.
+DYNAMO = ["torch._dynamo"]
+# Packages that load their parts at first use: the parts that the scripts use.
+LAZY = {
+    "transformers": [
+        "transformers.modeling_utils",
+        "transformers.models.auto",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.llama.modeling_llama",
+        "transformers.trainer",
+        "transformers.integrations.deepspeed",
+    ],
+}
+
+
+class Refused(Exception):
+    def __init__(self, kind: str, module: str, message: str) -> None:
+        super().__init__(message)
+        self.reply = {"event": "refused", "kind": kind, "module": module, "message": message}
+
+
+def import_ahead(packages: list[str]) -> list[str]:
+    """Import everything; returns what an older release does not have. Refuses what a fork could not survive."""
+    missing = []
+    dynamo = [] if "deepspeed" in packages else DYNAMO
+    wanted = [(name, name == "torch") for name in BASE + dynamo]
+    for package in packages:
+        wanted.append((package, True))
+        wanted += [(name, False) for name in LAZY.get(package, [])]
+    for name, needed in wanted:
+        try:
+            importlib.import_module(name)
+        except BaseException as error: # packages raise anything at import, SystemExit too
+            if not needed and isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name)):
+                missing.append(name)
+                continue
+            if not needed:  # a part that does not import here fails in the rank, if a rank wants it, with its own error
+                traceback.print_exc()
+                missing.append(name)
+                continue
+            raise Refused("import", name, f"{type(error).__name__}: {error}") from error
+        check_threads(name)
+        check_cuda(name)
+    return missing
+
+
+def check_threads(module: str) -> None:
+    count = len(os.listdir("/proc/self/task"))
+    if count > 1:
+        frames = sys._current_frames()
+        seen = [
+            f"{thread.name} in {frames[thread.ident].f_code.co_filename}"
+            for thread in threading.enumerate()
+            if thread is not threading.main_thread() and thread.ident in frames
+        ]
+        what = "; ".join(seen) or f"{count - 1} not started by Python"
+        raise Refused("thread", module, f"importing {module} started a thread ({what}): ranks cannot be forked from it")
+
+
+def check_cuda(module: str) -> None:
+    torch: Any = sys.modules["torch"]
+    if torch.cuda.is_initialized() or driver_initialised():
+        raise Refused("cuda", module, f"importing {module} initialised CUDA: ranks forked from here could not use it")
+
+
+def driver_initialised() -> bool:
+    """Whether cuInit was called (torch alone does not know when another package called it). Loads nothing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
+        count = ctypes.c_int()
+        return bool(driver.cuDeviceGetCount(ctypes.byref(count)) == 0)  # else CUDA_ERROR_NOT_INITIALIZED
+    except (OSError, AttributeError):
+        return False
+
+
+def rss_mb() -> float:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return round(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
+class Server:
+    def __init__(self, warm_attempt: Any, requests: int, replies: int) -> None:
+        self.module = warm_attempt
+        self.requests, self.replies = requests, replies
+        self.mark = warm_attempt.Mark()
+        self.running: dict[int, dict[str, Any]] = {}  # the read end of a supervisor's life line -> who it is
+        self.buffer = b""
+
+    def reply(self, **event: Any) -> None:
+        data = json.dumps(event).encode() + b"\n"
+        while data:
+            data = data[os.write(self.replies, data) :]
+
+    def serve(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.requests, *self.running], [], [])
+            for fd in ready:
+                if fd in self.running:
+                    self.ended(fd)
+                elif not self.read():
+                    return
+
+    def read(self) -> bool:
+        data = os.read(self.requests, 65536)
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if "end" in request:
+                for child in self.running.values():
+                    if child["id"] == request["end"]:
+                        os.kill(child["pid"], signal.SIGTERM)  # not reaped yet: the pid is still its own
+            else:
+                self.start(request)
+        return bool(data)
+
+    def start(self, request: dict[str, Any]) -> None:
+        with open(request["spec"], encoding="utf-8") as file:
+            spec = json.load(file)
+        receive, send = os.pipe()
+        fds = [self.requests, self.replies, receive, *self.running]
+        own_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(receive)
+            os.close(send)
+            self.reply(event="failed", id=request["id"], kind="memory", message=f"no process: {error}")
+            return
+        if pid == 0:
+            self.module.Supervisor(spec, request["launch"], own_pid, send, fds, self.mark).run()
+        os.close(send)
+        self.running[receive] = {"id": request["id"], "pid": pid}
+        self.reply(event="started", id=request["id"], pid=pid)
+
+    def ended(self, fd: int) -> None:
+        child = self.running.pop(fd)
+        os.close(fd)
+        _, status, usage = os.wait4(child["pid"], 0)
+        cpu = usage.ru_utime + usage.ru_stime
+        self.sweep()
+        threads = len(os.listdir("/proc/self/task"))
+        self.reply(
+            event="ended", id=child["id"], status=status, cpu_s=round(cpu, 4), rss_mb=rss_mb(), threads=threads
+        )  # fmt: skip
+
+    def sweep(self) -> None:
+        """What a supervisor that was killed left behind came to this process: end it."""
+        own = {child["pid"] for child in self.running.values()}
+        if not own and not self.has_children():
+            return
+        below = self.module.descendants
+        for pid, _ in below(os.getpid()):
+            if pid not in own and not any(pid == other for root in own for other, _ in below(root)):
+                os.kill(pid, signal.SIGKILL)
+
+    @staticmethod
+    def has_children() -> bool:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stdin ended: the controller is gone or done. End the attempts in order, then whatever is left."""
+        for child in self.running.values():
+            os.kill(child["pid"], signal.SIGTERM)
+        for child in self.running.values():
+            os.waitpid(child["pid"], 0)
+        self.running.clear()
+        self.sweep()
+
+
+def main(packages: list[str]) -> int:
+    started = time.perf_counter()
+    requests, replies = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)  # what packages print at import is no reply
+    spec: Any = importlib.util.spec_from_file_location("warm_attempt", os.path.join(FOLDER, "warm_attempt.py"))
+    warm_attempt = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(warm_attempt)
+    warm_attempt.prctl(warm_attempt.PR_SET_CHILD_SUBREAPER, 1)
+    server = Server(warm_attempt, requests, replies)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the controller's to handle
+    try:
+        missing = import_ahead(packages)
+    except Refused as refused:
+        traceback.print_exc()
+        server.reply(**refused.reply)
+        return 1
+    gc.collect()
+    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in every rank
+    times = os.times()
+    server.reply(
+        event="ready", pid=os.getpid(), missing=missing, rss_mb=rss_mb(),
+        wall_s=round(time.perf_counter() - started, 3), cpu_s=round(times.user + times.system, 3),
+    )  # fmt: skip
+    try:
+        server.serve()
+    finally:
+        server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)
