@@ -13,6 +13,7 @@ The files of an attempt (all under ``Attempt.directory``):
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -23,22 +24,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 Json = dict[str, Any]
 
 ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
+PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
 RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)
 ROOT = Path(__file__).resolve().parents[2]
 
 # What a user's shell may hold that would change what is measured: torchrun's contract, and switches of the very
 # packages under test. An arm that wants one of them says so in its ``env``.
 _FOREIGN = ("TORCHELASTIC_", "PET_", "ACCELERATE_", "FSDP_", "REPRO_", "GROUP_", "ROLE_")
-_FOREIGN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR",
-                  "PYTHONHOME", "VIRTUAL_ENV", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE"}  # fmt: skip
+_FOREIGN_NAMES = {
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR",
+    "PYTHONHOME", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV",
+}  # fmt: skip
+_MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch of one arm of one cell. ``settings`` are those of kit/settings.resolve (with seed, device, backend)."""
+    """One launch of one arm of one cell. ``settings`` come from kit/settings.resolve (seed, device, backend too)."""
 
     id: str  # unique on the node; no characters that a file name cannot hold
     run_id: str  # the run of the harness it belongs to
@@ -69,7 +76,7 @@ class Attempt:
 
     @property
     def tmp(self) -> Path:
-        return self.directory / "tmp"
+        return tmp_of(self.directory)
 
     @property
     def cache(self) -> Path:
@@ -132,6 +139,20 @@ class Launcher(Protocol):
     def close(self) -> None: ...
 
 
+def tmp_of(directory: Path) -> Path:
+    """TMPDIR of the attempt in ``directory``: inside it, or elsewhere where its path is too long for a socket."""
+    inside = directory / "tmp"
+    if len(str(inside)) <= _MAX_TMP:
+        return inside
+    return Path("/tmp") / f"repro-{os.getuid()}-{hashlib.sha1(str(directory).encode()).hexdigest()[:10]}"
+
+
+def remove(directory: Path) -> None:
+    """Remove all files of the attempt in ``directory``."""
+    shutil.rmtree(tmp_of(directory), ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def stack_environment(attempt: Attempt) -> dict[str, str]:
     """What is the same for all attempts of a stack and is read when packages are imported: a server's environment."""
     env = {
@@ -187,9 +208,9 @@ def environment(attempt: Attempt) -> dict[str, str]:
 
 def prepare(attempt: Attempt) -> None:
     """Make the attempt's files. An older folder of the same id is removed first: no stale record may be read."""
-    shutil.rmtree(attempt.directory, ignore_errors=True)
+    remove(attempt.directory)
     for folder in (attempt.records, attempt.logs, attempt.work, attempt.tmp, attempt.cache):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, mode=0o700)
     if attempt.stack_cache is not None:
         attempt.stack_cache.mkdir(parents=True, exist_ok=True)
     attempt.settings_file.write_text(json.dumps(attempt.full_settings(), indent=1), encoding="utf-8")
@@ -199,7 +220,7 @@ def prepare(attempt: Attempt) -> None:
 def clean(attempt: Attempt) -> None:
     """Remove the attempt's files; with ``keep`` its settings, records and logs stay."""
     if not attempt.keep:
-        shutil.rmtree(attempt.directory, ignore_errors=True)
+        remove(attempt.directory)
         return
     for folder in (attempt.work, attempt.tmp, attempt.cache):
         shutil.rmtree(folder, ignore_errors=True)
@@ -221,7 +242,9 @@ def torchrun_line(attempt: Attempt) -> str:
         words += [f"--{name}", value] if value != default else []
     words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
     for name, value in settings["flags"].items():
-        words += ["--flag", f"{name}={json.dumps(value) if not isinstance(value, str) else value}"]
+        # The script reads the value as YAML: a plain word stays one, anything else is written as JSON.
+        plain = isinstance(value, str) and yaml.safe_load(value) == value
+        words += ["--flag", f"{name}={value if plain else json.dumps(value)}"]
     return shlex.join(words)
 
 

@@ -1,0 +1,88 @@
+"""The reference launcher: each attempt in fresh interpreters, started by torchrun's own machinery."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from harness import observe
+from harness.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, environment, prepare
+from harness.launch.watch import Watch
+
+WORKER = Path(__file__).resolve().parents[1] / "worker" / "elastic.py"
+
+
+class ColdLauncher:
+    name = "torchrun"
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+        """Run one attempt. A port that somebody took in between is not the attempt's fault: it is tried once more."""
+        try:
+            observation = self._once(attempt, stop)
+            if (observation["infra"] or {}).get("kind") == "port" and not stop.is_set():
+                observation = self._once(attempt, stop)
+                observation["attempt"]["retried"] = "port"
+            return observation
+        finally:
+            clean(attempt)
+
+    def close(self) -> None:
+        pass
+
+    def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
+        prepare(attempt)
+        command = [attempt.python, str(WORKER), str(attempt.spec_file)]
+        env = environment(attempt) | {PARENT_TOKEN: str(os.getpid())}
+        started = time.time()
+        try:
+            with open(attempt.logs / "launcher.log", "ab") as log:
+                # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+                worker = Reaped(
+                    subprocess.Popen(
+                        command, env=env, cwd=attempt.work, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                        start_new_session=True,
+                    )
+                )  # fmt: skip
+        except OSError as error:  # the interpreter is gone or does not run
+            return observe.failed_launch(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
+        watch = Watch(attempt, root=worker.pid)
+        try:
+            seen = watch.run(worker.wait, stop)
+        except BaseException:
+            stop.set()
+            watch.run(worker.wait, stop)  # whatever happened to the controller, nothing of the attempt stays
+            raise
+        worker.wait(1.0)
+        seen.cpu_s = round(max(seen.cpu_s, worker.cpu_s), 3)
+        return observe.observation(attempt, self.name, command, seen, worker_exit=worker.exit_code)
+
+
+class Reaped:
+    """A child process whose CPU time, with that of all the descendants it waited for, is known at its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self.exit_code: int | None = None
+        self.cpu_s = 0.0
+        self._process = process
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, after at most ``seconds``."""
+        limit = time.monotonic() + seconds
+        while self.exit_code is None:
+            try:
+                pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self.exit_code = self._process.returncode = 255
+                break
+            if pid:
+                self.cpu_s = usage.ru_utime + usage.ru_stime
+                self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
+                break
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.01)
+        return True

@@ -1,0 +1,182 @@
+"""Builds the observation of an attempt from what it left: launch.json, the ranks' records and their logs.
+
+Nothing is judged here beyond one question: did the attempt say anything about the case at all, or did the machine
+(disk, memory, ports), the launcher or an import get in the way (``infra``)?
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from harness.launch.attempt import Attempt, torchrun_line
+from harness.launch.watch import Watched, read_launch
+
+Json = dict[str, Any]
+
+TAIL_LINES, TAIL_BYTES = 60, 8192
+_CONTROL = re.compile(r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]")  # what a terminal or an XML report would choke on
+_DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
+_PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|Unable to allocate|out of memory", re.IGNORECASE)
+_IMPORT = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError)\b.*", re.MULTILINE)
+
+
+def observation(
+    attempt: Attempt, launcher: str, command: list[str], seen: Watched, worker_exit: int | None = None
+) -> Json:
+    """What came out of an attempt that has ended; ``worker_exit`` is the exit code of what launched its ranks."""
+    launch = read_launch(attempt.launch_file)
+    told = {int(entry["rank"]): entry for entry in launch["ranks"]}
+    ranks = [_rank(attempt, rank, told.get(rank, {}), seen) for rank in range(attempt.world_size)]
+    return {
+        "schema": 1,
+        "attempt": _attempt(attempt, launcher, command, seen),
+        "infra": _infra(launch, ranks, seen, attempt, worker_exit),
+        "ranks": ranks,
+    }
+
+
+def failed_launch(attempt: Attempt, launcher: str, command: list[str], started: float, message: str) -> Json:
+    """The observation of an attempt that could not even be started."""
+    seen = Watched(started=started, ended=started)
+    ranks = [_rank(attempt, rank, {}, seen) for rank in range(attempt.world_size)]
+    infra = {"kind": "launch", "message": message}
+    return {"schema": 1, "attempt": _attempt(attempt, launcher, command, seen), "infra": infra, "ranks": ranks}
+
+
+def _attempt(attempt: Attempt, launcher: str, command: list[str], seen: Watched) -> Json:
+    return {
+        "id": attempt.id,
+        "launcher": launcher,
+        "command": command,
+        "torchrun": torchrun_line(attempt),
+        "backend": attempt.backend,
+        "world_size": attempt.world_size,
+        "started": seen.started,
+        "ended": seen.ended,
+        "wall_s": round(seen.ended - seen.started, 3),
+        "cpu_s": seen.cpu_s,
+        "deadline_s": attempt.deadline_s,
+        "timed_out": seen.timed_out,
+        "interrupted": seen.interrupted,
+        "leftover": list(seen.leftover),
+        "seed": attempt.settings.get("seed", 0),
+        "settings": attempt.settings,
+    }
+
+
+def _rank(attempt: Attempt, rank: int, told: Json, seen: Watched) -> Json:
+    ended_by = told.get("ended_by", "launcher")
+    if rank in seen.running:
+        ended_by = "deadline" if seen.timed_out else "user"
+    return {
+        "rank": rank,
+        "exit_code": told.get("exit_code"),
+        "signal": told.get("signal"),
+        "ended_by": ended_by,
+        "record": read_record(attempt.records / f"rank-{rank}.json"),
+        "log_tail": tail(attempt.logs / f"rank-{rank}.log"),
+        "stack": seen.stacks.get(rank) or _crash_stack(attempt.records / f"stacks-{rank}.txt"),
+    }
+
+
+def read_record(path: Path) -> Json | None:
+    """A rank's record; a missing or damaged one is no record."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "done" in record and "exception" in record else None
+
+
+def _crash_stack(path: Path) -> str | None:
+    """What faulthandler wrote when the rank crashed by a signal."""
+    text = tail(path, lines=200)
+    return f"# faulthandler\n{text}" if text else None
+
+
+def tail(path: Path, lines: int = TAIL_LINES, size: int = TAIL_BYTES) -> str:
+    """The last lines of a log as clean text, whatever the log holds and however long it is."""
+    try:
+        with open(path, "rb") as source:
+            source.seek(max(0, source.seek(0, 2) - size))
+            data = source.read(size)
+    except OSError:
+        return ""
+    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", data.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+    return "\n".join(text.split("\n")[-lines - 1 :]).rstrip("\n")
+
+
+def _infra(launch: Json, ranks: list[Json], seen: Watched, attempt: Attempt, worker_exit: int | None) -> Json | None:
+    """What got in the way, if anything did: the launch first, then what any rank met."""
+    if seen.interrupted:
+        return None
+    error = launch.get("error")
+    if error:
+        return {"kind": str(error.get("kind", "launch")), "message": str(error.get("message", ""))}
+    log = tail(attempt.logs / "launcher.log", lines=15)
+    if not launch["ranks"]:
+        if seen.timed_out:
+            return {"kind": "launch", "message": f"no rank was up at the deadline ({attempt.deadline_s:g} s)\n{log}"}
+        return {"kind": "launch", "message": f"no rank was started; the launcher's worker {_ended(worker_exit)}\n{log}"}
+    if not launch.get("finished") and not seen.timed_out:
+        return {"kind": "lost", "message": f"the launcher's worker {_ended(worker_exit)} before its ranks did\n{log}"}
+    for rank in ranks:
+        found = _of_rank(rank)
+        if found:
+            return {"kind": found[0], "message": f"rank {rank['rank']}: {found[1]}"}
+    return None
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            pass
+    return "did not answer" if code is None else f"ended with exit code {code}"
+
+
+def _of_rank(rank: Json) -> tuple[str, str] | None:
+    record = rank["record"]
+    if rank["signal"] == "SIGKILL" and rank["ended_by"] == "self":
+        return "memory", "killed (SIGKILL) and not by the harness: most likely the system was out of memory"
+    if record is None:
+        if rank["exit_code"]:
+            return _of_log(rank["log_tail"])
+        return None
+    error = record["exception"]
+    return _of_exception(error, str(record.get("phase"))) if error else None
+
+
+def _of_log(text: str) -> tuple[str, str] | None:
+    """A rank that ended before its first record: the script, or the kit, could not be imported or written for."""
+    if _DISK.search(text):
+        return "disk", "no space left on the device"
+    imports = list(_IMPORT.finditer(text))
+    if imports:
+        return "import", imports[-1].group(0)
+    return None
+
+
+def _of_exception(error: Json, phase: str) -> tuple[str, str] | None:
+    kind, message = str(error["type"]), str(error["message"])
+    first = f"{kind}: {message.splitlines()[0] if message else ''}"
+    if _DISK.search(message):
+        return "disk", first
+    if phase == "init_process_group" and _PORT.search(message):
+        return "port", first
+    if kind in ("MemoryError", "OutOfMemoryError") or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message)):
+        return "memory", first
+    if kind in ("ImportError", "ModuleNotFoundError") and _importer(error["frames"]) in ("__main__", "kit"):
+        return "import", first  # the script's or the kit's own import: the stack lacks what the case needs
+    return None
+
+
+def _importer(frames: list[Json]) -> str:
+    """The top-level package of the innermost frame; Python's own import machinery leaves itself out."""
+    return str(frames[-1]["module"]).split(".")[0] if frames else ""
