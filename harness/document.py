@@ -110,7 +110,7 @@ def settle(
             outcomes[name] = [grade.skipped(arm["skipped"])]
         else:
             outcomes[name] = [grade.Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
-    judged = verdict.judge(case, outcomes, history)
+    judged = verdict.judge(case, outcomes, history, document["stack"]["versions"])
     document["verdicts"] = {}
     for name, found in judged.items():
         wanted = expect.expected(case, where, name, document["stack"]["versions"], document["hardware"]["profile"])

@@ -22,7 +22,7 @@ from harness.launch.attempt import Attempt, Launcher
 from harness.leases import Leases
 from harness.plan import ArmPlan, CellPlan
 from harness.stacks import Stack
-from harness.store import Store, stack_label
+from harness.store import RELEVANT, Store, stack_label
 
 Document = dict[str, Any]
 
@@ -127,7 +127,8 @@ class Engine:
         versions = dict(stack.versions) if stack else {}
         label = stack_label(versions, stack.key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
         path = self.store.path_of(self.profile.name, label, plan.cell.key)
-        described = {"name": plan.cell.stack, "python": versions.get("python"), "versions": versions, "label": label}
+        shown = {name: versions[name] for name in RELEVANT if name in versions}
+        described = {"name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label}
         started = {**self.provenance, "started": time.time(), "launcher": self.launcher.name}
         document = documents.new(plan, case, self.profile, self.machine, described, started)
         document["key"], document["where"] = plan.cell.key, plan.cell.where

@@ -17,7 +17,11 @@ from filelock import FileLock, Timeout
 from harness.errors import ResultsError
 
 Document = dict[str, Any]
-RELEVANT = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
+# What a document says of its stack; the label's key stands for all the rest.
+RELEVANT = (
+    "python", "torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors",
+    "tokenizers", "huggingface-hub", "datasets", "triton",
+)  # fmt: skip
 
 
 def stack_label(versions: Mapping[str, str], key: str) -> str:
