@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from harness.stacks.errors import StackError
-from harness.stacks.stack import Stack, cache_root, existing
+from harness.stacks.stack import Stack, existing
 
-__all__ = ["Stack", "StackError", "cache_root", "resolve"]
+__all__ = ["Stack", "StackError", "resolve"]
 
 
 def resolve(spec: str, *, build: bool = True) -> Stack:

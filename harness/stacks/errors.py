@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from harness.errors import ReproError
+
 Kind = Literal[
     "usage",  # the specification itself is wrong: no such stack, no such file
     "version",  # no such package or version
@@ -17,12 +19,13 @@ Kind = Literal[
 ]
 
 
-class StackError(Exception):
-    """``kind`` says whose fault it is: ``unavailable`` kinds make a probe Unknown, ``infra`` kinds a run incomplete."""
+class StackError(ReproError):
+    """``kind`` says what it was: an ``unavailable`` stack makes a probe Unknown, an ``infra`` trouble may pass."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
         self.kind: Kind = kind
+        self.exit_code = 3 if self.infra else 2
 
     @property
     def infra(self) -> bool:

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from harness.paths import cache_dir
 from harness.stacks.errors import StackError
 
 # Run by the stack's own interpreter; standard library only, Python 3.8 and later.
@@ -25,14 +25,6 @@ for d in m.distributions():
         found.setdefault(name.lower().replace("_", "-").replace(".", "-"), d.version)
 print(json.dumps({"python": ".".join(map(str, sys.version_info[:3])), "packages": found}))
 """
-
-
-def cache_root() -> Path:
-    """Where stacks live: shared by all projects of the user."""
-    if os.environ.get("REPRO_CACHE"):
-        return Path(os.environ["REPRO_CACHE"]).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "repro-matrix"
 
 
 def short_hash(*parts: str) -> str:
@@ -50,15 +42,19 @@ class Stack:
 
     name: str  # as the user wrote it
     python: str  # the interpreter's path
-    versions: Mapping[str, str] = field(default_factory=dict)  # canonical name -> version; "python" among them
+    versions: Mapping[str, str] = field(
+        default_factory=dict, hash=False
+    )  # canonical name -> version; "python" among them
     path: tuple[str, ...] = ()  # overlay folders, first wins; they go into PYTHONPATH
     key: str = ""  # short hash of what it consists of
-    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # overlay: package -> (base's version, its own)
+    moved: Mapping[str, tuple[str, str]] = field(
+        default_factory=dict, hash=False
+    )  # overlay: package -> (base's version, its own)
 
     @property
     def extensions_dir(self) -> str:
         """TORCH_EXTENSIONS_DIR: per stack, since torch's own cache is keyed by Python and CUDA alone."""
-        return str(cache_root() / "extensions" / self.key)
+        return str(cache_dir() / "extensions" / self.key)
 
     def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a process of this stack needs in its environment beyond what it inherits."""
