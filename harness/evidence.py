@@ -135,7 +135,7 @@ def _raised(data: Mapping[str, Any]) -> Raised:
 
 
 def stack_places(stack: str) -> tuple[Place, ...]:
-    """The frames of a hung rank, as py-spy or faulthandler print them: innermost first, the main thread before others."""
+    """The frames of a hung rank, as py-spy or faulthandler print them: innermost first, the main thread first."""
     main: list[Place] = []
     others: list[Place] = []
     current = main

@@ -1,6 +1,6 @@
 """All outcomes of a cell -> a verdict per fix arm. Pure.
 
-Only attempts that ran count: ``skipped`` and ``infra`` are no evidence for anything, and are never a reason to be surer.
+Only attempts that ran count: ``skipped`` and ``infra`` are no evidence, and never a reason to be surer.
 
 ==================  ==========  =====================================================================
 broken              fix         verdict
@@ -31,6 +31,8 @@ from harness.schema import Case, VerdictName
 
 Interval = tuple[float, float]
 NO_EVIDENCE = ("skipped", "infra")
+# The packages whose releases make failures come and go; what else differs between stacks dates nothing.
+UPSTREAM = frozenset({"torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "trl"})
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Verdict:
     interval: Interval | None = None  # 95 % Wilson interval of fix_k / fix_n
     broken_interval: Interval | None = None  # likewise of broken_k / broken_n
     named_case: str | None = None  # the case of the catalogue that was met instead
+    measured: bool = True  # False: no attempt was left to judge (skipped, infra, not run)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,7 +81,8 @@ def judge(
         return {"control": _control(outcomes.get("control", ()))}
     fired = _fired_before(history, versions)
     broken = outcomes.get("broken", ())
-    return {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in case.arms if arm != "broken" and arm in outcomes}
+    fixes = [arm for arm in case.arms if arm != "broken" and arm in outcomes]
+    return {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
 
 
 def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -106,9 +110,9 @@ def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], f
         return replace(base, name=name, reason=reason + note, named_case=_named(case, source))
 
     if not broken:
-        return verdict("INCONCLUSIVE", f"broken: {_nothing(broken_all)}")
+        return replace(base, reason=f"broken: {_nothing(broken_all)}", measured=False)
     if not fix:
-        return verdict("INCONCLUSIVE", f"broken {firing(broken)}; fix {_nothing(fix_all)}")
+        return replace(base, reason=f"broken {firing(broken)}; fix {_nothing(fix_all)}", measured=False)
     kinds, fix_kinds = {o.outcome for o in broken}, {o.outcome for o in fix}
     both = f"broken {firing(broken)}; fix {firing(fix)}"
     if len(kinds) > 1 or len(fix_kinds) > 1:
@@ -136,7 +140,7 @@ def _control(outcomes: Sequence[Outcome]) -> Verdict:
     base = _counts([], counted)
     kinds = {outcome.outcome for outcome in counted}
     if not counted:
-        return replace(base, reason=_nothing(outcomes))
+        return replace(base, reason=_nothing(outcomes), measured=False)
     if len(kinds) > 1:
         return replace(base, name="FLAKY", reason=firing(counted))
     if kinds == {"clean"}:
@@ -185,8 +189,8 @@ def _fired_before(history: Iterable[Mapping[str, Any]], versions: Mapping[str, s
     for document in history:
         stack = mapping(document.get("stack"))
         attempts = items(mapping(mapping(document.get("arms")).get("broken")).get("attempts"))
-        counted = [o for o in (text(mapping(a.get("outcome")).get("outcome")) for a in attempts) if o not in NO_EVIDENCE]
-        if not counted or set(counted) != {"fires"}:
+        seen = {text(mapping(attempt.get("outcome")).get("outcome")) for attempt in attempts}
+        if seen - set(NO_EVIDENCE) != {"fires"}:
             continue
         theirs = mapping(stack.get("versions"))
         if versions is None or is_older(theirs, versions):
@@ -196,9 +200,9 @@ def _fired_before(history: Iterable[Mapping[str, Any]], versions: Mapping[str, s
 
 
 def is_older(versions: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
-    """Some package is older, and none newer, of those that both have (Python itself aside)."""
+    """Some upstream package is older, and none newer, of those that both have."""
     older = False
-    for name in (versions.keys() & than.keys()) - {"python"}:
+    for name in versions.keys() & than.keys() & UPSTREAM:
         try:
             left, right = Version(str(versions[name])), Version(str(than[name]))
         except InvalidVersion:

@@ -1,0 +1,170 @@
+"""What a case's file says to expect, whether a verdict is that, and how ``repro accept`` writes it down. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from harness.schema import Case, Expectation
+from harness.verdict import Verdict
+
+Compared = Literal["expected", "unexpected", "unset"]
+
+
+def expected(
+    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str
+) -> Expectation | None:
+    """The expectation that applies to an arm of a cell, narrowed to this arm's verdict; None when there is none.
+
+    ``where`` names the cell's axes, ``model/strategy[/flag=value...]``, and ``hardware`` its profile. Of several that
+    apply the most specific wins: cells that are named before patterns before none, then hardware that is named, then
+    the one that says more about versions; after that the later in the file.
+    """
+    best: tuple[tuple[int, int, int], Expectation] | None = None
+    for entry in case.expect:
+        if arm not in entry.verdicts or not fnmatchcase(hardware, entry.hardware):
+            continue
+        cells = _cells(case, entry.cells, where)
+        bounds = _bounds(entry.versions, versions)
+        if cells is None or bounds is None:
+            continue
+        score = (cells, entry.hardware == hardware, bounds)
+        if best is None or score >= best[0]:
+            best = score, entry
+    return best[1].model_copy(update={"verdicts": {arm: best[1].verdicts[arm]}}) if best else None
+
+
+def compare(verdict: Verdict, expectation: Expectation | None) -> Compared:
+    """A verdict against the expectation of its arm (as ``expected`` returns it).
+
+    ``unset`` when there is none, and when nothing was measured: what was skipped is neither green nor red. A hang where
+    there was none is a difference.
+    """
+    if expectation is None or not verdict.measured:
+        return "unset"
+    return "expected" if verdict.name in expectation.verdicts.values() else "unexpected"
+
+
+def _cells(case: Case, listed: list[str], where: str) -> int | None:
+    """How specifically the list names the cell: 2 by name, 1 by a pattern, 0 for every cell; None when it does not."""
+    if not listed:
+        return 0
+    name, flags = _split(case, where)
+    scores = []
+    for item in listed:
+        pattern, wanted = _split(case, item)
+        if wanted == flags and fnmatchcase(name, pattern):
+            scores.append(1 if re.search(r"[*?\[]", pattern) else 2)
+    return max(scores, default=None)
+
+
+def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
+    """``model/strategy`` and the flags that differ from their default (a flag at its default is the same cell)."""
+    parts = where.split("/")
+    flags: dict[str, str] = {}
+    last = ""
+    for part in parts[2:]:
+        name, equals, value = part.partition("=")
+        if equals and name in case.flags:
+            last = name
+            flags[name] = value
+        elif last:  # a value that itself holds a slash
+            flags[last] += "/" + part
+        else:
+            flags[part] = ""
+    plain = {name: _value(value) for name, value in flags.items()}
+    defaults = {name: json.dumps(flag.default, sort_keys=True) for name, flag in case.flags.items()}
+    return "/".join(parts[:2]), {name: value for name, value in plain.items() if defaults.get(name) != value}
+
+
+def _value(written: str) -> str:
+    """A flag's value in one spelling, whether it was written as JSON or by hand."""
+    try:
+        return json.dumps(yaml.safe_load(written), sort_keys=True)
+    except (yaml.YAMLError, TypeError):
+        return json.dumps(written)
+
+
+def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
+    """How many bounds the version ranges have, when the versions lie within all of them; else None."""
+    count = 0
+    for package, specifier in ranges.items():
+        bounds = SpecifierSet(specifier)
+        try:
+            inside = bounds.contains(Version(versions[package]), prereleases=True)
+        except (KeyError, InvalidVersion):
+            return None
+        if not inside:
+            return None
+        count += len(bounds)
+    return count
+
+
+def write_expectations(yaml_text: str, entries: Iterable[Expectation]) -> str:
+    """The case's file with its ``expect:`` block replaced by ``entries``; every other byte stays as it is.
+
+    Without entries the block goes. Raises ValueError when the result would not say what it should.
+    """
+    entries = list(entries)
+    newline = "\r\n" if "\r\n" in yaml_text else "\n"
+    try:
+        before, comment, after = _around(yaml_text)
+        block = _block(entries, comment).replace("\n", newline)
+        if block and before and not before.endswith("\n"):
+            before += newline
+        written = before + block + after
+        _verify(yaml_text, written, entries)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the expect block cannot be written: {error}") from None
+    return written
+
+
+def _around(yaml_text: str) -> tuple[str, str, str]:
+    """What stands before the block, the comment on its first line, and what stands after it."""
+    root = yaml.compose(yaml_text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        raise ValueError("not a case's file: it must be a mapping, one key per line")
+    keys = [key for key, _ in root.value]
+    index = next((i for i, key in enumerate(keys) if key.value == "expect"), None)
+    if index is None:
+        return yaml_text, "", ""
+    start = keys[index].start_mark.index
+    end = keys[index + 1].start_mark.index if index + 1 < len(keys) else len(yaml_text)
+    lines = re.findall(r"[^\n]*\n|[^\n]+$", yaml_text[start:end])
+    # Comments and blank lines behind the last entry do not belong to the block.
+    size = max(i for i, line in enumerate(lines) if i == 0 or _is_entry(line)) + 1
+    found = re.match(r"expect[ \t]*:[ \t]*(?:\[\]|~|null)?([ \t]*#[^\r\n]*)?[\r\n]*$", lines[0])
+    comment = (found.group(1) or "") if found else ""
+    return yaml_text[:start], comment, "".join(lines[size:]) + yaml_text[end:]
+
+
+def _is_entry(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#") and not line.startswith(("...", "---"))
+
+
+def _block(entries: list[Expectation], comment: str) -> str:
+    if not entries:
+        return ""
+    plain = [entry.model_dump(exclude_defaults=True) | {"hardware": entry.hardware} for entry in entries]
+    order = list(Expectation.model_fields)
+    ordered = [{key: entry[key] for key in order if key in entry} for entry in plain]
+    dumped = yaml.safe_dump(ordered, sort_keys=False, width=110, allow_unicode=True, default_flow_style=None)
+    head = f"expect:{' ' + comment.strip() if comment else ''}"
+    return "\n".join([head, *(f"  {line}" if line else "" for line in dumped.split("\n")[:-1])]) + "\n"
+
+
+def _verify(old: str, new: str, entries: list[Expectation]) -> None:
+    """The writer may not damage a file that people write: what it wrote must read back as what was meant."""
+    before: dict[str, Any] = yaml.safe_load(old)
+    after: dict[str, Any] = yaml.safe_load(new) or {}
+    read = [Expectation.model_validate(item) for item in after.pop("expect", None) or []]
+    before.pop("expect", None)
+    if repr(before) != repr(after) or read != entries:
+        raise ValueError("the expect block could not be written without changing the rest of the file")
