@@ -1,0 +1,45 @@
+"""2b: a device_map at load while a ZeRO-3 configuration is live (QwenLM/Qwen#833, huggingface/peft#306)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+from kit.stored import differing, load, store
+from kit.zero import config, module, whole
+
+
+def body(run: Run) -> None:
+    from transformers.integrations import HfDeepSpeedConfig
+
+    source = build(run)
+    state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    folder = store(run, source)
+    module()
+    settings = config(run, int(run.options["stage"]))
+    # TrainingArguments(deepspeed=...) and accelerate make such an object; it tells from_pretrained to partition.
+    live: Any = HfDeepSpeedConfig(settings) if not run.flags["load_first"] else None
+    options: dict[str, Any] = {
+        "auto": {"device_map": "auto"},
+        "rank": {"device_map": {"": run.local_rank if run.device_kind == "cuda" else "cpu"}},
+        "low-cpu-mem": {"low_cpu_mem_usage": True},
+        "none": {},
+    }[run.flags["device_map"]]
+    model = load(run, folder, **options)  # <- raises for any device_map while ZeRO-3 is live
+    live = HfDeepSpeedConfig(settings)
+    parameters = dict(model.named_parameters())
+    partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
+    run.fact("partitioned", sum(partitioned))
+    run.fact("device_map", getattr(model, "hf_device_map", None))
+    if any(partitioned):
+        got = dict(zip(parameters, whole(parameters.values())))
+        wrong = [name for name, tensor in got.items() if not tensor.cpu().equal(state[name])]
+    else:
+        wrong = differing(model, state)
+    run.check("weights", not wrong, got=f"{len(wrong)} differ {wrong[:2]}", want="0 differ []")
+    del live
+
+
+if __name__ == "__main__":
+    main(body)

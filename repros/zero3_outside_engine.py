@@ -1,0 +1,45 @@
+"""A ZeRO-3 model is called that no engine manages: its partitioned weights are empty (huggingface/trl#600, #669)."""
+
+from __future__ import annotations
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.stored import load, store
+from kit.zero import config, module
+
+import torch
+
+
+def body(run: Run) -> None:
+    from transformers.integrations import HfDeepSpeedConfig
+
+    inputs = {key: value.to(run.device) for key, value in batch(run, run.rank).items() if key != "labels"}
+    source = build(run).eval()
+    with torch.no_grad():
+        want = source(**{key: value.cpu() for key, value in inputs.items()}).logits
+    folder = store(run, source)
+    deepspeed = module()
+    settings = config(run, int(run.options["stage"]))
+    # While such an object is alive, transformers loads every model as zero.Init partitions it: the one that is trained
+    # and, in DPO, PPO or distillation, the reference model beside it.
+    live = HfDeepSpeedConfig(settings) if run.flags["zero_init"] else None
+    model = load(run, folder).eval()
+    run.fact("partitioned", any(hasattr(p, "ds_id") for p in model.parameters()))
+    with torch.no_grad():
+        if run.flags["call"] == "bare":
+            got = model.to(run.device)(**inputs).logits  # <- no engine, so nothing gathers the weights
+        elif run.flags["call"] == "gathered":
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                got = model(**inputs).logits
+        else:
+            engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
+            run.fact("engine", type(engine).__name__)
+            inner = run.flags["call"] == "engine-module"
+            got = (engine.module if inner else engine)(**inputs).logits
+    del live
+    error = (got.cpu() - want).abs().max().item()
+    run.check("logits", error < 1e-4, got=error, want=0.0, tolerance=1e-4)
+
+
+if __name__ == "__main__":
+    main(body)
