@@ -1,0 +1,88 @@
+"""Figures of stored attempts, and their comparison between two arms. Pure.
+
+A figure of an attempt is the greatest of its ranks; a figure of an arm is the median of its attempts. What the script
+measured comes first; ``cpu_s`` and ``wall_s`` of the whole attempt, ``peak_rss_mb`` and ``peak_gpu_mb`` of its ranks
+are there anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from harness.evidence import items, mapping, number, text
+from harness.schema import Metric
+
+_OF_ATTEMPT = ("cpu_s", "wall_s")
+_OF_RANK = ("peak_rss_mb", "peak_gpu_mb", "cpu_s")
+
+
+@dataclass(frozen=True)
+class Figure:
+    value: float
+    attempts: int
+    source: str  # two figures are only comparable when they were taken in the same way
+
+
+def compare_metric(metric: Metric, arm: str, document: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """Whether the comparison holds in this document, and the figures; None, and the reason, where it cannot be made."""
+    other = metric.below or metric.above or ""
+    own, why = figure(document, arm, metric.name)
+    theirs, why_other = figure(document, other, metric.name)
+    if own is None or theirs is None:
+        return None, why or why_other
+    if own.source != theirs.source:
+        return None, f"{metric.name} of {arm} ({own.source}) and {other} ({theirs.source}) were not taken alike"
+    limit = metric.factor * theirs.value
+    holds = own.value <= limit if metric.below else own.value >= limit
+    times = f" x {metric.factor:g}" if metric.factor != 1 else ""
+    taken = f"medians of {own.attempts} and {theirs.attempts}"
+    return holds, f"{metric.name}: {arm} {own.value:g}, {other} {theirs.value:g}{times} ({taken})"
+
+
+def figure(document: Mapping[str, Any], arm: str, name: str) -> tuple[Figure | None, str]:
+    """An arm's figure, or the reason why there is none. Only attempts in which every rank finished count."""
+    data = mapping(mapping(document.get("arms")).get(arm))
+    if not data:
+        return None, f"arm {arm} was not run"
+    if data.get("skipped"):
+        return None, f"arm {arm} skipped: {data['skipped']}"
+    attempts = [attempt for attempt in items(data.get("attempts")) if _finished(attempt)]
+    if not attempts:
+        return None, f"no attempt of arm {arm} finished"
+    found = [value for value in (_of_attempt(attempt, name) for attempt in attempts) if value is not None]
+    if not found:
+        return None, f"no attempt of arm {arm} measured {name}"
+    sources = sorted({source for _, source in found})
+    if len(sources) > 1:
+        return None, f"{name} of {arm} was taken in different ways ({', '.join(sources)})"
+    return Figure(median(value for value, _ in found), len(found), sources[0]), ""
+
+
+def _finished(attempt: Mapping[str, Any]) -> bool:
+    """Clean, or the known failure was of a kind that lets every rank finish (a log record, wrong numbers)."""
+    if mapping(attempt.get("outcome")).get("outcome") not in ("clean", "fires"):
+        return False
+    ranks = items(mapping(attempt.get("observation")).get("ranks"))
+    return bool(ranks) and all(mapping(rank.get("record")).get("done") is True for rank in ranks)
+
+
+def _of_attempt(attempt: Mapping[str, Any], name: str) -> tuple[float, str] | None:
+    """The figure and how it was taken: by the script, of the whole attempt, or by the kit in each rank."""
+    observation = mapping(attempt.get("observation"))
+    records = [mapping(rank.get("record")) for rank in items(observation.get("ranks"))]
+    measured = [number(mapping(record.get("metrics")).get(name)) for record in records]
+    by_script = [value for value in measured if value is not None]
+    if by_script:
+        return max(by_script), "by the script"
+    whole = mapping(observation.get("attempt"))
+    # A warm launcher has imported everything ahead: neither its times nor its memory compare with a cold start's.
+    launcher = text(whole.get("launcher")) or "unknown"
+    value = number(whole.get(name)) if name in _OF_ATTEMPT else None
+    if value is not None:
+        return value, f"whole attempt, launcher {launcher}"
+    peaks = [number(record.get(name)) for record in records] if name in _OF_RANK else []
+    known = [value for value in peaks if value is not None]
+    return (max(known), f"by rank, launcher {launcher}") if known else None
