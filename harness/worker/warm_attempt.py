@@ -260,7 +260,8 @@ def rank_main(spec: Json, rank: int, supervisor: int, receive: int, others: list
         redirect(os.path.join(spec["log_dir"], f"rank-{rank}.log"))
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.update({**spec["env"], **contract(rank, spec["world_size"])})
+        environment({**spec["env"], **contract(rank, spec["world_size"], spec["env"][TOKEN])})
+        os.chdir(spec["cwd"])
         fresh_state()
         port = os.read(receive, 16).decode()
         os.close(receive)
@@ -278,7 +279,15 @@ def rank_main(spec: Json, rank: int, supervisor: int, receive: int, others: list
             os._exit(code)
 
 
-def contract(rank: int, world_size: int) -> dict[str, str]:
+def environment(changes: dict[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def contract(rank: int, world_size: int, run_id: str) -> dict[str, str]:
     """What torchrun puts into a rank's environment (MASTER_PORT follows when the store is up)."""
     return {
         "RANK": str(rank),
@@ -293,7 +302,7 @@ def contract(rank: int, world_size: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": os.environ.get(TOKEN, "none"),
+        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),

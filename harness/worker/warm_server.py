@@ -3,9 +3,9 @@
     python warm_server.py [PACKAGE ...]          requests on stdin, replies on stdout: one JSON object a line
 
     <- {"event": "ready", ...} | {"event": "refused", "kind": "import"|"thread"|"cuda", "module": ..., "message": ...}
-    -> {"id": ID, "spec": FILE, "launch": FILE}  <- {"event": "started", "id": ID, "pid": ...}, later
-                                                 <- {"event": "ended", "id": ID, "cpu_s": ..., "rss_mb": ...}
-    -> {"end": ID}                               ends the attempt, as its failure would
+    -> {"id": ID, "spec": {...}, "launch": FILE}   (spec: that of harness/launch/attempt.py, and "cwd")
+    <- {"event": "started", "id": ID, "pid": ...}, and when all of it is gone {"event": "ended", "id": ID, ...}
+    -> {"end": ID}   ends the attempt as a failed rank would
 
 It runs inside the stack's environment (standard library, torch, and the packages named), knows nothing of the harness,
 and ends with its stdin. It never runs an operation and keeps one thread: a fork copies only the thread that calls it,
@@ -159,8 +159,6 @@ class Server:
         return bool(data)
 
     def start(self, request: dict[str, Any]) -> None:
-        with open(request["spec"], encoding="utf-8") as file:
-            spec = json.load(file)
         receive, send = os.pipe()
         fds = [self.requests, self.replies, receive, *self.running]
         own_pid = os.getpid()
@@ -172,7 +170,7 @@ class Server:
             self.reply(event="failed", id=request["id"], kind="memory", message=f"no process: {error}")
             return
         if pid == 0:
-            self.module.Supervisor(spec, request["launch"], own_pid, send, fds, self.mark).run()
+            self.module.Supervisor(request["spec"], request["launch"], own_pid, send, fds, self.mark).run()
         os.close(send)
         self.running[receive] = {"id": request["id"], "pid": pid}
         self.reply(event="started", id=request["id"], pid=pid)
@@ -183,9 +181,10 @@ class Server:
         _, status, usage = os.wait4(child["pid"], 0)
         cpu = usage.ru_utime + usage.ru_stime
         self.sweep()
-        threads = len(os.listdir("/proc/self/task"))
+        own = os.times()
         self.reply(
-            event="ended", id=child["id"], status=status, cpu_s=round(cpu, 4), rss_mb=rss_mb(), threads=threads
+            event="ended", id=child["id"], status=status, cpu_s=round(cpu, 4), rss_mb=rss_mb(),
+            threads=len(os.listdir("/proc/self/task")), server_cpu_s=round(own.user + own.system, 3),
         )  # fmt: skip
 
     def sweep(self) -> None:

@@ -1,0 +1,186 @@
+"""The fast launcher: ranks forked from a server that has the stack's packages imported already.
+
+Same attempts, same environment contract, same observation as the reference launcher (harness/launch/cold.py), to which
+it hands what has to start from cold. One server per stack, import-time environment and set of packages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from harness import observe
+from harness.launch.attempt import Attempt, Json, clean, prepare, private_environment, stack_environment
+from harness.launch.cold import ColdLauncher
+from harness.launch.server import TOKEN_ROOM, Refused, Request, Server
+from harness.launch.watch import Watch, Watched
+
+MAX_IDLE = 4  # servers kept although no attempt uses them; each holds a few hundred MB
+
+# Read when they are used, not at import: they need no server of their own.
+RUN_TIME = ("NCCL_", "GLOO_")
+# Read at import: a rank has the server's values, whatever the attempt's own would be.
+IMPORT_TIME = ("HF_HOME", "HF_MODULES_CACHE")
+
+Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
+
+
+class WarmLauncher:
+    name = "warm"
+
+    def __init__(self) -> None:
+        self._cold = ColdLauncher()
+        self._servers: dict[Key, Server] = {}
+        self._starting: dict[Key, threading.Lock] = {}
+        self._refused: dict[Key, Refused] = {}
+        self._lock = threading.Lock()
+        self._ended_cpu_s = 0.0
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+        """Run one attempt; one that a lost server took with it is tried once more, on a new server."""
+        why = why_cold(attempt)
+        if why is None:
+            try:
+                observation = self._once(attempt, stop)
+                problem = observation["infra"]
+                if problem and problem["kind"] in ("lost", "port") and not stop.is_set():
+                    observation = self._once(attempt, stop)
+                    observation["attempt"]["retried"] = f"{problem['kind']}: {problem['message']}"
+                return observation
+            except Refused as refused:
+                why = f"no warm server ({refused.kind}): {refused}"
+            finally:
+                clean(attempt)
+        observation = self._cold.launch(attempt, stop)
+        observation["attempt"]["cold"] = why
+        return observation
+
+    def close(self) -> None:
+        with self._lock:
+            servers, self._servers = list(self._servers.values()), {}
+        for server in servers:
+            self._end(server)
+        self._cold.close()
+
+    @property
+    def servers_cpu_s(self) -> float:
+        """CPU seconds of all servers so far (importing, serving), which no attempt's own figure holds."""
+        with self._lock:
+            return self._ended_cpu_s + sum(server.cpu_s for server in self._servers.values())
+
+    def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
+        with self._server(attempt) as server:
+            prepare(attempt)
+            request = server.run(attempt.id, spec_of(attempt), attempt.launch_file)
+            watch = Watch(attempt, root=request.pid, spare={server.pid} if server.pid else None)
+            try:
+                seen = watch.run(request.ended.wait, stop)
+            except BaseException:
+                stop.set()
+                watch.run(request.ended.wait, stop)  # whatever happened to the controller, nothing of it stays
+                raise
+            return self._observed(attempt, server, request, seen)
+
+    def _observed(self, attempt: Attempt, server: Server, request: Request, seen: Watched) -> Json:
+        if not request.ended.wait(2.0):
+            server.end(attempt.id)
+            request.ended.wait(10.0)
+        seen.cpu_s = round(max(seen.cpu_s, request.cpu_s), 3)
+        observation = observe.observation(attempt, self.name, server.command, seen, worker_exit=request.exit_code)
+        if request.problem and not seen.interrupted:
+            observation["infra"] = request.problem
+        return observation
+
+    @contextmanager
+    def _server(self, attempt: Attempt) -> Iterator[Server]:
+        """A living server for the attempt, started where there is none."""
+        env, own = server_environment(attempt)
+        key = (attempt.python, attempt.imports, tuple(sorted(env.items())), own)
+        with self._lock:
+            starting = self._starting.setdefault(key, threading.Lock())
+        with starting:  # one start per key; other keys go on meanwhile
+            server = self._take(key)
+            if server is None:
+                try:
+                    server = Server(attempt.python, attempt.imports, env, own)
+                except Refused as refused:
+                    with self._lock:
+                        self._refused[key] = refused
+                    raise
+                with self._lock:
+                    server.users += 1
+                    self._servers[key] = server
+        try:
+            yield server
+        finally:
+            self._release(key, server)
+
+    def _take(self, key: Key) -> Server | None:
+        with self._lock:
+            if key in self._refused:
+                raise self._refused[key]
+            server = self._servers.pop(key, None)
+            if server is not None and (server.retired or not server.alive):
+                idle = server.users == 0
+            elif server is not None:
+                server.users += 1
+                self._servers[key] = server  # last in the order: the longest unused ones come first
+                return server
+        if server is not None and idle:
+            self._end(server)  # else its last user ends it
+        return None
+
+    def _release(self, key: Key, server: Server) -> None:
+        over = []
+        with self._lock:
+            server.users -= 1
+            if self._servers.get(key) is not server:  # it was replaced while this attempt still used it
+                over += [server] if server.users == 0 else []
+            idle = [name for name, other in self._servers.items() if other.users == 0]
+            over += [self._servers.pop(name) for name in idle[: max(0, len(idle) - MAX_IDLE)]]
+        for each in over:
+            self._end(each)
+
+    def _end(self, server: Server) -> None:
+        server.close()
+        with self._lock:
+            self._ended_cpu_s += server.cpu_s
+
+
+def why_cold(attempt: Attempt) -> str | None:
+    """Why an attempt cannot be forked from a server, if so."""
+    if attempt.cold:
+        return attempt.cold
+    if attempt.settings.get("teardown"):
+        return "how the process ends is part of what is tested"
+    if len(attempt.id.encode()) > TOKEN_ROOM:
+        return "its id is too long for a forked process"
+    return None
+
+
+def server_environment(attempt: Attempt) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The environment of the server that the attempt needs, and which of IMPORT_TIME are folders of the server's."""
+    env = {name: value for name, value in stack_environment(attempt).items() if not name.startswith(RUN_TIME)}
+    # The reference launcher gives every attempt folders of its own; a server's attempts share the server's.
+    private = private_environment(attempt)
+    own = tuple(name for name in IMPORT_TIME if name in private and name not in attempt.env)
+    if attempt.device == "cuda":
+        # Every rank sees its own lease; the server sees all devices, and asks NVML rather than the driver, whose
+        # initialisation no fork survives.
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return {name: value for name, value in env.items() if name not in own}, own
+
+
+def spec_of(attempt: Attempt) -> Json:
+    """What the server is told: the attempt's spec, with the environment that differs from the server's own."""
+    spec = attempt.spec()
+    run_time = {name: value for name, value in stack_environment(attempt).items() if name.startswith(RUN_TIME)}
+    env: dict[str, str | None] = {**run_time, **spec["env"]}
+    for name in IMPORT_TIME:
+        if name not in attempt.env:
+            env.pop(name, None)
+    if attempt.device == "cuda":
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
+    return {**spec, "env": env, "cwd": str(attempt.work)}
