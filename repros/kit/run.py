@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from kit.record import Record, clip, describe_exception
-from kit.settings import arm_axis, resolve
+from arm_settings import arm_axis, resolve
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,321 @@
+"""The six ways to train in parallel, behind one small interface: ``wrap(run, model, lr)``.
+
+Each class says in full how its library is used; scripts whose case *is* such a use write it out themselves instead.
+The optimizer is plain SGD: its update is the gradient times the learning rate, which kit/proof.py relies on.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+from kit.run import Run
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Tensors = dict  # name -> full, plain tensor
+
+
+class Wrapped:
+    """A model made parallel: forward, step, its full parameters, and a checkpoint. Every rank calls every method."""
+
+    same_batch = False  # tensor parallelism: the ranks share one batch; otherwise each has its own
+    unreduced_in_forward = False  # whether unreduced() must be on during the forward too
+
+    def __init__(self, run: Run, model: nn.Module, lr: float) -> None:
+        self.run = run
+        self.inner = model
+        self.names = [name for name, _ in model.named_parameters()]
+        self.module: Any = self.wrap(model)
+        self.optimizer: Any = self.make_optimizer(lr)
+        run.fact("wrapped", self.wrapped_type())
+
+    def wrap(self, model: nn.Module) -> Any:
+        raise NotImplementedError
+
+    def make_optimizer(self, lr: float) -> Any:
+        # foreach=False: its fused loop refuses a mixture of DTensor and plain parameters (tp).
+        return torch.optim.SGD(self.module.parameters(), lr=lr, foreach=False)
+
+    def wrapped_type(self) -> str:
+        return type(self.module).__name__
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {name: value.to(self.run.device) for name, value in batch.items()}
+        return self.module(**inputs, use_cache=False).loss
+
+    def step(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> Tensors:
+        """Full copies of all parameters on the CPU, on every rank, under the names of the unwrapped model."""
+        return {name: full(parameter) for name, parameter in self.inner.named_parameters()}
+
+    def save(self, folder: Path) -> None:
+        """Here: one file of full tensors, written by the first rank."""
+        if self.run.rank == 0:
+            torch.save(self.inner.state_dict(), folder / "model.pt")
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        self.inner.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+
+    def unreduced(self) -> AbstractContextManager[Any]:
+        """For the proof of the proofs: a context in which the reduction of gradients between ranks is left out."""
+        from kit.proof import reductions_left_out
+
+        return reductions_left_out()
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return value.detach().to("cpu", copy=True)
+
+
+def layer_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of the model's transformer layers, by the names that the model itself gives."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return {type(module) for module in model.modules() if type(module).__name__ in names}
+
+
+def shard_mesh(run: Run) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(run.device.type, (run.world_size,))
+
+
+class Ddp(Wrapped):
+    unreduced_in_forward = True
+
+    def wrap(self, model: nn.Module) -> Any:
+        from torch.nn.parallel import DistributedDataParallel
+
+        model.to(self.run.device)
+        ids = [self.run.device.index] if self.run.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=ids)
+
+    def unreduced(self) -> AbstractContextManager[Any]:
+        return self.module.no_sync()  # the reducer is C++: its own switch leaves the all-reduce out
+
+
+class Fsdp(Wrapped):
+    """FSDP1. Without a GPU it needs device_id=torch.device("cpu")."""
+
+    def wrap(self, model: nn.Module) -> Any:
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+        options = {"use_orig_params": True, "sharding": "FULL_SHARD", **self.run.options}
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=fsdp_policy(model, options),
+            sharding_strategy=ShardingStrategy[options["sharding"]],
+            use_orig_params=options["use_orig_params"],
+            device_id=self.run.device,
+        )
+
+    def tensors(self) -> Tensors:
+        with self._full_state():
+            state = self.module.state_dict()
+        return {name: full(state[name]) for name in self.names}
+
+    def _full_state(self) -> AbstractContextManager[Any]:
+        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        return FSDP.state_dict_type(self.module, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
+
+    def save(self, folder: Path) -> None:
+        with self._full_state():
+            state = self.module.state_dict()
+        if self.run.rank == 0:
+            torch.save(state, folder / "model.pt")
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        with self._full_state():
+            self.module.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+
+
+def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """The auto-wrap policy that the strategy's options name: each layer a unit, or torch's size-based one."""
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    if options.get("wrap", "layer") == "size":
+        return partial(size_based_auto_wrap_policy, min_num_params=options.get("min_num_params", 2000))
+    return partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes(model))
+
+
+class Sharded(Wrapped):
+    """What FSDP2 and tensor parallelism share: DTensor parameters in a model of the same class, sharded checkpoints."""
+
+    def wrapped_type(self) -> str:
+        sharded = sum(hasattr(parameter, "full_tensor") for parameter in self.inner.parameters())
+        if not sharded:  # a plan whose names match nothing only warns, and everything would agree for no reason
+            raise RuntimeError("no parameter of the model has been sharded")
+        return f"{type(self.module).__name__}: {sharded} of {len(self.names)} parameters are DTensor"
+
+    def save(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        checkpoint.save(get_model_state_dict(self.module), checkpoint_id=str(folder))
+
+    def load(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+        state = get_model_state_dict(self.module)
+        checkpoint.load(state, checkpoint_id=str(folder))
+        set_model_state_dict(self.module, state)
+
+
+class Fsdp2(Sharded):
+    def wrap(self, model: nn.Module) -> Any:
+        try:
+            from torch.distributed.fsdp import fully_shard
+        except ImportError:  # torch 2.4 and 2.5
+            from torch.distributed._composable.fsdp import fully_shard
+
+        model.to(self.run.device)
+        mesh, layers = shard_mesh(self.run), tuple(layer_classes(model))
+        for module in list(model.modules()):
+            if isinstance(module, layers):
+                fully_shard(module, mesh=mesh)
+        return fully_shard(model, mesh=mesh) or model
+
+
+class Tp(Sharded):
+    """Tensor parallelism over all ranks, by torch's own DTensor and a plan by module names."""
+
+    same_batch = True
+
+    def wrap(self, model: nn.Module) -> Any:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        size = self.run.world_size
+        if self.run.tp_size not in (1, size):
+            raise ValueError(f"tp_size {self.run.tp_size} with {size} ranks: only tensor parallelism over all ranks")
+        model.to(self.run.device)
+        tied = getattr(model, "lm_head").weight is model.get_input_embeddings().weight  # type: ignore[operator]
+        parallelize_module(model, shard_mesh(self.run), tp_plan(model))
+        if tied:  # each of the two modules has been given a sharded parameter of its own
+            model.lm_head.weight = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
+        for module in model.modules():
+            if hasattr(module, "q_proj"):  # transformers before 4.48 keeps the head counts on the attention module
+                for name in ("num_heads", "num_key_value_heads", "hidden_size"):
+                    if hasattr(module, name):
+                        setattr(module, name, getattr(module, name) // size)
+        return model
+
+
+def tp_plan(model: nn.Module) -> dict[str, Any]:
+    """Column-parallel, then row-parallel, in each block; embedding and head by vocabulary; the rest is replicated."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    try:
+        from torch.distributed.tensor import Replicate
+    except ImportError:  # torch before 2.5
+        from torch.distributed._tensor import Replicate
+
+    head = ColwiseParallel(output_layouts=Replicate())
+    embedding = RowwiseParallel(input_layouts=Replicate())
+    if hasattr(model, "transformer"):  # first-generation Qwen
+        return {
+            "transformer.wte": embedding,
+            # query, key and value lie one after the other in c_attn, and the published forward splits the whole of
+            # it: half of its rows is not half of the heads. So its output is gathered, and each rank has all heads.
+            "transformer.h.*.attn.c_attn": ColwiseParallel(output_layouts=Replicate()),
+            "transformer.h.*.attn.c_proj": RowwiseParallel(input_layouts=Replicate()),
+            "transformer.h.*.mlp.w1": ColwiseParallel(),
+            "transformer.h.*.mlp.w2": ColwiseParallel(),
+            "transformer.h.*.mlp.c_proj": RowwiseParallel(),
+            "lm_head": head,
+        }
+    return {
+        "model.embed_tokens": embedding,
+        **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        "lm_head": head,
+    }
+
+
+class Zero(Wrapped):
+    """DeepSpeed ZeRO, stage 2 or 3, with torch's optimizer (DeepSpeed's own are built for GPUs)."""
+
+    def wrap(self, model: nn.Module) -> Any:
+        return model.to(self.run.device)  # the engine needs the optimizer: see make_optimizer
+
+    def make_optimizer(self, lr: float) -> Any:
+        import deepspeed
+
+        dtype = next(self.inner.parameters()).dtype
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # only counted by DeepSpeed; the loss is a mean already
+            "zero_optimization": {"stage": self.run.options["stage"], "overlap_comm": False},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,  # left out, it means no clipping in some releases and clipping at 1.0 in others
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "steps_per_print": 10**9,
+        }
+        optimizer = torch.optim.SGD(self.inner.parameters(), lr=lr)
+        self.module, optimizer, *_ = deepspeed.initialize(model=self.inner, optimizer=optimizer, config=config)
+        return optimizer
+
+    def wrapped_type(self) -> str:
+        return f"{type(self.module).__name__}/{type(self.optimizer).__name__}"
+
+    def step(self, loss: torch.Tensor) -> None:
+        self.module.backward(loss)
+        self.module.step()
+
+    def unreduced(self) -> AbstractContextManager[Any]:
+        import deepspeed
+        from kit.proof import reductions_left_out
+
+        # DeepSpeed keeps a reference to torch's function from the time it was initialised.
+        return reductions_left_out((deepspeed.comm.comm.cdb, "reduce_scatter_function"))
+
+    def tensors(self) -> Tensors:
+        import deepspeed
+
+        parameters = dict(self.inner.named_parameters())
+        whole = self.run.options["stage"] < 3
+        with nullcontext() if whole else deepspeed.zero.GatheredParameters(list(parameters.values())):
+            return {name: full(parameter) for name, parameter in parameters.items()}
+
+    def save(self, folder: Path) -> None:
+        self.module.save_checkpoint(str(folder))
+
+    def load(self, folder: Path) -> None:
+        self.module.load_checkpoint(str(folder))
+
+
+STRATEGIES: dict[str, type[Wrapped]] = {
+    "ddp": Ddp,
+    "fsdp": Fsdp,
+    "fsdp2": Fsdp2,
+    "zero2": Zero,
+    "zero3": Zero,
+    "tp": Tp,
+}
+
+
+def wrap(run: Run, model: nn.Module, lr: float) -> Wrapped:
+    """The model in the run's strategy. The model's own parameters are taken over, not copied, where that is possible."""
+    return STRATEGIES[run.strategy["slug"]](run, model, lr)
+
+
+def each_step(run: Run) -> Iterator[int]:
+    for step in range(run.steps):
+        run.phase(f"step {step}")
+        yield step

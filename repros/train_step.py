@@ -1,0 +1,35 @@
+"""Control: a few training steps in each strategy equal the single process, and the checkpoint comes back."""
+
+from __future__ import annotations
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.proof import LR, Reference, check_checkpoint, sabotaged_step
+from kit.strategies import STRATEGIES, each_step, wrap
+
+import torch
+
+
+def body(run: Run) -> None:
+    dtype = getattr(torch, run.flags["dtype"])
+    model = build(run, dtype).train()
+    same_batch = STRATEGIES[run.strategy["slug"]].same_batch
+    reference = Reference(run, model, same_batch)
+    trained = wrap(run, model, LR)
+    losses = []
+    for step in each_step(run):
+        inputs = batch(run, 0 if same_batch else run.rank, step)
+        if run.flags["sabotage"] == "none":
+            loss = trained.loss(inputs)
+            trained.step(loss)
+            losses.append(loss.item())
+        else:
+            losses.append(sabotaged_step(run, trained, inputs, run.flags["sabotage"]))
+        if step == 0:
+            reference.check_gradient(run, trained.tensors())
+    reference.check_losses(run, losses)
+    check_checkpoint(run, trained, lambda: wrap(run, build(run, dtype, seed=run.seed + 1).train(), LR))
+
+
+if __name__ == "__main__":
+    main(body)
