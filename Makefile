@@ -43,6 +43,7 @@ lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check harness tests bench
 	@$(BIN)/mypy
+	@cd repros && $(BIN)/mypy --config-file ../pyproject.toml -p kit -p arm_settings
 
 clean: ## remove .venv and scratch results
 	rm -rf $(VENV) results/scratch

@@ -17,7 +17,7 @@ from harness.errors import ConfigError
 from harness.hardware import Machine, Profile
 from harness.matrix import Cell, arms_of
 from harness.schema import Arm, Case
-from repros.kit.settings import arm_axis, resolve
+from repros.arm_settings import arm_axis, resolve
 
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported; a bound against requests that cannot work
 

@@ -17,11 +17,12 @@ from harness.catalogue import Catalogue
 from harness.config import RunSettings, compose_run
 from harness.engine import Engine, Event, Summary, new_run_dir
 from harness.hardware import Machine, Profile
-from harness.launch import open_launcher
+from harness.launch.choose import open_launcher
 from harness.leases import Leases, clear_leftovers, register_run
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
 from harness.stacks import Stack, StackError, resolve
+from harness.stacks import stacks as known_stacks
 from harness.store import Store
 
 
@@ -70,10 +71,14 @@ def _stacks(
         }
     stacks: dict[str, Stack] = {}
     unavailable: dict[str, str] = {}
+    states = {listed.name: listed.state for listed in known_stacks()}
     for name in sorted(wanted | optional):
+        # A stack that only one arm wants is used when it is there; building it is `repro stack build`'s business.
+        if states.get(name, "here") not in ("here", "built") and not (build and name in wanted):
+            unavailable[name] = f"it is not built here: `repro stack build {name}`"
+            continue
         try:
-            # A stack that only one arm wants is used when it is there; building it is `repro stack build`'s business.
-            stacks[name] = resolve(name, build=build and name in wanted)
+            stacks[name] = resolve(name)
         except StackError as error:
             unavailable[name] = str(error)
     return stacks, unavailable

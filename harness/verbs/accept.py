@@ -20,6 +20,7 @@ from harness.errors import ResultsError
 from harness.expect import write_expectations
 from harness.paths import BASELINE, CONF
 from harness.report import print_json
+from harness.schema import Expectation
 from harness.store import Store, write_json
 
 # An expectation holds for the minor releases it was measured on: later ones are for measuring, not for assuming.
@@ -76,7 +77,10 @@ def _write(case: str, reason: str) -> None:
         )  # fmt: skip
         entry["cells"].append(document["where"])
     path = CONF / "case" / f"{case}.yaml"
-    path.write_text(write_expectations(path.read_text(encoding="utf-8"), list(grouped.values())), encoding="utf-8")
+    path.write_text(
+        write_expectations(path.read_text(encoding="utf-8"), [Expectation(**entry) for entry in grouped.values()]),
+        encoding="utf-8",
+    )
 
 
 def _ranges(versions: Mapping[str, str]) -> dict[str, str]:

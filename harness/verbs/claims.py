@@ -33,11 +33,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json([asdict(row) for row in found])
         return 0
-    print_table(
-        "",
-        ["case", "claim", "status", "text", "evidence"],
-        [[r.case, r.id, r.status_text, r.text, r.evidence_text] for r in found],
-    )
+    table = [[r.case, r.id, r.status, r.detail, r.text] for r in found]
+    print_table("", ["case", "claim", "status", "measured", "claim's text"], table)
     totals: dict[str, int] = {}
     for row in found:
         totals[row.status] = totals.get(row.status, 0) + 1

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import subprocess
+from typing import Any
 
 from harness import session
 from harness.report import print_json, print_table
@@ -31,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
         )
     if "error" in torch:
         problems.append(f"torch does not import in stack {stack.name}: {torch['error']}")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
             "runs": plan.skipped is None, "reason": plan.skipped,

@@ -1,0 +1,86 @@
+"""What one arm of one case runs with: the arm's file entries turned into settings.
+
+Pure and standard-library only. The harness uses the same functions on the same files, so a script run by hand and a
+script launched by the harness get the same settings.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+# An arm may change an axis (that *is* the fix, for some failures) as well as flags; these are the axes it may name.
+ARM_AXES = ("model", "strategy", "world_size", "tp_size", "stack")
+
+Json = dict[str, Any]
+
+
+def merged(*layers: Mapping[str, Any] | None) -> Json:
+    """Later layers win; mappings are merged key by key, everything else is replaced."""
+    out: Json = {}
+    for layer in layers:
+        for key, value in (layer or {}).items():
+            if isinstance(value, Mapping) and isinstance(out.get(key), Mapping):
+                out[key] = merged(out[key], value)
+            else:
+                out[key] = value
+    return out
+
+
+def flag_defaults(case: Mapping[str, Any]) -> Json:
+    """The flags of the broken arm: every declared flag at its default."""
+    return {name: spec["default"] for name, spec in (case.get("flags") or {}).items()}
+
+
+def model_settings(model: Mapping[str, Any], scale: str, weights: str) -> Json:
+    """A model's configuration at a scale: ``tiny`` lays the file's ``tiny`` block over its real values."""
+    config = merged(model["config"], model.get("tiny") if scale == "tiny" else None)
+    out = {key: value for key, value in model.items() if key not in ("config", "tiny")}
+    return {**out, "config": config, "scale": scale, "weights": weights}
+
+
+def arm_axis(case: Mapping[str, Any], arm: str, axis: str, cell_value: Any) -> Any:
+    """The arm's value of an axis: the arm's own where it declares one, else the cell's."""
+    value = case["arms"][arm].get(axis)
+    return cell_value if value is None else value
+
+
+def resolve(
+    case: Mapping[str, Any],
+    arm: str,
+    *,
+    model: Mapping[str, Any],
+    strategy: Mapping[str, Any],
+    flags: Mapping[str, Any] | None = None,
+    scale: str = "tiny",
+    weights: str = "random",
+    **run: Any,
+) -> Json:
+    """Settings of one arm as plain JSON values.
+
+    ``model`` and ``strategy`` are the mappings of the options that apply to this arm (the caller has already followed
+    ``arm_axis``); ``flags`` are the cell's own flags, which the arm's flags override. ``run`` holds what the launch adds
+    (world_size, backend, device, seed, steps ...).
+    """
+    spec = case["arms"][arm]
+    launch = case.get("launch") or {}
+    out: Json = {
+        "case": case["slug"],
+        "arm": arm,
+        "model": model_settings(model, scale, weights),
+        "strategy": {
+            **strategy,
+            "options": merged(strategy.get("options"), case.get("options"), spec.get("options")),
+        },
+        "flags": merged(flag_defaults(case), flags, spec.get("flags")),
+        "proof": case.get("proof") or {},
+        "world_size": spec.get("world_size") or run.pop("world_size", None) or launch.get("world_size", 2),
+        "tp_size": spec.get("tp_size") or run.pop("tp_size", None) or launch.get("tp_size", 1),
+        "process_group": launch.get("process_group", True),
+        "teardown": launch.get("teardown", False),
+        "seed": 0,
+        "steps": case.get("steps", 3),
+        "device": "auto",
+        "backend": "auto",
+    }
+    out.update({key: value for key, value in run.items() if value is not None})
+    return out
