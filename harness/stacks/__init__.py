@@ -1,19 +1,86 @@
-"""Software stacks: which package versions a cell runs with, and how they come to be there."""
+"""Software stacks: which package versions a cell runs with, and how they come to be there.
+
+``resolve(spec)`` gives a stack that can be run; see spec.py for what can be written. The rest of the functions here are
+what ``repro stack`` does: they return data and raise StackError.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from harness.stacks import build, files, overlay, spec
+from harness.stacks import lock as locks
+from harness.stacks.build import Say, quiet
 from harness.stacks.errors import StackError
+from harness.stacks.manage import Held, Listed, Pruned, prune, show, stacks
 from harness.stacks.stack import Stack, existing
 
-__all__ = ["Stack", "StackError", "resolve"]
+__all__ = [
+    "Held", "Listed", "Pruned", "Stack", "StackError", "make_lock", "prune", "resolve", "show", "stacks", "swapped",
+]  # fmt: skip
 
 
-def resolve(spec: str, *, build: bool = True) -> Stack:
-    """The stack that ``spec`` names, built when it has to be: ``current``, ``python:/path/to/python``, ..."""
-    if spec == "current":
-        return existing(spec, sys.executable)
-    if spec.startswith("python:"):
-        return existing(spec, spec.removeprefix("python:"))
-    raise StackError("usage", f"no stack named {spec!r}")
+def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
+    """The stack that ``text`` names, built when it has to be. ``say`` is told what takes time."""
+    wanted = spec.parse(text)
+    if wanted.base == "current":
+        base = existing(wanted.base, sys.executable)
+        return _laid_over(wanted, base, say) if wanted.swaps else base
+    if wanted.python:
+        base = existing(wanted.base, wanted.python)
+        return _laid_over(wanted, base, say) if wanted.swaps else base
+    if wanted.file:
+        base = build.make(wanted.base, files.lock_of(wanted.file), say)
+        return _laid_over(wanted, base, say) if wanted.swaps else base
+
+    found = spec.definition(wanted.base, conf)
+    if found.kind == "current":
+        return resolve(text.replace(wanted.base, "current", 1), conf=conf, say=say)
+    if found.kind == "python":
+        return resolve(text.replace(wanted.base, f"python:{found.python}", 1), conf=conf, say=say)
+    lock = files.floating(found) if found.floating else locks.committed(found, spec.lock_path(found.slug, conf))
+    if not wanted.swaps:
+        return build.make(text, lock, say)
+    laid = None
+    if not overlay.too_heavy(wanted.swaps):
+        laid = overlay.layer(text, build.make(found.slug, lock, say), wanted.swaps, found, say)
+    return laid or build.make(text, files.variant(found, wanted.swaps, lock), say)
+
+
+def _laid_over(wanted: spec.Spec, base: Stack, say: Say) -> Stack:
+    laid = overlay.layer(wanted.text, base, wanted.swaps, None, say)
+    if laid is None:
+        swaps = ", ".join(map(str, wanted.swaps))
+        raise StackError(
+            "usage",
+            f"stack={wanted.text}: {swaps} brings another torch, which cannot be laid over an environment that is "
+            "already there; name a stack of conf/stack, or a requirements file with that release",
+        )
+    return laid
+
+
+def swapped(text: str, package: str, version: str) -> str:
+    """The specification of a stack with one more package replaced: how a search names its probes."""
+    wanted = spec.parse(text)
+    name = spec.canonical(package)
+    kept = [str(swap) for swap in wanted.swaps if spec.canonical(swap.name) != name]
+    return "+".join([wanted.base, *sorted([*kept, f"{name}=={version}"])])
+
+
+def make_lock(name: str, *, conf: Path | None = None) -> Path:
+    """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache where it floats."""
+    wanted = spec.parse(name)
+    if wanted.file:
+        return files.renew(wanted.file)
+    found = spec.definition(wanted.base, conf)
+    if found.kind != "lock":
+        raise StackError(
+            "usage", f"stack {name} has no lock: it is the environment at {found.python or sys.executable}"
+        )
+    if found.floating:
+        return files.renew_floating(found)
+    path = spec.lock_path(found.slug, conf)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, locks.make(found).text)
+    return path
