@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ def observation(
     }
 
 
-def failed_launch(attempt: Attempt, launcher: str, command: list[str], started: float, message: str) -> Json:
-    """The observation of an attempt that could not even be started."""
-    seen = Watched(started=started, ended=started)
+def not_started(attempt: Attempt, launcher: str, command: list[str], started: float, problem: str | None) -> Json:
+    """The observation of an attempt of which nothing ran: ``problem`` says why; None: the user had stopped the run."""
+    seen = Watched(started=started, ended=time.time(), interrupted=problem is None)
     ranks = [_rank(attempt, rank, {}, seen) for rank in range(attempt.world_size)]
-    infra = {"kind": "launch", "message": message}
+    infra = None if problem is None else {"kind": "launch", "message": problem}
     return {"schema": 1, "attempt": _attempt(attempt, launcher, command, seen), "infra": infra, "ranks": ranks}
 
 
@@ -71,7 +72,7 @@ def _attempt(attempt: Attempt, launcher: str, command: list[str], seen: Watched)
 
 def _rank(attempt: Attempt, rank: int, told: Json, seen: Watched) -> Json:
     ended_by = told.get("ended_by", "launcher")
-    if rank in seen.running:
+    if rank in seen.running and told.get("exit_code") != 0:
         ended_by = "deadline" if seen.timed_out else "user"
     return {
         "rank": rank,

@@ -1,1 +1,20 @@
 """Launching: attempts started, watched, and ended as a whole."""
+
+from __future__ import annotations
+
+from harness.launch.attempt import Attempt, Launcher
+from harness.launch.cold import ColdLauncher
+
+__all__ = ["Attempt", "ColdLauncher", "Launcher", "open_launcher"]
+
+
+def open_launcher(name: str) -> Launcher:
+    """``torchrun`` (cold: the reference), ``warm`` (forked from a server), or ``auto``: warm.
+
+    The warm launcher hands what must start from cold to the reference launcher, and says so in the observation.
+    """
+    if name == "torchrun":
+        return ColdLauncher()
+    from harness.launch.warm import WarmLauncher
+
+    return WarmLauncher()

@@ -45,7 +45,7 @@ _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing pu
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch of one arm of one cell. ``settings`` come from kit/settings.resolve (seed, device, backend too)."""
+    """One launch of one arm of one cell. ``settings`` come from repros/arm_settings.resolve."""
 
     id: str  # unique on the node; no characters that a file name cannot hold
     run_id: str  # the run of the harness it belongs to
@@ -213,16 +213,23 @@ def prepare(attempt: Attempt) -> None:
         folder.mkdir(parents=True, mode=0o700)
     if attempt.stack_cache is not None:
         attempt.stack_cache.mkdir(parents=True, exist_ok=True)
+    if attempt.keep:
+        (attempt.directory / "keep").touch()
     attempt.settings_file.write_text(json.dumps(attempt.full_settings(), indent=1), encoding="utf-8")
     attempt.spec_file.write_text(json.dumps(attempt.spec(), indent=1), encoding="utf-8")
 
 
 def clean(attempt: Attempt) -> None:
     """Remove the attempt's files; with ``keep`` its settings, records and logs stay."""
-    if not attempt.keep:
-        remove(attempt.directory)
+    clear_directory(attempt.directory)
+
+
+def clear_directory(directory: Path) -> None:
+    """The same for an attempt of which only the folder is known (its controller died)."""
+    if not (directory / "keep").exists():
+        remove(directory)
         return
-    for folder in (attempt.work, attempt.tmp, attempt.cache):
+    for folder in (directory / "work", tmp_of(directory), directory / "cache"):
         shutil.rmtree(folder, ignore_errors=True)
 
 

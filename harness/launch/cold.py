@@ -33,10 +33,12 @@ class ColdLauncher:
         pass
 
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
-        prepare(attempt)
         command = [attempt.python, str(WORKER), str(attempt.spec_file)]
-        env = environment(attempt) | {PARENT_TOKEN: str(os.getpid())}
         started = time.time()
+        if stop.is_set():  # nothing may start any more: a device may not even be ours
+            return observe.not_started(attempt, self.name, command, started, None)
+        prepare(attempt)
+        env = environment(attempt) | {PARENT_TOKEN: str(os.getpid())}
         try:
             with open(attempt.logs / "launcher.log", "ab") as log:
                 # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
@@ -47,7 +49,7 @@ class ColdLauncher:
                     )
                 )  # fmt: skip
         except OSError as error:  # the interpreter is gone or does not run
-            return observe.failed_launch(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
+            return observe.not_started(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
         watch = Watch(attempt, root=worker.pid)
         try:
             seen = watch.run(worker.wait, stop)

@@ -23,6 +23,7 @@ from harness.launch.attempt import ATTEMPT_TOKEN, Attempt
 POLL_S = 0.05
 LOOK_S = 1.0  # how often the tree, its memory files and the size of the logs are looked at
 MAX_LOG = 64 << 20  # a longer log is cut: a rank that prints without end must not fill the disk
+KEPT = 64 << 10
 CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
 
 
@@ -68,12 +69,12 @@ class Watch:
 
         ``finished`` must also become true when the launcher's worker is gone.
         """
-        deadline = time.monotonic() + self.attempt.deadline_s
+        began = time.monotonic()
         while not finished(POLL_S):
             if stop.is_set():
                 self.result.interrupted = True
                 break
-            if time.monotonic() > deadline:
+            if time.monotonic() - began > self.attempt.deadline_s:
                 self.result.timed_out = True
                 break
             if time.monotonic() - self._looked > LOOK_S:
@@ -146,11 +147,14 @@ class Watch:
 
 
 def cut(path: Path, limit: int = MAX_LOG) -> None:
-    """Empty a log that has grown too long. The ranks append, so that they go on at its new end."""
+    """Cut a log that has grown too long down to its tail. The ranks append, so that they go on at its new end."""
     try:
         if path.stat().st_size > limit:
+            with open(path, "rb") as log:
+                log.seek(-KEPT, os.SEEK_END)
+                tail = log.read()
             os.truncate(path, 0)
-            with open(path, "ab") as out:
-                out.write(CUT)
+            with open(path, "ab") as log:
+                log.write(CUT + tail)
     except OSError:
         pass

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
 TERM_GRACE_S = 3.0  # for the ranks that elastic ends because another one failed; its own limit is 30 s
@@ -29,6 +29,7 @@ ORPHAN_GRACE_S = 1.0  # helpers of a rank (resource tracker, fork server) end by
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 ranks: dict[int, subprocess.Popen[Any]] = {}
+signalled: set[int] = set()  # processes that this one, elastic included, sent a signal to
 
 
 def prctl(option: int, value: int) -> None:
@@ -60,7 +61,7 @@ def become_rank(script: str, settings: str, logs: str) -> None:
 
 
 class Recorded(subprocess.Popen):
-    """Remembers the processes that elastic starts: it reports only the ranks that failed first."""
+    """Remembers the processes that elastic starts: its own report leaves out how some of them ended."""
 
     on_complete: Any = None
 
@@ -73,8 +74,19 @@ class Recorded(subprocess.Popen):
                 Recorded.on_complete()
 
 
-def described(failed: set[int]) -> list[dict[str, Any]]:
-    """How each rank ended. Elastic ends the others with TERM or KILL once it has seen a failure."""
+def noted(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """os.kill or os.killpg that remembers whom it was sent to: such an end is not the rank's own doing."""
+
+    def wrapper(pid: int, number: int) -> None:
+        if number:
+            signalled.add(pid)
+        send(pid, number)
+
+    return wrapper
+
+
+def described() -> list[dict[str, Any]]:
+    """How each rank ended. Elastic ends the others with TERM, then KILL, once it has seen a failure."""
     out = []
     for rank, process in sorted(ranks.items()):
         code = process.poll()
@@ -84,7 +96,7 @@ def described(failed: set[int]) -> list[dict[str, Any]]:
                 name = signal.Signals(-code).name
             except ValueError:
                 name = f"SIG{-code}"
-        by_us = name in ("SIGTERM", "SIGKILL") and rank not in failed
+        by_us = name in ("SIGTERM", "SIGKILL") and process.pid in signalled
         out.append(
             {
                 "rank": rank,
@@ -173,16 +185,16 @@ def write(path: Path, answer: dict[str, Any]) -> None:
 
 def launch(spec: dict[str, Any], answer_file: Path) -> None:
     subprocess.Popen = Recorded  # type: ignore[misc]
+    os.kill, os.killpg = noted(os.kill), noted(os.killpg)
     os.environ.update(spec["env"], REPRO_PARENT=str(os.getpid()))
     port = spec["port"] or free_port()
     answer: dict[str, Any] = {"ranks": [], "error": None, "finished": False, "port": port, "leftover": []}
 
     def up() -> None:
-        write(answer_file, {**answer, "ranks": described(set())})
+        write(answer_file, {**answer, "ranks": described()})
         threading.Thread(target=end_stragglers, daemon=True).start()
 
     Recorded.on_complete = staticmethod(up)
-    failed: set[int] = set()
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -204,16 +216,16 @@ def launch(spec: dict[str, Any], answer_file: Path) -> None:
         itself = ("-I", "-S", os.path.abspath(__file__), "--rank")
         try:
             elastic_launch(config, sys.executable)(*itself, spec["script"], spec["settings"], spec["log_dir"])
-        except ChildFailedError as error:
-            failed = set(error.failures)
+        except ChildFailedError:
+            pass  # the ranks say how they ended
     except Exception as error:  # whatever the machinery raised is the launch's error, not a rank's
         kind = "port" if PORT_TAKEN.search(str(error)) else "launch"
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
     # Left over is what outlived the ranks; a rank that elastic did not end is an error of its own.
-    answer["ranks"] = described(failed)
+    answer["ranks"] = described()
     write(answer_file, answer)
     answer["leftover"] = end_orphans()
-    answer["ranks"] = described(failed)
+    answer["ranks"] = described()
     answer["finished"] = True
     write(answer_file, answer)
 

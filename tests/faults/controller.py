@@ -1,0 +1,22 @@
+"""A controller to be killed: registers a run and launches one attempt. Arguments: state folder, run id, fault."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from launching import attempt_of  # noqa: E402
+
+from harness.launch import ColdLauncher  # noqa: E402
+from harness.leases import Leases, register_run  # noqa: E402
+
+if __name__ == "__main__":
+    state, run_id, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    attempt = attempt_of(state / "runs" / run_id / "a", fault, run_id=run_id, deadline=300)
+    nobody = Leases(state, run_id, users=lambda uuid: set())
+    with register_run(state, run_id), nobody as leases, leases.hold(["GPU-test"], threading.Event()):
+        ColdLauncher().launch(attempt, threading.Event())
