@@ -1,0 +1,78 @@
+"""4a: FSDP gathers optimizer states of another dtype than the buffer it made for them (hiyouga/EasyR1#226)."""
+
+from __future__ import annotations
+
+from kit import Run, main
+from kit.fsdp_saving import sharded, step
+from kit.saving import compare
+from kit.vision_language import build
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+# The dtype of each tower's moments. FSDP's buffer takes the dtype of the alphabetically last parameter's states.
+STATES = {
+    "mixed": {"vision_tower": torch.bfloat16},  # the last parameter, in the vision tower, has the narrow states
+    "mixed-last-wide": {"language_model": torch.bfloat16, "lm_head": torch.bfloat16},
+    "bf16": dict.fromkeys(("vision_tower", "language_model", "lm_head"), torch.bfloat16),
+}
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam whose moments have the dtype that their parameter group names, as memory-saving optimizers offer it."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(p, dtype=group["state_dtype"]))
+                with torch.no_grad():
+                    first = state["exp_avg"].float().lerp(p.grad.float(), 0.1)
+                    second = state["exp_avg_sq"].float().lerp(p.grad.float().square(), 0.05)
+                    p.add_((first / (second.sqrt() + 1e-8)).to(p.dtype), alpha=-group["lr"])
+                    state["exp_avg"].copy_(first)
+                    state["exp_avg_sq"].copy_(second)
+
+
+def body(run: Run) -> None:
+    dtype = getattr(torch, run.flags["param_dtype"])
+
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = sharded(run, build(run, seed, dtype), mixed_precision=run.flags["mixed_precision"])
+        special = STATES.get(run.flags["states"], {})
+        if run.flags["states"] == "by-rank":  # a dtype that is the same within a process and differs between them
+            special = STATES["bf16"] if run.rank % 2 else {}
+        groups: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for name, p in model.named_parameters():
+            clean = name.replace("_fsdp_wrapped_module.", "")
+            groups.setdefault(special.get(clean.split(".")[0], torch.float32), []).append(p)
+        listed = [{"params": params, "state_dtype": kind} for kind, params in groups.items()]
+        return model, Adam(listed, {"lr": 1e-2})
+
+    model, optimizer = make(run.seed)
+    for number in range(run.steps):
+        step(run, model, optimizer, number, dtype)
+
+    if run.flags["cast"]:
+        for state in optimizer.state.values():
+            state.update({name: value.to(getattr(torch, run.flags["cast"])) for name, value in state.items()})
+    kinds = {str(value.dtype) for state in optimizer.state.values() for value in state.values()}
+    run.fact("state dtypes", sorted(kinds))
+
+    run.phase("save")
+    weights, states = get_state_dict(model, optimizer)  # <- gathers every state of one flat parameter in one buffer
+    path = run.work_dir / f"{run.case}-{run.rank}.pt"
+    torch.save((weights, states), path)
+
+    run.phase("reload")
+    fresh, fresh_optimizer = make(run.seed + 1)
+    weights, states = torch.load(path, weights_only=False)
+    set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
+    compare(run, model, optimizer, fresh, fresh_optimizer)
+    want, got = (step(run, m, o, run.steps, dtype) for m, o in ((model, optimizer), (fresh, fresh_optimizer)))
+    run.check("next-step", got == want, got=got, want=want)
+
+
+if __name__ == "__main__":
+    main(body)
