@@ -19,12 +19,13 @@ VERBS = {
     "run": ("run", "one case, all its arms, live"),
     "matrix": ("run", "every cell of a selection; the final table says what fires, with and without each fix"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
+    "stack": ("stack", "software stacks: list, show, lock, build, prune"),
     "doctor": ("doctor", "what this machine can run, and why not the rest"),
     "accept": ("accept", "publish measured results as the baseline and as the cases' expectations"),
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="repro",
         description="Which known distributed-training failures fire on this stack, and do their fixes still work?",
@@ -35,6 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, (_, text) in VERBS.items():
         sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
+        if verb == "stack":
+            if wanted == verb:  # its own arguments, read from its module only when they are needed
+                importlib.import_module("harness.verbs.stack").configure(sub)
+            continue
         if verb in ("show", "run"):
             sub.add_argument("case", metavar="CASE", help="the case's slug (`repro list` shows them)")
         sub.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES)
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
         print(f"repro: unknown verb {arguments[0]!r}{nearest(arguments[0], VERBS)}", file=sys.stderr)
         return 2
-    args = build_parser().parse_args(arguments)
+    args = build_parser(arguments[0] if arguments else None).parse_args(arguments)
     module, _ = VERBS[args.verb]
     try:
         return int(importlib.import_module(f"harness.verbs.{module}").main(args))

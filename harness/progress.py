@@ -50,7 +50,7 @@ class Progress:
             self._bar.stop()
 
     def warn(self, text: str) -> None:
-        self.out.print(f"note: {text}", style="yellow", markup=False)
+        self.out.print(f"note: {text}", style="yellow", markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
         name = f"{event.plan.cell.key} {event.arm}"
@@ -62,7 +62,7 @@ class Progress:
             if self.verbose and event.outcome is not None:
                 outcome = event.outcome
                 text = f"{event.arm}: {outcome['outcome']} in {event.wall_s:.1f}s  {outcome.get('reason') or ''}"
-                self.out.print(text, style=style(outcome["outcome"]), markup=False)
+                self.out.print(text, style=style(outcome["outcome"]), markup=False, soft_wrap=True)
         elif event.kind == "cell":
             self.cells += 1
             self._cell(event)

@@ -1,0 +1,98 @@
+"""`repro stack list|show|lock|build|prune`: the software stacks that cells can run on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+
+from harness import stacks
+from harness.errors import ReproError
+from harness.report import print_json, print_table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in {
+        "list": "the stacks of conf/stack, and whether they are built",
+        "show": "what the user's cache holds, with versions",
+        "lock": "resolve a stack's pins anew and write its lock",
+        "build": "build a stack from its lock (a name, a requirements file, NAME+package==version)",
+        "prune": "remove built stacks that were not used for long, or those named",
+    }.items():
+        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
+        action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+        if name == "prune":
+            action.add_argument("--older-than", type=float, default=30, metavar="DAYS", help="default: 30")
+            action.add_argument("--all", action="store_true", help="every built stack that is not in use")
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        return int(globals()[f"_{args.action}"](args))
+    except stacks.StackError as error:
+        raise ReproError(str(error)) from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _list(args: argparse.Namespace) -> int:
+    found = [item for item in stacks.stacks() if not args.names or item.name in args.names]
+    if args.json:
+        print_json([asdict(item) for item in found])
+    else:
+        rows = [[item.name, item.state, item.python or "", item.title, " ".join(item.pins)] for item in found]
+        print_table("", ["stack", "state", "python", "title", "pins"], rows, narrow=("pins",))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    found = [item for name in (args.names or [None]) for item in stacks.show(name)]
+    if args.json:
+        print_json([{**asdict(item), "folder": str(item.folder)} for item in found])
+        return 0
+    rows = [
+        [
+            item.name,
+            item.key,
+            "whole" if item.whole else "damaged",
+            f"{item.bytes / 2**20:.0f} MiB",
+            time.strftime("%Y-%m-%d", time.gmtime(item.used)),
+            ", ".join(f"{n} {item.versions[n]}" for n in ("torch", "transformers", "deepspeed") if n in item.versions),
+        ]
+        for item in found
+    ]
+    print_table("", ["stack", "key", "state", "size", "used", "versions"], rows)
+    return 0
+
+
+def _lock(args: argparse.Namespace) -> int:
+    written = [str(stacks.make_lock(name)) for name in args.names]
+    print_json(written) if args.json else print("\n".join(f"wrote {path}" for path in written))
+    return 0
+
+
+def _build(args: argparse.Namespace) -> int:
+    built = [stacks.resolve(name, say=_say) for name in args.names]
+    if args.json:
+        print_json([{"name": stack.name, "python": stack.python, "key": stack.key} for stack in built])
+    else:
+        print_table("", ["stack", "python", "key"], [[stack.name, stack.python, stack.key] for stack in built])
+    return 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    done = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
+    if args.json:
+        print_json({"removed": [item.key for item in done.removed], "bytes": done.bytes})
+    else:
+        for item in done.removed:
+            print(f"removed {item.name} ({item.key})")
+        for item, reason in done.kept:
+            print(f"kept {item.name} ({item.key}): {reason}")
+        print(f"{done.bytes / 2**20:.0f} MiB freed")
+    return 0
