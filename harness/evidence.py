@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
 _STANDARD = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?t?/(.+)$")
@@ -65,8 +65,7 @@ def is_own(module: str, file: str) -> bool:
     return module.partition(".")[0] in _OWN_MODULES or bool(_REPROS.search(file.replace("\\", "/")))
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """One frame, of an exception or of a hung rank's stack."""
 
     module: str
@@ -146,7 +145,8 @@ def stack_places(stack: str) -> tuple[Place, ...]:
             continue
         found = _FAULTHANDLER.match(line) or _PYSPY.match(line)
         if found:
-            current.append(Place("", found["file"], found["function"]))
+            # py-spy gives the qualified name where it can (f.<locals>.wrapper), records and faulthandler the plain one
+            current.append(Place("", found["file"], found["function"].rpartition(".")[2]))
     return tuple(main + others)
 
 
@@ -195,8 +195,7 @@ class Rank:
         return stack_places(self.stack)
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """A warning (``name``: its category) or a log record (``name``: its logger)."""
 
     name: str

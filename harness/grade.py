@@ -181,7 +181,8 @@ def _failed(failure: Failure) -> str:
     if failure.kind == "left":
         return f"rank {failure.rank}: exit 0 without its done marker"
     where = f" in {failure.where}" if failure.where else ""
-    return f"rank {failure.rank}: {_line(f'{failure.type}: {failure.message}')}{where}"
+    said = f"{failure.type}: {failure.message}" if failure.message.strip() else failure.type
+    return f"rank {failure.rank}: {_line(said)}{where}"
 
 
 def _where_stuck(attempt: Attempt) -> str:

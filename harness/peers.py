@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.evidence import Attempt, Raised, Rank
+from harness.evidence import Attempt, Raised, Rank, text
 
 # Errors of these types mean a lost peer whatever they say ...
 _PEER_TYPES = frozenset(
@@ -94,13 +94,14 @@ def failure_of(rank: Rank) -> Failure | None:
     if not by_itself:
         return None
     name = died_of(rank)
+    phase = "teardown, after its done marker" if rank.done else text(rank.record.get("phase"))
     last = next((line.strip() for line in reversed(rank.log_tail.splitlines()) if line.strip()), "")
     if name:
         # The NCCL watchdog and gloo abort the whole process over a lost peer.
         peer = name == "SIGABRT" and bool(_PEER_TEXT.search(rank.log_tail))
-        return Failure(rank.rank, "signal", at, name, last, "", peer)
+        return Failure(rank.rank, "signal", at, name, last, phase, peer)
     if rank.exit_code:
-        return Failure(rank.rank, "exit", at, f"exit code {rank.exit_code}", last, "", bool(_PEER_TEXT.search(last)))
+        return Failure(rank.rank, "exit", at, f"exit code {rank.exit_code}", last, phase, bool(_PEER_TEXT.search(last)))
     if not rank.done and rank.exit_code == 0:
         return Failure(rank.rank, "left", at, "exit code 0", "it ended without its done marker", "", False)
     return None
@@ -112,14 +113,11 @@ class Failures:
 
     primary: tuple[Failure, ...]  # the earliest first
     excused: frozenset[int]  # ranks whose end says nothing: secondary errors, ended by the launcher or the deadline
+    ranks: frozenset[int]  # those of ``primary``
 
     @property
     def first(self) -> Failure | None:
         return self.primary[0] if self.primary else None
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        return frozenset(failure.rank for failure in self.primary)
 
 
 def failures_of(attempt: Attempt) -> Failures:
@@ -128,9 +126,7 @@ def failures_of(attempt: Attempt) -> Failures:
     primary = [failure for failure in failed if not failure.secondary]
     if not primary:
         # Nobody failed otherwise: then a lost connection is the failure, not a consequence of one.
-        return Failures(
-            tuple(failed), frozenset(rank.rank for rank, f in found if f is None and rank.ended_by != "self")
-        )
-    own = {failure.rank for failure in primary}
+        primary = failed
+    own = frozenset(failure.rank for failure in primary)
     excused = {rank.rank for rank, f in found if rank.rank not in own and (f is not None or rank.ended_by != "self")}
-    return Failures(tuple(primary), frozenset(excused))
+    return Failures(tuple(primary), frozenset(excused), own)

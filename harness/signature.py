@@ -47,13 +47,13 @@ def match_attempt(
     signature: Signature, attempt: Attempt, failures: Failures, backend: str | None = None
 ) -> Match | None:
     """``matches`` for an observation that was read already (``failures`` are the attempt's)."""
+    found: dict[int, str] = {}
     if signature.kind == "hang":
         found = _hang(signature, attempt, failures)
-    else:
-        found = {}
+    elif signature.kind in ("oracle", "log") or failures.primary:
         patterns = _patterns(signature, attempt.backend if backend is None else backend)
         for rank in attempt.ranks:
-            shown = _on_rank(signature, rank, patterns, failures)
+            shown = _SHOWN_BY[signature.kind](signature, rank, patterns, failures)
             if shown is not None:
                 found[rank.rank] = shown
     if not found:
@@ -73,36 +73,51 @@ def _everywhere(signature: Signature, found: Mapping[int, str], attempt: Attempt
     return ranks - excused <= set(found)
 
 
-def _patterns(signature: Signature, backend: str) -> tuple[re.Pattern[str], ...]:
+Patterns = tuple[re.Pattern[str], ...]
+
+
+def _patterns(signature: Signature, backend: str) -> Patterns:
     """The texts that count on this backend: its own variant where there is one, else the common message."""
-    # "cpu:gloo,cuda:nccl" names two backends
-    names = [name for name in re.split(r"[,:]", backend) if name in signature.variants]
-    texts = [signature.variants[name] for name in names] or ([signature.message] if signature.message else [])
-    return tuple(_compiled(item) for item in texts)
+    if signature.variants:
+        # "cpu:gloo,cuda:nccl" names two backends
+        own = [_compiled(signature.variants[name]) for name in re.split(r"[,:]", backend) if name in signature.variants]
+        if own:
+            return tuple(own)
+    return (_compiled(signature.message),) if signature.message else ()
 
 
-def _on_rank(signature: Signature, rank: Rank, patterns: tuple[re.Pattern[str], ...], failures: Failures) -> str | None:
-    """What the rank shows of the signature, as one text; None when it does not."""
-    if signature.kind == "exception":
-        if rank.rank not in failures.ranks:
-            return None
+def _exception(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+    if rank.rank in failures.ranks:
         for raised in rank.chain:
             if _is_raised(signature, raised, patterns):
                 return raised.message
-    elif signature.kind == "log":
-        for note in rank.notes:
-            named = not signature.logger or _compiled(signature.logger).search(note.name)
-            said = any(pattern.search(note.message) for pattern in patterns)
-            if said and named and note.comes_from(signature.package or ""):
-                return note.message
-    elif signature.kind == "oracle":
-        for check in rank.checks:
-            if rank.done and check.get("name") == signature.check and check.get("passed") is False:
-                return f"check {text(check.get('name'))} failed (got {check.get('got')}, want {check.get('want')})"
-    elif signature.kind == "signal":
-        alone = rank.rank in failures.ranks and rank.ended_by == "self"
-        return f"died of {signature.signal}" if alone and died_of(rank) == signature.signal else None
     return None
+
+
+def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+    for pattern in patterns:
+        for note in rank.notes:
+            if not pattern.search(note.message) or not note.comes_from(signature.package or ""):
+                continue
+            if not signature.logger or _compiled(signature.logger).search(note.name):
+                return note.message
+    return None
+
+
+def _oracle(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+    for check in rank.checks if rank.done else ():
+        if check.get("name") == signature.check and check.get("passed") is False:
+            return f"check {text(check.get('name'))} failed (got {check.get('got')}, want {check.get('want')})"
+    return None
+
+
+def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+    alone = rank.rank in failures.ranks and rank.ended_by == "self"
+    return f"died of {signature.signal}" if alone and died_of(rank) == signature.signal else None
+
+
+# What a rank shows of a signature of a kind, as one text; None when it does not.
+_SHOWN_BY = {"exception": _exception, "log": _log, "oracle": _oracle, "signal": _signal}
 
 
 def _is_raised(signature: Signature, raised: Raised, patterns: tuple[re.Pattern[str], ...]) -> bool:

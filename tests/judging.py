@@ -1,0 +1,147 @@
+"""Observations, cases and documents made by hand, for the tests of judging."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from harness.grade import Outcome
+from harness.schema import Case
+
+SITE = "/opt/venv/lib/python3.11/site-packages"
+PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:20635"
+
+
+def frame(module: str, function: str, file: str | None = None) -> dict[str, Any]:
+    where = file if file is not None else f"{SITE}/{module.replace('.', '/')}.py"
+    return {"file": where, "line": 1, "function": function, "module": module, "code": ""}
+
+
+SCRIPT = frame("__main__", "body", "/home/me/project/repros/some_case.py")
+NORM = frame("transformers.models.qwen2.modeling_qwen2", "forward")
+
+
+def exception(
+    type_: str = "RuntimeError",
+    message: str = "size mismatch in norm",
+    frames: list[dict[str, Any]] | None = None,
+    bases: list[str] | None = None,
+    cause: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    return {
+        "type": type_,
+        "module": "builtins",
+        "bases": ["Exception", "BaseException"] if bases is None else bases,
+        "message": message,
+        "frames": [SCRIPT, NORM] if frames is None else frames,
+        "cause": cause,
+    }
+
+
+def check(name: str = "logits", passed: bool = True) -> dict[str, Any]:
+    return {"name": name, "passed": passed, "got": 0.5, "want": 0.0, "tolerance": 1e-4}
+
+
+def record(rank: int = 0, **changes: Any) -> dict[str, Any]:
+    made = {
+        "schema": 1, "rank": rank, "world_size": 2, "pid": 1, "started": 100.0, "ended": 110.0 + rank, "phase": "end",
+        "done": True, "exception": None, "checks": [check()], "metrics": {}, "facts": {}, "versions": {},
+        "warnings": [], "logs": [], "cpu_s": 1.0, "peak_rss_mb": 300.0,
+    }  # fmt: skip
+    return {**made, **changes}
+
+
+def ok(rank: int, **changes: Any) -> dict[str, Any]:
+    """A rank that finished."""
+    made = {"rank": rank, "exit_code": 0, "signal": None, "ended_by": "self", "log_tail": "", "stack": None}
+    return {**made, "record": record(rank), **changes}
+
+
+def failed(rank: int, error: dict[str, Any] | None = None, at: float | None = None) -> dict[str, Any]:
+    """A rank that raised."""
+    ended = 110.0 + rank if at is None else at
+    wrote = record(rank, done=False, checks=[], phase="body", exception=error or exception(), ended=ended)
+    return ok(rank, exit_code=1, record=wrote)
+
+
+def peer_failed(rank: int, at: float = 105.0) -> dict[str, Any]:
+    """A rank that lost its connection, by default before anything else was recorded."""
+    frames = [SCRIPT, frame("torch.distributed.distributed_c10d", "wait")]
+    return failed(rank, exception("RuntimeError", PEER, frames), at)
+
+
+def ended(rank: int, by: str = "launcher", signal: str = "SIGTERM", stack: str | None = None) -> dict[str, Any]:
+    """A rank that was ended from outside while it worked."""
+    wrote = record(rank, done=False, checks=[], phase="body", ended=None)
+    return ok(rank, exit_code=None, signal=signal, ended_by=by, record=wrote, stack=stack)
+
+
+def observation(*ranks: dict[str, Any], infra: Any = None, **attempt: Any) -> dict[str, Any]:
+    made = {
+        "id": "a1", "launcher": "torchrun", "command": ["python", "x.py"], "torchrun": "torchrun x.py",
+        "backend": "gloo", "world_size": len(ranks) or 2, "started": 99.0, "ended": 120.0, "wall_s": 21.0,
+        "cpu_s": 30.0, "deadline_s": 120, "timed_out": False, "interrupted": False, "leftover": [], "seed": 0, "settings": {},
+    }  # fmt: skip
+    return copy.deepcopy({"schema": 1, "attempt": {**made, **attempt}, "infra": infra, "ranks": list(ranks)})
+
+
+EXCEPTION = {
+    "name": "norm", "kind": "exception", "type": "RuntimeError", "message": r"size mismatch in norm",
+    "package": "transformers",
+}  # fmt: skip
+
+
+def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None, **changes: Any) -> Case:
+    made: dict[str, Any] = {
+        "slug": slug,
+        "title": "a case",
+        "proof": {"kind": "inference", "checks": ["logits"]},
+        "axes": {"model": ["m"], "strategy": ["fsdp"]},
+        "flags": {"call": {"default": "inner", "choices": ["inner", "root"]}, "cache": {"default": True}},
+        "signatures": [EXCEPTION] if signatures is None else signatures,
+        "arms": {"broken": {}, "fix": {"flags": {"call": "root"}}, "other-fix": {}},
+    }
+    return Case.model_validate({**made, **changes})
+
+
+def control(**changes: Any) -> Case:
+    return case("a-control", [], kind="control", arms={"control": {}}, **changes)
+
+
+def outcome(name: str, reason: str = "because", **changes: Any) -> Outcome:
+    return Outcome(name, reason, **changes)  # type: ignore[arg-type]
+
+
+def document(
+    arms: dict[str, list[tuple[str, dict[str, Any]]] | str],
+    verdicts: dict[str, str] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A stored cell. ``arms``: arm -> [(outcome, observation)], or the reason why it was skipped."""
+    made: dict[str, Any] = {
+        "schema": 1, "case": "some-case", "title": "a case", "kind": "failure", "simulated": None, "references": [],
+        "model": "m", "strategy": "fsdp", "flags": {}, "scale": "tiny", "weights": "random",
+        "stack": {"name": "current", "python": "3.11.7", "versions": {"torch": "2.13.0", "transformers": "5.23.0"}},
+        "hardware": {"profile": "cpu", "accelerator": "cpu", "gpus": [], "cpu": "a cpu", "cores": 2, "memory_gb": 8.0,
+                     "driver": None, "os": "Linux"},
+        "provenance": {"git_commit": "c0ffee", "git_dirty": False, "harness_version": "0.1.0",
+                       "command": "repro matrix", "started": 99.0,
+                       "ended": 120.0, "seed": 0, "launcher": "torchrun", "fingerprint": "f"},
+        "arms": {
+            name: {
+                "skipped": attempts if isinstance(attempts, str) else None,
+                "settings": {},
+                "attempts": [] if isinstance(attempts, str) else [
+                    {"observation": seen, "outcome": outcome(result).to_json()} for result, seen in attempts
+                ],
+            }
+            for name, attempts in arms.items()
+        },
+        "verdicts": {
+            arm: {"name": name, "reason": "because", "broken_k": 1, "broken_n": 1, "fix_k": 1, "fix_n": 1,
+                  "interval": [0.2, 1.0], "broken_interval": [0.2, 1.0], "named_case": None, "measured": True}
+            for arm, name in (verdicts or {}).items()
+        },
+        "complete": True,
+    }  # fmt: skip
+    return {**made, **changes}
