@@ -63,7 +63,11 @@ class Reference:
                 break  # nobody looks at the last update
             loss.backward()
             if step == 0:
-                self.gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+                # A frozen or an unused parameter has no gradient, and must not move.
+                self.gradient = {
+                    name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                    for name, parameter in model.named_parameters()
+                }
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
@@ -157,9 +161,11 @@ def reductions_left_out(*scatters: tuple[Any, str]) -> Iterator[None]:
         (dist, "all_reduce", own),
         (dist, "reduce", own),
         (dist, "reduce_scatter_tensor", own_part),
+        (dist, "reduce_scatter_single", own_part),  # its name since torch 2.13
         (functional, "all_reduce", same),
         *((owner, name, own_part) for owner, name in scatters),
     ]
+    changes = [change for change in changes if hasattr(*change[:2])]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)
