@@ -86,5 +86,5 @@ class Reaped:
                 break
             if time.monotonic() > limit:
                 return False
-            time.sleep(0.01)
+            time.sleep(0.02)
         return True

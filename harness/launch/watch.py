@@ -45,8 +45,9 @@ def read_launch(path: Path) -> dict[str, Any]:
     """launch.json, or an empty answer where there is none (yet) or it is damaged."""
     try:
         answer = json.loads(path.read_text(encoding="utf-8"))
-        return answer if isinstance(answer.get("ranks"), list) else {"ranks": []}
-    except (OSError, ValueError, AttributeError):
+        answer["ranks"] = [entry for entry in answer["ranks"] if isinstance(entry["rank"], int)]
+        return dict(answer)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {"ranks": []}
 
 

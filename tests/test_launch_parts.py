@@ -1,0 +1,339 @@
+"""Leases, observations, environments and clearing up, without ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import attempt_of, wait_for
+
+from harness import observe
+from harness.launch import open_launcher, processes, shm, watch
+from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, tmp_of, torchrun_line
+from harness.launch.watch import Watched
+from harness.leases import Leases, clear_leftovers, register_run
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Any]:
+    """Starts processes of a run; ends them after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(run_id: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(SLEEP, env={**os.environ, RUN_TOKEN: run_id}))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+# --- leases
+
+
+def test_a_gpu_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
+    stop, order = threading.Event(), []
+    one, other = (Leases(tmp_path, name, users=lambda uuid: set()) for name in ("one", "other"))
+
+    def wait_for_it() -> None:
+        with other.hold(["GPU-b", "GPU-a"], stop) as held:
+            order.append(("other", held))
+
+    with one.hold(["GPU-a"], stop) as held:
+        assert held
+        thread = threading.Thread(target=wait_for_it)
+        thread.start()
+        time.sleep(0.5)
+        order.append(("one", True))
+    thread.join(10)
+    assert order == [("one", True), ("other", True)]
+
+
+def test_two_attempts_of_one_run_do_not_share_a_gpu(tmp_path: Path) -> None:
+    leases, stop = Leases(tmp_path, "run", users=lambda uuid: set()), threading.Event()
+    with leases.hold(["GPU-a"], stop):
+        stop.set()
+        with leases.hold(["GPU-a"], stop) as held:
+            assert not held  # stopped while waiting: nothing may be launched
+    with leases.hold(["GPU-a"], threading.Event()) as held:
+        assert held
+
+
+def test_a_lease_is_kept_while_a_process_of_ours_sits_on_the_device(
+    tmp_path: Path, sleeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.leases.EMPTY_S", 0.3)
+    users: set[int] = set()
+    stop = threading.Event()
+    with Leases(tmp_path, "ours", users=lambda uuid: set(users)) as ours:
+        with ours.hold(["GPU-a"], stop):
+            process = sleeper("ours")
+            users.add(process.pid)
+        others = Leases(tmp_path, "others", users=lambda uuid: set())
+        assert not others._take("GPU-a") and not ours._take("GPU-a")
+        process.kill()
+        process.wait()
+        with ours.hold(["GPU-a"], stop) as held:  # empty by now
+            users.clear()
+            assert held
+        assert others._take("GPU-a")
+        others._give_back("GPU-a", set())
+
+
+def test_a_stranger_on_the_device_does_not_keep_our_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.leases.EMPTY_S", 0.1)
+    users = {os.getpid()}
+    ours, others = (Leases(tmp_path, name, users=lambda uuid: set(users)) for name in ("ours", "others"))
+    with ours.hold(["GPU-a"], threading.Event()):
+        users.add(1)
+    with others.hold(["GPU-a"], threading.Event()) as held:
+        assert held
+
+
+def test_the_lease_of_a_dead_run_is_taken_over_and_its_processes_ended(tmp_path: Path, sleeper: Any) -> None:
+    run = f"dead-{os.getpid()}"
+    process = sleeper(run)
+    leases = Leases(tmp_path, "next", users=lambda uuid: set())
+    leases.folder.mkdir(parents=True)
+    (leases.folder / "GPU-a.json").write_text(json.dumps({"run": run, "pid": 1}))
+    (leases.folder / "GPU-b.json").write_text("damaged")
+    with leases.hold(["GPU-a", "GPU-b"], threading.Event()) as held:
+        assert held and process.wait(5) is not None
+    assert not list(leases.folder.glob("*.json"))
+
+
+def test_a_living_run_is_left_alone_and_a_dead_one_cleared(tmp_path: Path, sleeper: Any) -> None:
+    run = f"run-{os.getpid()}"
+    process = sleeper(run)
+    kept, other = (tmp_path / "runs" / run / name for name in ("kept", "other"))
+    for folder in (kept, other):
+        prepare(dataclasses.replace(attempt_of(folder, "nothing"), keep=folder == kept))
+        (folder / "records" / "rank-0.json").write_text("{}")
+    with register_run(tmp_path, run):
+        assert clear_leftovers(tmp_path) == [] and process.poll() is None
+    lock = next((tmp_path / "nodes").iterdir()) / "runs" / f"{run}.lock"
+    lock.touch()  # as a killed controller leaves it
+    said = clear_leftovers(tmp_path)
+    assert process.wait(5) is not None and any(str(process.pid) in text for text in said)
+    assert (kept / "records" / "rank-0.json").exists() and not (kept / "work").exists() and not other.exists()
+    assert not lock.exists() and clear_leftovers(tmp_path) == []
+
+
+def test_shared_memory_is_removed_only_when_it_is_certainly_ours() -> None:
+    began = time.time()
+    names = ["repro_a_4123456789_0", "repro_b_41234567890", "repro_c"]
+    try:
+        for name in names:
+            (shm.SHM / name).touch()
+        with open(shm.SHM / "repro_c"):
+            assert shm.clear({"repro_c"}, {4123456789}, began) == ["repro_a_4123456789_0"]  # c is open, b is a stranger
+        assert shm.clear({"repro_c"}, {4123456789}, began + 60) == []  # older than the attempt
+        assert shm.clear({"repro_c"}, {4123456789}, began) == ["repro_c"]
+    finally:
+        for name in names:
+            (shm.SHM / name).unlink(missing_ok=True)
+
+
+def test_a_process_that_ignores_term_is_killed() -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    root = processes.process(process.pid)
+    assert root is not None
+    said = processes.end(lambda: processes.tree([root]), term_s=0.2)
+    assert process.wait(5) == -9 and len(said) == 1 and said[0].endswith(f"({process.pid}) killed")
+
+
+# --- what an attempt runs with
+
+
+def test_the_environment_is_the_attempts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_BYPASS_DEVICE_MAP", "PYTHONDONTWRITEBYTECODE")
+    for name in foreign:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONPATH", "/controller")
+    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), python="/stack/bin/python", env={"X": "y"})
+    env = environment(attempt)
+    assert not set(foreign) & set(env) and "PYTHONPATH" not in env
+    assert env["X"] == "y" and env["CUDA_VISIBLE_DEVICES"] == "" and env["REPRO_ATTEMPT"] == attempt.id
+    assert env["HF_MODULES_CACHE"].startswith(str(attempt.cache)) and env["TMPDIR"] == str(attempt.tmp)
+    per_stack = environment(dataclasses.replace(attempt, stack_cache=tmp_path / "stack", gpus=("GPU-1", "GPU-2")))
+    assert per_stack["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "stack" / "torch_extensions")
+    assert environment(dataclasses.replace(attempt, env={"ACCELERATE_BYPASS_DEVICE_MAP": "true"}))[
+        "ACCELERATE_BYPASS_DEVICE_MAP"
+    ]
+
+
+def test_leased_devices_are_all_that_the_ranks_see(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    attempt = dataclasses.replace(
+        attempt, gpus=("GPU-1", "GPU-2"), settings={**attempt.settings, "device": "auto", "backend": "auto"}
+    )
+    assert environment(attempt)["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+    assert (attempt.full_settings()["device"], attempt.full_settings()["backend"]) == ("cuda", "nccl")
+    assert "DS_ACCELERATOR" not in environment(attempt)
+
+
+def test_a_long_path_has_its_temporary_files_elsewhere(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / ("x" * 80), "nothing")
+    assert len(str(attempt.tmp)) < 70 and attempt.tmp == tmp_of(attempt.directory)
+    prepare(attempt)
+    assert attempt.tmp.is_dir()
+    clean(attempt)
+    assert not attempt.tmp.exists() and not attempt.directory.exists()
+
+
+def test_no_stale_record_is_read(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    prepare(attempt)
+    (attempt.records / "rank-0.json").write_text("{}")
+    prepare(attempt)
+    assert not list(attempt.records.iterdir())
+
+
+def test_the_line_to_run_by_hand_is_exact(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / "a", "x y", value=None, word="true", number=1.5)
+    words = shlex.split(torchrun_line(dataclasses.replace(attempt, env={"A": "b c"})))
+    assert words[:6] == ["env", "A=b c", "torchrun", "--standalone", "--nproc-per-node", "2"]
+    flags = [words[index + 1] for index, word in enumerate(words) if word == "--flag"]
+    assert flags == ["fault=x y", "value=null", 'word="true"', "number=1.5"]
+    assert words[words.index("--device") + 1] == "cpu" and words[words.index("--arm") + 1] == "broken"
+    line = torchrun_line(dataclasses.replace(attempt, python="/stack/bin/python"))
+    assert line.startswith("/stack/bin/python -m torch.distributed.run --standalone")
+
+
+def test_launchers_are_opened_by_name() -> None:
+    for name, is_called in (("torchrun", "torchrun"), ("warm", "warm"), ("auto", "warm")):
+        launcher = open_launcher(name)
+        assert launcher.name == is_called
+        launcher.close()
+
+
+# --- what is observed
+
+
+def observed(
+    attempt: Attempt, ranks: list[dict[str, Any]], record: dict[str, Any] | None = None, finished: bool = True,
+    timed_out: bool = False, log: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    prepare(attempt)
+    attempt.launch_file.write_text(json.dumps({"ranks": ranks, "error": None, "finished": finished}))
+    if record is not None:
+        (attempt.records / "rank-0.json").write_text(json.dumps(record))
+    (attempt.logs / "rank-0.log").write_text(log)
+    seen = Watched(started=10.0, ended=12.5, timed_out=timed_out, running={0} if timed_out else set())
+    return observe.observation(attempt, "torchrun", ["python"], seen, worker_exit=0)
+
+
+def told(exit_code: int | None = 1, signal: str | None = None, by: str = "self") -> dict[str, Any]:
+    return {"rank": 0, "pid": 99999999, "exit_code": exit_code, "signal": signal, "ended_by": by}
+
+
+def raised(kind: str, message: str, phase: str = "body", module: str = "__main__") -> dict[str, Any]:
+    frames = [{"file": "f.py", "function": "f", "module": module, "line": 1, "code": ""}]
+    error = {"type": kind, "message": message, "frames": frames, "cause": None, "bases": [], "module": "builtins"}
+    return {"done": False, "exception": error, "phase": phase, "ended": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        (raised("OSError", "[Errno 28] No space left on device: 'x'"), "disk"),
+        (raised("DistNetworkError", "The server socket has failed: EADDRINUSE", "init_process_group"), "port"),
+        (raised("RuntimeError", "address already in use", "body"), None),
+        (raised("MemoryError", ""), "memory"),
+        (raised("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", module="torch"), "memory"),
+        (raised("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory", module="torch"), "memory"),
+        (raised("ValueError", "out of memory"), None),
+        (raised("ImportError", "cannot import name 'x'"), "import"),
+        (raised("ModuleNotFoundError", "No module named 'peft'", module="kit.models"), "import"),
+        (raised("ImportError", "cannot import name 'x'", module="transformers_modules.qwen"), None),
+        (raised("RuntimeError", "The size of tensor a (512)", module="transformers"), None),
+    ],
+)
+def test_the_machines_faults_are_told_from_the_cases(tmp_path: Path, record: dict[str, Any], kind: str | None) -> None:
+    seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [told()], record)
+    assert (seen["infra"] or {}).get("kind") == kind
+    assert seen["ranks"][0]["record"] == record and seen["attempt"]["wall_s"] == 2.5
+
+
+def test_who_ended_a_rank(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / "a", "x", world_size=1)
+    assert observed(attempt, [told(None, "SIGKILL")])["infra"]["kind"] == "memory"
+    assert observed(attempt, [told(None, "SIGKILL", "launcher")])["infra"] is None
+    seen = observed(attempt, [told(None, "SIGKILL")], timed_out=True)
+    assert seen["infra"] is None and seen["ranks"][0]["ended_by"] == "deadline"
+    assert observed(attempt, [told(0)], timed_out=True)["ranks"][0]["ended_by"] == "self"  # it was just ending
+
+
+def test_a_launch_that_did_not_work_is_said(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / "a", "x", world_size=1)
+    assert observed(attempt, [])["infra"]["kind"] == "launch"
+    assert observed(attempt, [told(None)], finished=False)["infra"]["kind"] == "lost"
+    assert observed(attempt, [], timed_out=True)["infra"]["message"].startswith("no rank was up at the deadline")
+    assert observed(attempt, [told()], log="Traceback\nImportError: no kit\n")["infra"]["message"].endswith("no kit")
+    attempt.launch_file.write_text("[]")
+    assert observe.observation(attempt, "torchrun", [], Watched(started=0.0))["infra"]["kind"] == "launch"
+
+
+@given(st.binary(max_size=300))
+def test_no_record_however_damaged_breaks_the_observation(data: bytes) -> None:
+    path = Path(f"/dev/shm/repro_record_{os.getpid()}")
+    try:
+        path.write_bytes(data)
+        record = observe.read_record(path)
+        assert record is None or "done" in record
+        text = observe.tail(path)
+        text.encode("utf-8")
+        assert not any(ord(char) < 32 and char not in "\n\t" for char in text)
+        assert watch.read_launch(path)["ranks"] == []
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_the_tail_of_a_huge_log_is_read_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open(path, "wb") as out:
+        out.truncate(4 << 30)  # sparse
+        out.seek(0, 2)
+        out.write(b"\n" + b"".join(b"line %d\n" % n for n in range(1000)))
+    began = time.monotonic()
+    lines = observe.tail(path).split("\n")
+    assert time.monotonic() - began < 1 and len(lines) == 60 and lines[-1] == "line 999"
+
+
+def test_a_log_that_is_cut_keeps_its_tail(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(log, b"x" * (2 << 20) + b"\nlast")
+    watch.cut(path, 4 << 20)
+    assert path.stat().st_size > 2 << 20
+    watch.cut(path, 1 << 20)
+    os.write(log, b" and more")
+    os.close(log)
+    assert path.stat().st_size < 128 << 10 and observe.tail(path).endswith("\nlast and more")
+
+
+def test_a_dead_process_is_no_part_of_a_tree() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    target = processes.process(process.pid)
+    assert target is not None
+    wait_for(lambda: not processes.alive(target))  # a zombie until it is waited for
+    assert processes.tree([target]) == set()
+    process.wait()
