@@ -135,18 +135,20 @@ def _around(yaml_text: str) -> tuple[str, str, str]:
     index = next((i for i, key in enumerate(keys) if key.value == "expect"), None)
     if index is None:
         return yaml_text, "", ""
-    start = keys[index].start_mark.index
-    end = keys[index + 1].start_mark.index if index + 1 < len(keys) else len(yaml_text)
-    lines = re.findall(r"[^\n]*\n|[^\n]+$", yaml_text[start:end])
-    # Comments and blank lines behind the last entry do not belong to the block.
-    size = max(i for i, line in enumerate(lines) if i == 0 or _is_entry(line)) + 1
-    found = re.match(r"expect[ \t]*:[ \t]*(?:\[\]|~|null)?([ \t]*#[^\r\n]*)?[\r\n]*$", lines[0])
+    start, end = keys[index].start_mark.index, _end(root.value[index][1])
+    if yaml_text[end - 1] != "\n":  # the rest of its last line, a comment perhaps, belongs to the block
+        end = yaml_text.find("\n", end) + 1 or len(yaml_text)
+    found = re.match(r"expect[ \t]*:[ \t]*(?:\[\]|~|null)?([ \t]*#[^\r\n]*)?\r?(\n|$)", yaml_text[start:end])
     comment = (found.group(1) or "") if found else ""
-    return yaml_text[:start], comment, "".join(lines[size:]) + yaml_text[end:]
+    return yaml_text[:start], comment, yaml_text[end:]
 
 
-def _is_entry(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#") and not line.startswith(("...", "---"))
+def _end(node: yaml.Node) -> int:
+    """Where a value's text ends. A block collection's own mark lies behind the comments that follow it."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        return max(_end(part) for part in parts)
+    return int(node.end_mark.index)
 
 
 def _block(entries: list[Expectation], comment: str) -> str:
