@@ -6,6 +6,7 @@ what ``repro stack`` does: they return data and raise StackError.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +24,29 @@ __all__ = [
 
 def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
     """The stack that ``text`` names, built when it has to be. ``say`` is told what takes time."""
+    try:
+        return _resolve(text, conf, say)
+    except StackError as error:
+        if error.kind == "version":
+            raise StackError("version", f"{error}{_nearest(str(error))}") from None
+        raise
+
+
+def _nearest(said: str) -> str:
+    """The releases near the one that does not exist, where the index can be asked."""
+    missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", said)
+    if not missing:
+        return ""
+    from harness import releases  # it uses this package's parts
+
+    try:
+        found = releases.releases(missing[1], yanked=True, pre=True)
+        return f"\n  {missing[1]} has no release {missing[2]}; {releases.near(found, missing[2])}"
+    except StackError:
+        return ""
+
+
+def _resolve(text: str, conf: Path | None, say: Say) -> Stack:
     wanted = spec.parse(text)
     if wanted.base == "current":
         base = existing(wanted.base, sys.executable)
@@ -36,9 +60,9 @@ def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
 
     found = spec.definition(wanted.base, conf)
     if found.kind == "current":
-        return resolve(text.replace(wanted.base, "current", 1), conf=conf, say=say)
+        return _resolve(text.replace(wanted.base, "current", 1), conf, say)
     if found.kind == "python":
-        return resolve(text.replace(wanted.base, f"python:{found.python}", 1), conf=conf, say=say)
+        return _resolve(text.replace(wanted.base, f"python:{found.python}", 1), conf, say)
     lock = files.floating(found) if found.floating else locks.committed(found, spec.lock_path(found.slug, conf))
     if not wanted.swaps:
         return build.make(text, lock, say)

@@ -62,6 +62,8 @@ class Stack:
         out = {"TORCH_EXTENSIONS_DIR": self.extensions_dir}
         if self.path:
             out["PYTHONPATH"] = os.pathsep.join([*self.path, *([old] if old else [])])
+            # An overlay is not compiled ahead (most of it is never imported): the first run does that for the others.
+            out["PYTHONDONTWRITEBYTECODE"] = ""
         return out
 
 

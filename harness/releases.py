@@ -1,0 +1,219 @@
+"""Which releases a package has, as the index says it: yanked ones and pre-releases are left out unless asked for.
+
+The index is the one that uv (or else pip) is set to; a proxy is what the usual environment variables say. What was read
+is kept for an hour, and used again when the index is out of reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import requests
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+from pypi_simple import DistributionPackage, NoSuchProjectError, ProjectPage, PyPISimple
+
+from harness import paths
+from harness.errors import nearest
+from harness.stacks.errors import StackError
+from harness.stacks.installer import index_settings
+from harness.stacks.stack import canonical, short_hash
+
+PYPI = "https://pypi.org/simple"
+KEEP_S = 3600
+
+
+@dataclass(frozen=True)
+class Release:
+    version: str
+    date: str = ""  # day of its first file, where the index says it
+    yanked: bool = False
+    python: str = ""  # which Pythons it says it needs
+
+    @property
+    def parsed(self) -> Version:
+        return Version(self.version)
+
+    def runs_on(self, python: str) -> bool:
+        """False: the release itself says that this Python is not for it."""
+        try:
+            return not self.python or Version(python) in SpecifierSet(self.python)
+        except InvalidSpecifier:
+            return True
+
+
+def indexes(env: Mapping[str, str] | None = None) -> list[str]:
+    """Addresses of the indexes in use; further ones first, as uv looks them up."""
+    given = {**(os.environ if env is None else env), **index_settings(env)}
+    more = f"{given.get('UV_INDEX', '')} {given.get('UV_EXTRA_INDEX_URL', '')}".split()
+    default = given.get("UV_DEFAULT_INDEX") or given.get("UV_INDEX_URL") or PYPI
+    return [re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default]]
+
+
+def releases(
+    package: str, *, yanked: bool = False, pre: bool = False, env: Mapping[str, str] | None = None
+) -> list[Release]:
+    """Oldest first (by version)."""
+    found = [
+        release
+        for release in _all(canonical(package), env)
+        if (yanked or not release.yanked) and (pre or not release.parsed.is_prerelease)
+    ]
+    return sorted(found, key=lambda release: release.parsed)
+
+
+def between(found: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
+    """Releases from ``first`` to ``last``, both included: ``5.23`` as the last one means all of 5.23.x."""
+    low, high = (_version(text) if text else None for text in (first, last))
+    out = [r for r in found if (low is None or r.parsed >= low) and (high is None or _upto(r.parsed, high))]
+    if not out:
+        raise StackError(
+            "version", f"no release between {first or 'the first'} and {last or 'the last'}{_range(found)}"
+        )
+    return out
+
+
+def exact(package: str, found: Sequence[Release], version: str) -> int:
+    """Where a release stands in the list; ``4.39`` means 4.39.0."""
+    wanted = _version(version)
+    for index, release in enumerate(found):
+        if release.parsed == wanted:
+            return index
+    raise StackError("version", f"{package} has no release {version}; {near(found, version)}")
+
+
+def near(found: Sequence[Release], version: str) -> str:
+    """The nearest releases below and above a version that does not exist."""
+    wanted = _version(version)
+    below = [r.version for r in found if r.parsed < wanted][-2:]
+    above = [r.version for r in found if r.parsed > wanted][:2]
+    return f"the nearest are {', '.join([*below, *above]) or 'none'}"
+
+
+def parse_between(text: str) -> tuple[str | None, str | None]:
+    """``4.36..5.23``; either side may be left out."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        raise StackError("usage", f"between={text}: write FIRST..LAST, such as 4.36..5.23")
+    for side in filter(None, (first, last)):
+        _version(side)
+    return first.strip() or None, last.strip() or None
+
+
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise StackError("usage", f"{text!r} is not a version such as 4.39.3") from None
+
+
+def _upto(version: Version, last: Version) -> bool:
+    return version <= last or version.release[: len(last.release)] == last.release
+
+
+def _range(found: Sequence[Release]) -> str:
+    return f" (there are {len(found)}: {found[0].version} to {found[-1].version})" if found else ""
+
+
+# -- the index --------------------------------------------------------------------------------------------------------
+
+
+def _all(package: str, env: Mapping[str, str] | None) -> list[Release]:
+    addresses = indexes(env)
+    kept = paths.cache_dir() / "releases" / f"{package}-{short_hash(*addresses)}.json"
+    offline = (os.environ if env is None else env).get("UV_OFFLINE", "").lower() in ("1", "true", "yes")
+    age = time.time() - kept.stat().st_mtime if kept.exists() else None
+    stored = _read(kept) if age is not None else None
+    if stored is not None and age is not None and (age < KEEP_S or offline):
+        return stored
+    if offline:
+        raise StackError("index", f"UV_OFFLINE is set and the releases of {package} were never read before")
+    try:
+        found = _ask(package, addresses)
+    except requests.RequestException as error:
+        if stored is not None:
+            return stored
+        raise StackError("index", f"releases of {package}: the index is out of reach: {error}") from None
+    _write(kept, found)
+    return found
+
+
+def _ask(package: str, addresses: Sequence[str]) -> list[Release]:
+    for address in addresses:
+        if "://" not in address or address.startswith("file:"):
+            files = _local(package, address)
+        else:
+            with PyPISimple(endpoint=address.rstrip("/") + "/", session=_session()) as client:
+                try:
+                    files = client.get_project_page(package, timeout=(10, 60)).packages
+                except NoSuchProjectError:
+                    continue
+        if files:
+            return collect(files)
+    known = ("torch", "transformers", "accelerate", "peft", "deepspeed", "numpy", "tokenizers", "colossalai")
+    raise StackError("version", f"the index has no package {package!r}{nearest(package, known)}")
+
+
+def _local(package: str, address: str) -> list[DistributionPackage]:
+    """An index that is a folder of pages, as uv takes one too."""
+    page = Path(unquote(urlparse(address).path), package, "index.html")
+    return ProjectPage.from_html(package, page.read_text(encoding="utf-8")).packages if page.exists() else []
+
+
+def _session() -> requests.Session:
+    session = requests.Session()
+    bundle = next(
+        (os.environ[n] for n in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "PIP_CERT") if os.environ.get(n)), None
+    )
+    if bundle:
+        session.verify = bundle
+    return session
+
+
+def collect(files: Iterable[DistributionPackage]) -> list[Release]:
+    """A release is yanked when every file of it is."""
+    found: dict[Version, list[DistributionPackage]] = {}
+    for file in files:
+        version = _version_of(file.filename)
+        if version is not None:
+            found.setdefault(version, []).append(file)
+    return [
+        Release(
+            str(version),
+            min((f.upload_time.date().isoformat() for f in group if f.upload_time), default=""),
+            all(f.is_yanked for f in group),
+            next((f.requires_python for f in group if f.requires_python), ""),
+        )
+        for version, group in found.items()
+    ]
+
+
+def _version_of(filename: str) -> Version | None:
+    try:
+        if filename.endswith(".whl"):
+            return parse_wheel_filename(filename)[1]
+        return parse_sdist_filename(filename)[1]
+    except (InvalidWheelFilename, InvalidSdistFilename, InvalidVersion):
+        return None  # an old installer (.exe, .egg) or a name of no standard
+
+
+def _read(path: Path) -> list[Release] | None:
+    try:
+        return [Release(**item) for item in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return None  # damaged: the index is asked again
+
+
+def _write(path: Path, found: Sequence[Release]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps([asdict(release) for release in found]), encoding="utf-8")
+    os.replace(temporary, path)
