@@ -1,0 +1,265 @@
+"""The claims ledger: what upholds, what refutes, and what says nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import case, control, document, observation, ok, record
+
+from harness.claims import ClaimRow, ledger
+from harness.schema import Case
+
+
+def claiming(*predicts: dict[str, Any], slug: str = "some-case", **claim: Any) -> Case:
+    made = {"id": "c1", "text": "it fixes it", "source": "somewhere", **claim}
+    return case(slug, claims=[{**made, "predicts": list(predicts)} if predicts else made])
+
+
+def row(known: Case, *documents: dict[str, Any]) -> ClaimRow:
+    (found,) = ledger([known], documents)
+    assert json.dumps(found.to_json())
+    return found
+
+
+def cell(verdict: str, **changes: Any) -> dict[str, Any]:
+    arms: Any = {"broken": [("fires", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}
+    return document(arms, {"fix": verdict}, **changes)
+
+
+def stack(name: str, torch: str, transformers: str = "5.0.0") -> dict[str, Any]:
+    return {"name": name, "python": "3.11.7", "versions": {"torch": torch, "transformers": transformers}}
+
+
+HOLDS = {"arm": "fix", "verdict": "FIX_HOLDS"}
+OLD, NEW = stack("old", "2.2.2"), stack("new", "2.13.0")
+
+
+def test_upheld_and_refuted_with_their_evidence() -> None:
+    upheld = row(claiming(HOLDS), cell("FIX_HOLDS", path="results/x.json"))
+    assert (upheld.status, upheld.detail) == ("upheld", "by 1 measurement")
+    (evidence,) = upheld.evidence
+    assert (evidence.document, evidence.holds, evidence.stack) == (
+        "results/x.json", True, "current (torch 2.13.0, transformers 5.23.0)",
+    )  # fmt: skip
+    assert row(claiming(HOLDS), cell("FIX_BROKEN")).status == "refuted"
+    assert row(claiming(HOLDS), cell("FIX_UNMASKS")).status == "refuted"
+    either = {"arm": "fix", "verdict": ["FIX_BROKEN", "FIX_UNMASKS"]}
+    assert row(claiming(either), cell("FIX_UNMASKS")).status == "upheld"
+
+
+@pytest.mark.parametrize("verdict", ["NOT_FIRING", "UPSTREAM_FIXED", "CHANGED", "FIX_HARMFUL"])
+def test_a_fix_cannot_be_tested_where_nothing_is_broken(verdict: str) -> None:
+    found = row(claiming(HOLDS), cell(verdict))
+    assert found.status == "untested"
+    assert "could not be tested on this stack: broken does not fire" in found.detail
+    beside = row(claiming(HOLDS), cell(verdict, stack=NEW), cell("FIX_HOLDS", stack=OLD))
+    assert beside.status == "upheld"
+    assert "not decided: could not be tested" in beside.detail
+
+
+@pytest.mark.parametrize("verdict", ["INCONCLUSIVE", "FLAKY"])
+def test_inconclusive_and_flaky_decide_nothing(verdict: str) -> None:
+    assert row(claiming(HOLDS), cell(verdict)).status == "untested"
+    assert row(claiming({"arm": "fix", "verdict": "NOT_FIRING"}), cell(verdict)).status == "untested"
+    assert row(claiming(HOLDS), cell(verdict, stack=NEW), cell("FIX_BROKEN", stack=OLD)).status == "refuted"
+
+
+def test_predictions_that_nothing_fires() -> None:
+    quiet = claiming({"arm": "fix", "verdict": "NOT_FIRING"})
+    assert row(quiet, cell("NOT_FIRING")).status == "upheld"
+    assert row(quiet, cell("UPSTREAM_FIXED")).status == "upheld"
+    assert row(quiet, cell("FIX_HOLDS")).status == "refuted"
+    assert row(quiet, cell("CHANGED")).status == "refuted"
+    fixed = claiming({"arm": "fix", "verdict": "UPSTREAM_FIXED"})
+    assert row(fixed, cell("NOT_FIRING")).status == "untested"
+    assert row(fixed, cell("FIX_HOLDS")).status == "refuted"
+    harmful = claiming({"arm": "fix", "verdict": "FIX_HARMFUL"})
+    assert row(harmful, cell("FIX_HOLDS")).status == "untested"
+    assert row(harmful, cell("NOT_FIRING")).status == "refuted"
+
+
+def test_untested_says_why() -> None:
+    assert row(claiming(untestable="no release does so")).detail == "no release does so"
+    nothing = row(claiming({**HOLDS, "model": "m", "hardware": "gpu2"}))
+    assert nothing.detail == "no stored measurement of some-case, arm fix [m] [gpu2]"
+    skipped = document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"})
+    assert (row(claiming(HOLDS), skipped).status, row(claiming(HOLDS), skipped).detail) == (
+        "untested", "skipped: needs 2 GPUs",
+    )  # fmt: skip
+    assert row(claiming({"arm": "other-fix", "verdict": "FIX_HOLDS"}), cell("FIX_HOLDS")).detail == (
+        "arm other-fix was not run"
+    )
+    partial = document({"broken": [], "fix": []})
+    assert row(claiming(HOLDS), partial).detail == "arm fix has no verdict"
+    assert row(claiming({"arm": "broken", "outcome": "fires"}), partial).detail == "not run"
+
+
+def test_axes_choose_the_documents() -> None:
+    at = claiming({**HOLDS, "stack": "old", "strategy": "fsdp"})
+    assert row(at, cell("FIX_BROKEN", stack=NEW), cell("FIX_HOLDS", stack=OLD)).status == "upheld"
+    assert row(at, cell("FIX_HOLDS", stack=OLD, strategy="ddp")).status == "untested"
+    elsewhere = claiming({**HOLDS, "case": "other-case"})
+    assert row(elsewhere, cell("FIX_BROKEN"), cell("FIX_HOLDS", case="other-case")).status == "upheld"
+
+
+# --- conditional
+
+
+def test_conditional_on_the_predictions_own_words() -> None:
+    known = claiming({**HOLDS, "model": "m", "when": "hidden 1024"}, {**HOLDS, "model": "n", "when": "hidden 2048"})
+    found = row(known, cell("FIX_HOLDS"), cell("FIX_BROKEN", model="n"))
+    assert (found.status, found.detail) == ("conditional", "holds: hidden 1024; does not hold: hidden 2048")
+
+
+def test_conditional_on_the_axis_that_differs() -> None:
+    found = row(claiming(HOLDS), cell("FIX_HOLDS", stack=OLD), cell("FIX_BROKEN", stack=NEW))
+    assert found.status == "conditional"
+    assert found.detail == (
+        "stack: holds on old (torch 2.2.2, transformers 5.0.0); not on new (torch 2.13.0, transformers 5.0.0)"
+    )
+    scales = row(claiming(HOLDS), cell("FIX_HOLDS"), cell("FIX_BROKEN", scale="full"))
+    assert scales.detail == "setting: holds on tiny random weights; not on full random weights"
+
+
+def test_conditional_names_every_axis_that_could_be_it() -> None:
+    found = row(claiming(HOLDS), cell("FIX_HOLDS", stack=OLD, model="a"), cell("FIX_BROKEN", stack=NEW, model="b"))
+    assert found.detail.split(" | or ")[1] == "model: holds on a; not on b"
+
+
+def test_conditional_on_several_axes_together() -> None:
+    found = row(
+        claiming(HOLDS),
+        cell("FIX_HOLDS", stack=OLD, model="a"),
+        cell("FIX_BROKEN", stack=NEW, model="a"),
+        cell("FIX_BROKEN", stack=OLD, model="b"),
+        cell("FIX_HOLDS", stack=NEW, model="b"),
+    )
+    assert found.detail.startswith("stack model: holds on new (torch 2.13.0, transformers 5.0.0) b, old")
+
+
+def at(started: float) -> dict[str, Any]:
+    return {"provenance": {**cell("FIX_HOLDS")["provenance"], "started": started}}
+
+
+def test_of_the_same_cell_the_newest_that_decides_counts() -> None:
+    older, newer = cell("FIX_BROKEN", **at(1.0)), cell("FIX_HOLDS", **at(2.0))
+    assert row(claiming(HOLDS), older, newer).status == row(claiming(HOLDS), newer, older).status == "upheld"
+    assert row(claiming(HOLDS), newer, cell("INCONCLUSIVE", **at(3.0))).status == "upheld"
+    assert row(claiming(HOLDS), older, cell("FIX_HOLDS", **at(2.0), stack=OLD)).status == "conditional"
+
+
+def test_a_simulation_is_said_to_be_one() -> None:
+    assert row(claiming(HOLDS), cell("FIX_HOLDS", simulated="fake tensors")).evidence[0].setting.endswith("simulated")
+
+
+# --- outcomes
+
+
+def ran(*names: str, **changes: Any) -> dict[str, Any]:
+    return document({"broken": [(name, observation(ok(0))) for name in names], "fix": []}, **changes)
+
+
+def test_outcomes_are_predicted_of_any_arm() -> None:
+    clean = claiming({"arm": "broken", "outcome": "clean"})
+    assert row(clean, ran("clean", "clean", "infra")).status == "upheld"
+    refuted = row(clean, ran("fires", "fires"))
+    assert (refuted.status, refuted.evidence[0].measured) == ("refuted", "fires 2/2 (because)")
+    assert row(clean, ran("clean", "fires")).detail == "flaky: clean 1/2, fires 1/2"
+    assert row(clean, ran("infra")).detail == "infra: because"
+    assert row(clean, ran("hang")).status == "untested", "a hang is inconclusive"
+    assert row(claiming({"arm": "broken", "outcome": ["hang", "fires"]}), ran("hang", "fires")).status == "upheld"
+
+
+def test_controls_are_predicted_by_their_verdict() -> None:
+    healthy = {"id": "c1", "text": "x", "predicts": [{"arm": "control", "verdict": "HEALTHY"}]}
+    known = control(claims=[healthy])
+    measured = document({"control": [("clean", observation(ok(0)))]}, {"control": "UNHEALTHY"}, case=known.slug)
+    assert row(known, measured).status == "refuted"
+
+
+# --- metrics
+
+
+def measured(fix: list[Any], broken: list[Any], name: str = "loss", outcomes: str = "clean") -> dict[str, Any]:
+    def attempts(values: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+        return [
+            (outcomes, observation(*(ok(r, record=record(r, metrics={name: v})) for r, v in enumerate(per_rank))))
+            for per_rank in values
+        ]
+
+    return document({"broken": attempts(broken), "fix": attempts(fix)})
+
+
+def metric(name: str = "loss", arm: str = "fix", **how: Any) -> Case:
+    return claiming({"arm": arm, "metric": {"name": name, **how}})
+
+
+def test_a_metric_is_the_greatest_of_the_ranks_and_the_median_of_the_attempts() -> None:
+    there = measured([[1.0, 5.0], [9.0, 2.0], [4.0, 3.0]], [[10.0, 1.0]])
+    found = row(metric(below="broken"), there)
+    assert found.status == "upheld"
+    assert found.evidence[0].measured == "loss: fix 5, broken 10 (medians of 3 and 1)"
+    assert row(metric(below="broken", factor=0.4), there).status == "refuted"
+    assert row(metric(above="broken"), there).status == "refuted"
+    assert row(metric(above="broken", factor=0.5), there).status == "upheld"
+
+
+def test_a_metric_that_was_not_measured_decides_nothing() -> None:
+    there = measured([[1.0]], [[2.0]])
+    assert row(metric("speed", below="broken"), there).detail == "no attempt of arm fix measured speed"
+    assert row(metric(below="other-fix"), there).detail == "arm other-fix was not run"
+    assert row(metric(below="broken"), measured([[float("nan")]], [[2.0]])).status == "untested"
+    assert row(metric(below="broken"), measured([["fast"]], [[True]])).status == "untested"
+    failed = measured([[1.0]], [[2.0]], outcomes="other_error")
+    assert row(metric(below="broken"), failed).detail == "no attempt of arm fix finished"
+
+
+def test_figures_that_are_always_there() -> None:
+    small = observation(ok(0, record=record(0, peak_rss_mb=100)), ok(1, record=record(1, peak_rss_mb=200)), wall_s=1)
+    large = observation(ok(0, record=record(0, peak_rss_mb=500)), wall_s=9, cpu_s=None)
+    there = document({"broken": [("clean", large)], "fix": [("clean", small)]})
+    rss = row(metric("peak_rss_mb", below="broken"), there)
+    assert rss.evidence[0].measured.startswith("peak_rss_mb: fix 200, broken 500")
+    assert row(metric("wall_s", above="broken"), there).status == "refuted"
+    assert row(metric("peak_gpu_mb", below="broken"), there).status == "untested"
+    assert "not taken alike" in row(metric("cpu_s", below="broken"), there).detail
+    large["attempt"]["launcher"] = "warm"
+    other = document({"broken": [("clean", large)], "fix": [("clean", small)]})
+    assert "not taken alike" in row(metric("wall_s", below="broken"), other).detail
+
+
+# --- properties
+
+VERDICTS = ["FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "FLAKY",
+            "INCONCLUSIVE"]  # fmt: skip
+CELLS = st.lists(st.tuples(st.sampled_from(VERDICTS), st.sampled_from("abc"), st.sampled_from([OLD, NEW])), max_size=5)
+
+
+@given(st.sampled_from(VERDICTS), CELLS)
+def test_status_follows_from_what_was_decided(wanted: str, cells: list[Any]) -> None:
+    found = row(
+        claiming({"arm": "fix", "verdict": wanted}), *(cell(v, model=model, stack=on) for v, model, on in cells)
+    )
+    decided = {item.holds for item in found.evidence} - {None}
+    status = {(): "untested", (True,): "upheld", (False,): "refuted", (False, True): "conditional"}
+    assert found.status == status[tuple(sorted(decided))]  # type: ignore[type-var]
+    assert found.detail
+
+
+@given(CELLS, st.sampled_from(["INCONCLUSIVE", "FLAKY", "NOT_FIRING", "skip"]))
+def test_more_that_decides_nothing_never_changes_the_status(cells: list[Any], extra: str) -> None:
+    there = [cell(v, model=model, stack=on) for v, model, on in cells]
+    skipped = document({"broken": "no GPU", "fix": "no GPU"}, {"fix": "INCONCLUSIVE"}, model="d")
+    more = skipped if extra == "skip" else cell(extra, model="d")
+    assert row(claiming(HOLDS), *there).status == row(claiming(HOLDS), *there, more).status
+
+
+@pytest.mark.parametrize("junk", [{}, {"case": "some-case"}, {"case": "some-case", "arms": {"fix": {"attempts": [3]}}}])
+def test_damaged_documents_decide_nothing(junk: dict[str, Any]) -> None:
+    metric_of = {"arm": "fix", "metric": {"name": "x", "below": "broken"}}
+    for predicts in (HOLDS, {"arm": "fix", "outcome": "clean"}, metric_of):
+        assert row(claiming(predicts), junk).status == "untested"

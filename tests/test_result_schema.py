@@ -1,0 +1,116 @@
+"""results/schema/cell-v1.schema.json: what a cell's document must hold, and what it may not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, get_args
+
+import pytest
+from jsonschema import Draft202012Validator
+from judging import case, ended, exception, failed, observation, ok, record
+
+from harness.grade import grade
+from harness.paths import ROOT
+from harness.schema import OutcomeName, SignatureKind, VerdictName
+from harness.verdict import judge
+
+SCHEMA = json.loads((ROOT / "results" / "schema" / "cell-v1.schema.json").read_text(encoding="utf-8"))
+VALIDATOR = Draft202012Validator(SCHEMA)
+
+
+def example() -> dict[str, Any]:
+    """A cell as the store writes it: one arm fires, one is clean, one was skipped."""
+    known = case()
+    note = {"logger": "transformers.x", "level": "WARNING", "message": "m", "file": "f", "function": "g"}
+    warning = {"category": "UserWarning", "message": "m", "file": "f", "line": 1, "module": "torch"}
+    broken = observation(failed(0, exception(cause=exception())), ended(1), torchrun=None)
+    fix = observation(ok(0), ok(1, record=record(1, logs=[note], warnings=[warning])))
+    lost = observation(infra={"kind": "disk", "message": "no space left"}, world_size=2)
+    attempts = {"broken": [broken, lost], "fix": [fix], "other-fix": []}
+    graded = {arm: [grade(known, arm, seen, [known]) for seen in there] for arm, there in attempts.items()}
+    verdicts = {arm: {**asdict(found), "expected": "unset", "expectation": None}
+                for arm, found in judge(known, graded).items()}  # fmt: skip
+    return json.loads(json.dumps({
+        "schema": 1, "key": "some-case/m-fsdp", "where": "m/fsdp", "case": "some-case", "title": "a case",
+        "kind": "failure", "simulated": None, "references": ["o/r#1"], "model": "m", "strategy": "fsdp",
+        "flags": {"call": "root"}, "scale": "tiny", "weights": "random",
+        "stack": {"name": "current", "python": "3.11.7", "versions": {"torch": "2.13.0+cpu"}, "label": "torch2.13.0"},
+        "hardware": {"profile": "gpu1", "accelerator": "cuda", "cpu": "a cpu", "cores": 2, "memory_gb": 8.0,
+                     "driver": "570.1", "os": "Linux", "gpus": [{"name": "g", "uuid": "GPU-1", "memory_mb": 81559}]},
+        "provenance": {"git_commit": None, "git_dirty": True, "harness_version": "0.1.0", "command": "repro matrix",
+                       "started": 1.0, "ended": None, "seed": 0, "launcher": "torchrun"},
+        "arms": {
+            arm: {"skipped": None if there else "needs 2 GPUs", "stack": "current", "fingerprint": "f", "settings": {},
+                  "attempts": [{"observation": seen, "outcome": asdict(found)}
+                               for seen, found in zip(there, graded[arm])]}
+            for arm, there in attempts.items()
+        },
+        "verdicts": verdicts, "complete": False,
+    }))  # fmt: skip
+
+
+def complaints(document: Any) -> list[str]:
+    return [f"{'/'.join(map(str, error.path))}: {error.message}" for error in VALIDATOR.iter_errors(document)]
+
+
+def test_the_schema_is_valid_and_says_so() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_an_example_is_valid() -> None:
+    assert complaints(example()) == []
+
+
+def test_a_control_is_valid() -> None:
+    document = example()
+    document["kind"] = "control"
+    document["arms"] = {"control": document["arms"]["fix"]}
+    document["verdicts"] = {"control": document["verdicts"]["fix"]}
+    assert complaints(document) == []
+
+
+def test_the_schema_knows_every_outcome_verdict_and_kind() -> None:
+    definitions = SCHEMA["$defs"]
+    assert set(definitions["outcome"]["properties"]["outcome"]["enum"]) == set(get_args(OutcomeName))
+    assert set(definitions["verdict_name"]["enum"]) == set(get_args(VerdictName))
+    kinds = definitions["outcome"]["properties"]["recognised"]["items"]["properties"]["kind"]["enum"]
+    assert set(kinds) == set(get_args(SignatureKind))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("schema",), 2),
+        (("unknown",), 1),
+        (("case",), "Not A Slug"),
+        (("kind",), "control"),
+        (("arms",), {}),
+        (("arms", "fix", "skipped"), "a skipped arm has no attempts"),
+        (("arms", "fix", "attempts", 0, "outcome", "outcome"), "passed"),
+        (("arms", "fix", "attempts", 0, "outcome", "reason"), ""),
+        (("arms", "fix", "attempts", 0, "observation", "ranks", 0, "ended_by"), "someone"),
+        (("arms", "fix", "attempts", 0, "observation", "ranks", 0, "record", "done"), "yes"),
+        (("arms", "broken", "attempts", 1, "observation", "infra", "kind"), "weather"),
+        (("verdicts", "broken"), {}),
+        (("verdicts", "fix", "name"), "GOOD"),
+        (("verdicts", "fix", "interval"), [0.1]),
+        (("hardware", "gpus"), ["a gpu"]),
+        (("stack", "versions", "torch"), 2),
+    ],
+)
+def test_what_is_not_a_document(path: tuple[Any, ...], value: Any) -> None:
+    document = example()
+    parent: Any = document
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    assert complaints(document)
+
+
+@pytest.mark.parametrize("key", SCHEMA["required"])
+def test_every_required_key_is_required(key: str) -> None:
+    document = example()
+    del document[key]
+    assert complaints(document)
