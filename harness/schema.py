@@ -60,7 +60,7 @@ class Signature(Strict):
     message: str | None = None
     variants: dict[str, str] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
     package: str | None = None  # exception: package of the innermost frame; log: package the record comes from
-    frames: list[Frame] = []  # exception and hang: each must match one of the frames
+    frames: list[Frame] = []  # exception, hang and signal: each must match one of the frames
     logger: str | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...

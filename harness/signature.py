@@ -8,7 +8,7 @@ What counts, per kind:
 - ``log``: a warning or log record that the package made.
 - ``oracle``: a check of that name that failed on a rank which finished.
 - ``hang``: the deadline passed, and each declared frame is on some rank's stack.
-- ``signal``: a rank died of it by itself.
+- ``signal``: a rank died of it by itself, with the declared frames on its stack.
 
 A failure that only follows from another rank's (harness/peers.py) never matches.
 """
@@ -113,7 +113,10 @@ def _oracle(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
 
 def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
     alone = rank.rank in failures.ranks and rank.ended_by == "self"
-    return f"died of {signature.signal}" if alone and died_of(rank) == signature.signal else None
+    if not alone or died_of(rank) != signature.signal:
+        return None
+    # Any bug can end in SIGSEGV: the frames, where the case declares some, say that it was this one.
+    return f"died of {signature.signal}" if all(_has_frame(frame, rank.stuck) for frame in signature.frames) else None
 
 
 # What a rank shows of a signature of a kind, as one text; None when it does not.
