@@ -199,6 +199,7 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
         die_with_parent()
         stacks = open(Path(record_dir) / f"stacks-{rank}.txt", "w")  # noqa: SIM115 - must stay open
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(file=stacks, all_threads=False)  # where it stood when a signal ended it
         faulthandler.enable(file=stacks)  # a crash by a signal leaves its stack, too
     record = Record(Path(record_dir) / f"rank-{rank}.json" if record_dir else None, rank, world)
     record.capture.install()
