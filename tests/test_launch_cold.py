@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -13,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from launching import FAULTS, Json, assert_nothing_left, attempt_of, free, gone, wait_for
 
 from harness.launch import ColdLauncher, processes, stacks, watch
-from harness.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt
+from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, torchrun_line
 from harness.launch.watch import read_launch
 from harness.leases import Leases, clear_leftovers
+from repros.arm_settings import resolve
 
 pytestmark = pytest.mark.ranks
 
@@ -48,6 +51,36 @@ def test_ranks_that_finish(tmp_path: Path) -> None:
     assert facts["store"] == "True" and free(int(facts["port"]))
     assert not Path(facts["tmp"]).exists() and len(facts["tmp"]) < 70 and not Path(facts["cwd"]).exists()
     assert seen["attempt"]["cpu_s"] > sum(rank["record"]["cpu_s"] for rank in seen["ranks"])
+
+
+def case_attempt(directory: Path, slug: str, arm: str, model: str, strategy: str) -> Attempt:
+    files = {name: ROOT / "conf" / group / f"{name}.yaml" for group, name in
+             (("case", slug), ("model", model), ("strategy", strategy))}  # fmt: skip
+    conf = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    settings = resolve(conf[slug], arm, model=conf[model], strategy=conf[strategy], device="cpu", backend="gloo")
+    blank = attempt_of(directory, arm, deadline=200)
+    script = ROOT / "repros" / f"{slug.replace('-', '_')}.py"
+    return dataclasses.replace(blank, script=script, settings=settings)
+
+
+def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path) -> None:
+    arms = {}
+    for arm in ("broken", "summon"):
+        attempt = case_attempt(tmp_path / arm, "qwen15-fsdp-norm-shard", arm, "qwen1.5-0.5b", "fsdp")
+        arms[arm] = launch(attempt)["ranks"]
+        assert len(arms[arm]) == 2
+    errors = [rank["record"]["exception"] for rank in arms["broken"]]
+    assert all(error["message"].startswith("The size of tensor a (512) must match") for error in errors)
+    assert errors[0]["frames"][-1]["module"].startswith("transformers.")
+    assert all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in arms["summon"])
+    line = torchrun_line(case_attempt(tmp_path, "qwen15-fsdp-norm-shard", "broken", "qwen1.5-0.5b", "fsdp"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    done = subprocess.run(
+        line, shell=True, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, timeout=200
+    )
+    output = done.stdout.decode()
+    for rank in (0, 1):
+        assert f"[rank {rank}] {errors[0]['type']}: {errors[0]['message']}" in output
 
 
 def test_a_rank_raises_and_its_peer_waits_forever(tmp_path: Path) -> None:
@@ -217,9 +250,9 @@ def test_what_gets_in_the_way_is_infra(tmp_path: Path) -> None:
     assert all(rank["record"] is None for rank in seen["ranks"])
     seen = launch(attempt_of(tmp_path / "b", "disk_full", rank=0))
     assert seen["infra"]["kind"] == "disk"
-    lost = Attempt(**{**vars(attempt_of(tmp_path / "c", "nothing")), "python": "/nowhere/python"})
+    lost = dataclasses.replace(attempt_of(tmp_path / "c", "nothing"), python="/nowhere/python")
     assert launch(lost)["infra"]["kind"] == "launch"
-    broken = Attempt(**{**vars(attempt_of(tmp_path / "d", "nothing")), "python": "/bin/false"})
+    broken = dataclasses.replace(attempt_of(tmp_path / "d", "nothing"), python="/bin/false")
     assert launch(broken)["infra"] == {
         "kind": "launch",
         "message": "no rank was started; the launcher's worker ended with exit code 1\n",

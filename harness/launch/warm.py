@@ -40,7 +40,7 @@ class WarmLauncher:
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; one that a lost server took with it is tried once more, on a new server."""
         why = why_cold(attempt)
-        if why is None:
+        if why is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
                 observation = self._once(attempt, stop)
                 problem = observation["infra"]
