@@ -31,7 +31,8 @@ from typing import Any
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 
-# What nearly every script imports, itself or through a first step; missing ones (older torch) are left out.
+# What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); what an older
+# torch does not have is left out. A failure that depends on the order of imports has to start from cold.
 BASE = [
     "torch",
     "torch.nn.parallel",
@@ -40,10 +41,8 @@ BASE = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
 ]
-# torch's optimizers import it at their first step, transformers' models at import; deepspeed does neither, and some of
-# its failures depend on it (zero.Init), so that it is not imported ahead for deepspeed alone.
-DYNAMO = ["torch._dynamo"]
 # Packages that load their parts at first use: the parts that the scripts use.
 LAZY = {
     "transformers": [
@@ -55,6 +54,18 @@ LAZY = {
         "transformers.trainer",
         "transformers.integrations.deepspeed",
     ],
+    # What deepspeed.initialize imports; the first of them compiles at import, which loads all of inductor (2 CPU s).
+    "deepspeed": [
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.ops.op_builder.all_ops",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.superoffload.superoffload_stage3",
+        "torch.utils.cpp_extension",
+        "distutils.ccompiler",
+        "distutils.sysconfig",
+    ],
+    # Accelerator.prepare and Trainer import it wherever it is installed.
+    "accelerate": ["deepspeed"],
 }
 
 
@@ -67,8 +78,7 @@ class Refused(Exception):
 def import_ahead(packages: list[str]) -> list[str]:
     """Import everything; returns what an older release does not have. Refuses what a fork could not survive."""
     missing = []
-    dynamo = [] if "deepspeed" in packages else DYNAMO
-    wanted = [(name, name == "torch") for name in BASE + dynamo]
+    wanted = [(name, name == "torch") for name in BASE]
     for package in packages:
         wanted.append((package, True))
         wanted += [(name, False) for name in LAZY.get(package, [])]
