@@ -90,7 +90,7 @@ class Reference:
         squares, worst, worst_name = 0.0, 0.0, ""
         for name, want in self.gradient.items():
             # What rounding the updated weight can do to the update: half a unit in the last place of each element.
-            rounding = torch.finfo(self.dtype).eps / 2 * norm([self.start[name]]) / LR
+            rounding = torch.finfo(self.start[name].dtype).eps / 2 * norm([self.start[name]]) / LR
             got = (self.start[name] - after[name]).float().div_(LR)
             error = max(norm([got.sub_(want)]) - rounding, 0.0)
             squares += error**2
