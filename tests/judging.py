@@ -80,7 +80,8 @@ def observation(*ranks: dict[str, Any], infra: Any = None, **attempt: Any) -> di
     made = {
         "id": "a1", "launcher": "torchrun", "command": ["python", "x.py"], "torchrun": "torchrun x.py",
         "backend": "gloo", "world_size": len(ranks) or 2, "started": 99.0, "ended": 120.0, "wall_s": 21.0,
-        "cpu_s": 30.0, "deadline_s": 120, "timed_out": False, "interrupted": False, "leftover": [], "seed": 0, "settings": {},
+        "cpu_s": 30.0, "deadline_s": 120, "timed_out": False, "interrupted": False, "leftover": [], "seed": 0,
+        "settings": {},
     }  # fmt: skip
     return copy.deepcopy({"schema": 1, "attempt": {**made, **attempt}, "infra": infra, "ranks": list(ranks)})
 

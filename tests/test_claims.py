@@ -216,6 +216,9 @@ def test_a_metric_that_was_not_measured_decides_nothing() -> None:
     assert row(metric(below="broken"), measured([["fast"]], [[True]])).status == "untested"
     failed = measured([[1.0]], [[2.0]], outcomes="other_error")
     assert row(metric(below="broken"), failed).detail == "no attempt of arm fix finished"
+    crashed = observation(ok(0, record=record(0, done=False, metrics={"loss": 1.0})))
+    there["arms"]["broken"] = document({"broken": [("fires", crashed)]})["arms"]["broken"]
+    assert row(metric(below="broken"), there).detail == "no attempt of arm broken finished"
 
 
 def test_figures_that_are_always_there() -> None:

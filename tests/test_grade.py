@@ -107,6 +107,7 @@ def test_a_hang_says_where_it_stands() -> None:
         (ok(1, exit_code=None, signal="SIGSEGV"), "rank 1: SIGSEGV in teardown, after its done marker"),
         (ok(1, exit_code=None), "rank 1: finished, but unknown end"),
         (ok(1, exit_code=None, signal="SIGKILL", ended_by="launcher"), "finished, but was ended by the launcher"),
+        (ok(1, ended_by="launcher"), "rank 1: finished, but was ended by the launcher (exit code 0)"),
         (ended(1), "rank 1: did not finish, and was ended by the launcher (SIGTERM)"),
         (ok(1, record=record(1, checks=[])), "no proof: check logits was not made on rank 1"),
         (ok(1, record=record(1, checks=[check("other")])), "no proof: check logits was not made on rank 1"),

@@ -101,6 +101,9 @@ def test_upstream_fixed_needs_a_stored_older_measurement_that_fired() -> None:
     assert found([]).name == "NOT_FIRING"
     assert found([older("clean", torch="2.2.2")]).name == "NOT_FIRING"
     assert found([older("infra", torch="2.2.2")]).name == "NOT_FIRING"
+    sometimes = older(torch="2.2.2")
+    sometimes["arms"]["broken"]["attempts"] += older("clean")["arms"]["broken"]["attempts"]
+    assert found([sometimes]).name == "NOT_FIRING"
     assert found([older(torch="2.14.0")]).name == "NOT_FIRING", "a newer stack that fires is a regression to come"
     assert found([older(torch="2.2.2", transformers="5.24.0")]).name == "NOT_FIRING"
     assert found([{}, {"arms": None}]).name == "NOT_FIRING"
