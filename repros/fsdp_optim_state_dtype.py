@@ -1,9 +1,12 @@
-"""4a: FSDP gathers optimizer states of another dtype than the buffer it made for them (hiyouga/EasyR1#226)."""
+"""4a: FSDP gathers optimizer states of another dtype than the buffer it made for them (hiyouga/EasyR1#226).
+
+The case optim-state-reload-dtype runs this script too: what is saved comes back in another dtype.
+"""
 
 from __future__ import annotations
 
 from kit import Run, main
-from kit.fsdp_saving import sharded, step
+from kit.fsdp_saving import first_forward, sharded, step
 from kit.saving import compare
 from kit.vision_language import build
 
@@ -35,6 +38,14 @@ class Adam(torch.optim.Optimizer):
                     state["exp_avg_sq"].copy_(second)
 
 
+def restore_dtypes(optimizer: torch.optim.Optimizer) -> None:
+    """A load hook that gives the moments their group's dtype again."""
+    for group in optimizer.param_groups:
+        for p in (p for p in group["params"] if p in optimizer.state):
+            state = optimizer.state[p]
+            state.update({name: value.to(group["state_dtype"]) for name, value in state.items()})
+
+
 def body(run: Run) -> None:
     dtype = getattr(torch, run.flags["param_dtype"])
 
@@ -48,7 +59,10 @@ def body(run: Run) -> None:
             clean = name.replace("_fsdp_wrapped_module.", "")
             groups.setdefault(special.get(clean.split(".")[0], torch.float32), []).append(p)
         listed = [{"params": params, "state_dtype": kind} for kind, params in groups.items()]
-        return model, Adam(listed, {"lr": 1e-2})
+        optimizer = Adam(listed, {"lr": 1e-2})
+        if run.flags["restore"]:
+            optimizer.register_load_state_dict_post_hook(restore_dtypes)
+        return model, optimizer
 
     model, optimizer = make(run.seed)
     for number in range(run.steps):
@@ -67,7 +81,8 @@ def body(run: Run) -> None:
 
     run.phase("reload")
     fresh, fresh_optimizer = make(run.seed + 1)
-    weights, states = torch.load(path, weights_only=False)
+    first_forward(run, fresh, dtype)
+    weights, states = torch.load(path, weights_only=False)  # this attempt's own file
     set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
     compare(run, model, optimizer, fresh, fresh_optimizer)
     want, got = (step(run, m, o, run.steps, dtype) for m, o in ((model, optimizer), (fresh, fresh_optimizer)))

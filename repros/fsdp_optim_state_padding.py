@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kit import Run, main
-from kit.fsdp_saving import sharded, step
+from kit.fsdp_saving import first_forward, sharded, step
 from kit.saving import compare, local
 from kit.vision_language import build
 
@@ -63,7 +63,8 @@ def body(run: Run) -> None:
 
     run.phase("reload")
     fresh, fresh_optimizer = make(run.seed + 1)
-    weights, states = torch.load(path, weights_only=False)
+    first_forward(run, fresh, dtype)
+    weights, states = torch.load(path, weights_only=False)  # this attempt's own file
     set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
     compare(run, model, optimizer, fresh, fresh_optimizer)
     want, got = (step(run, m, o, run.steps, dtype) for m, o in ((model, optimizer), (fresh, fresh_optimizer)))

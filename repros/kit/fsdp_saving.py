@@ -27,6 +27,10 @@ def sharded(
     options: dict[str, Any] = {"ignored_states": list(ignored)} if ignored else {}
     if mixed_precision:
         options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
+    if run.options["sharding"].startswith("HYBRID"):  # two groups: shards within each, copies across
+        from torch.distributed.device_mesh import init_device_mesh
+
+        options["device_mesh"] = init_device_mesh(run.device.type, (2, run.world_size // 2))
     fsdp = FSDP(
         model,
         sharding_strategy=ShardingStrategy[run.options["sharding"]],
@@ -61,6 +65,13 @@ def quiet_cuda() -> None:
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.memory_summary = lambda device=None, abbreviated=False: ""
+
+
+def first_forward(run: Run, model: nn.Module, dtype: torch.dtype) -> None:
+    """Older FSDP1 finds its root unit in the first forward only, and loads nothing into a model without one."""
+    if run.strategy["slug"] == "fsdp":
+        with torch.no_grad():
+            loss_of(run, model, 0, dtype)
 
 
 def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype) -> list[float]:
