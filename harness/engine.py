@@ -20,6 +20,7 @@ from harness.errors import ResultsError
 from harness.hardware import Machine, Profile
 from harness.launch.attempt import Attempt, Launcher
 from harness.leases import Leases
+from harness.paths import cache_dir
 from harness.plan import ArmPlan, CellPlan
 from harness.stacks import Stack
 from harness.store import RELEVANT, Store, stack_label
@@ -199,7 +200,7 @@ class Engine:
                 imports=tuple(case.launch.imports),
                 cold=case.launch.cold
                 or ("launch.teardown: how the process ends is tested" if case.launch.teardown else None),
-                stack_cache=Path(stack.extensions_dir).parent.parent / "stack-caches" / stack.key,
+                stack_cache=cache_dir() / "stack-caches" / stack.key,
                 keep=self.settings.keep,
             )
             with self.leases.hold(gpus, stop):

@@ -167,7 +167,12 @@ def _skip_reason(
         *catalogue.models[model].requires,
         *catalogue.strategies[strategy].requires,
     ]
-    unmet = [text for text in (unmet_requirement(item, stack.versions) for item in needed) if text]
+    broken = getattr(stack, "missing", {})
+    unmet = [
+        broken.get(Requirement(item).name) or text
+        for item, text in ((item, unmet_requirement(item, stack.versions)) for item in needed)
+        if text
+    ]
     if not unmet:
         return None
     known = f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else ""

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from harness.launch.choose import open_launcher
 from harness.leases import Leases, clear_leftovers, register_run
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
-from harness.stacks import Stack, StackError, resolve
+from harness.stacks import Stack, StackError, extensions, resolve
 from harness.stacks import stacks as known_stacks
 from harness.store import Store
 
@@ -53,8 +53,9 @@ def prepare(texts: list[str], build_stacks: bool = True) -> Session:
     asked = [name for name in selection.stack if name in unavailable]
     if asked and len(asked) == len(selection.stack):
         raise catalogues.ConfigError(f"stack={asked[0]}: {unavailable[asked[0]]}")
+    usable = {name: _prepared(stack, profile, build_stacks) for name, stack in stacks.items()}
     plans = plan.plan_cells(
-        catalogue, cells, settings, profile, machine, {**stacks, **unavailable}, provenance.code_hashes(catalogue)
+        catalogue, cells, settings, profile, machine, {**usable, **unavailable}, provenance.code_hashes(catalogue)
     )
     return Session(catalogue, settings, profile, machine, stacks, plans, unavailable)
 
@@ -82,6 +83,17 @@ def _stacks(
         except StackError as error:
             unavailable[name] = str(error)
     return stacks, unavailable
+
+
+def _prepared(stack: Stack, profile: Profile, build: bool) -> Stack:
+    """The stack as it can be used here: without a C++ compiler, its DeepSpeed cannot run on a CPU."""
+    if not build or profile.accelerator != "cpu":
+        return stack
+    problem = extensions.prepare(stack)
+    if problem is None:
+        return stack
+    versions = {name: version for name, version in stack.versions.items() if name != "deepspeed"}
+    return replace(stack, versions=versions, missing={"deepspeed": problem})
 
 
 def results_folder(settings: RunSettings) -> Path:

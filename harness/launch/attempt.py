@@ -179,7 +179,7 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if attempt.stack_cache is not None:
         # The defaults are keyed by Python and CUDA alone, so that two stacks would share what they compiled.
-        env["TORCH_EXTENSIONS_DIR"] = str(attempt.stack_cache / "torch_extensions")
+        env.setdefault("TORCH_EXTENSIONS_DIR", str(attempt.stack_cache / "torch_extensions"))
         env["HF_MODULES_CACHE"] = str(attempt.stack_cache / "hf_modules")
     return env | attempt.env
 

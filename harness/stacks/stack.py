@@ -51,6 +51,8 @@ class Stack:
         default_factory=dict, hash=False
     )  # overlay: package -> (base's version, its own)
 
+    missing: Mapping[str, str] = field(default_factory=dict)  # package that cannot be used here -> why
+
     @property
     def extensions_dir(self) -> str:
         """TORCH_EXTENSIONS_DIR: per stack, since torch's own cache is keyed by Python and CUDA alone."""

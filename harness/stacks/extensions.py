@@ -1,0 +1,50 @@
+"""DeepSpeed's CPU op, compiled once per stack ahead of the run.
+
+It is compiled at first use otherwise: by all ranks at once, inside an attempt's deadline. A build that was killed
+leaves torch's ``lock`` file behind, and every later process then waits for it for ever (torch.utils.file_baton).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from filelock import FileLock
+
+from harness.stacks.stack import Stack
+
+_BUILD = (
+    "from deepspeed.accelerator import get_accelerator as a; "
+    "a().create_op_builder('ShareMemCommBuilder').load(verbose=False)"
+)
+LIMIT_S = 600
+
+
+def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None:
+    """Compile what the stack's DeepSpeed needs on a CPU, once. None, or why it cannot be had."""
+    if "deepspeed" not in stack.versions:
+        return None
+    folder = Path(stack.extensions_dir)
+    done = folder / "deepspeed-cpu.done"
+    if done.exists():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".building"):
+        if done.exists():
+            return None
+        for stale in folder.rglob("lock"):  # ours alone: nobody else builds while we hold .building
+            stale.unlink()
+        env = {**(inherited or os.environ), **stack.environment(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            built = subprocess.run(
+                [stack.python, "-c", _BUILD], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"DeepSpeed's CPU op cannot be compiled: {error}"
+        if built.returncode:
+            said = [line for line in (built.stderr + built.stdout).splitlines() if line.strip()]
+            errors = [line for line in said if "rror" in line]
+            return f"DeepSpeed's CPU op cannot be compiled (it needs a C++ compiler): {(errors or said or ['?'])[-1]}"
+        done.touch()
+    return None
