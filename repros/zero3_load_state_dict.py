@@ -6,8 +6,6 @@ from kit import Run, main
 from kit.models import build
 from kit.zero import engine, module, whole
 
-import torch
-
 
 def body(run: Run) -> None:
     stage = int(run.options["stage"])

@@ -37,6 +37,13 @@ def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[s
     wrong = []
     for name, want in source.items():
         got = have.get(name)
-        if got is None or got.is_meta or got.shape != want.shape or not torch.equal(got.cpu().float(), want.cpu().float()):
+        there = got is not None and not got.is_meta and got.shape == want.shape
+        if not there or not torch.equal(got.cpu().float(), want.cpu().float()):
             wrong.append(name)
     return wrong
+
+
+def sharded(model: torch.nn.Module, full: dict[str, torch.Size]) -> list[str]:
+    """Parameters of which this rank holds a part only: the evidence that a model is really parallel."""
+    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in model.named_parameters()}
+    return [name for name, p in local.items() if p.shape != full[name]]

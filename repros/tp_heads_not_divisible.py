@@ -1,0 +1,46 @@
+"""Tensor parallelism over more ranks than a layer's heads divide by (huggingface/transformers#48307)."""
+
+from __future__ import annotations
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.stored import load, sharded, store
+
+import torch
+
+
+def load_parallel(run: Run, folder: str) -> torch.nn.Module:
+    """from_pretrained under transformers' own tensor-parallel plan: an argument until 5.x, then a configuration."""
+    try:
+        from transformers.distributed import DistributedConfig
+
+        options = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=run.tp_size)}
+    except (ImportError, TypeError):
+        options = {"tp_plan": "auto"}  # transformers 4.x: no such object, or one that knows only experts
+    return load(run, folder, **options)
+
+
+def body(run: Run) -> None:
+    inputs = {key: value for key, value in batch(run, 0).items() if key != "labels"}  # TP: every rank sees the same
+    source = build(run).eval()
+    shapes = {name: p.shape for name, p in source.named_parameters()}
+    with torch.no_grad():
+        want = source(**inputs).logits
+    folder = store(run, source)
+    model = (load_parallel(run, folder) if run.strategy["slug"] == "tp" else load(run, folder)).to(run.device).eval()
+    run.fact("heads", f"{model.config.num_attention_heads} query, {model.config.num_key_value_heads} key-value")
+    if run.strategy["slug"] == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    parts = sharded(model, shapes)
+    run.check("parallel", bool(parts), got=f"{len(parts)} parameters sharded", want="some")
+    with torch.no_grad():
+        got = model(**{key: value.to(run.device) for key, value in inputs.items()}).logits
+    got = got.full_tensor() if hasattr(got, "full_tensor") else got
+    error = (got.cpu() - want).abs().max().item()
+    run.check("logits", error < 1e-4, got=error, want=0.0, tolerance=1e-4)
+
+
+if __name__ == "__main__":
+    main(body)

@@ -1,0 +1,52 @@
+"""tp_plan together with device_map: transformers wants one or the other (huggingface/transformers#36335)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.stored import load, sharded, store
+
+import torch
+
+
+def plan(run: Run) -> dict[str, Any]:
+    """The tensor-parallel part of the arguments, by the flag ``plan``."""
+    if run.flags["plan"] == "none":
+        return {}
+    try:
+        from transformers.distributed import DistributedConfig
+
+        if run.flags["plan"] == "config":
+            return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=run.tp_size)}
+    except (ImportError, TypeError):
+        pass  # transformers 4.x: no such object, or one that knows only experts
+    return {"tp_plan": "auto"}
+
+
+def body(run: Run) -> None:
+    inputs = {key: value for key, value in batch(run, 0).items() if key != "labels"}  # TP: every rank sees the same
+    source = build(run).eval()
+    shapes = {name: p.shape for name, p in source.named_parameters()}
+    with torch.no_grad():
+        want = source(**inputs).logits
+    folder = store(run, source)
+    options = plan(run)
+    if run.flags["device_map"] == "auto":
+        options["device_map"] = "auto"
+    elif run.flags["device_map"] == "rank":
+        options["device_map"] = {"": run.local_rank if run.device_kind == "cuda" else "cpu"}
+    model = load(run, folder, **options).to(run.device).eval()  # <- refuses both together
+    parts = sharded(model, shapes)
+    with torch.no_grad():
+        got = model(**{key: value.to(run.device) for key, value in inputs.items()}).logits
+    got = got.full_tensor() if hasattr(got, "full_tensor") else got
+    error = (got.cpu() - want).abs().max().item()
+    run.check("logits", error < 1e-4, got=error, want=0.0, tolerance=1e-4)
+    want_parts = run.flags["plan"] != "none"
+    run.check("parallel", bool(parts) == want_parts, got=f"{len(parts)} parameters sharded", want=want_parts)
+
+
+if __name__ == "__main__":
+    main(body)
