@@ -91,8 +91,14 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]]) ->
     if true and false:
         return row("conditional", _condition(true, false), found)
     rest = f"; not decided: {'; '.join(open_)}" if open_ else ""
-    many = "s" if len(decided) > 1 else ""
-    return row("refuted" if false else "upheld", f"by {len(decided)} measurement{many}{rest}", found)
+    return row("refuted" if false else "upheld", _by(decided) + rest, found)
+
+
+def _by(decided: list[Evidence]) -> str:
+    """How many measurements, and what the first of them showed."""
+    shown = list(dict.fromkeys(f"{item.arm} {item.measured}" for item in decided))
+    more = f"; and {len(shown) - 2} more" if len(shown) > 2 else ""
+    return f"{len(decided)} measurement{'s' if len(decided) > 1 else ''}: {'; '.join(shown[:2])}{more}"
 
 
 def _newest(found: list[Evidence], documents: list[Document]) -> list[Evidence]:

@@ -229,6 +229,7 @@ class Attempt:
         self.timed_out = attempt.get("timed_out") is True
         self.interrupted = attempt.get("interrupted") is True
         self.deadline = number(attempt.get("deadline_s"))
+        self.strategy = text(mapping(mapping(attempt.get("settings")).get("strategy")).get("slug"))
         self.infra = data.get("infra")
         found = [Rank(item, position) for position, item in enumerate(items(data.get("ranks")))]
         self.ranks = sorted(found, key=lambda rank: rank.rank)

@@ -136,9 +136,14 @@ def _proven(case: Case, attempt: Attempt) -> tuple[OutcomeName, str]:
 
 
 def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognised, ...]:
-    """Every known failure of the catalogue that shows, the case's own first, then in the catalogue's order."""
+    """Every known failure of the catalogue that shows, the case's own first, then in the catalogue's order.
+
+    Another case's failure is one of the strategies that it is for: the same words under another have another cause.
+    """
     found = []
-    for known in [case, *(other for other in cases if other.slug != case.slug)]:
+    others = (other for other in cases if other.slug != case.slug)
+    able = [other for other in others if not attempt.strategy or attempt.strategy in other.axes.strategy]
+    for known in [case, *able]:
         # A check's name and a bare signal mean something within one script only.
         foreign = known.slug != case.slug and known.script_name != case.script_name
         for signature in known.signatures:

@@ -40,7 +40,7 @@ OLD, NEW = stack("old", "2.2.2"), stack("new", "2.13.0")
 
 def test_upheld_and_refuted_with_their_evidence() -> None:
     upheld = row(claiming(HOLDS), cell("FIX_HOLDS", path="results/x.json"))
-    assert (upheld.status, upheld.detail) == ("upheld", "by 1 measurement")
+    assert (upheld.status, upheld.detail) == ("upheld", "1 measurement: fix FIX_HOLDS (because)")
     (evidence,) = upheld.evidence
     assert (evidence.document, evidence.holds, evidence.stack) == (
         "results/x.json", True, "current (torch 2.13.0, transformers 5.23.0)",

@@ -154,6 +154,13 @@ def test_another_cases_bare_signal_is_not_recognised() -> None:
     assert grade(CASE, "broken", observation(*died), [crash]).recognised == ()
 
 
+def test_another_cases_failure_is_recognised_under_its_own_strategies_only() -> None:
+    """ZeRO-3's `'weight' must be 2-D` also is what a bypassed FSDP unit says, for another reason."""
+    under = [graded(failed(0, LM_HEAD), ended(1), settings={"strategy": {"slug": s}}) for s in ("fsdp", "zero3")]
+    assert [len(found.recognised) for found in under] == [1, 0]
+    assert graded(failed(0), ended(1), settings={"strategy": {"slug": "zero3"}}).outcome == "fires"
+
+
 def test_another_cases_remark_is_listed_and_changes_nothing() -> None:
     remarked = [ok(0, record=record(0, logs=[DEPRECATED])), ok(1)]
     found = graded(*remarked)
