@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.evidence import Attempt, Raised, Rank, text
+from harness.evidence import Attempt, Raised, Rank
 
 # Errors of these types mean a lost peer whatever they say ...
 _PEER_TYPES = frozenset(
@@ -94,14 +94,17 @@ def failure_of(rank: Rank) -> Failure | None:
     if not by_itself:
         return None
     name = died_of(rank)
-    phase = "teardown, after its done marker" if rank.done else text(rank.record.get("phase"))
+    # A crash leaves no exception; where it was, its stack says. (The record's phase is that of its last writing.)
+    where = next((str(place) for place in rank.stuck if place.named), "")
+    if rank.done:
+        where = "teardown, after its done marker"
     last = next((line.strip() for line in reversed(rank.log_tail.splitlines()) if line.strip()), "")
     if name:
         # The NCCL watchdog and gloo abort the whole process over a lost peer.
         peer = name == "SIGABRT" and bool(_PEER_TEXT.search(rank.log_tail))
-        return Failure(rank.rank, "signal", at, name, last, phase, peer)
+        return Failure(rank.rank, "signal", at, name, last, where, peer)
     if rank.exit_code:
-        return Failure(rank.rank, "exit", at, f"exit code {rank.exit_code}", last, phase, bool(_PEER_TEXT.search(last)))
+        return Failure(rank.rank, "exit", at, f"exit code {rank.exit_code}", last, where, bool(_PEER_TEXT.search(last)))
     if not rank.done and rank.exit_code == 0:
         return Failure(rank.rank, "left", at, "exit code 0", "it ended without its done marker", "", False)
     return None
