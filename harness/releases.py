@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlparse
 
 import requests
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from pypi_simple import DistributionPackage, NoSuchProjectError, ProjectPage, PyPISimple
+from pypi_simple import NoSuchProjectError, ProjectPage, PyPISimple
 
 from harness import paths
 from harness.errors import nearest
@@ -51,11 +52,12 @@ class Release:
 
 
 def indexes(env: Mapping[str, str] | None = None) -> list[str]:
-    """Addresses of the indexes in use; further ones first, as uv looks them up."""
+    """Addresses of the indexes in use (or folders of files), in the order in which uv asks them."""
     given = {**(os.environ if env is None else env), **index_settings(env)}
+    folders = [path for path in re.split(r"[ ,]+", given.get("UV_FIND_LINKS", "")) if path and "://" not in path]
     more = f"{given.get('UV_INDEX', '')} {given.get('UV_EXTRA_INDEX_URL', '')}".split()
     default = given.get("UV_DEFAULT_INDEX") or given.get("UV_INDEX_URL") or PYPI
-    return [re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default]]
+    return [*folders, *(re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default])]
 
 
 def releases(
@@ -146,26 +148,51 @@ def _all(package: str, env: Mapping[str, str] | None) -> list[Release]:
     return found
 
 
+class File(NamedTuple):
+    name: str
+    yanked: bool = False
+    python: str = ""
+    date: str = ""
+
+
 def _ask(package: str, addresses: Sequence[str]) -> list[Release]:
+    """From the first index that knows the package, as uv does it; files in folders count beside it."""
+    files: list[File] = []
     for address in addresses:
-        if "://" not in address or address.startswith("file:"):
-            files = _local(package, address)
-        else:
-            with PyPISimple(endpoint=address.rstrip("/") + "/", session=_session()) as client:
-                try:
-                    files = client.get_project_page(package, timeout=(10, 60)).packages
-                except NoSuchProjectError:
-                    continue
-        if files:
-            return collect(files)
+        if "://" not in address:
+            files += [File(path.name) for path in Path(address).glob("*") if _is_of(package, path.name)]
+            continue
+        found = _page(package, address)
+        if found:
+            files += found
+            break
+    if files:
+        return collect(files)
     known = ("torch", "transformers", "accelerate", "peft", "deepspeed", "numpy", "tokenizers", "colossalai")
     raise StackError("version", f"the index has no package {package!r}{nearest(package, known)}")
 
 
-def _local(package: str, address: str) -> list[DistributionPackage]:
-    """An index that is a folder of pages, as uv takes one too."""
-    page = Path(unquote(urlparse(address).path), package, "index.html")
-    return ProjectPage.from_html(package, page.read_text(encoding="utf-8")).packages if page.exists() else []
+def _page(package: str, address: str) -> list[File]:
+    if address.startswith("file:"):  # an index that is a folder of pages
+        path = Path(unquote(urlparse(address).path), package, "index.html")
+        listed = ProjectPage.from_html(package, path.read_text(encoding="utf-8")).packages if path.exists() else []
+    else:
+        with PyPISimple(endpoint=address.rstrip("/") + "/", session=_session()) as client:
+            try:
+                listed = client.get_project_page(package, timeout=(10, 60)).packages
+            except NoSuchProjectError:
+                return []
+    return [
+        File(
+            f.filename, f.is_yanked, f.requires_python or "", f.upload_time.date().isoformat() if f.upload_time else ""
+        )
+        for f in listed
+    ]
+
+
+def _is_of(package: str, filename: str) -> bool:
+    parsed = _parsed(filename)
+    return parsed is not None and canonical(parsed[0]) == package
 
 
 def _session() -> requests.Session:
@@ -178,31 +205,30 @@ def _session() -> requests.Session:
     return session
 
 
-def collect(files: Iterable[DistributionPackage]) -> list[Release]:
+def collect(files: Iterable[File]) -> list[Release]:
     """A release is yanked when every file of it is."""
-    found: dict[Version, list[DistributionPackage]] = {}
+    found: dict[Version, list[File]] = {}
     for file in files:
-        version = _version_of(file.filename)
-        if version is not None:
-            found.setdefault(version, []).append(file)
+        parsed = _parsed(file.name)
+        if parsed is not None:
+            found.setdefault(parsed[1], []).append(file)
     return [
         Release(
             str(version),
-            min((f.upload_time.date().isoformat() for f in group if f.upload_time), default=""),
-            all(f.is_yanked for f in group),
-            next((f.requires_python for f in group if f.requires_python), ""),
+            min((file.date for file in group if file.date), default=""),
+            all(file.yanked for file in group),
+            next((file.python for file in group if file.python), ""),
         )
         for version, group in found.items()
     ]
 
 
-def _version_of(filename: str) -> Version | None:
+def _parsed(filename: str) -> tuple[str, Version] | None:
     try:
-        if filename.endswith(".whl"):
-            return parse_wheel_filename(filename)[1]
-        return parse_sdist_filename(filename)[1]
+        parts = parse_wheel_filename(filename) if filename.endswith(".whl") else parse_sdist_filename(filename)
     except (InvalidWheelFilename, InvalidSdistFilename, InvalidVersion):
         return None  # an old installer (.exe, .egg) or a name of no standard
+    return parts[0], parts[1]
 
 
 def _read(path: Path) -> list[Release] | None:

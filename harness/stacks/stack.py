@@ -42,16 +42,14 @@ class Stack:
 
     name: str  # as the user wrote it
     python: str  # the interpreter's path
-    versions: Mapping[str, str] = field(
-        default_factory=dict, hash=False
-    )  # canonical name -> version; "python" among them
+    # canonical name -> version; "python" among them
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
     path: tuple[str, ...] = ()  # overlay folders, first wins; they go into PYTHONPATH
     key: str = ""  # short hash of what it consists of
-    moved: Mapping[str, tuple[str, str]] = field(
-        default_factory=dict, hash=False
-    )  # overlay: package -> (base's version, its own)
-
-    missing: Mapping[str, str] = field(default_factory=dict)  # package that cannot be used here -> why
+    # what the overlay changes: package -> (its version in the base, "" where it is new; its own version)
+    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
+    # package that cannot be used here -> why
+    missing: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def extensions_dir(self) -> str:

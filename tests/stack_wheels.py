@@ -1,0 +1,50 @@
+"""Tiny wheels in a folder that stands in for an index, so that the tests of the stacks need no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def wheel(
+    folder: Path, name: str, version: str, requires: Sequence[str] = (), tag: str = "py3-none-any", python: str = ""
+) -> Path:
+    """A package with one module that knows its version."""
+    info = f"{name}-{version}.dist-info"
+    meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    meta += "".join(f"Requires-Dist: {item}\n" for item in requires) + (
+        f"Requires-Python: {python}\n" if python else ""
+    )
+    files = {
+        f"{name}/__init__.py": f"__version__ = {version!r}\n",
+        f"{info}/METADATA": meta,
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    record = ""
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(text)}\n"
+    path = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as out:
+        for inside, text in {**files, f"{info}/RECORD": record + f"{info}/RECORD,,\n"}.items():
+            out.writestr(inside, text)
+    return path
+
+
+def fill(folder: Path) -> None:
+    """base needs part; top 2 needs a newer part than top 1; torch stands for what cannot be laid over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel(folder, "part", "1.0")
+    wheel(folder, "part", "2.0")
+    wheel(folder, "other", "1.0")
+    wheel(folder, "other", "1.1")
+    wheel(folder, "top", "1.0", ["part<2"])
+    wheel(folder, "top", "1.1", ["part<2"])
+    wheel(folder, "top", "2.0", ["part>=2"])
+    wheel(folder, "torch", "1.0", ["other"])
+    wheel(folder, "torch", "2.0", ["other"])
+    wheel(folder, "old", "1.0", tag="cp27-cp27m-any")
+    wheel(folder, "future", "1.0", python=">=9")
