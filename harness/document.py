@@ -72,6 +72,8 @@ def take_over(document: Document, older: Mapping[str, Any], plan: CellPlan) -> N
         if before and before.get("fingerprint") == arm.fingerprint and not arm.skipped:
             kept = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra"]
             document["arms"][arm.arm]["attempts"] = kept[: arm.repeat]
+    for name, arm in older["arms"].items():
+        document["arms"].setdefault(name, arm)  # arms that this run was not asked for stay recorded
     if any(arm["attempts"] for arm in document["arms"].values()):
         document["provenance"] = {**older["provenance"], "ended": None}
 

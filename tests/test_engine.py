@@ -1,0 +1,218 @@
+"""The engine with a launcher that only pretends: order, faults, resume, interruption. No process is started."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import catalogue, matrix, overrides
+from harness.config import RunSettings
+from harness.engine import Engine, Event, Summary
+from harness.errors import ResultsError
+from harness.exit_code import bisect_exit, exit_code
+from harness.hardware import Machine, Profile
+from harness.launch.attempt import Attempt
+from harness.leases import Leases
+from harness.plan import plan_cells
+from harness.rows import arm_rows
+from harness.stacks import Stack
+from harness.store import Store
+
+CATALOGUE = catalogue.load()
+STACK = Stack(
+    "current", "/usr/bin/python3", {"python": "3.11.0", "torch": "2.13.0", "transformers": "5.23.0"}, (), "k" * 16
+)
+FIRES = {
+    "type": "RuntimeError", "module": "builtins", "bases": ["Exception"], "cause": None,
+    "message": "The size of tensor a (512) must match the size of tensor b (1024) at non-singleton dimension 2",
+    "frames": [
+        {
+            "file": "/site-packages/transformers/models/qwen2/modeling_qwen2.py", "line": 1, "function": "forward",
+            "module": "transformers.models.qwen2.modeling_qwen2", "code": "",
+        }
+    ],
+}  # fmt: skip
+
+
+def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
+    proof = CATALOGUE.cases[attempt.settings["case"]].proof
+    checks = [{"name": name, "passed": True, "got": 0, "want": 0, "tolerance": 0} for name in proof.checks]
+    ranks = [
+        {
+            "rank": rank, "exit_code": 1 if error else 0, "signal": None, "ended_by": "self", "log_tail": "",
+            "stack": None,
+            "record": {
+                "schema": 1, "rank": rank, "done": not error, "exception": error, "checks": [] if error else checks,
+                "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": 0.0,
+                "ended": 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
+            },
+        }
+        for rank in range(attempt.world_size)
+    ]  # fmt: skip
+    about = {
+        "id": attempt.id, "launcher": "fake", "command": [], "torchrun": "torchrun", "backend": "gloo",
+        "world_size": attempt.world_size, "started": 0.0, "ended": 1.0, "wall_s": 1.0, "cpu_s": 0.2, "deadline_s": 1.0,
+        "timed_out": False, "interrupted": False, "leftover": [], "seed": 0, "settings": attempt.settings, **extra,
+    }  # fmt: skip
+    return {"schema": 1, "attempt": about, "infra": None, "ranks": ranks}
+
+
+class Fake:
+    """Broken fires, fixes are clean; what else happens is up to ``fault``."""
+
+    name = "fake"
+
+    def __init__(self, fault: Any = None) -> None:
+        self.fault = fault
+        self.launched: list[str] = []
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
+        arm = attempt.settings["arm"]
+        self.launched.append(arm)
+        if self.fault:
+            found = self.fault(attempt, stop)
+            if found is not None:
+                return dict(found)
+        return observation(attempt, FIRES if arm == "broken" else None)
+
+    def close(self) -> None: ...
+
+
+def run(
+    tmp_path: Path, launcher: Fake, *, arms: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
+    resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
+) -> Summary:  # fmt: skip
+    settings = RunSettings(arms=list(arms), repeat=repeat, jobs=jobs)
+    profile = Profile("cpu", "cpu", "gloo", (), None)
+    machine = Machine((), None, "cpu", 2, 24.0, "linux")
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=qwen15-fsdp-norm-shard"]))
+    plans = plan_cells(CATALOGUE, cells, settings, profile, machine, {"current": STACK}, {})
+    store = Store(tmp_path / "results")
+    store.open()
+    try:
+        with Leases(tmp_path / "state", "run") as leases:
+            engine = Engine(
+                CATALOGUE, settings, profile, machine, {"current": STACK}, store, launcher, leases, tmp_path / "run",
+                {"seed": 0}, history or {}, (events if events is not None else []).append,
+            )  # fmt: skip
+            return engine.run(plans, threading.Event(), resume)
+    finally:
+        store.close()
+
+
+def verdicts(summary: Summary) -> dict[str, str]:
+    return {arm: verdict["name"] for arm, verdict in summary.documents[0]["verdicts"].items()}
+
+
+def test_a_cell_from_launch_to_document(tmp_path: Path) -> None:
+    events: list[Event] = []
+    summary = run(tmp_path, Fake(), events=events)
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    stored = list(Store(tmp_path / "results").documents())
+    assert len(stored) == 1 and stored[0]["complete"]
+    assert stored[0]["arms"]["broken"]["attempts"][0]["observation"]["ranks"][0]["record"]["exception"]["type"]
+    assert [event.kind for event in events].count("attempt") == 3 and events[-1].kind == "cell"
+    assert [row["arm"] for row in arm_rows(stored[0])] == ["broken", "root-call", "summon"]
+
+
+def test_repeat_counts_k_of_n(tmp_path: Path) -> None:
+    def one_in_three(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "summon":
+            seen.append(attempt.id)
+            return observation(attempt, FIRES) if len(seen) == 2 else None
+        return None
+
+    seen: list[str] = []
+    summary = run(tmp_path, Fake(one_in_three), repeat=3)
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FLAKY"}
+    assert summary.documents[0]["verdicts"]["summon"]["fix_k"] == 2
+    assert summary.attempts == 9
+
+
+def test_a_launcher_that_raises_never_stops_the_matrix(tmp_path: Path) -> None:
+    def explode(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "root-call":
+            raise ValueError("a fault of ours")
+
+    summary = run(tmp_path, Fake(explode))
+    assert verdicts(summary) == {"root-call": "INCONCLUSIVE", "summon": "FIX_HOLDS"}
+    assert "a fault of ours" in summary.documents[0]["verdicts"]["root-call"]["reason"]
+    assert exit_code(summary.documents, 1) == 3
+
+
+def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
+    run(tmp_path, Fake(), arms=("root-call",))
+    again = Fake()
+    summary = run(tmp_path, again, resume=True)
+    assert again.launched == ["summon"] and summary.reused == 2
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    nothing = Fake()
+    run(tmp_path, nothing, resume=True)
+    assert nothing.launched == []
+
+
+def test_resuming_with_fewer_arms_loses_none(tmp_path: Path) -> None:
+    run(tmp_path, Fake())
+    run(tmp_path, Fake(), arms=("root-call",), resume=True)
+    stored = next(Store(tmp_path / "results").documents())
+    assert len(stored["arms"]["summon"]["attempts"]) == 1
+
+
+def test_interrupted_attempts_are_no_answers(tmp_path: Path) -> None:
+    def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "root-call":
+            stop.set()
+            return observation(attempt, None, interrupted=True)
+
+    summary = run(tmp_path, Fake(interrupt))
+    assert summary.interrupted and not summary.documents
+    stored = next(Store(tmp_path / "results").documents())
+    assert not stored["complete"] and len(stored["arms"]["broken"]["attempts"]) == 1
+    again = Fake()
+    run(tmp_path, again, resume=True)
+    assert again.launched == ["root-call", "summon"]
+
+
+def test_a_full_disk_stops_the_run_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Store, path: Path, document: Any) -> None:
+        raise ResultsError("the disk is full")
+
+    monkeypatch.setattr(Store, "save", full)
+    launcher = Fake()
+    summary = run(tmp_path, launcher)
+    assert summary.problem == "the disk is full" and len(launcher.launched) == 1
+
+
+def test_attempts_side_by_side(tmp_path: Path) -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    def together(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] != "broken":
+            both.wait()  # passes only when two attempts run at once
+
+    assert verdicts(run(tmp_path, Fake(together), jobs=2)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+
+
+def test_upstream_fixed_needs_an_older_measurement_that_fired(tmp_path: Path) -> None:
+    older = run(tmp_path / "old", Fake()).documents[0]
+    older["stack"]["versions"] = {"python": "3.11.0", "torch": "2.2.2", "transformers": "4.39.3"}
+
+    def clean(attempt: Attempt, stop: threading.Event) -> Any:
+        return observation(attempt, None)
+
+    assert set(verdicts(run(tmp_path / "a", Fake(clean))).values()) == {"NOT_FIRING"}
+    known = {older["key"]: [older]}
+    assert set(verdicts(run(tmp_path / "b", Fake(clean), history=known)).values()) == {"UPSTREAM_FIXED"}
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    documents = run(tmp_path, Fake()).documents
+    assert exit_code(documents, 1) == 0
+    assert exit_code(documents, 2) == 3 and exit_code([], 1) == 3  # fewer cells than asked for is not green
+    assert exit_code(documents, 1, stopped_early=True) == 3
+    documents[0]["verdicts"]["summon"]["expected"] = "unexpected"
+    assert exit_code(documents, 5) == 1
+    assert bisect_exit(documents) == 1 and bisect_exit([]) == 125
