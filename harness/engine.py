@@ -127,18 +127,24 @@ class Engine:
         stack = self.stacks.get(plan.cell.stack)
         versions = dict(stack.versions) if stack else {}
         label = stack_label(versions, stack.key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
-        path = self.store.path_of(self.profile.name, label, plan.cell.key)
+        key = plan.cell.key + self._scale_suffix()
+        path = self.store.path_of(self.profile.name, label, key)
         shown = {name: versions[name] for name in RELEVANT if name in versions}
         described = {"name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label}
         started = {**self.provenance, "started": time.time(), "launcher": self.launcher.name}
         document = documents.new(plan, case, self.profile, self.machine, described, started)
-        document["key"], document["where"] = plan.cell.key, plan.cell.where
+        document["key"], document["where"] = key, plan.cell.where
         if resume:
             older = self.store.read(path)
             if older is not None:
                 documents.take_over(document, older, plan)
                 summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
         return _Cell(plan, path, document, documents.missing(document, plan))
+
+    def _scale_suffix(self) -> str:
+        """Full-size or real-weight measurements are cells of their own: they must not replace the tiny ones."""
+        scale, weights = self.settings.scale.value, self.settings.weights.value
+        return "" if (scale, weights) == ("tiny", "random") else f"-{scale}-{weights}"
 
     def _work(self, cells: list[_Cell], stop: threading.Event, summary: Summary) -> None:
         """Hand attempts to threads, cells in the plan's order; an attempt waits until its devices are free."""
@@ -236,7 +242,7 @@ class Engine:
 
     def _settle(self, cell: _Cell, summary: Summary) -> None:
         case = self.catalogue.cases[cell.plan.cell.case]
-        older = [d for d in self.history.get(cell.plan.cell.key, []) if _other_stack(d, cell.document)]
+        older = [d for d in self.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
         where = cell.plan.cell.where
         documents.settle(cell.document, case, self.catalogue.cases, older, time.time(), where)
         self.store.save(cell.path, cell.document)
