@@ -247,6 +247,14 @@ def test_existing_environments() -> None:
     assert len({here, here}) == 1
 
 
+def test_what_a_process_of_a_stack_finds_in_its_environment() -> None:
+    stack = Stack("x", "/env/bin/python", path=("/over",), key="abc")
+    env = stack.environment({"PYTHONPATH": "/mine", "PATH": "/usr/bin"})
+    assert (env["PYTHONPATH"], env["PATH"]) == ("/over:/mine", "/env/bin:/usr/bin")
+    assert env["TORCH_EXTENSIONS_DIR"].endswith("extensions/abc")
+    assert "PYTHONPATH" not in Stack("x", "/env/bin/python").environment({})
+
+
 def test_a_floating_stack_is_kept_for_a_day_and_when_the_index_is_away(
     conf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +380,8 @@ def test_a_disk_that_fills_up_is_said_with_what_is_needed(conf: Path, monkeypatc
     assert imported(resolve("small", conf=conf), "top") == "1.0"
 
 
-def test_a_file_that_differs_from_the_lock_is_refused(conf: Path) -> None:
+def test_a_file_that_differs_from_the_lock_is_refused(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_CACHE_DIR", str(conf.parent / "fresh"))  # the first one holds the file as it was locked
     changed = conf.parent / "wheels" / "top-1.0-py3-none-any.whl"
     changed.unlink()
     stack_wheels.wheel(conf.parent / "wheels", "top", "1.0", ["part<3"])

@@ -58,8 +58,11 @@ class Stack:
 
     def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a process of this stack needs in its environment beyond what it inherits."""
-        old = (inherited if inherited is not None else os.environ).get("PYTHONPATH", "")
-        out = {"TORCH_EXTENSIONS_DIR": self.extensions_dir}
+        given = os.environ if inherited is None else inherited
+        old, search = given.get("PYTHONPATH", ""), given.get("PATH") or os.environ.get("PATH", "")
+        # The stack's own programs first: building an extension looks for ninja there.
+        programs = os.path.dirname(self.python)
+        out = {"TORCH_EXTENSIONS_DIR": self.extensions_dir, "PATH": os.pathsep.join([programs, search])}
         if self.path:
             out["PYTHONPATH"] = os.pathsep.join([*self.path, *([old] if old else [])])
             # An overlay is not compiled ahead (most of it is never imported): the first run does that for the others.
