@@ -1,4 +1,4 @@
-"""4b: FSDP miscounts the padding of a flat parameter that holds a frozen part with an empty state (hiyouga/EasyR1#226)."""
+"""4b: FSDP miscounts a flat parameter that holds a frozen part with an empty state (hiyouga/EasyR1#226)."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _fully_sharded(run: Run, model: nn.Module) -> nn.Module:
 
 
 def quiet_cuda() -> None:
-    """torch before 2.4 calls these two while it gathers states, whatever the device: harmless where there is no CUDA."""
+    """torch before 2.4 calls these two while it gathers states, whatever the device: harmless without CUDA then."""
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.memory_summary = lambda device=None, abbreviated=False: ""

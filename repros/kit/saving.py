@@ -51,7 +51,8 @@ def compare(
 
     order = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
     values: list[str] = []
-    dtypes = [f"{n}: {dtype_of(reloaded[n])}" for n, p in model.named_parameters() if dtype_of(p) != dtype_of(reloaded[n])]
+    had_dtype = {name: dtype_of(p) for name, p in model.named_parameters()}
+    dtypes = [f"{n}: {dtype_of(p)}" for n, p in reloaded.items() if dtype_of(p) != had_dtype[n]]
     for name, had, has in zip(order, states_of(optimizer), states_of(fresh_optimizer)):
         for key in sorted(set(had) | set(has)):
             where = f"{name.replace('_fsdp_wrapped_module.', '')}.{key}"

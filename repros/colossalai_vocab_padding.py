@@ -1,0 +1,137 @@
+"""5: ColossalAI cuts the vocabulary's padding off before it gathers the shards (hpcaitech/ColossalAI#6167)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+
+import colossalai.checkpoint_io.hybrid_parallel_checkpoint_io as saving
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+SMALL = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6}  # divisible by tp 2 and 3
+NAMES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def lend_cpu_accelerator() -> None:
+    """ColossalAI's CPU accelerator lacks these two, which it calls while it builds layers: nothing of saving is touched."""
+    if get_accelerator().name == "cpu":
+        kind: Any = type(get_accelerator())
+        kind.get_rng_state = lambda self, device=None: torch.get_rng_state()
+        kind.manual_seed = lambda self, seed: torch.manual_seed(seed)
+
+
+def gather_first() -> None:
+    """The fix's order (hpcaitech/ColossalAI#6168) for releases before it: first gather, then cut the padding off."""
+    gather, unpad = saving.gather_distributed_param, saving.to_unpadded_tensor
+    saving.to_unpadded_tensor = lambda param: param
+    saving.gather_distributed_param = lambda param, keep_vars=False: unpad(gather(param, keep_vars=keep_vars))
+
+
+def whole(param: torch.Tensor) -> torch.Tensor:
+    """The rows that all ranks hold of a vocabulary weight, padding included, without ColossalAI's own gathering."""
+    parts = [torch.empty_like(param.data) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, param.data.contiguous())
+    return torch.cat(parts)
+
+
+def body(run: Run) -> None:
+    flags = run.flags
+    vocab = flags["pad_to"] or flags["vocab"]
+    lend_cpu_accelerator()
+    if flags["gather_first"]:
+        gather_first()
+
+    def make(seed: int) -> Any:
+        model: Any = build(run, seed=seed, vocab_size=flags["vocab"], **(SMALL if run.model["scale"] == "tiny" else {}))
+        if flags["pad_to"]:
+            model.resize_token_embeddings(flags["pad_to"])
+        return model.to(run.device)
+
+    def parallel(model: Any) -> tuple[Booster, Any, Any]:
+        plugin = HybridParallelPlugin(
+            tp_size=run.tp_size, pp_size=1, precision="fp32", make_vocab_size_divisible_by=flags["multiple"]
+        )
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return booster, model, optimizer
+
+    def train(model: Any, optimizer: Any, first: int, backward: Any) -> list[float]:
+        losses = []
+        for step in range(first, first + run.steps):
+            maker = torch.Generator().manual_seed(1000 * run.seed + step)
+            ids = torch.randint(0, flags["vocab"], (4, 32), generator=maker).to(run.device)
+            loss = model(input_ids=ids, labels=ids).loss
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    reference = make(run.seed)  # one process's training, which the parallel one must equal
+    stages = 1 if flags["stages"] == "one" else 2
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    want = [train(reference, sgd, stage * run.steps, torch.Tensor.backward) for stage in range(stages)]
+
+    booster, model, optimizer = parallel(make(run.seed))
+    notes = [item["message"] for item in run.record.capture.warnings + run.record.capture.logs]
+    run.metric("vocabulary_notes", 1 + sum("vocab" in note.lower() for note in notes))  # 1: nobody was told
+    got = [train(model, optimizer, 0, lambda loss: booster.backward(loss, optimizer))]
+    folder = _save(run, booster, model, "first")
+    if stages == 2:
+        if flags["stages"] == "reload":
+            run.phase("resume")
+            before = [whole(model.unwrap().get_parameter(name))[:vocab] for name in NAMES]
+            booster, model, optimizer = parallel(make(run.seed + 1))
+            booster.load_model(model, folder)
+            after = [whole(model.unwrap().get_parameter(name))[:vocab] for name in NAMES]
+            lost = [int((a != b).any(dim=1).sum()) for a, b in zip(before, after)]
+            run.check("resumed", not any(lost), got=f"{lost} rows differ", want="[0, 0] rows differ")
+        got.append(train(model, optimizer, run.steps, lambda loss: booster.backward(loss, optimizer)))
+        folder = _save(run, booster, model, "second")
+    error = max(abs(a - b) for a, b in zip(sum(got, []), sum(want, [])))
+    run.check("losses", error < 1e-4, got=error, want=0.0, tolerance=1e-4)
+    held = {name: whole(model.unwrap().get_parameter(name)) for name in NAMES}
+    run.metric("padded_rows", held[NAMES[0]].shape[0])
+
+    if flags["inspect"] == "files":
+        stored = {k: v.shape for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+        wrong = {name: tuple(stored[name]) for name in NAMES if stored[name][0] != vocab}
+        run.check("file-shapes", not wrong, got=wrong, want={})
+        if wrong:
+            return  # found in time: nothing is loaded
+    run.phase("load")
+    loaded = AutoModelForCausalLM.from_pretrained(  # <- meets one rank's share of the vocabulary
+        str(folder), ignore_mismatched_sizes=flags["ignore_mismatched"]
+    )
+    weights = loaded.state_dict()
+    same = [torch.equal(weights[name], held[name][:vocab].cpu()) for name in NAMES]
+    run.check("vocabulary", all(same), got=dict(zip(NAMES, same)), want="as in memory")
+    far = max((weights[k] - v.cpu()).abs().max().item() for k, v in reference.state_dict().items())
+    run.check("weights", far < 1e-4, got=far, want=0.0, tolerance=1e-4)
+
+
+def _save(run: Run, booster: Booster, model: Any, name: str) -> Path:
+    run.phase("save")
+    folder = run.work_dir / f"{run.case}-{name}"
+    if run.flags["inspect"] == "state-dict":
+        rows = {k: v.shape[0] for k, v in model.unwrap().state_dict().items() if k in NAMES}
+        good = all(count == (run.flags["pad_to"] or run.flags["vocab"]) for count in rows.values())
+        run.check("shapes-before-saving", good, got=rows, want=run.flags["vocab"])
+    booster.save_model(
+        model, str(folder), shard=run.flags["save"] == "sharded", size_per_shard=10240, use_safetensors=True
+    )
+    dist.barrier()
+    return folder
+
+
+if __name__ == "__main__":
+    main(body)
