@@ -1,0 +1,57 @@
+"""1c: tied embeddings, a size-based wrap and a correct root call: lm_head meets a sharded weight (QwenLM/Qwen3#306)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.proof import LR, Reference
+from kit.strategies import each_step
+from kit.wrapping import full_parameters, held_bytes, wrap
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def body(run: Run) -> None:
+    ties = {} if run.flags["tie"] is None else {"tie_word_embeddings": run.flags["tie"]}
+    model = build(run, **ties)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    run.fact("tied", tied)
+    reference = Reference(run, model, same_batch=False)
+    fsdp = wrap(run, model)
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=LR)
+    losses: list[float] = []
+    after: dict[str, torch.Tensor] = {}
+    for step in each_step(run):
+        inputs: dict[str, Any] = {**batch(run, run.rank, step), "use_cache": run.flags["use_cache"]}
+        if run.flags["call"] == "summon":
+            with FSDP.summon_full_params(fsdp, recurse=False):
+                loss = fsdp.module(**inputs).loss
+        else:
+            loss = fsdp(**inputs).loss  # <- the root, called properly: lm_head is a unit apart from the tied embedding
+        loss.backward()
+        optimizer.step()
+        run.metric("held_bytes", held_bytes(held(fsdp, optimizer)))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not after:
+            after = full_parameters(run, fsdp)
+            if tied and "lm_head.weight" in after:  # both names are there: are they still one?
+                apart = (after["lm_head.weight"] - after["model.embed_tokens.weight"]).abs().max().item()
+                run.check("still_tied", apart == 0, got=apart, want=0.0)
+    reference.check_losses(run, losses)
+    reference.check_gradient(run, after)
+
+
+def held(module: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters, gradients and optimizer state that this rank holds between steps."""
+    parameters = list(module.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return [*parameters, *gradients, *states]
+
+
+if __name__ == "__main__":
+    main(body)

@@ -1,0 +1,51 @@
+"""1a, silent: an FSDP forward with gradients on returns an empty KV cache and no error (QwenLM/Qwen3#306)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.wrapping import cache_length, wrap
+
+import torch
+
+
+def body(run: Run) -> None:
+    model = build(run).train(run.flags["mode"] == "train")
+    inputs = batch(run, run.rank)
+    inputs.pop("labels")
+    call: dict[str, Any] = {**inputs, "use_cache": True}
+    if run.flags["cache"] != "returned":
+        from transformers import DynamicCache
+
+        call["past_key_values"] = DynamicCache()
+    with torch.no_grad():
+        one = copy.deepcopy(model)(**copy.deepcopy(call))
+    fsdp = wrap(run, model)
+    run.phase("forward")
+    with torch.set_grad_enabled(run.flags["grad"]):
+        out = fsdp(**call)  # <- the root, called properly
+        cache = call["past_key_values"] if run.flags["cache"] == "own" else out.past_key_values
+        got, want = cache_length(cache), cache_length(one.past_key_values)
+        run.check("cache_length", got == want, got=got, want=want)
+        error = (out.logits - one.logits).abs().max().item()
+        run.check("logits", error <= 1e-4, got=error, want=0.0, tolerance=1e-4)
+        run.fact("cache", type(cache).__name__)
+    if got != want:
+        return  # there is nothing to go on from
+    run.phase("next token")
+    token = inputs["input_ids"][:, -1:]
+    with torch.no_grad():
+        mask = torch.ones(token.shape[0], want + 1, dtype=torch.long)
+        step: dict[str, Any] = {"use_cache": True, "attention_mask": mask, "past_key_values": cache}
+        whole = torch.cat([inputs["input_ids"], token], dim=1)
+        following = fsdp(input_ids=token, **step).logits[:, -1]
+        expected = fsdp(input_ids=whole, use_cache=False).logits[:, -1]
+    error = (following - expected).abs().max().item()
+    run.check("next_token", error <= 1e-4, got=error, want=0.0, tolerance=1e-4)
+
+
+if __name__ == "__main__":
+    main(body)

@@ -1,0 +1,43 @@
+"""1a: the KV cache is empty by the second decoder layer: FSDP copied it (QwenLM/Qwen3#306)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.wrapping import cache_length, one_process, wrap
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def body(run: Run) -> None:
+    model = build(run).train(run.flags["mode"] == "train")
+    inputs = batch(run, run.rank)
+    inputs.pop("labels")
+    call: dict[str, Any] = {**inputs, "output_hidden_states": True}
+    if run.flags["use_cache"] is not None:  # null: the model decides
+        call["use_cache"] = run.flags["use_cache"]
+    with torch.no_grad():
+        want = one_process(run, model).model(**call)[0]
+        fsdp = wrap(run, model)
+        inner = getattr(fsdp, "module", fsdp).model  # what `fsdp.model` gives
+        run.phase("forward")
+        if run.flags["call"] == "inner":
+            out = inner(**call)  # <- every decoder layer is now the root of its own FSDP tree and casts its inputs
+        elif run.flags["call"] == "summon":
+            with FSDP.summon_full_params(fsdp, recurse=False, writeback=False):
+                out = inner(**call)
+        else:
+            out = fsdp(**call)
+    got = out.hidden_states[-1]
+    error = (got - want).abs().max().item()
+    run.check("logits", got.shape == want.shape and error <= 0.05, got=error, want=0.0, tolerance=0.05)
+    tokens = inputs["input_ids"].shape[1] if run.flags["use_cache"] is not False else 0
+    length = cache_length(out.past_key_values)
+    run.check("cache_length", length == tokens, got=length, want=tokens)
+
+
+if __name__ == "__main__":
+    main(body)
