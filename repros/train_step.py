@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kit import Run, main
 from kit.models import batch, build
-from kit.proof import LR, Reference, check_checkpoint, sabotaged_step
+from kit.proof import RATES, Reference, check_checkpoint, sabotaged_step
 from kit.strategies import STRATEGIES, each_step, wrap
 
 import torch
@@ -15,7 +15,7 @@ def body(run: Run) -> None:
     model = build(run, dtype).train()
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
     reference = Reference(run, model, same_batch)
-    trained = wrap(run, model, LR)
+    trained = wrap(run, model, RATES[dtype])
     losses = []
     for step in each_step(run):
         inputs = batch(run, 0 if same_batch else run.rank, step)
@@ -28,7 +28,7 @@ def body(run: Run) -> None:
         if step == 0:
             reference.check_gradient(run, trained.tensors())
     reference.check_losses(run, losses)
-    check_checkpoint(run, trained, lambda: wrap(run, build(run, dtype, seed=run.seed + 1).train(), LR))
+    check_checkpoint(run, trained, lambda: wrap(run, build(run, dtype, seed=run.seed + 1).train(), RATES[dtype]))
 
 
 if __name__ == "__main__":

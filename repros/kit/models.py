@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 from kit.run import Run
 
@@ -25,10 +27,22 @@ def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
     folder = run.model.get("remote_code")
     if not folder:
         return AutoConfig.for_model(run.model["model_type"], **values)
-    config = AutoConfig.from_pretrained(str(REMOTE_CODE / folder), trust_remote_code=True, **values)
-    if published:
-        config.auto_map = {**config.auto_map, "AutoModelForCausalLM": "modeling_qwen_published.QWenLMHeadModel"}
+    with one_at_a_time(folder):
+        config = AutoConfig.from_pretrained(str(REMOTE_CODE / folder), trust_remote_code=True, **values)
+        if published:
+            config.auto_map = {**config.auto_map, "AutoModelForCausalLM": "modeling_qwen_published.QWenLMHeadModel"}
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], str(REMOTE_CODE / folder))
     return config
+
+
+@contextmanager
+def one_at_a_time(folder: str) -> Iterator[None]:
+    """transformers copies remote code into its cache before it imports it, without a lock between processes."""
+    with open(REMOTE_CODE / folder / "config.json") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def build(

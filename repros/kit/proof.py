@@ -28,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-LR = 0.1  # large enough that the update stands out of the weights' rounding, small enough to go on training
+# Large enough that the update stands out of the weights' rounding, small enough to go on training.
+LR = 0.1
+RATES = {torch.float32: LR, torch.bfloat16: 1.0}
 
 # Relative tolerances. float32: another order of summation changes the 6th or 7th digit; the sabotage by 1.01 on one of
 # n ranks changes the gradient by about 1/(100 n), so 1e-4 sees it up to some 50 ranks. bfloat16 has 8 bits: one
@@ -55,7 +57,8 @@ class Reference:
         self.start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self.losses: list[float] = []
         self.gradient: dict[str, torch.Tensor] = {}
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        self.lr = RATES[self.dtype]
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr)
         for step in range(run.steps):
             loss = model(**global_batch(run, step, same_batch), use_cache=False).loss
             self.losses.append(loss.item())
@@ -90,8 +93,8 @@ class Reference:
         squares, worst, worst_name = 0.0, 0.0, ""
         for name, want in self.gradient.items():
             # What rounding the updated weight can do to the update: half a unit in the last place of each element.
-            rounding = torch.finfo(self.start[name].dtype).eps / 2 * norm([self.start[name]]) / LR
-            got = (self.start[name] - after[name]).float().div_(LR)
+            rounding = torch.finfo(self.start[name].dtype).eps / 2 * norm([self.start[name]]) / self.lr
+            got = (self.start[name] - after[name]).float().div_(self.lr)
             error = max(norm([got.sub_(want)]) - rounding, 0.0)
             squares += error**2
             relative = error / (norm([want]) + FLOOR[self.dtype] * total)
