@@ -1,0 +1,87 @@
+"""The published measurements: valid, complete, and every signature bound to a real observation that it matches."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+
+from harness import catalogue, grade
+from harness.paths import BASELINE, RESULTS
+from harness.store import Store
+
+CATALOGUE = catalogue.load()
+
+
+@cache
+def documents() -> list[dict[str, Any]]:
+    return list(Store(BASELINE).documents())
+
+
+def attempts(case: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(arm, observation, stored outcome) of every stored attempt of a case."""
+    return [
+        (arm, attempt["observation"], attempt["outcome"])
+        for document in documents()
+        if document["case"] == case
+        for arm, held in document["arms"].items()
+        for attempt in held["attempts"]
+    ]
+
+
+def test_every_document_is_complete_and_fits_the_schema() -> None:
+    schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    assert documents()
+    for document in documents():
+        assert document["complete"], document["path"]
+        problem = next(validator.iter_errors({k: v for k, v in document.items() if k != "path"}), None)
+        assert problem is None, f"{document['path']}: {problem and problem.message}"
+
+
+def fired(case: str) -> bool:
+    return any(outcome["outcome"] == "fires" for _, _, outcome in attempts(case))
+
+
+# Cases that no machine of ours can make fire are named here with what they wait for, so that the list cannot grow silently.
+UNSEEN = {"qwen-device-map-devices": "two GPUs", "qwen-device-map-devices-simulated": "a CUDA build of torch"}
+
+
+@pytest.mark.parametrize("case", [case.slug for case in CATALOGUE.cases.values() if case.kind == "failure"])
+def test_every_failure_has_a_stored_observation_that_its_signature_matches(case: str) -> None:
+    if case in UNSEEN and not fired(case):
+        pytest.skip(f"its observation waits for {UNSEEN[case]}")
+    assert fired(case), f"no stored measurement in {BASELINE} shows {case} firing: run it, then `repro accept`"
+
+
+@pytest.mark.parametrize("case", sorted(CATALOGUE.cases))
+def test_judging_the_stored_observations_again_gives_the_stored_outcomes(case: str) -> None:
+    """A signature that is edited must still say the same of every observation, or the results are published anew."""
+    for arm, observation, stored in attempts(case):
+        again = grade.grade(CATALOGUE.cases[case], arm, observation, CATALOGUE.cases)
+        assert again.outcome == stored["outcome"], (
+            f"{case} {arm}: {stored['outcome']} -> {again.outcome}: {again.reason}"
+        )
+
+
+def test_no_signature_matches_another_cases_broken_arm_undeclared() -> None:
+    for case in CATALOGUE.cases.values():
+        for arm, observation, _ in attempts(case.slug):
+            if arm != "broken":
+                continue
+            seen = grade.grade(case, arm, observation, CATALOGUE.cases).recognised
+            for other in {item.case for item in seen} - {case.slug}:
+                both = case.slug in CATALOGUE.cases[other].occurs_with or other in case.occurs_with
+                assert both, f"{case.slug}'s broken arm also shows {other}: neither declares occurs_with"
+
+
+def test_every_expectation_names_a_stored_measurement_that_says_so() -> None:
+    for case in CATALOGUE.cases.values():
+        for entry in case.expect:
+            path = RESULTS / entry.measured_in
+            assert path.is_file(), f"{case.slug}: {entry.measured_in} is not there"
+            stored = json.loads(path.read_text())["verdicts"]
+            assert {arm: stored[arm]["name"] for arm in entry.verdicts} == entry.verdicts, entry.measured_in
