@@ -50,13 +50,7 @@ class ColdLauncher:
                 )  # fmt: skip
         except OSError as error:  # the interpreter is gone or does not run
             return observe.not_started(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
-        watch = Watch(attempt, root=worker.pid)
-        try:
-            seen = watch.run(worker.wait, stop)
-        except BaseException:
-            stop.set()
-            watch.run(worker.wait, stop)  # whatever happened to the controller, nothing of the attempt stays
-            raise
+        seen = Watch(attempt, root=worker.pid).run(worker.wait, stop)
         worker.wait(1.0)
         seen.cpu_s = round(max(seen.cpu_s, worker.cpu_s), 3)
         return observe.observation(attempt, self.name, command, seen, worker_exit=worker.exit_code)

@@ -62,7 +62,7 @@ class Watch:
         self.seen: set[psutil.Process] = {self.root} if self.root else set()
         self.memory: set[str] = set()
         self._cpu: dict[psutil.Process, float] = {}
-        self._looked = time.monotonic()
+        self._began = self._looked = time.monotonic()
         self._ranks: dict[int, psutil.Process] = {}
 
     def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
@@ -70,23 +70,29 @@ class Watch:
 
         ``finished`` must also become true when the launcher's worker is gone.
         """
-        began = time.monotonic()
+        try:
+            self._wait(finished, stop)
+            if self.result.timed_out or self.result.interrupted:
+                self._end_early(finished)
+        finally:
+            self._end_rest()  # whatever happened to the controller itself, nothing of the attempt stays
+        self.result.ended = (
+            self.result.started + time.monotonic() - self._began
+        )  # the clock may have been set meanwhile
+        self.result.cpu_s = round(sum(self._cpu.values()), 3)
+        return self.result
+
+    def _wait(self, finished: Callable[[float], bool], stop: threading.Event) -> None:
         while not finished(POLL_S):
             if stop.is_set():
                 self.result.interrupted = True
-                break
-            if time.monotonic() - began > self.attempt.deadline_s:
+                return
+            if time.monotonic() - self._began > self.attempt.deadline_s:
                 self.result.timed_out = True
-                break
+                return
             if time.monotonic() - self._looked > LOOK_S:
                 self.look()
                 self._looked = time.monotonic()
-        if self.result.timed_out or self.result.interrupted:
-            self._end_early(finished)
-        self._end_rest()
-        self.result.ended = time.time()
-        self.result.cpu_s = round(sum(self._cpu.values()), 3)
-        return self.result
 
     def look(self) -> None:
         """Remember what there is now: it may lose its parent, or its environment, before the end."""
@@ -109,7 +115,7 @@ class Watch:
             for entry in read_launch(self.attempt.launch_file)["ranks"]:
                 target = processes.process(entry.get("pid"))
                 # A rank that ended long ago may have given its number to a stranger.
-                if target is not None and target.create_time() >= self.result.started - 1:
+                if target is not None and target.create_time() >= self.result.started - 5:
                     self._ranks[int(entry["rank"])] = target
             self.seen |= set(self._ranks.values())
         return self._ranks
@@ -141,8 +147,8 @@ class Watch:
         if not early:
             self.result.leftover += ended
         answer = read_launch(self.attempt.launch_file)
-        numbers = {target.pid for target in self.seen} | {int(entry["pid"]) for entry in answer["ranks"]}
-        left = shm.clear(self.memory, numbers | {int(answer.get("port") or 0)}, self.result.started)
+        numbers = {target.pid for target in self.seen} | {int(entry.get("pid") or 0) for entry in answer["ranks"]}
+        left = shm.clear(self.memory, (numbers | {int(answer.get("port") or 0)}) - {0}, self.result.started)
         if not early:
             self.result.leftover += [*answer.get("leftover", []), *(f"/dev/shm/{name} removed" for name in left)]
 
