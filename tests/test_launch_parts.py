@@ -21,11 +21,19 @@ from launching import attempt_of, wait_for
 
 from harness import observe
 from harness.launch import open_launcher, processes, shm, watch
-from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, tmp_of, torchrun_line
+from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
 from harness.launch.watch import Watched
 from harness.leases import Leases, clear_leftovers, register_run
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture(autouse=True)
+def no_files_left(tmp_path: Path) -> Iterator[None]:
+    """pytest's folders have long names, so that TMPDIR of an attempt lies elsewhere."""
+    yield
+    for spec in list(tmp_path.rglob("spec.json")):
+        remove(spec.parent)
 
 
 @pytest.fixture
@@ -191,6 +199,7 @@ def test_leased_devices_are_all_that_the_ranks_see(tmp_path: Path) -> None:
 
 
 def test_a_long_path_has_its_temporary_files_elsewhere(tmp_path: Path) -> None:
+    assert tmp_of(Path("/tmp/short")) == Path("/tmp/short/tmp")
     attempt = attempt_of(tmp_path / ("x" * 80), "nothing")
     assert len(str(attempt.tmp)) < 70 and attempt.tmp == tmp_of(attempt.directory)
     prepare(attempt)
