@@ -46,7 +46,7 @@ def fired(case: str) -> bool:
     return any(outcome["outcome"] == "fires" for _, _, outcome in attempts(case))
 
 
-# Cases that no machine of ours can make fire are named here with what they wait for, so that the list cannot grow silently.
+# Cases that no machine of ours can make fire, with what they wait for: named, so that the list cannot grow silently.
 UNSEEN = {"qwen-device-map-devices": "two GPUs", "qwen-device-map-devices-simulated": "a CUDA build of torch"}
 
 
