@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -25,7 +26,7 @@ TOKEN_ROOM = 200  # bytes for an attempt's id: ranks overwrite the server's toke
 
 
 class Refused(Exception):
-    """The server did not come up. ``kind``: import, thread, cuda or launch."""
+    """The server did not come up. ``kind``: import, thread, cuda, launch or stopped."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -47,8 +48,15 @@ class Request:
 class Server:
     """Thread-safe. A server may run several attempts at once."""
 
-    def __init__(self, python: str, imports: tuple[str, ...], env: dict[str, str], own: tuple[str, ...] = ()) -> None:
-        """``own``: names of environment variables that shall point to folders of this server."""
+    def __init__(
+        self,
+        python: str,
+        imports: tuple[str, ...],
+        env: dict[str, str],
+        own: tuple[str, ...] = (),
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Returns when the packages are imported. ``own``: environment variables that name folders of this server."""
         self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-"))
         self.command = [python, str(WORKER), *imports]
         self.ready: Json = {}
@@ -57,9 +65,12 @@ class Server:
         self.retired: str | None = None  # why it takes no more attempts
         self.cpu_s = 0.0  # of the server itself: importing and serving
         self._lock = threading.Lock()
+        self._up = threading.Event()
         self._requests: dict[str, Request] = {}
+        self._process: subprocess.Popen[bytes] | None = None
         try:
             self._start(env, own)
+            self._await(stop or threading.Event())
         except BaseException:
             self.close()
             raise
@@ -72,7 +83,6 @@ class Server:
             ATTEMPT_TOKEN: "server".ljust(TOKEN_ROOM, "-"),
             PARENT_TOKEN: str(os.getpid()),
         }
-        self._process: subprocess.Popen[bytes] | None = None
         with open(self.folder / "server.log", "ab") as log:
             try:
                 self._process = subprocess.Popen(
@@ -81,10 +91,15 @@ class Server:
                 )  # fmt: skip
             except OSError as error:
                 raise Refused("launch", f"{type(error).__name__}: {error}") from None
-        up = threading.Event()
-        threading.Thread(target=self._listen, args=(up,), name="warm-server", daemon=True).start()
-        if not up.wait(IMPORT_S):
-            raise Refused("import", f"the warm server was not ready after {IMPORT_S:g} s")
+        threading.Thread(target=self._listen, name="warm-server", daemon=True).start()
+
+    def _await(self, stop: threading.Event) -> None:
+        limit = time.monotonic() + IMPORT_S
+        while not self._up.wait(0.1):
+            if stop.is_set():
+                raise Refused("stopped", "the user stopped the run")
+            if time.monotonic() > limit:
+                raise Refused("import", f"the warm server was not ready after {IMPORT_S:g} s")
         if self.ready.get("event") != "ready":
             raise Refused(self.ready.get("kind", "launch"), self.ready.get("message") or self._why())
 
@@ -120,7 +135,8 @@ class Server:
             assert process.stdin is not None
             try:
                 process.stdin.close()
-                process.wait(END_S)
+                # One that still imports does not read its input yet, and has nothing to end in order.
+                process.wait(END_S if self.ready.get("event") == "ready" else 0)
             except (OSError, subprocess.TimeoutExpired):
                 pass
             if process.poll() is None:
@@ -138,7 +154,7 @@ class Server:
             except (OSError, ValueError):
                 pass  # the server is gone: its end of the pipe says so to all requests
 
-    def _listen(self, up: threading.Event) -> None:
+    def _listen(self) -> None:
         process = self._process
         assert process is not None and process.stdout is not None
         for line in process.stdout:
@@ -146,12 +162,12 @@ class Server:
             if event["event"] in ("ready", "refused"):
                 self.ready = event
                 self.cpu_s = event.get("cpu_s", 0.0)
-                up.set()
+                self._up.set()
             else:
                 self._heard(event)
         process.stdout.close()
         process.wait()
-        up.set()
+        self._up.set()
         message = f"the warm server {self._why()}"
         self.retired = self.retired or message
         with self._lock:
@@ -198,4 +214,13 @@ class Server:
             lines = (self.folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
         except OSError:
             lines = []
-        return "\n".join([f"ended ({code})", *lines])
+        return "\n".join([_ended(code), *lines])
+
+
+def _ended(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -19,7 +19,7 @@ from harness.launch.watch import Watch, Watched
 MAX_IDLE = 4  # servers kept although no attempt uses them; each holds a few hundred MB
 
 # Read when they are used, not at import: they need no server of their own.
-RUN_TIME = ("NCCL_", "GLOO_")
+RUN_TIME = ("NCCL_", "GLOO_", "PYTEST_CURRENT_TEST")
 # Read at import: a rank has the server's values, whatever the attempt's own would be.
 IMPORT_TIME = ("HF_HOME", "HF_MODULES_CACHE")
 
@@ -70,16 +70,11 @@ class WarmLauncher:
             return self._ended_cpu_s + sum(server.cpu_s for server in self._servers.values())
 
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
-        with self._server(attempt) as server:
+        with self._server(attempt, stop) as server:
             prepare(attempt)
             request = server.run(attempt.id, spec_of(attempt), attempt.launch_file)
             watch = Watch(attempt, root=request.pid, spare={server.pid} if server.pid else None)
-            try:
-                seen = watch.run(request.ended.wait, stop)
-            except BaseException:
-                stop.set()
-                watch.run(request.ended.wait, stop)  # whatever happened to the controller, nothing of it stays
-                raise
+            seen = watch.run(request.ended.wait, stop)
             return self._observed(attempt, server, request, seen)
 
     def _observed(self, attempt: Attempt, server: Server, request: Request, seen: Watched) -> Json:
@@ -93,7 +88,7 @@ class WarmLauncher:
         return observation
 
     @contextmanager
-    def _server(self, attempt: Attempt) -> Iterator[Server]:
+    def _server(self, attempt: Attempt, stop: threading.Event) -> Iterator[Server]:
         """A living server for the attempt, started where there is none."""
         env, own = server_environment(attempt)
         key = (attempt.python, attempt.imports, tuple(sorted(env.items())), own)
@@ -103,10 +98,11 @@ class WarmLauncher:
             server = self._take(key)
             if server is None:
                 try:
-                    server = Server(attempt.python, attempt.imports, env, own)
+                    server = Server(attempt.python, attempt.imports, env, own, stop)
                 except Refused as refused:
-                    with self._lock:
-                        self._refused[key] = refused
+                    if refused.kind != "stopped":
+                        with self._lock:
+                            self._refused[key] = refused
                     raise
                 with self._lock:
                     server.users += 1

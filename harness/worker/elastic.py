@@ -204,6 +204,7 @@ def launch(spec: dict[str, Any], answer_file: Path) -> None:
             max_nodes=1,
             nproc_per_node=spec["world_size"],
             run_id=f"attempt-{os.getpid()}",
+            role="default",  # as torchrun names it
             # The agent hosts the store at a fixed address: no look-up of the host's own name, no second rendezvous.
             rdzv_backend="static",
             rdzv_endpoint=f"127.0.0.1:{port}",

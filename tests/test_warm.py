@@ -1,0 +1,353 @@
+"""The warm launcher: the same outcomes as from cold, fresh ranks each time, and nothing left of anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import Json, assert_nothing_left, attempt_of, free, gone, wait_for
+from test_launch_cold import case_attempt
+
+from harness.launch import ColdLauncher, processes, server
+from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt
+from harness.launch.warm import WarmLauncher
+from harness.launch.watch import read_launch
+
+pytestmark = pytest.mark.ranks
+HEADER = f"import sys\nsys.path.insert(0, {str(ROOT / 'repros')!r})\nfrom kit import Run, main\n"
+FOOTER = "\nif __name__ == '__main__':\n    main(body)\n"
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmLauncher]:
+    launcher = WarmLauncher()
+    yield launcher
+    servers = [each.pid for each in launcher._servers.values()]
+    launcher.close()
+    assert servers and all(gone(pid) for pid in servers if pid)
+
+
+def launch(warm: WarmLauncher, attempt: Attempt, stop: threading.Event | None = None) -> Json:
+    observation = warm.launch(attempt, stop or threading.Event())
+    assert_nothing_left(attempt, observation)
+    return observation
+
+
+def scripted(directory: Path, body: str, **kwargs: object) -> Attempt:
+    """An attempt whose script does ``body``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    script = directory.parent / f"{directory.name}.py"
+    script.write_text(HEADER + "def body(run):\n" + "".join(f"    {line}\n" for line in body.splitlines()) + FOOTER)
+    return dataclasses.replace(attempt_of(directory, "nothing"), script=script, **kwargs)  # type: ignore[arg-type]
+
+
+def facts(observation: Json) -> list[Json]:
+    assert observation["infra"] is None and observation["attempt"]["launcher"] == "warm", observation
+    assert all(rank["record"]["done"] for rank in observation["ranks"]), observation["ranks"][0]["log_tail"]
+    return [rank["record"]["facts"] for rank in observation["ranks"]]
+
+
+# --- the same outcomes
+
+
+def essence(observation: Json) -> list[Json]:
+    out = []
+    for rank in observation["ranks"]:
+        record = rank["record"]
+        error = record["exception"]
+        out.append(
+            {
+                "end": (rank["exit_code"], rank["signal"], rank["ended_by"], record["done"], record["phase"]),
+                "error": error and (error["type"], error["module"], error["message"], error["cause"]),
+                "frames": error and [(frame["module"], frame["function"]) for frame in error["frames"]],
+                "checks": [(check["name"], check["passed"]) for check in record["checks"]],
+                "facts": record["facts"],
+                "said": sorted({(log["logger"], log["message"]) for log in record["logs"]}),
+                "warned": sorted({warning["message"] for warning in record["warnings"]}),
+                "output": rank["log_tail"].splitlines()[-1:],
+            }
+        )
+    return out
+
+
+@pytest.mark.parametrize("arm", ["broken", "summon"])
+def test_a_case_has_the_same_outcome_from_cold_and_warm(tmp_path: Path, warm: WarmLauncher, arm: str) -> None:
+    attempt = case_attempt(tmp_path / "warm", "qwen15-fsdp-norm-shard", arm, "qwen1.5-0.5b", "fsdp")
+    one = launch(warm, dataclasses.replace(attempt, imports=("transformers",)))
+    assert one["attempt"]["launcher"] == "warm"
+    other = ColdLauncher().launch(dataclasses.replace(attempt, directory=tmp_path / "cold"), threading.Event())
+    assert essence(one) == essence(other)
+    assert set(one["attempt"]) == set(other["attempt"])
+
+
+def test_what_must_start_from_cold_does_and_says_so(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), cold="it counts its file descriptors")
+    seen = launch(warm, attempt)["attempt"]
+    assert (seen["launcher"], seen["cold"]) == ("torchrun", "it counts its file descriptors")
+    attempt = attempt_of(tmp_path / "b", "nothing")
+    seen = launch(warm, dataclasses.replace(attempt, settings={**attempt.settings, "teardown": True}))["attempt"]
+    assert seen["launcher"] == "torchrun" and "ends" in seen["cold"]
+
+
+# --- fresh ranks
+
+STATE = """\
+import os, random, signal, tempfile, threading, torch
+run.fact("marked", getattr(torch, "a_mark", None))
+torch.a_mark = True
+run.fact("random", random.random())
+run.fact("torch", torch.rand(1).item())
+run.fact("tmp", tempfile.gettempdir())
+run.fact("env", {name: value for name, value in os.environ.items() if name.isupper()})
+run.fact("argv", sys.argv)
+run.fact("path", sys.path[0])
+run.fact("main", sys.modules["__main__"].__file__)
+run.fact("folder", os.getcwd())
+run.fact("threads", len(os.listdir("/proc/self/task")))
+run.fact("session", os.getsid(0) == os.getpid())
+run.fact("token", "REPRO_ATTEMPT=" + os.environ["REPRO_ATTEMPT"] in open("/proc/self/environ").read().split("\\0"))
+run.fact("signals", [str(signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)])
+run.fact("mask", sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+run.fact("fds", sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                       if os.path.exists(f"/proc/self/fd/{fd}")))
+"""
+
+
+def test_ranks_are_fresh_processes(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempts = [scripted(tmp_path / name, STATE, env={"A_VARIABLE": "x"}) for name in ("a", "b")]
+    seen = [facts(launch(warm, attempt)) for attempt in attempts]
+    every = [each for pair in seen for each in pair]
+    assert not any(each["marked"] for each in every)
+    assert len({each["random"] for each in every}) == 4
+    fresh = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.initial_seed() == 67280421310721)"], capture_output=True
+    )
+    # Some releases of torch seed from the system, others with a constant: as in a fresh process.
+    assert len({each["torch"] for each in every}) == (1 if b"True" in fresh.stdout else 4)
+    for attempt, pair in zip(attempts, seen):
+        for rank, each in enumerate(pair):
+            assert each["tmp"] == str(attempt.tmp) and each["folder"] == str(attempt.work)
+            assert each["argv"] == [str(attempt.script), "--settings", str(attempt.settings_file)]
+            assert each["path"] == str(ROOT / "repros") and each["main"] == str(attempt.script)
+            assert each["threads"] == 1 and each["session"] and each["token"] and each["mask"] == []
+            assert each["signals"][:2] == ["0", "0"] and "default_int_handler" in each["signals"][2]
+            assert not any("pipe" in name or "socket" in name for name in each["fds"])
+            env = each["env"]
+            assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
+            assert env[ATTEMPT_TOKEN] == attempt.id and env["A_VARIABLE"] == "x" and free(int(env["MASTER_PORT"]))
+
+
+def test_the_environment_is_that_of_a_cold_start(tmp_path: Path, warm: WarmLauncher) -> None:
+    body = 'import os\nrun.fact("env", dict(os.environ))'
+    one = launch(warm, scripted(tmp_path / "a", body))
+    other = ColdLauncher().launch(scripted(tmp_path / "b", body), threading.Event())
+    ours, theirs = (seen["ranks"][1]["record"]["facts"]["env"] for seen in (one, other))
+    assert set(theirs) == set(ours)
+    private = {name for name in theirs if ours[name] != theirs[name]}
+    assert private <= {
+        ATTEMPT_TOKEN, "REPRO_PARENT", "TMPDIR", "HF_HOME", "HF_MODULES_CACHE", "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+        "PWD", "OLDPWD",
+    }  # fmt: skip
+
+
+def test_an_edited_script_is_read_again(tmp_path: Path, warm: WarmLauncher) -> None:
+    for value in (1, 2):
+        assert facts(launch(warm, scripted(tmp_path / "a", f'run.fact("value", {value})')))[0] == {"value": value}
+
+
+# --- ranks that misbehave
+
+
+def test_a_rank_raises_and_its_peer_waits_forever(tmp_path: Path, warm: WarmLauncher) -> None:
+    seen = launch(warm, attempt_of(tmp_path / "a", "raises", rank=0, others="wait"))
+    first, other = seen["ranks"]
+    assert first["exit_code"] == 1 and first["record"]["exception"]["message"] == "rank 0 of 2 does not want to"
+    assert (other["signal"], other["ended_by"]) == ("SIGTERM", "launcher") and seen["infra"] is None
+
+
+def test_a_peer_that_ignores_sigterm(tmp_path: Path, warm: WarmLauncher) -> None:
+    seen = launch(warm, attempt_of(tmp_path / "a", "ignores_term", script="two_faults.py"))
+    assert seen["ranks"][0]["exit_code"] == 1
+    assert (seen["ranks"][1]["signal"], seen["ranks"][1]["ended_by"]) == ("SIGKILL", "launcher")
+
+
+@pytest.mark.parametrize(
+    ("fault", "end", "infra"),
+    [
+        ("leaves", (0, None), None),
+        ("segfault", (None, "SIGSEGV"), None),
+        ("abort", (None, "SIGABRT"), None),
+        ("killed", (None, "SIGKILL"), "memory"),
+    ],
+)
+def test_a_rank_ends_badly(tmp_path: Path, warm: WarmLauncher, fault: str, end: object, infra: str | None) -> None:
+    seen = launch(warm, attempt_of(tmp_path / "a", fault, rank=1))
+    rank = seen["ranks"][1]
+    assert (rank["exit_code"], rank["signal"]) == end and rank["ended_by"] == "self"
+    assert rank["record"]["done"] is False and (seen["infra"] or {}).get("kind") == infra
+    if fault in ("segfault", "abort"):
+        assert rank["stack"].startswith("# faulthandler") and fault in rank["stack"]
+
+
+def test_a_hang_in_a_collective_shows_its_frames(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempt = attempt_of(tmp_path / "a", "hang", script="collective.py")
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launch, warm, attempt)
+        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == 2)
+        time.sleep(0.3)
+        object.__setattr__(attempt, "deadline_s", 0.0)
+        seen = future.result(timeout=60)
+    assert seen["attempt"]["timed_out"] and seen["infra"] is None and seen["attempt"]["leftover"] == []
+    for rank, function in zip(seen["ranks"], ("barrier", "recv")):
+        assert function in rank["stack"] and "collective.py" in rank["stack"]
+        assert rank["ended_by"] == "deadline" and rank["signal"] in ("SIGTERM", "SIGKILL")
+
+
+def test_a_grandchild_in_its_own_session_does_not_outlive_the_attempt(tmp_path: Path, warm: WarmLauncher) -> None:
+    seen = launch(warm, attempt_of(tmp_path / "a", "grandchild"))
+    assert all(gone(rank["record"]["facts"]["grandchild"]) for rank in seen["ranks"])
+    assert len(seen["attempt"]["leftover"]) == 2 and [rank["exit_code"] for rank in seen["ranks"]] == [0, 0]
+
+
+def test_what_gets_in_the_way_is_infra(tmp_path: Path, warm: WarmLauncher) -> None:
+    seen = launch(warm, attempt_of(tmp_path / "a", "none", script="no_kit.py"))
+    assert seen["infra"]["kind"] == "import" and "a_package_that_nobody_has" in seen["infra"]["message"]
+    seen = launch(warm, dataclasses.replace(attempt_of(tmp_path / "b", "nothing"), python="/nowhere/python"))
+    assert seen["infra"]["kind"] == "launch"
+
+
+def test_ctrl_c_ends_the_attempt_at_once(tmp_path: Path, warm: WarmLauncher) -> None:
+    launch(warm, attempt_of(tmp_path / "first", "nothing"))
+    attempt, stop = attempt_of(tmp_path / "a", "grandchild_and_stuck"), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launch, warm, attempt, stop)
+        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == 2)
+        began = time.monotonic()
+        stop.set()
+        seen = future.result(timeout=30)
+    assert time.monotonic() - began < 8
+    assert seen["attempt"]["interrupted"] and [rank["ended_by"] for rank in seen["ranks"]] == ["user", "user"]
+
+
+# --- the server
+
+
+def refused(tmp_path: Path, warm: WarmLauncher, module: str, code: str) -> str:
+    (tmp_path / f"{module}.py").write_text(code)
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    attempt = dataclasses.replace(attempt, imports=(module,), env={"PYTHONPATH": str(tmp_path)})
+    seen = launch(warm, attempt)
+    assert seen["attempt"]["launcher"] == "torchrun" and seen["infra"] is None
+    return str(seen["attempt"]["cold"])
+
+
+def test_an_import_that_starts_a_thread_is_refused_and_named(tmp_path: Path, warm: WarmLauncher) -> None:
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='watcher').start()"
+    why = refused(tmp_path, warm, "starts_a_thread", code)
+    assert "(thread)" in why and "starts_a_thread" in why and "watcher" in why
+
+
+def test_an_import_that_initialises_cuda_is_refused_and_named(tmp_path: Path, warm: WarmLauncher) -> None:
+    why = refused(tmp_path, warm, "takes_the_gpu", "import torch\ntorch.cuda.is_initialized = lambda: True")
+    assert "(cuda)" in why and "takes_the_gpu" in why
+
+
+def test_an_import_that_fails_is_named(tmp_path: Path, warm: WarmLauncher) -> None:
+    why = refused(tmp_path, warm, "cannot_be_imported", "raise RuntimeError('not on this machine')")
+    assert "(import)" in why and "RuntimeError: not on this machine" in why
+
+
+def stuck(warm: WarmLauncher, attempt: Attempt) -> psutil.Process:
+    wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == 2)
+    return psutil.Process(read_launch(attempt.launch_file)["ranks"][0]["pid"]).parent()
+
+
+@pytest.mark.parametrize("who", ["server", "supervisor"])
+def test_an_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: WarmLauncher, who: str) -> None:
+    attempt = attempt_of(tmp_path / "a", "grandchild_and_stuck")
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launch, warm, attempt)
+        supervisor = stuck(warm, attempt)
+        ranks = [entry["pid"] for entry in read_launch(attempt.launch_file)["ranks"]]
+        (supervisor.parent() if who == "server" else supervisor).kill()
+        wait_for(lambda: all(gone(pid) for pid in ranks))
+        wait_for(lambda: read_launch(attempt.launch_file)["ranks"])
+        wait_for(lambda: not {entry["pid"] for entry in read_launch(attempt.launch_file)["ranks"]} & set(ranks))
+        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == 2)
+        object.__setattr__(attempt, "deadline_s", 0.0)
+        seen = future.result(timeout=60)
+    assert seen["attempt"]["retried"].startswith("lost: ") and "SIGKILL" in seen["attempt"]["retried"]
+    assert seen["attempt"]["timed_out"] and seen["infra"] is None
+
+
+def test_a_server_that_grew_is_replaced(tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import os\nrun.fact('server', int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]))"
+    first = facts(launch(warm, scripted(tmp_path / "a", body)))[0]["server"]
+    monkeypatch.setattr(server, "MAX_GROWTH_MB", -1.0)
+    assert facts(launch(warm, scripted(tmp_path / "b", body)))[0]["server"] == first
+    monkeypatch.undo()
+    other = facts(launch(warm, scripted(tmp_path / "c", body)))[0]["server"]
+    assert other != first and gone(first)
+
+
+def test_attempts_at_once_do_not_meet(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempts = [attempt_of(tmp_path / str(n), ("nothing", "one_raises")[n % 2], "collective.py") for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(lambda attempt: launch(warm, attempt), attempts))
+    for n, each in enumerate(seen):
+        assert all(check["passed"] for rank in each["ranks"] for check in rank["record"]["checks"])
+        assert each["ranks"][1]["exit_code"] == n % 2 and each["attempt"]["launcher"] == "warm"
+
+
+def test_thirty_in_a_row_leave_nothing(tmp_path: Path, warm: WarmLauncher) -> None:
+    def count() -> tuple[int, int, int]:
+        mine = next(each for each in warm._servers.values() if each.pid == pid)
+        one = psutil.Process(mine.pid)
+        return one.num_fds(), len(one.children()), psutil.Process().num_fds()
+
+    seen = facts(launch(warm, scripted(tmp_path / "0", "import os\nrun.fact('parent', os.getppid())")))
+    assert seen
+    pid = next(reversed(warm._servers.values())).pid
+    before, ports = count(), set()
+    for n in range(30):
+        observation = launch(warm, attempt_of(tmp_path / f"n{n}", "nothing", "collective.py"))
+        assert observation["infra"] is None and observation["attempt"]["wall_s"] < 30
+        assert [rank["exit_code"] for rank in observation["ranks"]] == [0, 0]
+        assert "retried" not in observation["attempt"] and observation["attempt"]["leftover"] == []
+        ports.add(n)
+    assert count() == before
+
+
+CONTROLLER = """\
+import sys, threading
+from pathlib import Path
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from launching import attempt_of
+from harness.launch.warm import WarmLauncher
+attempt = attempt_of(Path({folder!r}), "grandchild_and_stuck", run_id={run!r}, deadline=300)
+WarmLauncher().launch(attempt, threading.Event())
+"""
+
+
+def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
+    run, folder = f"run-{os.getpid()}-warm", tmp_path / "a"
+    code = CONTROLLER.format(root=str(ROOT), folder=str(folder), run=run)
+    controller = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2, 120)
+        assert len(processes.with_token(RUN_TOKEN, run)) == 6  # server, supervisor, ranks, and what those started
+    finally:
+        controller.send_signal(signal.SIGKILL)
+        controller.wait()
+    wait_for(lambda: not processes.with_token(RUN_TOKEN, run), 20)
