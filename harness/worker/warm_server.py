@@ -85,7 +85,7 @@ def import_ahead(packages: list[str]) -> list[str]:
     for name, needed in wanted:
         try:
             importlib.import_module(name)
-        except BaseException as error: # packages raise anything at import, SystemExit too
+        except BaseException as error:  # packages raise anything at import, SystemExit too
             if not needed and isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name)):
                 missing.append(name)
                 continue
