@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
-from kit.models import batch, build
+from kit.models import build
 from kit.proof import LR, Reference
 from kit.strategies import each_step
-from kit.wrapping import full_parameters, held_bytes, wrap
+from kit.wrapping import full_parameters, held_bytes, own_batch, wrap
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -25,7 +25,7 @@ def body(run: Run) -> None:
     losses: list[float] = []
     after: dict[str, torch.Tensor] = {}
     for step in each_step(run):
-        inputs: dict[str, Any] = {**batch(run, run.rank, step), "use_cache": run.flags["use_cache"]}
+        inputs: dict[str, Any] = {**own_batch(run, step), "use_cache": run.flags["use_cache"]}
         if run.flags["call"] == "summon":
             with FSDP.summon_full_params(fsdp, recurse=False):
                 loss = fsdp.module(**inputs).loss

@@ -6,15 +6,15 @@ import copy
 from typing import Any
 
 from kit import Run, main
-from kit.models import batch, build
-from kit.wrapping import cache_length, wrap
+from kit.models import build
+from kit.wrapping import cache_length, own_batch, wrap
 
 import torch
 
 
 def body(run: Run) -> None:
-    model = build(run).train(run.flags["mode"] == "train")
-    inputs = batch(run, run.rank)
+    model = build(run).to(run.device).train(run.flags["mode"] == "train")
+    inputs = own_batch(run)
     inputs.pop("labels")
     call: dict[str, Any] = {**inputs, "use_cache": True}
     if run.flags["cache"] != "returned":
@@ -38,7 +38,7 @@ def body(run: Run) -> None:
     run.phase("next token")
     token = inputs["input_ids"][:, -1:]
     with torch.no_grad():
-        mask = torch.ones(token.shape[0], want + 1, dtype=torch.long)
+        mask = torch.ones(token.shape[0], want + 1, dtype=torch.long, device=run.device)
         step: dict[str, Any] = {"use_cache": True, "attention_mask": mask, "past_key_values": cache}
         whole = torch.cat([inputs["input_ids"], token], dim=1)
         following = fsdp(input_ids=token, **step).logits[:, -1]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
-from kit.models import batch, build
-from kit.wrapping import cache_length, one_process, wrap
+from kit.models import build
+from kit.wrapping import cache_length, one_process, own_batch, wrap
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 
 def body(run: Run) -> None:
-    model = build(run).train(run.flags["mode"] == "train")
-    inputs = batch(run, run.rank)
+    model = build(run).to(run.device).train(run.flags["mode"] == "train")
+    inputs = own_batch(run)
     inputs.pop("labels")
     call: dict[str, Any] = {**inputs, "output_hidden_states": True}
     if run.flags["use_cache"] is not None:  # null: the model decides

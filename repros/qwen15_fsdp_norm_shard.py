@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
-from kit.models import batch, build
-from kit.wrapping import one_process, wrap
+from kit.models import build
+from kit.wrapping import one_process, own_batch, wrap
 
 import torch
 from torch import nn
@@ -18,15 +18,15 @@ def final_norm(run: Run, model: Any) -> None:
     hidden = model.config.hidden_size
     torch.manual_seed(run.seed)
     if run.flags["norm"] == "layernorm":
-        model.model.norm = nn.LayerNorm(hidden, bias=False)
+        model.model.norm = nn.LayerNorm(hidden, bias=False).to(run.device)
     elif run.flags["norm"] == "prelu":
-        model.model.norm = nn.PReLU(batch(run, run.rank)["input_ids"].shape[1])  # its channels are the tokens
+        model.model.norm = nn.PReLU(own_batch(run)["input_ids"].shape[1]).to(run.device)  # its channels are the tokens
 
 
 def body(run: Run) -> None:
-    model = build(run).eval()
+    model = build(run).to(run.device).eval()
     final_norm(run, model)
-    inputs = batch(run, run.rank)
+    inputs = own_batch(run)
     inputs.pop("labels")
     call: dict[str, Any] = {**inputs, "use_cache": run.flags["use_cache"], "output_hidden_states": True}
     with torch.no_grad():

@@ -242,7 +242,10 @@ def torchrun_line(attempt: Attempt) -> str:
     words = [f"{name}={value}" for name, value in sorted(attempt.env.items())]
     words = ["env", *words] if words else []
     words += ["torchrun"] if _same_interpreter(attempt.python) else [attempt.python, "-m", "torch.distributed.run"]
-    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), str(script), "--arm", settings["arm"]]
+    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), str(script)]
+    if script.stem != settings["case"].replace("-", "_"):  # several cases share the script
+        words += ["--case", settings["case"]]
+    words += ["--arm", settings["arm"]]
     words += ["--model", settings["model"]["slug"], "--strategy", settings["strategy"]["slug"]]
     for name, default in (("scale", "tiny"), ("weights", "random")):
         value = settings["model"].get(name, default)

@@ -123,6 +123,8 @@ def _environment(settings: dict[str, Any]) -> None:
     if settings["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        # deepspeed's own launcher sets it; without it deepspeed 0.14 asks the program numactl.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if settings["model"].get("weights") != "hub":
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -139,10 +141,15 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     """Settings for a script run by hand, from the same files that the harness reads (needs PyYAML)."""
     import yaml
 
-    case_file = ROOT / "conf" / "case" / (Path(script).stem.replace("_", "-") + ".yaml")
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--case", default=Path(script).stem.replace("_", "-"), help="where several cases share a script")
+    named, argv = first.parse_known_args(argv)
+    case_file = ROOT / "conf" / "case" / f"{named.case}.yaml"
     case = yaml.safe_load(case_file.read_text(encoding="utf-8"))
     arms = list(case["arms"])
-    parser = argparse.ArgumentParser(prog=Path(script).name, description=case["title"], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=Path(script).name, description=case["title"], allow_abbrev=False, parents=[first]
+    )
     parser.add_argument("--arm", choices=arms, default=arms[0])
     parser.add_argument("--model", default=(case.get("axes") or {}).get("model", ["qwen1.5-0.5b"])[0])
     parser.add_argument("--strategy", default=(case.get("axes") or {}).get("strategy", ["ddp"])[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kit.models import batch
 from kit.run import Run
 from kit.strategies import fsdp_policy, layer_classes
 
@@ -64,6 +65,11 @@ def wrap(run: Run, model: nn.Module) -> Any:
         raise ValueError(f"no wrapper here for the strategy {slug!r}")
     run.fact("wrapped", type(wrapped).__name__)
     return wrapped
+
+
+def own_batch(run: Run, step: int = 0) -> dict[str, torch.Tensor]:
+    """This rank's batch at one step, on its device."""
+    return {name: value.to(run.device) for name, value in batch(run, run.rank, step).items()}
 
 
 def full_parameters(run: Run, wrapped: Any) -> dict[str, torch.Tensor]:

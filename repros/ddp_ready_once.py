@@ -1,0 +1,46 @@
+"""DDP marks a parameter ready twice under reentrant checkpointing (huggingface/transformers#23728)."""
+
+from __future__ import annotations
+
+from kit import Run, main
+from kit.models import build
+from kit.proof import LR, Reference
+from kit.strategies import each_step
+from kit.wrapping import full_parameters, own_batch, wrap
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def body(run: Run) -> None:
+    model = build(run).train()
+    reference = Reference(run, model, same_batch=False)
+    if run.flags["checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": run.flags["reentrant"]})
+    if run.strategy["slug"] == "ddp":
+        wrapped = DDP(
+            model.to(run.device),
+            find_unused_parameters=run.flags["find_unused"],
+            static_graph=run.flags["static_graph"],
+            gradient_as_bucket_view=run.flags["bucket_view"],
+        )
+        run.fact("wrapped", type(wrapped).__name__)
+    else:
+        wrapped = wrap(run, model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LR)
+    losses: list[float] = []
+    after: dict[str, torch.Tensor] = {}
+    for step in each_step(run):
+        loss = wrapped(**own_batch(run, step), use_cache=False).loss
+        loss.backward()  # <- a checkpointed layer's gradients arrive in a backward pass of their own
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not after:
+            after = full_parameters(run, wrapped)
+    reference.check_losses(run, losses)
+    reference.check_gradient(run, after)
+
+
+if __name__ == "__main__":
+    main(body)

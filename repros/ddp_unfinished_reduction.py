@@ -1,0 +1,59 @@
+"""DDP waits for the gradient of a module that had no part in the loss (huggingface/accelerate#2017)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+from kit.proof import LR, Reference
+from kit.strategies import each_step
+from kit.wrapping import full_parameters, own_batch, wrap
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def with_value_head(run: Run, model: Any) -> Any:
+    """A head that this training does not use, as a reward model's or a frozen tower's projector may be."""
+    torch.manual_seed(run.seed)
+    model.value_head = nn.Linear(model.config.hidden_size, 1)
+    if run.flags["freeze"]:
+        model.value_head.requires_grad_(False)
+    return model
+
+
+def body(run: Run) -> None:
+    model = with_value_head(run, build(run).train())
+    reference = Reference(run, model, same_batch=False)
+    if run.strategy["slug"] == "ddp":
+        wrapped: Any = DDP(
+            model.to(run.device),
+            find_unused_parameters=run.flags["find_unused"],
+            static_graph=run.flags["static_graph"],
+            gradient_as_bucket_view=run.flags["bucket_view"],
+        )
+        run.fact("wrapped", type(wrapped).__name__)
+    else:
+        wrapped = wrap(run, model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LR)
+    losses: list[float] = []
+    after: dict[str, torch.Tensor] = {}
+    for step in each_step(run):
+        # From the second step on, DDP finds the first one's reduction unfinished: the head's gradient never came.
+        loss = wrapped(**own_batch(run, step), use_cache=False).loss  # <-
+        if run.flags["touch"]:
+            loss = loss + 0.0 * sum(parameter.sum() for parameter in model.value_head.parameters())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not after:
+            after = full_parameters(run, wrapped)
+    reference.check_losses(run, losses)
+    reference.check_gradient(run, after)
+
+
+if __name__ == "__main__":
+    main(body)

@@ -1,0 +1,80 @@
+"""Under FSDP2 the inner model is called past the root: torch.Tensor meets DTensor (pytorch/pytorch#136336, #156535)."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+from kit.proof import LR, Reference
+from kit.strategies import each_step
+from kit.wrapping import full_parameters, own_batch, wrap
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss from the hidden states, as preference and distillation trainers compute it: head and model apart."""
+    hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]  # <- not the root
+    logits = model.lm_head(hidden)[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
+    """Under DDP every rank holds the same parameters after a step."""
+    sums = torch.tensor([value.double().sum() for value in parameters.values()], dtype=torch.float64)
+    most, least = sums.clone(), sums.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    apart = int((most != least).sum())
+    run.check("replicas_equal", apart == 0, got=f"{apart} of {len(sums)} parameters differ between ranks", want="none")
+
+
+def body(run: Run) -> None:
+    model = build(run)
+    reference = Reference(run, model, same_batch=False)
+    how = run.flags["how"]
+    if how == "inner_unit":
+        from torch.distributed.fsdp import fully_shard
+
+        model.model.to(run.device)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model.model)
+    wrapped = wrap(run, model)
+    module = wrapped.module if run.strategy["slug"] in ("ddp", "fsdp") else wrapped
+    if how == "register":
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        wrapped.loss_of = types.MethodType(loss_of, wrapped)
+        register_fsdp_forward_method(wrapped, "loss_of")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LR)
+    losses: list[float] = []
+    after: dict[str, torch.Tensor] = {}
+    for step in each_step(run):
+        inputs = own_batch(run, step)
+        if how == "root":
+            loss = wrapped(**inputs, use_cache=False).loss
+        elif how == "register":
+            loss = wrapped.loss_of(**inputs)
+        else:
+            if how == "unshard":
+                wrapped.unshard()
+            loss = loss_of(module, **inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not after:
+            after = full_parameters(run, wrapped)
+            if run.strategy["slug"] == "ddp":
+                check_replicas(run, after)
+    reference.check_losses(run, losses)
+    reference.check_gradient(run, after)
+
+
+if __name__ == "__main__":
+    main(body)

@@ -1,0 +1,47 @@
+"""Only the first rank asks FSDP for its full state dict: it waits for the others for ever (pytorch/pytorch#73383)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+from kit.wrapping import wrap
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def state_of(run: Run, model: Any) -> dict[str, torch.Tensor]:
+    if run.strategy["slug"] == "fsdp":
+        # rank0_only says who keeps the result, not who takes part in gathering it.
+        config = FullStateDictConfig(rank0_only=run.flags["rank0_only"])
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            return model.state_dict()
+    if run.strategy["slug"] == "fsdp2":
+        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return model.module.state_dict()
+
+
+def body(run: Run) -> None:
+    model = build(run)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    wrapped = wrap(run, model)
+    run.phase("save")
+    if run.flags["ranks"] == "all":
+        state = state_of(run, wrapped)
+    if run.rank == 0:
+        if run.flags["ranks"] == "first":
+            state = state_of(run, wrapped)  # <- a collective that only this rank enters
+        torch.save(state, run.work_dir / "model.pt")
+    run.phase("barrier")
+    dist.barrier()  # the others wait here for the file, as a training script does
+    read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
+    wrong = [name for name in want if name not in read or not torch.equal(read[name], want[name])]
+    run.check("reloaded", not wrong, got=f"{len(wrong)} missing or different: {wrong[:3]}", want="none")
+
+
+if __name__ == "__main__":
+    main(body)
