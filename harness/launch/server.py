@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.launch.attempt import ATTEMPT_TOKEN, PARENT_TOKEN
+from harness.launch.attempt import ATTEMPT_TOKEN
 
 Json = dict[str, Any]
 
@@ -81,7 +81,6 @@ class Server:
             **{name: str(self.folder / name.lower()) for name in own},
             "TMPDIR": str(self.folder),
             ATTEMPT_TOKEN: "server".ljust(TOKEN_ROOM, "-"),
-            PARENT_TOKEN: str(os.getpid()),
         }
         with open(self.folder / "server.log", "ab") as log:
             try:

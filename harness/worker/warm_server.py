@@ -180,7 +180,10 @@ class Server:
             self.reply(event="failed", id=request["id"], kind="memory", message=f"no process: {error}")
             return
         if pid == 0:
-            self.module.Supervisor(request["spec"], request["launch"], own_pid, send, fds, self.mark).run()
+            try:
+                self.module.Supervisor(request["spec"], request["launch"], own_pid, send, fds, self.mark).run()
+            finally:
+                os._exit(70)  # whatever happened: nothing of the supervisor may return into the server's loop
         os.close(send)
         self.running[receive] = {"id": request["id"], "pid": pid}
         self.reply(event="started", id=request["id"], pid=pid)
