@@ -1,10 +1,12 @@
-"""Plain load_state_dict on a ZeRO-3 model: its parameters have the shape [0] (Lightning-AI/pytorch-lightning#18648)."""
+"""load_state_dict on a ZeRO engine's model: refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648), else silently undone by a step."""
 
 from __future__ import annotations
 
 from kit import Run, main
-from kit.models import build
+from kit.models import batch, build
 from kit.zero import engine, module, whole
+
+import torch
 
 
 def body(run: Run) -> None:
@@ -12,27 +14,42 @@ def body(run: Run) -> None:
     source = build(run, seed=run.seed + 1)
     state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
     model = build(run)
-    if run.flags["load"] == "before":
+    load = run.flags["load"]
+    if load == "into-model":  # how each stage lets one
+        load = "gathered" if stage == 3 else "plain"
+    if load == "before":
         model.load_state_dict(state)
-    ds = engine(run, model, stage)
+    ds = engine(run, model, stage, lr=0.0)
     run.fact("engine", type(ds).__name__)
     run.fact("first_shape", tuple(next(model.parameters()).shape))
-    if run.flags["load"] == "plain":
+    if load == "plain":
         model.load_state_dict(state)  # <- deepspeed.initialize has left every parameter with the shape [0]
-    elif run.flags["load"] == "non-strict":
+    elif load == "non-strict":
         model.load_state_dict(state, strict=False)
-    elif run.flags["load"] == "gathered":
+    elif load == "gathered":
         with module().zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             if run.rank == 0:
                 model.load_state_dict(state)
-    elif run.flags["load"] == "checkpoint":
+    elif load == "checkpoint":
         # What deepspeed offers itself: save the engine's checkpoint and load it back.
-        donor = engine(run, source, stage)
+        donor = engine(run, source, stage, lr=0.0)
         donor.save_checkpoint(str(run.work_dir / "checkpoint"), tag="it")
         ds.load_checkpoint(str(run.work_dir / "checkpoint"), tag="it", load_optimizer_states=False)
+    if run.flags["refresh"]:
+        ds.optimizer.refresh_fp32_params()
+    check(run, "weights", model, state)
+    # deepspeed's optimizer trains copies of its own. A step with a learning rate of 0 writes them back: what was loaded
+    # into the model only is undone by it, without a word.
+    loss = ds(**{key: value.to(run.device) for key, value in batch(run, run.rank).items()}).loss
+    ds.backward(loss)
+    ds.step()
+    check(run, "weights-after-step", model, state)
+
+
+def check(run: Run, name: str, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
     names = [name for name, _ in model.named_parameters()]
-    error = max((got - state[name]).abs().max().item() for name, got in zip(names, whole(model.parameters())))
-    run.check("weights", error == 0.0, got=error, want=0.0, tolerance=0.0)
+    error = max((got.cpu() - state[key]).abs().max().item() for key, got in zip(names, whole(model.parameters())))
+    run.check(name, error == 0.0, got=error, want=0.0, tolerance=0.0)
 
 
 if __name__ == "__main__":
