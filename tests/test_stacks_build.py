@@ -182,6 +182,13 @@ def test_a_replaced_package_is_laid_over_with_what_has_to_move(conf: Path) -> No
     assert (imported(base, "top"), imported(base, "part")) == ("1.0", "1.0")
     assert over.versions == {**base.versions, "top": "2.0", "part": "2.0"}
     assert resolve("small+top@2.0", conf=conf).key == over.key
+    assert over.extensions_dir == base.extensions_dir  # minutes to compile, and the same
+
+
+def test_another_deepspeed_has_compiled_extensions_of_its_own(conf: Path) -> None:
+    stack_wheels.wheel(conf.parent / "wheels", "deepspeed", "1.0")
+    base, over = resolve("small", conf=conf), resolve("small+deepspeed==1.0", conf=conf)
+    assert over.moved == {"deepspeed": ("", "1.0")} and over.extensions_dir != base.extensions_dir
 
 
 def test_replacing_a_package_by_itself_is_the_base(conf: Path) -> None:

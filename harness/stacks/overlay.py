@@ -68,14 +68,10 @@ def layer(
                 "moved": {package: list(change) for package, change in changes.items()}}  # fmt: skip
 
     done = build.once(name, key, lay, say)
-    return Stack(
-        name,
-        base.python,
-        done["versions"],
-        (done["overlay"], *base.path),
-        key,
-        {package: (change[0], change[1]) for package, change in done["moved"].items()},
-    )
+    changes = {package: (change[0], change[1]) for package, change in done["moved"].items()}
+    # Extensions take minutes to compile and depend on who brings them, not on transformers.
+    compiled = base.compiled or base.key if "deepspeed" not in changes else key
+    return Stack(name, base.python, done["versions"], (done["overlay"], *base.path), key, changes, compiled)
 
 
 def plan(name: str, base: Stack, swaps: Sequence[Requirement], found: Definition | None) -> dict[str, tuple[str, str]]:

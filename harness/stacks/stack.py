@@ -48,13 +48,14 @@ class Stack:
     key: str = ""  # short hash of what it consists of
     # what the overlay changes: package -> (its version in the base, "" where it is new; its own version)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
+    compiled: str = ""  # the stack whose compiled extensions serve this one too (its key); default: its own
     # package that cannot be used here -> why
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def extensions_dir(self) -> str:
         """TORCH_EXTENSIONS_DIR: per stack, since torch's own cache is keyed by Python and CUDA alone."""
-        return str(cache_dir() / "extensions" / self.key)
+        return str(cache_dir() / "extensions" / (self.compiled or self.key))
 
     def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a process of this stack needs in its environment beyond what it inherits."""
