@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from harness import document as documents
 from harness.catalogue import Catalogue
 from harness.config import RunSettings
@@ -22,6 +24,7 @@ from harness.launch.attempt import Attempt, Launcher
 from harness.leases import Leases
 from harness.paths import cache_dir
 from harness.plan import ArmPlan, CellPlan
+from harness.schema import Case
 from harness.stacks import Stack
 from harness.store import RELEVANT, Store, stack_label
 
@@ -203,7 +206,7 @@ class Engine:
                 deadline_s=plan.deadline,
                 env={**stack.environment({}), **case.launch.env, **case.arms[arm].env},
                 gpus=tuple(gpus),
-                imports=tuple(case.launch.imports),
+                imports=self._imports(case, plan),
                 cold=case.launch.cold
                 or ("launch.teardown: how the process ends is tested" if case.launch.teardown else None),
                 stack_cache=cache_dir() / "stack-caches" / stack.key,
@@ -214,6 +217,12 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
             observation = _fault(plan, error)
         return observation, time.monotonic() - began
+
+    def _imports(self, case: Case, plan: ArmPlan) -> tuple[str, ...]:
+        """What the case's script imports, and what its arm's strategy brings (deepspeed)."""
+        strategy = self.catalogue.strategies[plan.settings["strategy"]["slug"]]
+        brought = [Requirement(text).name for text in strategy.requires]
+        return tuple(dict.fromkeys([*case.launch.imports, *(name for name in brought if name != "torch")]))
 
     def _record(
         self,

@@ -14,10 +14,7 @@ from filelock import FileLock
 
 from harness.stacks.stack import Stack
 
-_BUILD = (
-    "from deepspeed.accelerator import get_accelerator as a; "
-    "a().create_op_builder('ShareMemCommBuilder').load(verbose=False)"
-)
+_BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 LIMIT_S = 600
 
 
@@ -36,6 +33,7 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
         for stale in folder.rglob("lock"):  # ours alone: nobody else builds while we hold .building
             stale.unlink()
         env = {**(inherited or os.environ), **stack.environment(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"OMP_NUM_THREADS": "1", "MAX_JOBS": "2"}
         try:
             built = subprocess.run(
                 [stack.python, "-c", _BUILD], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
