@@ -14,7 +14,7 @@ import pytest
 import stack_wheels
 
 from harness import paths
-from harness.stacks import Stack, StackError, build, disk, make_lock, prune, resolve, show, stacks, swapped
+from harness.stacks import Stack, StackError, build, disk, make_lock, prune, resolve, show, spec, stacks, swapped
 from harness.stacks import lock as locks
 from harness.stacks.installer import explain
 
@@ -221,8 +221,12 @@ def test_another_torch_is_a_whole_environment_and_keeps_the_rest(conf: Path) -> 
 
 
 def test_a_probe_is_named_by_what_it_replaces() -> None:
-    assert swapped("small", "Top", "2.0") == "small+top==2.0"
-    assert swapped("small+top==1.1+part==1.0", "top", "2.0") == "small+part==1.0+top==2.0"
+    assert swapped("small", "Top", "2.0") == "small+top@2.0"
+    assert swapped("small+top==1.1+part@1.0", "top", "2.13.0+cpu") == "small+part@1.0+top@2.13.0+cpu"
+    both = spec.parse("small+part@1.0+top@2.13.0+cpu")
+    assert both.base == "small" and [str(swap) for swap in both.swaps] == ["part==1.0", "top==2.13.0+cpu"]
+    clone = spec.parse("small+top @ git+file:///clone@abc123")
+    assert [(swap.name, swap.url) for swap in clone.swaps] == [("top", "git+file:///clone@abc123")]
 
 
 # -- the user's own
@@ -313,7 +317,7 @@ def test_prune_takes_what_is_old_or_unfinished_and_leaves_what_runs(conf: Path) 
         ("small+nosuch==1.0", "version", "nosuch was not found"),
         ("small+old==1.0", "wheel", "nothing to install for this Python"),
         ("small+future==1.0", "wheel", "nothing to install for this Python"),
-        ("small+top>=1", "usage", "NAME==VERSION|no stack named"),
+        ("small+top>=1", "usage", "NAME@VERSION|no stack named"),
         ("small+top==1.0+top==2.0", "usage", "twice"),
         ("+top==1.0", "usage", "no base"),
         ("python:/no/such/python", "python", "no interpreter at /no/such/python"),

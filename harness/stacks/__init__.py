@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from harness.stacks import build, files, overlay, spec
 from harness.stacks import lock as locks
 from harness.stacks.build import Say, quiet
@@ -88,8 +90,13 @@ def swapped(text: str, package: str, version: str) -> str:
     """The specification of a stack with one more package replaced: how a search names its probes."""
     wanted = spec.parse(text)
     name = spec.canonical(package)
-    kept = [str(swap) for swap in wanted.swaps if spec.canonical(swap.name) != name]
-    return "+".join([wanted.base, *sorted([*kept, f"{name}=={version}"])])
+    kept = [f"{swap.name}@{next(iter(swap.specifier)).version}" for swap in wanted.swaps if _plain(swap, name)]
+    kept += [str(swap) for swap in wanted.swaps if swap.url and spec.canonical(swap.name) != name]
+    return "+".join([wanted.base, *sorted([*kept, f"{name}@{version}"])])
+
+
+def _plain(swap: Requirement, name: str) -> bool:
+    return not swap.url and spec.canonical(swap.name) != name
 
 
 def make_lock(name: str, *, conf: Path | None = None) -> Path:

@@ -55,9 +55,9 @@ def parse(text: str) -> Spec:
         try:
             swap = Requirement(wanted)
         except InvalidRequirement as error:
-            raise StackError("usage", f"stack={text}: {part!r} is not NAME==VERSION: {error}") from None
+            raise StackError("usage", f"stack={text}: {part!r} is not NAME@VERSION: {error}") from None
         if not swap.url and [item.operator for item in swap.specifier] != ["=="]:
-            raise StackError("usage", f"stack={text}: {part!r}: a replaced package needs one release (NAME==VERSION)")
+            raise StackError("usage", f"stack={text}: {part!r}: a replaced package needs one release (NAME@VERSION)")
         swaps.append(swap)
     if not base:
         raise StackError("usage", f"stack={text}: no base stack before '+'")
