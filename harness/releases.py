@@ -20,7 +20,7 @@ import requests
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from pypi_simple import NoSuchProjectError, ProjectPage, PyPISimple
+from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, PyPISimple
 
 from harness import paths
 from harness.errors import nearest
@@ -28,7 +28,6 @@ from harness.stacks.errors import StackError
 from harness.stacks.installer import index_settings
 from harness.stacks.stack import canonical, short_hash
 
-PYPI = "https://pypi.org/simple"
 KEEP_S = 3600
 
 
@@ -56,7 +55,7 @@ def indexes(env: Mapping[str, str] | None = None) -> list[str]:
     given = {**(os.environ if env is None else env), **index_settings(env)}
     folders = [path for path in re.split(r"[ ,]+", given.get("UV_FIND_LINKS", "")) if path and "://" not in path]
     more = f"{given.get('UV_INDEX', '')} {given.get('UV_EXTRA_INDEX_URL', '')}".split()
-    default = given.get("UV_DEFAULT_INDEX") or given.get("UV_INDEX_URL") or PYPI
+    default = given.get("UV_DEFAULT_INDEX") or given.get("UV_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
     return [*folders, *(re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default])]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
 from harness.releases import Release, between, exact, indexes, near, parse_between, releases
 from harness.stacks.errors import StackError
@@ -91,13 +92,13 @@ def test_what_was_read_last_serves_when_the_index_is_away(address: str, tmp_path
 
 
 def test_settings_of_uv_come_before_those_of_pip() -> None:
-    assert indexes({}) == ["https://pypi.org/simple"]
+    assert indexes({}) == [PYPI_SIMPLE_ENDPOINT]
     assert indexes({"PIP_INDEX_URL": "http://pip/simple"}) == ["http://pip/simple"]
     both = {"PIP_INDEX_URL": "http://pip/simple", "UV_DEFAULT_INDEX": "http://uv/simple"}
     assert indexes(both) == ["http://uv/simple"]
     more = {"UV_INDEX": "mine=http://a/simple http://b/simple", "UV_INDEX_URL": "http://uv/simple"}
     assert indexes(more) == ["http://a/simple", "http://b/simple", "http://uv/simple"]
-    assert indexes({"UV_FIND_LINKS": "/wheels"}) == ["/wheels", "https://pypi.org/simple"]
+    assert indexes({"UV_FIND_LINKS": "/wheels"}) == ["/wheels", PYPI_SIMPLE_ENDPOINT]
 
 
 def test_an_index_of_files_and_a_folder_of_wheels(address: str, tmp_path: Path) -> None:
