@@ -66,12 +66,12 @@ def new(
 
 
 def take_over(document: Document, older: Mapping[str, Any], plan: CellPlan) -> None:
-    """Resume: attempts already recorded with the same fingerprint are kept, up to as many as are asked for."""
+    """Resume: attempts already recorded with the same fingerprint are kept, also more of them than are asked for."""
     for arm in plan.arms:
         before = older["arms"].get(arm.arm)
         if before and before.get("fingerprint") == arm.fingerprint and not arm.skipped:
             kept = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra"]
-            document["arms"][arm.arm]["attempts"] = kept[: arm.repeat]
+            document["arms"][arm.arm]["attempts"] = kept
     for name, arm in older["arms"].items():
         document["arms"].setdefault(name, arm)  # arms that this run was not asked for stay recorded
     if any(arm["attempts"] for arm in document["arms"].values()):

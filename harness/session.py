@@ -37,8 +37,11 @@ class Session:
     unavailable: dict[str, str]  # stack -> why it is not there
 
 
-def prepare(texts: list[str], build_stacks: bool = True) -> Session:
-    """Everything that can be wrong with what was asked is found here, before anything is launched or written."""
+def prepare(texts: list[str], build_stacks: bool = True, given: Mapping[str, Stack] | None = None) -> Session:
+    """Everything that can be wrong with what was asked is found here, before anything is launched or written.
+
+    ``given``: stacks that the caller has already resolved, by the name that the selection uses for them.
+    """
     selection = overrides.parse(texts)
     catalogue = catalogues.load(patches=selection.patches)
     settings = compose_run(selection.run)
@@ -49,7 +52,7 @@ def prepare(texts: list[str], build_stacks: bool = True) -> Session:
     if settings.arms:
         known = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
         overrides.expand("arm", settings.arms, known)
-    stacks, unavailable = _stacks(catalogue, cells, settings, build_stacks)
+    stacks, unavailable = _stacks(catalogue, cells, settings, build_stacks, given or {})
     asked = [name for name in selection.stack if name in unavailable]
     if asked and len(asked) == len(selection.stack):
         raise catalogues.ConfigError(f"stack={asked[0]}: {unavailable[asked[0]]}")
@@ -61,7 +64,7 @@ def prepare(texts: list[str], build_stacks: bool = True) -> Session:
 
 
 def _stacks(
-    catalogue: Catalogue, cells: list[matrix.Cell], settings: RunSettings, build: bool
+    catalogue: Catalogue, cells: list[matrix.Cell], settings: RunSettings, build: bool, given: Mapping[str, Stack]
 ) -> tuple[dict[str, Stack], dict[str, str]]:
     wanted = {cell.stack for cell in cells}
     optional: set[str] = set()
@@ -74,6 +77,9 @@ def _stacks(
     unavailable: dict[str, str] = {}
     states = {listed.name: listed.state for listed in known_stacks()}
     for name in sorted(wanted | optional):
+        if name in given:
+            stacks[name] = given[name]
+            continue
         # A stack that only one arm wants is used when it is there; building it is `repro stack build`'s business.
         if states.get(name, "here") not in ("here", "built") and not (build and name in wanted):
             unavailable[name] = f"it is not built here: `repro stack build {name}`"

@@ -1,0 +1,97 @@
+"""What one arm answered on one stack, as a label that searches over releases can compare. Pure.
+
+``fires``, ``clean`` or ``other error: Type: text``. No label (None) where it cannot be known: skipped, a hang that is not
+the signature, infrastructure. One firing is proof; ``clean`` needs every attempt that was made to be clean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.evidence import items, mapping, text
+
+FIRES, CLEAN, OTHER = "fires", "clean", "other error"
+TEXT = 160  # characters of a message that a label keeps
+
+# What differs from run to run in the same message: addresses in memory and on the network, folders.
+_VARYING = (
+    (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"), "host:port"),
+    (re.compile(r"(?<![\w.])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])"), "…/"),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``detail`` is the message that stands for the label, or the reason why there is none."""
+
+    label: str | None
+    detail: str
+    fired: int = 0
+    counted: int = 0  # attempts that ran, of which ``fired`` fired
+
+    @property
+    def whole(self) -> str | None:
+        """Label and text: what is compared where a change of the text counts, too."""
+        return f"{FIRES}: {self.detail}" if self.label == FIRES else self.label
+
+    @property
+    def flaky(self) -> bool:
+        return 0 < self.fired < self.counted
+
+
+def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
+    """Judge an arm of a stored document over all its attempts."""
+    if arm is None:
+        return Answer(None, "not run")
+    if arm.get("skipped"):
+        return Answer(None, f"skipped: {arm['skipped']}")
+    outcomes = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
+    named = [(text(outcome.get("outcome")), outcome) for outcome in outcomes]
+    fired = [outcome for name, outcome in named if name == "fires"]
+    counted = sum(name in ("fires", "clean", "other_error") for name, _ in named)
+    if fired:
+        return Answer(FIRES, _fired(case, fired[0]), len(fired), counted)
+    for name, outcome in named:
+        if name not in ("clean", "other_error"):
+            return Answer(None, f"{name or 'damaged'}: {text(outcome.get('reason'))}", 0, counted)
+    errors = [_error(case, outcome) for name, outcome in named if name == "other_error"]
+    if errors:
+        usual = Counter(errors).most_common(1)[0][0]
+        return Answer(f"{OTHER}: {usual}", usual, 0, counted)
+    if not outcomes:
+        return Answer(None, "not run")
+    return Answer(CLEAN, text(outcomes[0].get("reason")), 0, counted)
+
+
+def plain(message: str) -> str:
+    """A message's first line without what differs from run to run."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    for pattern, instead in _VARYING:
+        line = pattern.sub(instead, line)
+    return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
+
+
+def _fired(case: str, outcome: Mapping[str, Any]) -> str:
+    """The known failure's own words, with the type where it was an exception."""
+    own = next((seen for seen in items(outcome.get("recognised")) if seen.get("case") == case), {})
+    primary = mapping(outcome.get("primary"))
+    message = text(own.get("message")) or text(primary.get("message")) or text(outcome.get("reason"))
+    same = bool(primary) and text(primary.get("message"))[:TEXT] == message[:TEXT]
+    return plain(f"{text(primary.get('type'))}: {message}" if same else message)
+
+
+def _error(case: str, outcome: Mapping[str, Any]) -> str:
+    """Another error in a line; named where it is another known failure."""
+    others = [s for s in items(outcome.get("recognised")) if s.get("case") != case and s.get("kind") != "log"]
+    known = f" [{text(others[0].get('case'))}]" if others else ""
+    primary = mapping(outcome.get("primary"))
+    if primary:
+        said = plain(text(primary.get("message")))
+        return (f"{text(primary.get('type'))}: {said}" if said else text(primary.get("type"))) + known
+    # No failure of a rank: the proof. What was got instead differs from run to run, and which ranks say so may.
+    return re.split(r" on ranks? \d", plain(text(outcome.get("reason"))))[0] + known
