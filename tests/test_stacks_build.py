@@ -14,7 +14,20 @@ import pytest
 import stack_wheels
 
 from harness import paths
-from harness.stacks import Stack, StackError, build, disk, make_lock, prune, resolve, show, spec, stacks, swapped
+from harness.stacks import (
+    Stack,
+    StackError,
+    build,
+    differences,
+    disk,
+    make_lock,
+    prune,
+    resolve,
+    show,
+    spec,
+    stacks,
+    swapped,
+)
 from harness.stacks import lock as locks
 from harness.stacks.installer import explain
 
@@ -225,8 +238,8 @@ def test_a_probe_is_named_by_what_it_replaces() -> None:
     assert swapped("small+top==1.1+part@1.0", "top", "2.13.0+cpu") == "small+part@1.0+top@2.13.0+cpu"
     both = spec.parse("small+part@1.0+top@2.13.0+cpu")
     assert both.base == "small" and [str(swap) for swap in both.swaps] == ["part==1.0", "top==2.13.0+cpu"]
-    clone = spec.parse("small+top @ git+file:///clone@abc123")
-    assert [(swap.name, swap.url) for swap in clone.swaps] == [("top", "git+file:///clone@abc123")]
+    clone = spec.parse("small+top @ git+file:///clone@1bc123")
+    assert [(swap.name, swap.url) for swap in clone.swaps] == [("top", "git+file:///clone@1bc123")]
 
 
 # -- the user's own
@@ -240,6 +253,21 @@ def test_a_requirements_file_is_a_stack(conf: Path, tmp_path: Path) -> None:
     assert (imported(stack, "top"), imported(stack, "part"), imported(stack, "other")) == ("1.1", "1.0", "1.0")
     (tmp_path / "more.txt").write_text("other==1.1\n", encoding="utf-8")
     assert imported(resolve(str(mine), conf=conf), "other") == "1.1"
+
+
+def test_another_torch_under_a_users_own_lock_keeps_the_rest(conf: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "requirements.txt"
+    mine.write_text(f"# python: {HERE}\ntorch==1.0\nother==1.0\ntop==1.1\n", encoding="utf-8")
+    good, bad = resolve(str(mine), conf=conf), resolve(f"{mine}+torch@2.0+top@2.0", conf=conf)
+    assert (imported(bad, "torch"), imported(bad, "top"), imported(bad, "other")) == ("2.0", "2.0", "1.0")
+    assert bad.path == () and set(differences(good.versions, bad.versions)) == {"torch", "top", "part"}
+    assert imported(resolve(f"{mine}+top@2.0", conf=conf), "torch") == "1.0"
+
+
+def test_differences_leave_out_what_torch_brings() -> None:
+    good = {"python": "3.10.1", "torch": "2.2", "nvidia-nccl-cu12": "1", "triton": "2", "a": "1", "b": "1"}
+    bad = {"python": "3.11.1", "torch": "2.6", "nvidia-nccl-cu12": "2", "triton": "3", "a": "1", "c": "3"}
+    assert differences(good, bad) == {"torch": ("2.2", "2.6"), "b": ("1", ""), "c": ("", "3")}
 
 
 def test_a_uv_lock_is_a_stack(conf: Path, tmp_path: Path) -> None:

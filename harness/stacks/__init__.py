@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from harness.schema import Stack as Definition
 from harness.stacks import build, files, overlay, spec
 from harness.stacks import lock as locks
 from harness.stacks.build import Say, quiet
 from harness.stacks.errors import StackError
 from harness.stacks.manage import Held, Listed, Pruned, prune, show, stacks
-from harness.stacks.stack import Stack, existing
+from harness.stacks.stack import Stack, differences, existing
 
 __all__ = [
-    "Held", "Listed", "Pruned", "Stack", "StackError", "make_lock", "prune", "resolve", "show", "stacks", "swapped",
+    "Held", "Listed", "Pruned", "Stack", "StackError", "differences", "make_lock", "prune", "resolve", "show", "stacks",
+    "swapped",
 ]  # fmt: skip
 
 
@@ -57,8 +60,8 @@ def _resolve(text: str, conf: Path | None, say: Say) -> Stack:
         base = existing(wanted.base, wanted.python)
         return _laid_over(wanted, base, say) if wanted.swaps else base
     if wanted.file:
-        base = build.make(wanted.base, files.lock_of(wanted.file), say)
-        return _laid_over(wanted, base, say) if wanted.swaps else base
+        lock = files.lock_of(wanted.file)
+        return _built(wanted, lock, None, lambda: files.variant_of_file(Path(wanted.base), lock, wanted.swaps), say)
 
     found = spec.definition(wanted.base, conf)
     if found.kind == "current":
@@ -66,12 +69,19 @@ def _resolve(text: str, conf: Path | None, say: Say) -> Stack:
     if found.kind == "python":
         return _resolve(text.replace(wanted.base, f"python:{found.python}", 1), conf, say)
     lock = files.floating(found) if found.floating else locks.committed(found, spec.lock_path(found.slug, conf))
+    return _built(wanted, lock, found, lambda: files.variant(found, wanted.swaps, lock), say)
+
+
+def _built(
+    wanted: spec.Spec, lock: locks.Lock, found: Definition | None, variant: Callable[[], locks.Lock], say: Say
+) -> Stack:
+    """From a lock: as it is, with a layer over it, or (another torch) as a whole environment of its own."""
     if not wanted.swaps:
-        return build.make(text, lock, say)
+        return build.make(wanted.text, lock, say)
     laid = None
     if not overlay.too_heavy(wanted.swaps):
-        laid = overlay.layer(text, build.make(found.slug, lock, say), wanted.swaps, found, say)
-    return laid or build.make(text, files.variant(found, wanted.swaps, lock), say)
+        laid = overlay.layer(wanted.text, build.make(wanted.base, lock, say), wanted.swaps, found, say)
+    return laid or build.make(wanted.text, variant(), say)
 
 
 def _laid_over(wanted: spec.Spec, base: Stack, say: Say) -> Stack:

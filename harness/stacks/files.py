@@ -19,7 +19,7 @@ from harness.stacks.errors import StackError
 from harness.stacks.installer import index_settings
 from harness.stacks.lock import Lock
 from harness.stacks.spec import replaced
-from harness.stacks.stack import short_hash
+from harness.stacks.stack import HEAVY, canonical, short_hash
 
 _INCLUDE = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[ =]+(\S+)", re.M)
 
@@ -101,3 +101,11 @@ def variant(found: Definition, swaps: tuple[Requirement, ...], base: Lock) -> Lo
         write(kept, locks.make(other, prefer=base.pins).text)
     lock = locks.read(kept)
     return Lock(lock.text, lock.python, locks.index_env(found))
+
+
+def variant_of_file(path: Path, lock: Lock, swaps: tuple[Requirement, ...]) -> Lock:
+    """The same for a user's own lock. What torch brought with it goes with it; the rest is kept where it can be."""
+    wanted = {canonical(swap.name) for swap in swaps}
+    names = [name for name in lock.pins if name not in wanted and not HEAVY.match(name)]
+    found = Definition(slug=path.name, title=str(path), python=lock.python, pins=names)
+    return variant(found, swaps, lock)

@@ -23,14 +23,13 @@ from harness.stacks.errors import StackError
 from harness.stacks.installer import run_uv, uv_cache
 from harness.stacks.lock import index_env
 from harness.stacks.spec import replaced
-from harness.stacks.stack import Stack, canonical, short_hash
+from harness.stacks.stack import HEAVY, Stack, canonical, short_hash
 
-_HEAVY = re.compile(r"^(torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|jax|jaxlib)$")
 _CHANGE = re.compile(r"^ ([+-]) ([A-Za-z0-9][\w.-]*)(?:==([^\s]+)| @ (\S+)|(?= \())", re.M)
 
 
 def too_heavy(swaps: Sequence[Requirement]) -> bool:
-    return any(_HEAVY.match(canonical(swap.name)) for swap in swaps)
+    return any(HEAVY.match(canonical(swap.name)) for swap in swaps)
 
 
 def layer(
@@ -43,7 +42,7 @@ def layer(
     key = short_hash("overlay", base.key, *wanted)
     if not (build.stacks_dir() / key / "done.json").exists():
         moved = plan(name, base, swaps, found)
-        if any(_HEAVY.match(package) for package in moved):
+        if any(HEAVY.match(package) for package in moved):
             return None
         if not moved:
             return replace(base, name=name)

@@ -51,7 +51,7 @@ def parse(text: str) -> Spec:
     base, *rest = _PLUS.split(text.strip())
     swaps = []
     for part in rest:
-        wanted = re.sub(r"@(?=\d)", "==", part.strip(), count=1)
+        wanted = re.sub(r"^([A-Za-z][\w.-]*(?:\[[^\]]*\])?)\s*@\s*(?=\d)", r"\1==", part.strip())
         try:
             swap = Requirement(wanted)
         except InvalidRequirement as error:

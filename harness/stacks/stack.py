@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ for d in m.distributions():
         found.setdefault(name.lower().replace("_", "-").replace(".", "-"), d.version)
 print(json.dumps({"python": ".".join(map(str, sys.version_info[:3])), "packages": found}))
 """
+
+# torch and the libraries that it brings: another torch is another environment, never laid over one.
+HEAVY = re.compile(r"^(torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|jax|jaxlib)$")
 
 
 def short_hash(*parts: str) -> str:
@@ -102,3 +106,15 @@ def existing(name: str, python: str) -> Stack:
         raise StackError("python", f"stack={name}: there is no interpreter at {path}")
     versions = look(path)
     return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)))
+
+
+def differences(good: Mapping[str, str], bad: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Packages whose versions differ ("" where one is not there): what a search for the guilty ones starts from.
+
+    What torch brings with it moves with torch, and Python is not a package.
+    """
+    return {
+        name: (good.get(name, ""), bad.get(name, ""))
+        for name in sorted({*good, *bad} - {"python"})
+        if good.get(name) != bad.get(name) and (name == "torch" or not HEAVY.match(name))
+    }
