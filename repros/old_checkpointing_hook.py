@@ -7,16 +7,10 @@ import inspect
 from kit import Run, main
 from kit.models import build
 from kit.sgd import LR, check_losses, compare, data, reference, trained
+from kit.tuning import remove_hook
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-
-def remove_hook(model: torch.nn.Module) -> None:
-    """What the warning asks for: no ``_set_gradient_checkpointing`` in the modeling file. PreTrainedModel's is left."""
-    for kind in type(model).__mro__:
-        if kind.__module__.startswith("transformers_modules") and "_set_gradient_checkpointing" in vars(kind):
-            del kind._set_gradient_checkpointing
 
 
 def body(run: Run) -> None:

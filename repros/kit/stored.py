@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +12,26 @@ from kit.run import Run
 
 import torch
 
+WAIT_S = 60.0
+
 
 def store(run: Run, model: torch.nn.Module, name: str = "model") -> str:
-    """Rank 0 writes the model; every rank gets the folder's path once it is complete. No dots in the folder's name:
-    transformers makes a Python module of a remote-code folder."""
-    import torch.distributed as dist
-
-    folder: Path = run.work_dir / f"{run.case}-{name}"
-    many = dist.is_initialized() and dist.get_world_size() > 1
+    """Rank 0 writes the model; the others wait for the complete folder, without a process group, which may not exist
+    yet. No dots in the folder's name: transformers makes a Python module of a remote-code folder."""
+    # By hand work_dir may be /tmp, where another run has left its own.
+    token = os.environ.get("MASTER_PORT", "") if run.world_size > 1 else str(os.getpid())
+    folder: Path = run.work_dir / f"{run.case}-{name}-{token}"
     if run.rank == 0:
-        model.save_pretrained(str(folder))  # type: ignore[operator]
-    if many:
-        dist.barrier()
+        partial = folder.with_name(folder.name + "-partial")
+        for old in (partial, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        model.save_pretrained(str(partial))  # type: ignore[operator]
+        partial.rename(folder)
+    limit = time.monotonic() + WAIT_S
+    while not folder.exists():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"rank 0 did not write {folder} within {WAIT_S:.0f} s")
+        time.sleep(0.02)
     return str(folder)
 
 

@@ -354,6 +354,9 @@ class QWenCausalLM(QWenPreTrainedModel):
     _keys_to_ignore_on_load_missing = [r"h\.\d+\.attn\.rotary_emb\.inv_freq"]  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"h\.\d+\.attn\.masked_bias"]  # noqa: RUF012
     model_class = QWenModel
+    # The published forward takes no further keywords. Trainer would else take `**others` for `num_items_in_batch`, and
+    # scale the loss by the number of ranks.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: QWenConfig) -> None:
         super().__init__(config)

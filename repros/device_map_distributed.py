@@ -1,0 +1,137 @@
+"""3a: a model loaded with device_map="auto" is trained on several ranks (QwenLM/Qwen#1081, #900, #745)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+from kit.sgd import LR, Tensors, compare, reference, trained
+from kit.stored import load, store
+from kit.tuning import add_lora, loop, prepare, remove_hook, trainer, watch_dtype
+from kit.zero import config, module, whole
+
+import torch
+
+
+def map_arguments(run: Run, source: torch.nn.Module) -> dict[str, Any]:
+    """from_pretrained's arguments for the flag ``device_map``."""
+    chosen = run.flags["device_map"]
+    if chosen == "rank":
+        return {"device_map": {"": run.local_rank if run.device_kind == "cuda" else "cpu"}}
+    if chosen not in ("auto", "balanced"):
+        return {}
+    if run.device_kind == "cuda":
+        return {"device_map": chosen}
+    # On a CPU the map has one entry, unless memory is short: the most memory with which something must go to disk, so
+    # that it is the head, which is placed last, and LoRA's layers stay.
+    from accelerate import infer_auto_device_map
+
+    short, enough = 0, 2 * sum(t.nbytes for t in [*source.parameters(), *source.buffers()])
+    while enough - short > 1:
+        room = (short + enough) // 2
+        places = infer_auto_device_map(source, {"cpu": room}, no_split_module_classes=source._no_split_modules)
+        short, enough = (room, enough) if len(places) > 1 else (short, room)
+    return {"device_map": chosen, "max_memory": {"cpu": short}, "offload_folder": str(run.work_dir / f"disk{run.rank}")}
+
+
+def load_mapped(run: Run, folder: str, source: torch.nn.Module) -> torch.nn.Module:
+    if run.flags["device_map"] == "default-device":
+        with torch.device(run.device):  # newer transformers take the surrounding device for a device_map
+            return load(run, folder)
+    model = load(run, folder, **map_arguments(run, source))
+    if run.flags["device_map"] == "dispatch":
+        # What helpers such as load_checkpoint_and_dispatch do: no device_map argument is in sight, the mark is there.
+        from accelerate import dispatch_model
+
+        last = [name for name, _ in model.named_children()][-1]
+        other = 1 if run.device_kind == "cuda" else "disk"
+        first = 0 if run.device_kind == "cuda" else "cpu"
+        places = {name: other if name == last else first for name, _ in model.named_children()}
+        model = dispatch_model(model, places, main_device=first, offload_dir=str(run.work_dir / f"disk{run.rank}"))
+    return model
+
+
+def train(run: Run, model: Any) -> Any:
+    """Train ``model`` and say in the record what it was wrapped in; returns what holds it."""
+    through = run.flags["through"]
+    stage = int(run.options.get("stage", 0))
+    settings = config(run, stage, gradient_clipping=0.0) if stage else None
+    if stage:
+        module()
+    if through in ("trainer", "trainer-lora"):
+        made = trainer(run, model, settings)
+        made.train()  # <- accelerate refuses the model in here
+        made.clock.report()
+        run.check("steps", made.state.global_step == run.steps, got=made.state.global_step, want=run.steps)
+        return made.model_wrapped
+    if through == "prepare":
+        accelerator, model, optimizer = prepare(run, model, settings)  # <- or here
+        loop(run, model, optimizer, accelerator.backward)
+    elif through == "torch-ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        loop(run, model, torch.optim.SGD(trained(model).values(), lr=LR), torch.Tensor.backward)
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        model = FSDP(model, device_id=run.device, use_orig_params=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+        loop(run, model, optimizer, torch.Tensor.backward)
+    run.check("steps", True, got=run.steps, want=run.steps)
+    return model
+
+
+def wrapper(run: Run) -> str:
+    if run.flags["through"] == "torch-fsdp":
+        return "FullyShardedDataParallel"
+    if run.strategy["slug"].startswith("zero"):
+        return "DeepSpeedEngine" if run.flags["through"] != "prepare" else "DeepSpeedEngineWrapper"
+    alone = run.flags["launcher"] == "python" and run.world_size == 1
+    return "PeftModelForCausalLM" if alone else "DistributedDataParallel"
+
+
+def weights(model: Any, wrapped: Any) -> Tensors:
+    if type(wrapped).__name__ == "FullyShardedDataParallel":
+        with type(wrapped).summon_full_params(wrapped):
+            return {name.replace("_fsdp_wrapped_module.", ""): p.clone() for name, p in trained(model).items()}
+    names = trained(model)
+    return dict(zip(names, whole(names.values())))
+
+
+def body(run: Run) -> None:
+    if run.flags["launcher"] == "python" and run.world_size == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)  # as `python script.py` starts
+    if run.flags["init_first"] or run.flags["through"].startswith("torch"):
+        run.init_process_group()
+    source = build(run)
+    folder = store(run, source)
+    model = load_mapped(run, folder, source)
+    model.config.use_cache = source.config.use_cache = False
+    if run.flags["hook"] == "removed":
+        remove_hook(model)
+    lora = run.flags["through"] != "trainer"
+    if lora:
+        source, model = add_lora(run, source), add_lora(run, model)
+    run.fact("hf_device_map", getattr(model, "hf_device_map", None))
+    if run.flags["delete_map"]:
+        for part in model.modules():
+            if "hf_device_map" in vars(part):
+                del part.hf_device_map
+    want, _ = reference(run, source)
+    start = {name: p.detach().clone() for name, p in trained(source).items()}
+    if run.flags["device_map"] == "none" and run.flags["through"].startswith("torch"):
+        model.to(run.device)
+    dtypes = watch_dtype(model)
+    wrapped = train(run, model)
+    # accelerate falls back to another wrapper or precision without a word where the machine lacks something.
+    wanted = wrapper(run)
+    run.check("wrapper", type(wrapped).__name__ == wanted, got=type(wrapped).__name__, want=wanted)
+    precision = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[run.flags["precision"]]
+    run.check("precision", dtypes == {precision}, got=sorted(dtypes), want=precision)
+    compare(run, weights(model, wrapped), want, start, tolerance=1e-3 if run.flags["precision"] == "fp32" else 0.1)
+
+
+if __name__ == "__main__":
+    main(body)

@@ -1,0 +1,129 @@
+"""Fine-tuning as the reports do it: a LoRA model through Trainer, accelerate or torch, on this rank's own batches."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from kit.run import Run
+from kit.sgd import LR, data, trained
+
+import torch
+
+# Which projections LoRA is put on, by model type.
+TARGETS = {"qwen": ["c_attn"], "llama": ["q_proj", "v_proj"], "qwen2": ["q_proj", "v_proj"]}
+
+
+def add_lora(run: Run, model: torch.nn.Module) -> torch.nn.Module:
+    """The same random adapter on every rank."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(run.seed)
+    return get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[run.model["model_type"]], task_type="CAUSAL_LM")
+    )
+
+
+def remove_hook(model: torch.nn.Module) -> None:
+    """What the warning asks for: no ``_set_gradient_checkpointing`` in the modeling file. PreTrainedModel's is left."""
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("transformers_modules") and "_set_gradient_checkpointing" in vars(kind):
+            del kind._set_gradient_checkpointing
+
+
+class Clock:
+    """Tokens per second of all ranks together, over the steps after the first."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.stamps = run, [time.perf_counter()]
+
+    def tick(self) -> None:
+        self.stamps.append(time.perf_counter())
+
+    def report(self) -> None:
+        took = self.stamps[-1] - self.stamps[1] if len(self.stamps) > 2 else 0.0
+        if took > 0:
+            tokens = data(self.run, 0, 0)["input_ids"].numel() * self.run.world_size * (len(self.stamps) - 2)
+            self.run.metric("tokens_per_s", tokens / took)
+
+
+def watch_dtype(model: torch.nn.Module) -> set[str]:
+    """Fills the set that it returns with the dtypes in which a layer really computes."""
+    seen: set[str] = set()
+    layer = next(m for n, m in model.named_modules() if n.endswith(("mlp.w1", "mlp.gate_proj")))
+    layer.register_forward_hook(lambda _module, _inputs, output: seen.add(str(output.dtype).replace("torch.", "")))
+    return seen
+
+
+def batches(run: Run) -> list[dict[str, torch.Tensor]]:
+    return [data(run, run.rank, step) for step in range(run.steps)]
+
+
+def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None = None) -> Any:
+    """A Trainer whose data are this rank's batches and whose optimizer is plain SGD."""
+    from torch.utils.data import DataLoader
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    clock = Clock(run)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.tick()
+
+    class OwnData(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(batches(run), batch_size=None)  # type: ignore[arg-type]
+
+    on_cpu = run.device_kind == "cpu"
+    if on_cpu and deepspeed:
+        # With use_cpu or this variable Trainer makes a DDP of it and never says that DeepSpeed is not used.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+    arguments = TrainingArguments(
+        output_dir=str(run.work_dir / "trainer"),
+        max_steps=run.steps,
+        per_device_train_batch_size=2,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=on_cpu and not deepspeed,
+        ddp_backend="gloo" if on_cpu and "RANK" in os.environ and not deepspeed else None,
+        fp16=run.flags["precision"] == "fp16",
+        bf16=run.flags["precision"] == "bf16",
+        deepspeed=deepspeed,
+    )
+    made = OwnData(model=model, args=arguments, callbacks=[Watch()])
+    made.clock = clock
+    return made
+
+
+def prepare(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:
+    """Accelerator.prepare: the accelerator, the prepared model and optimizer."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed) if deepspeed else None
+    precision = {"fp32": "no"}.get(run.flags["precision"], run.flags["precision"])
+    on_cpu = run.device_kind == "cpu"
+    if on_cpu and deepspeed:
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # as in trainer()
+    accelerator = Accelerator(cpu=on_cpu and not deepspeed, deepspeed_plugin=plugin, mixed_precision=precision)
+    optimizer = torch.optim.SGD(trained(model).values(), lr=LR)
+    return (accelerator, *accelerator.prepare(model, optimizer))
+
+
+def loop(run: Run, model: Any, optimizer: Any, backward: Any) -> None:
+    """The plain training loop on this rank's batches."""
+    clock = Clock(run)
+    model.train()
+    for inputs in batches(run):
+        loss = model(**{key: value.to(run.device) for key, value in inputs.items()}).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.tick()
+    clock.report()
