@@ -1,0 +1,132 @@
+"""The command line without launching: help, lists, plans, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_no_verb_that_lists_imports_torch_or_hydra() -> None:
+    """What makes help and lists fast: nothing heavy is imported (seconds are measured by `make bench`)."""
+    program = (
+        "import sys; from harness import cli; code = cli.main(['list']); "
+        "bad = {'torch', 'hydra', 'transformers', 'psutil'} & set(sys.modules); "
+        "sys.exit(f'imported {bad}' if bad else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in cli.VERBS)
+
+
+def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "matrx")
+    assert code == 2 and "did you mean 'matrix'" in err
+
+
+def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "list", "case=qwen15-*", "--json")
+    rows = json.loads(out)
+    assert code == 0 and rows
+    assert {"case", "references", "model", "strategy", "stack", "hardware", "arms", "title"} <= set(rows[0])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("list", "case=qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
+        (("run", "qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
+        (("show", "nothing"), "unknown case 'nothing'"),
+        (("matrix", "model=qwen-7"), "did you mean 'qwen-7b'"),
+        (("matrix", "hardware=gpu2"), "hardware=gpu2 needs 2 GPUs"),
+        (("matrix", "repat=3"), "did you mean 'repeat'"),
+        (("matrix", "jobs=-1"), "jobs=-1: must be at least 0"),
+        (("matrix", "deadline=0"), "must be more than 0"),
+        (("matrix", "stack=nowhere"), "nowhere"),
+        (("matrix", "stack=python:/no/such/python"), "/no/such/python"),
+        (("matrix", "arms=[no-such-arm]"), "unknown arm 'no-such-arm'"),
+        (("matrix", "world_size=100000"), "world_size=100000"),
+        (("run", "flags.x=1"), "the first argument of `repro run` is a case"),
+        (("matrix", "model.config.hidden_size=1,2"), "sweep a group or a flag"),
+    ],
+)
+def test_bad_input_is_exit_2_with_a_clear_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    from harness import hardware
+
+    machine = hardware.Machine((), None, "cpu", 2, 24.0, "linux")
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    code, _, err = call(capsys, *words)
+    assert code == 2 and said in err and "Traceback" not in err
+
+
+def test_results_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    code, _, err = call(capsys, "run", "qwen15-fsdp-norm-shard", f"results={tmp_path / 'taken'}", "hardware=cpu")
+    assert code == 2 and str(tmp_path / "taken") in err
+    assert (tmp_path / "taken").read_text() == ""
+
+
+def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from harness.store import Store
+
+    first = Store(tmp_path)
+    first.open()
+    code, _, err = call(capsys, "run", "qwen15-fsdp-norm-shard", f"results={tmp_path}", "hardware=cpu")
+    first.close()
+    assert code == 2 and "another run is writing here" in err
+
+
+def test_plan_shows_what_would_run_and_why_the_rest_would_not(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "matrix", "case=qwen15-fsdp-norm-shard", "hardware=cpu", "--plan", "--json")
+    rows = json.loads(out)
+    assert code == 0 and rows[0]["arm"] == "broken" and rows[0]["skipped"] is None and rows[0]["world_size"] == 2
+
+
+def test_show_prints_the_command_of_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "--json")
+    shown: dict[str, Any] = json.loads(out)
+    assert code == 0 and all("--nproc-per-node" in arm["torchrun"] for arm in shown["arms"])
+    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
+    assert code == 0 and "torchrun" in out and "QwenLM/Qwen3#306" in out
+
+
+def test_claims_of_an_empty_folder_are_all_untested(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = call(capsys, "claims", "--from", str(tmp_path), "--json")
+    assert code == 0 and {row["status"] for row in json.loads(out)} == {"untested"}
+
+
+def test_accept_without_a_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = call(capsys, "accept", "--reason", "x", "--from", str(tmp_path))
+    assert code == 2 and "no complete measurement" in err
+
+
+def test_tables_off_a_terminal_are_one_line_a_row_without_colour(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = call(capsys, "list", "case=qwen15-fsdp-norm-shard")
+    assert "\x1b" not in out
+    assert any(
+        "RMSNorm meets a sharded weight when the root FSDP forward is bypassed" in line for line in out.splitlines()
+    )

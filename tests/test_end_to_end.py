@@ -1,0 +1,110 @@
+"""`repro` as a user runs it, with real ranks: a case, an interrupted run, a killed one, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.store import Store
+
+pytestmark = pytest.mark.ranks
+CASE = "qwen15-fsdp-norm-shard"
+
+
+def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "REPRO_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "harness.cli", *words, f"results={tmp_path / 'results'}", "hardware=cpu"]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def documents(tmp_path: Path) -> list[dict[str, Any]]:
+    return list(Store(tmp_path / "results").documents())
+
+
+def attempts(tmp_path: Path) -> int:
+    return sum(len(arm["attempts"]) for document in documents(tmp_path) for arm in document["arms"].values())
+
+
+def wait_for(what: Any, seconds: float = 120) -> None:
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.1)
+
+
+def ours(tmp_path: Path) -> list[psutil.Process]:
+    """Processes that work for this test: they have its folder in their command line or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            text = " ".join([*process.cmdline(), *process.environ().values()])
+            if str(tmp_path) in text and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "warm"])
+def test_a_case_with_and_without_its_fix(tmp_path: Path, launcher: str) -> None:
+    done = start(tmp_path, "run", CASE, "arms=[root-call,summon]", f"launcher={launcher}", "--json")
+    out, err = done.communicate(timeout=280)
+    assert done.returncode == 0, err
+    rows = {row["arm"]: row for row in json.loads(out)["rows"]}
+    assert rows["broken"]["outcome"] == "fires"
+    assert rows["summon"]["verdict"] == "FIX_HOLDS"
+    assert rows["root-call"]["verdict"] == "FIX_UNMASKS" and "fsdp-tied-embeddings" in rows["root-call"]["reason"]
+    stored = documents(tmp_path)[0]
+    assert stored["stack"]["versions"]["torch"] and stored["provenance"]["command"] and stored["hardware"]["cpu"]
+    wait_for(lambda: not ours(tmp_path), 20)
+
+
+def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on(tmp_path: Path) -> None:
+    words = ("run", CASE, "arms=[summon,ddp]", "launcher=warm")
+    first = start(tmp_path, *words)
+    wait_for(lambda: attempts(tmp_path) >= 1)
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode in (130, 0), err  # 0: it had just finished
+    kept = attempts(tmp_path)
+    assert kept >= 1
+    wait_for(lambda: not ours(tmp_path), 20)
+    second = start(tmp_path, *words, "--resume", "--json")
+    out, err = second.communicate(timeout=200)
+    summary = json.loads(out)["summary"]
+    assert second.returncode == 0, err
+    assert summary["reused"] == kept and summary["attempts"] + summary["reused"] == 3
+
+
+def test_killed_in_the_middle_leaves_no_rank_and_loses_nothing(tmp_path: Path) -> None:
+    words = ("run", CASE, "arms=[summon,ddp]", "launcher=warm")
+    first = start(tmp_path, *words)
+    wait_for(lambda: attempts(tmp_path) >= 1)
+    first.kill()
+    first.communicate(timeout=30)
+    kept = attempts(tmp_path)
+    second = start(tmp_path, *words, "--resume", "--json")
+    out, err = second.communicate(timeout=200)
+    assert second.returncode == 0, err
+    assert json.loads(out)["summary"]["reused"] == kept >= 1
+    wait_for(lambda: not ours(tmp_path), 20)
+    assert not list((tmp_path / "cache" / "state" / "runs").glob("*/*"))
+
+
+def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
+    run = start(tmp_path, "run", CASE, "arms=[summon]", "launcher=torchrun")
+    wait_for(lambda: any("elastic.py" in " ".join(process.cmdline()) for process in ours(tmp_path)))
+    run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=30)
+    assert run.returncode == 130
+    wait_for(lambda: not ours(tmp_path), 20)
