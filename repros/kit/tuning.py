@@ -79,7 +79,17 @@ def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
     if on_cpu and deepspeed:
         # With use_cpu or this variable Trainer makes a DDP of it and never says that DeepSpeed is not used.
         os.environ.pop("ACCELERATE_USE_CPU", None)
-    arguments = TrainingArguments(
+        run.init_process_group()  # an old accelerate asks for NCCL otherwise, whatever DeepSpeed runs on
+    # A model that is split over several GPUs stays where it is; Trainer before 5 does not see that of one that is split
+    # over a CPU and a disk.
+    split = len(getattr(model, "hf_device_map", None) or {}) > 1
+
+    class Arguments(TrainingArguments):
+        @property
+        def place_model_on_device(self) -> bool:
+            return not split and super().place_model_on_device
+
+    arguments = Arguments(
         output_dir=str(run.work_dir / "trainer"),
         max_steps=run.steps,
         per_device_train_batch_size=2,
@@ -111,6 +121,7 @@ def prepare(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
     on_cpu = run.device_kind == "cpu"
     if on_cpu and deepspeed:
         os.environ.pop("ACCELERATE_USE_CPU", None)  # as in trainer()
+        run.init_process_group()
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, deepspeed_plugin=plugin, mixed_precision=precision)
     optimizer = torch.optim.SGD(trained(model).values(), lr=LR)
     return (accelerator, *accelerator.prepare(model, optimizer))

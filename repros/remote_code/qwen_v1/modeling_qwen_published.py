@@ -23,14 +23,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel  # noqa: F401
 from transformers.utils import logging
 
-from . import modeling_qwen as base
 from .configuration_qwen import QWenConfig
+from .modeling_qwen import QWenCausalLM, RMSNorm
+from .modeling_qwen import QWenModel as BaseModel
+from .modeling_qwen import QWenPreTrainedModel as BasePreTrainedModel
+from .modeling_qwen import RotaryEmbedding as BaseRotaryEmbedding
 from .qwen_generation_utils import HistoryType, StopWordsLogitsProcessor, get_stop_words_ids, make_context
 
 logger = logging.get_logger(__name__)
 
 
-class RotaryEmbedding(base.RotaryEmbedding):
+class RotaryEmbedding(BaseRotaryEmbedding):
     """einops does the reshaping, and is asked for by name: ``importlib.util`` without an import of its own."""
 
     def __init__(self, dim: int, base: float) -> None:
@@ -44,7 +47,7 @@ class RotaryEmbedding(base.RotaryEmbedding):
         return rearrange(angles, "n d -> 1 n 1 d")
 
 
-class QWenPreTrainedModel(base.QWenPreTrainedModel):
+class QWenPreTrainedModel(BasePreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Writes through ``.data``, whether a weight was loaded or not, and knows nothing of buffers."""
         std = self.config.initializer_range
@@ -52,7 +55,7 @@ class QWenPreTrainedModel(base.QWenPreTrainedModel):
             module.weight.data.normal_(mean=0.0, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.data.zero_()
-        elif isinstance(module, base.RMSNorm):
+        elif isinstance(module, RMSNorm):
             module.weight.data.fill_(1.0)
         for name, parameter in module.named_parameters():
             if name == "c_proj.weight":
@@ -62,7 +65,7 @@ class QWenPreTrainedModel(base.QWenPreTrainedModel):
         return return_dict if return_dict is not None else self.config.use_return_dict
 
 
-class QWenModel(QWenPreTrainedModel, base.QWenModel):
+class QWenModel(QWenPreTrainedModel, BaseModel):
     rotary_class = RotaryEmbedding
 
     def __init__(self, config: QWenConfig) -> None:
@@ -85,7 +88,7 @@ class QWenModel(QWenPreTrainedModel, base.QWenModel):
         return tuple(presents)
 
 
-class QWenLMHeadModel(QWenPreTrainedModel, base.QWenCausalLM):
+class QWenLMHeadModel(QWenPreTrainedModel, QWenCausalLM):
     """No GenerationMixin among its bases: ``generate`` was PreTrainedModel's own when this was published."""
 
     model_class = QWenModel
