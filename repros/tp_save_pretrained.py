@@ -1,0 +1,45 @@
+"""5b: save_pretrained of a model that tp_plan="auto" spread over the ranks (huggingface/transformers#36436)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+from kit.stored import differing, store
+
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+
+def body(run: Run) -> None:
+    reference: Any = build(run)
+    source = {name: value.clone() for name, value in reference.state_dict().items()}
+    folder = store(run, reference)
+    run.phase("load")
+    many = run.flags["tensor_parallel"]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **({"tp_plan": "auto"} if many else {}))
+    run.fact("embedding", type(model.get_input_embeddings().weight.data).__name__)
+    spread = [name for name, value in model.state_dict().items() if hasattr(value, "full_tensor")]
+    run.check("spread", bool(spread) == many, got=len(spread), want="tensors spread over the ranks" if many else 0)
+
+    run.phase("save")
+    options: dict[str, Any] = {}
+    if run.flags["save"] == "gathered":
+        options["state_dict"] = {n: v.full_tensor() if n in spread else v for n, v in model.state_dict().items()}
+    elif run.flags["save"] == "local":  # a non-fix: each rank has its own part only
+        options["state_dict"] = {n: v.to_local() if n in spread else v for n, v in model.state_dict().items()}
+    elif run.flags["save"] == "pickled":
+        options["safe_serialization"] = False
+    out = run.work_dir / f"{run.case}-saved"
+    model.save_pretrained(str(out), is_main_process=run.rank == 0, **options)  # <- every rank calls it
+    dist.barrier()
+
+    run.phase("reload")
+    again = AutoModelForCausalLM.from_pretrained(str(out))
+    wrong = differing(again, source)
+    run.check("weights", not wrong, got=f"{len(wrong)} differ {wrong[:3]}", want="0 differ []")
+
+
+if __name__ == "__main__":
+    main(body)

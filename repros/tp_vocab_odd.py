@@ -1,0 +1,78 @@
+"""5b: tensor parallelism in plain PyTorch (DTensor) with an odd vocabulary: training and saving equal one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from kit import Run, main
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn.functional import cross_entropy
+
+
+def make(seed: int, vocab: int, hidden: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(vocab, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False))
+
+
+def train(run: Run, model: nn.Module, vocab: int, around: Any) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # DTensor and plain parameters side by side
+    losses = []
+    for step in range(run.steps):
+        maker = torch.Generator().manual_seed(1000 * run.seed + step)
+        ids = torch.randint(0, vocab, (4, 32), generator=maker)
+        ids[0, 0] = vocab - 1  # the last row, on the rank with the smaller part
+        ids = ids.to(run.device)
+        with around():
+            loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.full_tensor().item() if hasattr(loss, "full_tensor") else loss.item())
+    return losses
+
+
+def body(run: Run) -> None:
+    vocab, hidden = run.flags["vocab"], run.model["config"]["hidden_size"]
+    reference = make(run.seed, vocab, hidden).to(run.device)
+    want = train(run, reference, vocab, nullcontext)
+
+    local_loss = run.flags["loss"] == "parallel"  # the logits stay sharded over the vocabulary
+    mesh = init_device_mesh(run.device.type, (run.tp_size,))
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "2": ColwiseParallel(output_layouts=Shard(-1) if local_loss else Replicate(), use_local_output=not local_loss),
+    }
+    model = parallelize_module(make(run.seed, vocab, hidden).to(run.device), mesh, plan)
+    rows = [p.to_local().shape[0] for p in model.parameters() if hasattr(p, "to_local")]
+    run.fact("rows held of the vocabulary", rows)
+    run.check("sharded", bool(rows) and all(0 < count < vocab for count in rows), got=rows, want=f"a part of {vocab}")
+    got = train(run, model, vocab, loss_parallel if local_loss else nullcontext)
+    error = max(abs(a - b) for a, b in zip(got, want))
+    run.check("losses", error < 1e-4, got=error, want=0.0, tolerance=1e-4)
+
+    run.phase("save")
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    path = run.work_dir / f"{run.case}-{run.rank}.pt"
+    torch.save(whole, path)
+    fresh = make(run.seed + 1, vocab, hidden)
+    fresh.load_state_dict(torch.load(path, weights_only=True))
+    have, source = fresh.state_dict(), model.state_dict()
+    wrong = [n for n, v in source.items() if not torch.equal(have[n], _full(v).cpu())]
+    run.check("weights", not wrong, got=wrong, want=[])
+    far = max((have[name] - value.cpu()).abs().max().item() for name, value in reference.state_dict().items())
+    run.check("one-process", far < 1e-4, got=far, want=0.0, tolerance=1e-4)
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+if __name__ == "__main__":
+    main(body)
