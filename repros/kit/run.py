@@ -23,6 +23,7 @@ import faulthandler
 import json
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -125,6 +126,9 @@ def _environment(settings: dict[str, Any]) -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         # deepspeed's own launcher sets it; without it deepspeed 0.14 asks the program numactl.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not settings.get("record_dir"):
+        # By hand: modules of remote code that one release of transformers has copied are not good for another.
+        os.environ.setdefault("HF_MODULES_CACHE", f"{tempfile.gettempdir()}/repro-hf-modules-{os.getpid()}")
     if settings["model"].get("weights") != "hub":
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -1,0 +1,53 @@
+"""3c, silent: from_pretrained gives the published Qwen-7B code's unsaved buffers as uninitialised memory
+(huggingface/transformers#48892), and newly random projections in place of saved ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import build
+from kit.qwen import configuration, folder, published, save_with_code
+from kit.stored import differing
+
+import torch
+
+
+def load(run: Run, model_class: Any, saved: str, source: torch.nn.Module) -> torch.nn.Module:
+    if run.flags["load"] == "state-dict":
+        model = model_class(configuration(run))
+        model.load_state_dict(source.state_dict())
+        return model
+    model = model_class.from_pretrained(saved)  # <- builds on the meta device; _init_weights is to fill the rest
+    if run.flags["load"] == "reset-after":
+        for module in model.modules():
+            if hasattr(module, "reset_buffers"):
+                module.reset_buffers()
+        model.transformer.registered_causal_mask = torch.ones_like(model.transformer.registered_causal_mask).tril()
+    return model
+
+
+def body(run: Run) -> None:
+    source = build(run, fp32=True).eval()  # the stand-in that runs everywhere is the reference
+    files = folder(run)
+    model_class = published(run, files)
+    built = model_class(configuration(run))
+    built.load_state_dict(source.state_dict())
+    built.eval()
+    saved = save_with_code(built, files, run.work_dir / f"saved_{run.rank}")
+    model = load(run, model_class, saved, built).eval()
+
+    wrong = differing(model, {name: tensor.clone() for name, tensor in built.state_dict().items()})
+    run.check("weights", not wrong, got=f"{len(wrong)} differ {wrong[:4]}", want="0 differ []")
+    buffers = dict(model.named_buffers())
+    off = []
+    for name, want in source.named_buffers():
+        got = buffers.get(name)
+        if got is None or got.is_meta or got.shape != want.shape or not torch.equal(got.float(), want.float()):
+            off.append(name)
+            run.fact(name, None if got is None or got.is_meta else got.flatten()[:3].tolist())
+    run.check("buffers", not off, got=f"{len(off)} differ {off[:4]}", want="0 differ []")
+
+
+if __name__ == "__main__":
+    main(body)

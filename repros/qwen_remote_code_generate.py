@@ -1,0 +1,50 @@
+"""3c: the published Qwen-7B code no longer generates: it takes the cache for a tuple of tensors (QwenLM/Qwen)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.models import batch, build
+from kit.qwen import configuration, folder, published
+
+import torch
+
+TOKENS = 6
+
+
+def greedy(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """What generate() must give: the most likely next token, again and again, without a cache."""
+    for _ in range(TOKENS):
+        ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
+    return ids
+
+
+def as_auto(model_class: Any) -> Any:
+    """What the Auto classes do to a remote class since PreTrainedModel has no generate() of its own any more."""
+    try:
+        from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+    except ImportError:
+        return model_class
+    return add_generation_mixin_to_remote_model(model_class)
+
+
+@torch.no_grad()
+def body(run: Run) -> None:
+    source = build(run, fp32=True).eval()  # the stand-in that runs everywhere is the reference
+    ids = batch(run, run.rank)["input_ids"]
+    want = greedy(source, ids)
+    model_class = published(run, folder(run))
+    if run.flags["load"] == "auto":
+        model_class = as_auto(model_class)
+    model = model_class(configuration(run))
+    model.load_state_dict(source.state_dict())
+    use_cache = run.flags["use_cache"]
+    # <- hands an empty cache object to the first forward
+    got = model.eval().generate(ids, max_new_tokens=TOKENS, do_sample=False, use_cache=use_cache, eos_token_id=-1)
+    new = slice(ids.shape[1], None)
+    run.check("tokens", torch.equal(got, want), got=got[:, new].tolist(), want=want[:, new].tolist())
+
+
+if __name__ == "__main__":
+    main(body)
