@@ -7,7 +7,7 @@ from typing import Any
 
 from kit import Run, main
 from kit.models import build
-from kit.proof import LR, Reference
+from kit.proof import Reference
 from kit.strategies import each_step
 from kit.wrapping import full_parameters, own_batch, wrap
 
@@ -51,7 +51,7 @@ def body(run: Run) -> None:
 
         wrapped.loss_of = types.MethodType(loss_of, wrapped)
         register_fsdp_forward_method(wrapped, "loss_of")
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)
     losses: list[float] = []
     after: dict[str, torch.Tensor] = {}
     for step in each_step(run):

@@ -6,7 +6,7 @@ from typing import Any
 
 from kit import Run, main
 from kit.models import build
-from kit.proof import LR, Reference
+from kit.proof import Reference
 from kit.strategies import each_step
 from kit.wrapping import full_parameters, held_bytes, own_batch, wrap
 
@@ -21,7 +21,7 @@ def body(run: Run) -> None:
     run.fact("tied", tied)
     reference = Reference(run, model, same_batch=False)
     fsdp = wrap(run, model)
-    optimizer = torch.optim.SGD(fsdp.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=reference.lr)
     losses: list[float] = []
     after: dict[str, torch.Tensor] = {}
     for step in each_step(run):

@@ -6,7 +6,7 @@ from typing import Any
 
 from kit import Run, main
 from kit.models import build
-from kit.proof import LR, Reference
+from kit.proof import Reference
 from kit.strategies import each_step, fsdp_policy
 from kit.wrapping import full_parameters, mixed_precision, own_batch, wrap
 
@@ -52,7 +52,7 @@ def body(run: Run) -> None:
         run.fact("wrapped", type(wrapped).__name__)
     else:
         wrapped = wrap(run, model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)
     losses: list[float] = []
     after: dict[str, torch.Tensor] = {}
     for step in each_step(run):
