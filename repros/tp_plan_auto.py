@@ -1,4 +1,4 @@
-"""5b, control: transformers' own tensor parallelism (tp_plan="auto"): the same logits, and a save that comes back equal."""
+"""5b, control: tensor parallelism by tp_plan="auto": the same logits as one process; a save comes back equal."""
 
 from __future__ import annotations
 

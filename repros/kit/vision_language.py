@@ -109,8 +109,8 @@ def loss_of(run: Run, model: nn.Module, step: int, dtype: torch.dtype = torch.fl
 def is_unit(wrap: str, module: nn.Module) -> bool:
     """Whether ``module`` becomes an FSDP unit of its own; what no unit takes is left in the root unit.
 
-    ``none``: nothing; ``layer``: the blocks, as a transformer-layer policy does; ``tower``: the blocks, and each half as
-    a whole; ``module``: every module that holds parameters of its own.
+    ``none``: nothing; ``layer``: the blocks, as a transformer-layer policy does; ``tower``: the blocks and each half
+    as a whole; ``module``: every module that holds parameters of its own.
     """
     if wrap == "none":
         return False
