@@ -18,6 +18,9 @@ VERBS = {
     "show": ("show", "one case: arms, signatures, claims, the command that reproduces each arm by hand"),
     "run": ("run", "one case, all its arms, live"),
     "matrix": ("run", "every cell of a selection; the final table says what fires, with and without each fix"),
+    "versions": ("versions", "in which releases of a package each arm of a case fires, from measurement"),
+    "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
+    "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),
     "doctor": ("doctor", "what this machine can run, and why not the rest"),
@@ -40,7 +43,10 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
             if wanted == verb:  # its own arguments, read from its module only when they are needed
                 importlib.import_module("harness.verbs.stack").configure(sub)
             continue
-        if verb in ("show", "run"):
+        if wanted == verb and verb in ("versions", "bisect", "upgrade"):  # words of their own beside the overrides
+            sub.epilog = importlib.import_module(f"harness.verbs.{verb}").EPILOG
+            sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        if verb in ("show", "run", "versions", "bisect"):
             sub.add_argument("case", metavar="CASE", help="the case's slug (`repro list` shows them)")
         sub.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES)
         sub.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")

@@ -1,7 +1,7 @@
 """What one arm answered on one stack, as a label that searches over releases can compare. Pure.
 
-``fires``, ``clean`` or ``other error: Type: text``. No label (None) where it cannot be known: skipped, a hang that is not
-the signature, infrastructure. One firing is proof; ``clean`` needs every attempt that was made to be clean.
+``fires``, ``clean`` or ``other error: Type: text``. No label (None) where it cannot be known: skipped, a hang that is
+not the signature, infrastructure. One firing is proof; ``clean`` needs every attempt that was made to be clean.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
     if arm is None:
         return Answer(None, "not run")
     if arm.get("skipped"):
-        return Answer(None, f"skipped: {arm['skipped']}")
+        why = re.sub(r"^stack .*?: (?=needs )", "", str(arm["skipped"]))  # the same reason on every stack
+        return Answer(None, f"skipped: {why}")
     outcomes = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
     named = [(text(outcome.get("outcome")), outcome) for outcome in outcomes]
     fired = [outcome for name, outcome in named if name == "fires"]

@@ -1,0 +1,107 @@
+"""What a bisection found, as plain data and as Markdown that can be pasted into an issue."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.hunt import Hunted, shown
+from harness.labels import FIRES
+from harness.probe import Point, Prober, quoted
+
+Data = dict[str, Any]
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def stage(kind: str, what: str, hunted: Hunted, prober: Prober, older_is_good: bool | None) -> Data:
+    """One search: over releases or over commits."""
+    arm = hunted.arm
+    order = list(dict.fromkeys([len(hunted.targets) - 1, 0, *hunted.result.asked]))
+    return {
+        "kind": kind,
+        "what": what,
+        "candidates": len(hunted.targets),
+        "from": hunted.targets[0].name,
+        "to": hunted.targets[-1].name,
+        "older_is_good": older_is_good,
+        "found": hunted.result.boundary is not None,
+        "exact": hunted.exact,
+        "good": side(hunted.good, arm, prober),
+        "bad": side(hunted.bad, arm, prober),
+        "unknown": [{"name": p.target.name, "reason": p.arms[arm].detail} for p in hunted.unknown],
+        "unprobed": [target.name for target in hunted.unprobed],
+        "probes": [_probe(hunted.points[i], arm, hunted) for i in order if i in hunted.points],
+        "sentence": sentence(kind, hunted, older_is_good),
+    }
+
+
+def side(point: Point, arm: str, prober: Prober) -> Data:
+    answer = point.arms[arm]
+    return {
+        "name": point.target.name,
+        "stack": point.target.spec,
+        "answer": answer.label,
+        "message": answer.detail,
+        "times": f"{answer.fired} of {answer.counted}",
+        "document": point.document,
+        "moved": {name: list(change) for name, change in point.moved.items()},
+        "run": None if point.target.make else run_command(prober, point.target.spec, arm),
+        "torchrun": point.torchrun.get(arm),
+    }
+
+
+def run_command(prober: Prober, spec: str, arm: str) -> str:
+    plain = spec.replace("==", "@")  # says the same, and needs no quotes
+    stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
+    words = ["repro", "run", prober.case.slug, *prober.texts, f"stack={stack}", f"arms=[{arm}]"]
+    return shlex.join(words)
+
+
+def _probe(point: Point, arm: str, hunted: Hunted) -> Data:
+    answer = point.arms[arm]
+    role = {"yes": "bad", "no": "good"}.get(str(hunted.roles.of(answer)), "unknown")
+    return {
+        "name": point.target.name,
+        "role": role,
+        "answer": shown(answer),
+        "attempts": answer.counted,
+        "launched": point.attempts,
+        "wall_s": round(point.wall_s, 1),
+        "stack_s": round(point.stack_s, 1),
+        "document": point.document,
+    }
+
+
+def sentence(kind: str, hunted: Hunted, older_is_good: bool | None) -> str:
+    """The result in a line, with as much as was seen and no more."""
+    good, bad = hunted.good.target.name, hunted.bad.target.name
+    if hunted.result.boundary is None:
+        return f"between {good} (good) and {bad} (bad): not searched"
+    fires = hunted.roles.bad == FIRES and not hunted.roles.exact
+    if older_is_good is False:
+        said = f"{good} is the first good {kind}, {bad} the last bad one"
+        said += ": the failure no longer fires from there on" if fires and hunted.exact else ""
+    else:
+        said = f"{bad} is the first bad {kind}, {good} the last good one"
+    if hunted.exact:
+        return said
+    between = len(hunted.unknown) + len(hunted.unprobed)
+    return f"the change lies between {good} (good) and {bad} (bad); {between} {kind}s between them could not be told"
+
+
+def render(data: Data) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined, autoescape=False,
+    )  # fmt: skip
+    environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
+    return environment.get_template("bisect.md.j2").render(**data)
+
+
+def all_probes(stages: Sequence[Data]) -> int:
+    return len({probe["name"] for item in stages for probe in item["probes"]})

@@ -1,0 +1,190 @@
+"""One probe: one stack measured for one cell of one case, stored like every run, and never made twice.
+
+What a probe finds out is stored in the ordinary results folder as soon as it is there, so that a search that was
+interrupted goes on by being started again: its first probes are then read, not run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from harness import catalogue as catalogues
+from harness import labels, matrix, overrides, session, stacks
+from harness.config import RunSettings, compose_run
+from harness.errors import ConfigError, unknown
+from harness.labels import Answer
+from harness.overrides import Selection
+from harness.schema import Case
+from harness.stacks import Stack, StackError
+from harness.store import Store
+
+Say = Callable[[str], None]
+
+
+class Stopped(Exception):
+    """No probe can be made any more (interrupted, disk full, index out of reach); what is stored stays."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Target:
+    """A point that can be probed. ``make`` gives the stack where its specification alone cannot (a commit)."""
+
+    name: str  # as a report says it: a release, a commit, a stack
+    spec: str
+    make: Callable[[], Stack] | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A probed target."""
+
+    target: Target
+    arms: Mapping[str, Answer]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what the replaced packages took along
+    document: str | None = None  # the stored measurement
+    torchrun: Mapping[str, str] = field(default_factory=dict)  # arm -> the command by hand
+    wall_s: float = 0.0  # of the probe: stack, launch, ranks
+    stack_s: float = 0.0  # of which the stack took
+    attempts: int = 0  # launched now; 0: read from what was stored
+
+
+def one_case(name: str) -> Case:
+    cases = catalogues.load().cases
+    if name not in cases:
+        raise unknown("case", name, cases, "the first argument is a case")
+    return cases[name]
+
+
+class Prober:
+    """Probes of one cell. ``arms``: only these (the broken arm always among them); None: all that follow the stack."""
+
+    def __init__(
+        self,
+        case: str,
+        texts: Sequence[str],
+        say: Say,
+        stop: threading.Event,
+        arms: Sequence[str] | None = None,
+    ) -> None:
+        selection = overrides.parse([f"case={case}", *texts])
+        self.settings: RunSettings = compose_run(selection.run)
+        catalogue = catalogues.load(patches=selection.patches)
+        if case not in catalogue.cases:
+            raise unknown("case", case, catalogue.cases)
+        self.case = catalogue.cases[case]
+        self.cell = _one_cell(matrix.enumerate_cells(catalogue, selection), selection)
+        self.texts = [text for text in texts if text.partition("=")[0] not in ("arms", "repeat")]
+        asked = list(arms or self.settings.arms or self.case.arms)
+        for arm in asked:
+            if arm not in self.case.arms:
+                raise unknown("arm", arm, self.case.arms, f"case {case}")
+        wanted = matrix.arms_of(self.case, asked)
+        self.own_stack = {arm: spec.stack for arm, spec in self.case.arms.items() if spec.stack and arm in wanted}
+        self.arms = [arm for arm in wanted if arm not in self.own_stack]
+        self.repeat = self.settings.repeat or self.case.repeat
+        self.points: dict[str, Point] = {}
+        self.say = say
+        self.stop = stop
+
+    def base(self, spec: str) -> Stack:
+        """A stack that has to be there; raises what is wrong with it."""
+        return stacks.resolve(spec, say=self.say)
+
+    def probe(self, target: Target, repeat: int | None = None) -> Point:
+        """Measure it, or read what is stored. Raises Stopped when no probe can be made any more."""
+        wanted = max(repeat or 1, self.repeat)
+        before = self.points.get(target.spec)
+        if before is not None and (before.document is None or _attempts(before) >= wanted):
+            return replace(before, target=target)  # the same stack may be asked for under another name
+        if self.stop.is_set():
+            raise Stopped("interrupted", 130)
+        began = time.monotonic()
+        try:
+            stack = target.make() if target.make else stacks.resolve(target.spec, say=self.say)
+        except StackError as error:
+            if error.infra:
+                raise Stopped(str(error), error.exit_code) from None
+            # No such release, nothing for this Python, requirements that contradict each other: it cannot be known.
+            why = Answer(None, f"cannot be installed: {labels.plain(str(error))}")
+            point = Point(target, dict.fromkeys(self.arms, why), wall_s=time.monotonic() - began)
+        else:
+            point = self._measure(target, replace(stack, name=target.spec), wanted, began)
+        self.points[target.spec] = point
+        self._tell(point)
+        return point
+
+    def _measure(self, target: Target, stack: Stack, repeat: int, began: float) -> Point:
+        built = time.monotonic() - began
+        prepared = session.prepare(
+            [
+                f"case={self.case.slug}", *self.texts, f"stack={quoted(target.spec)}",
+                f"arms=[{','.join(self.arms)}]", f"repeat={repeat}",
+            ],
+            given={target.spec: stack},
+        )  # fmt: skip
+        summary = session.execute(prepared, lambda event: None, self.stop, resume=True, on_warning=self.say)
+        if summary.problem:
+            raise Stopped(summary.problem, 2)
+        if summary.interrupted:
+            raise Stopped("interrupted", 130)
+        document = summary.documents[0]
+        store = Store(session.results_folder(prepared.settings))
+        path = store.path_of(prepared.profile.name, document["stack"]["label"], document["key"])
+        arms = document["arms"]
+        return Point(
+            target,
+            {arm: labels.answer(self.case.slug, arms.get(arm)) for arm in self.arms},
+            dict(stack.versions),
+            dict(stack.moved),
+            str(path),
+            {arm: line for arm in self.arms if (line := _torchrun(arms.get(arm)))},
+            time.monotonic() - began,
+            built,
+            summary.attempts,
+        )
+
+    def _tell(self, point: Point) -> None:
+        first = self.arms[0]
+        answers = point.arms
+        shown = answers[first].label or f"unknown ({answers[first].detail})"
+        others = [arm for arm in self.arms[1:] if answers[arm].label != answers[first].label]
+        more = f"; {len(others)} of {len(self.arms) - 1} other arms answer otherwise" if others else ""
+        stored = not point.attempts and any(answer.counted for answer in answers.values())
+        how = "stored before" if stored else f"{point.wall_s:.1f} s"
+        self.say(f"{point.target.name}: {first} {shown}{more} ({how})")
+
+
+def quoted(value: str) -> str:
+    """A value as Hydra's grammar takes it, whatever is in it."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _attempts(point: Point) -> int:
+    """How often its arms were launched: the fewest of those that were."""
+    return min((answer.counted for answer in point.arms.values() if answer.counted), default=10**9)
+
+
+def _torchrun(arm: Mapping[str, Any] | None) -> str | None:
+    attempts = (arm or {}).get("attempts") or []
+    return attempts[0]["observation"]["attempt"].get("torchrun") if attempts else None
+
+
+def _one_cell(cells: list[matrix.Cell], selection: Selection) -> matrix.Cell:
+    if len(cells) == 1:
+        return cells[0]
+    axes = [
+        f"{name}={'|'.join(sorted(found))}"
+        for name in ("model", "strategy")
+        if len(found := {str(getattr(cell, name)) for cell in cells}) > 1
+    ]
+    axes += [f"flags.{name}=..." for name, values in selection.flags.items() if len(values) > 1]
+    raise ConfigError(f"{selection.case[0]} has {len(cells)} cells here: choose one by {' '.join(axes) or 'one stack'}")

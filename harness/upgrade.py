@@ -1,0 +1,114 @@
+"""Two stacks' measurements of the same cells -> what an upgrade changes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.evidence import mapping
+from harness.labels import CLEAN, FIRES, Answer, answer
+
+# For the worse, for the better, neither: in the order in which a reader wants them.
+WORSE = ("enters", "breaks", "stops working", "is needed now")
+KINDS = (*WORSE, "changes its text", "leaves", "heals", "starts working", "needless")
+MEANING = {
+    "enters": "the known failure fires now",
+    "breaks": "an error that is not the known failure",
+    "stops working": "the fix was clean and is no longer",
+    "is needed now": "the fix was clean and is now what keeps the failure away",
+    "changes its text": "it failed and fails, in other words",
+    "leaves": "the known failure no longer fires",
+    "heals": "the other error is gone",
+    "starts working": "the fix was not clean and is now",
+    "needless": "nothing fires without the fix any more",
+}
+CAUSED_ELSEWHERE = ("needless", "is needed now")  # by what changed in the broken arm
+
+
+@dataclass(frozen=True)
+class Change:
+    """One arm of one cell that answers otherwise."""
+
+    kind: str
+    case: str
+    key: str  # the cell
+    arm: str
+    before: Answer
+    after: Answer
+
+
+@dataclass(frozen=True)
+class Compared:
+    changes: tuple[Change, ...]
+    unknown: tuple[tuple[str, str, str], ...]  # (cell, arm, why)
+    same: int
+
+
+def compare(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]) -> Compared:
+    """``before`` and ``after``: the documents of the two stacks. Arms on a stack of their own are left out."""
+    older = {document["key"]: document for document in before}
+    changes: list[Change] = []
+    unknown: list[tuple[str, str, str]] = []
+    same = 0
+    for document in after:
+        other = older.get(document["key"])
+        if other is None:
+            continue
+        found = _cell(other, document)
+        for arm, item in found.items():
+            if isinstance(item, Change):
+                changes.append(item)
+            elif item is not None:
+                unknown.append((document["key"], arm, item))
+            else:
+                same += 1
+    changes.sort(key=lambda change: KINDS.index(change.kind))
+    return Compared(tuple(changes), tuple(unknown), same)
+
+
+def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Change | str | None]:
+    """Arm -> its change, None where it answers alike, or why that cannot be known."""
+    case, out = str(after["case"]), {}
+    old, new = _answers(case, before), _answers(case, after)
+    first = next(iter(after["arms"]), "")
+    for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
+        found: Change | str | None = None
+        if one.label is None or other.label is None:
+            sides = [f"{word}: {a.detail}" for word, a in (("from", one), ("to", other)) if a.label is None]
+            found = "; ".join(sides)
+        else:
+            broken = (old[first], new[first]) if arm != first and first in old else None
+            kind = _kind(one, other) if broken is None else _fix_kind(one, other, *broken)
+            found = Change(kind, case, str(after["key"]), arm, one, other) if kind else None
+        out[arm] = found
+    return out
+
+
+def _answers(case: str, document: Mapping[str, Any]) -> dict[str, Answer]:
+    stack = mapping(document.get("stack")).get("name")
+    return {
+        name: answer(case, arm) for name, arm in document["arms"].items() if mapping(arm).get("stack", stack) == stack
+    }
+
+
+def _kind(one: Answer, other: Answer) -> str | None:
+    """Of the broken arm, or of a control."""
+    if one.label == other.label:
+        return None if one.whole == other.whole or one.label != FIRES else "changes its text"
+    if FIRES in (one.label, other.label):
+        return "enters" if other.label == FIRES else "leaves"
+    if CLEAN in (one.label, other.label):
+        return "heals" if other.label == CLEAN else "breaks"
+    return "changes its text"
+
+
+def _fix_kind(one: Answer, other: Answer, broken: Answer, broken_now: Answer) -> str | None:
+    was, now = one.label == CLEAN, other.label == CLEAN
+    if was and now:
+        if broken.label == FIRES and broken_now.label == CLEAN:
+            return "needless"
+        return "is needed now" if broken.label == CLEAN and broken_now.label == FIRES else None
+    if was or now:
+        return "stops working" if was else "starts working"
+    return "changes its text" if one.whole != other.whole else None

@@ -1,0 +1,230 @@
+"""`repro bisect CASE good=... bad=...`: which release, package or commit changed the answer."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from harness import bisect_report, commits, hardware, provenance, releases, session, words
+from harness.blame import Blame, blame, line_of, release_of
+from harness.catalogue import load
+from harness.errors import ConfigError, unknown
+from harness.hunt import FINDS, Find, Hunt, Hunted, Roles
+from harness.probe import Prober, Stopped, Target, one_case
+from harness.report import print_json
+from harness.stacks.stack import canonical
+
+OWN = {
+    "good": "a release that does not fire, or a stack (a name, a lock, a requirements file, python:PATH)",
+    "bad": "a release that fires, or a stack",
+    "package": "whose releases (default: transformers); with two stacks: search in this package only",
+    "stack": "the stack whose package is replaced (default: the one on which the case is known to fire)",
+    "arm": "whose answer (default: broken)",
+    "find": "failure (default), fix (good and bad may be given the wrong way round) or change (any two answers)",
+    "repo": "a local git clone of the package: goes on to the commit; only read, nothing is checked out",
+    "budget": "at most so many probes of each search",
+    "yanked": "true: yanked releases too",
+    "pre": "true: pre-releases too",
+}
+EPILOG = (
+    "NAME=VALUE words of its own:\n" + words.listed(OWN) + "\n\nand model=, strategy=, flags.<name>=, repeat=, "
+    "results=... as for `repro run`.\n"
+    "good: the arm does not fire (clean; or, where the good endpoint itself fails with another error, that error).\n"
+    "bad: it fires. Any other answer in between is Unknown and is skipped over. Where good is the newer of the two,\n"
+    "the search is for the release with the fix. With repeat=N a flaky failure is repeated by its measured firing\n"
+    "rate. Two stacks: first the packages that carry the difference, then the release of each.\n"
+    "Exit code 0: found (also when only a range is left); 2: the endpoints are wrong; 3: an endpoint cannot be\n"
+    "measured, or no package was found guilty."
+)
+
+
+def main(args: argparse.Namespace) -> int:
+    own, texts = words.take(args.overrides, OWN, {"arms": "a bisection is of one arm: arm=NAME"})
+    case = one_case(args.case)
+    good = own.need("good", "a release that does not fire, or a stack")
+    bad = own.need("bad", "a release that fires, or a stack")
+    arm = own.get("arm") or next(iter(case.arms))
+    if arm not in case.arms:
+        raise unknown("arm", arm, case.arms, f"case {case.slug}")
+    if case.arms[arm].stack:
+        raise ConfigError(f"arm {arm} of {case.slug} runs on a stack of its own ({case.arms[arm].stack})")
+    own.choice("find", FINDS), own.number("budget", 3), own.flag("yanked"), own.flag("pre")  # before any probe
+    package = canonical(own.get("package", "transformers") or "")
+    clone = commits.open_clone(own.get("repo") or "", package) if own.get("repo") else None
+    two = _is_release(good), _is_release(bad)
+    if two[0] != two[1]:
+        raise ConfigError(f"good={good} and bad={bad}: give two releases of a package, or two stacks")
+    stop = threading.Event()
+    prober = Prober(args.case, texts, _say, stop, arms=[arm])
+    search = Bisect(own, prober, arm, clone)
+    with session.interruptible(stop, _say):
+        try:
+            if two[0]:
+                search.releases(good, bad, package, own.get("stack") or case.needs.stack or "current")
+            else:
+                search.stacks(good, bad, [package] if own.get("package") else [])
+        except Stopped as error:
+            _say(f"stopped: {error}. What was probed is stored; the same command goes on")
+            return error.exit_code
+    data = search.data(shlex.join(["repro", "bisect", args.case, *args.overrides]))
+    print_json({**data, "report": bisect_report.render(data)}) if args.json else print(bisect_report.render(data))
+    if search.stopped:
+        _say(f"stopped: {search.stopped}. What was probed is stored; the same command goes on")
+        return search.stopped.exit_code
+    return 0 if search.stages else 3
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _is_release(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+class Bisect:
+    """One bisection: its searches one after another, each a stage of the report."""
+
+    def __init__(self, own: words.Words, prober: Prober, arm: str, clone: commits.Clone | None) -> None:
+        self.prober, self.arm, self.clone = prober, arm, clone
+        self.find: Find = own.choice("find", FINDS)  # type: ignore[assignment]
+        self.budget = own.number("budget", 3)
+        self.yanked, self.pre = own.flag("yanked"), own.flag("pre")
+        self.hunt = Hunt(prober, arm)
+        self.stages: list[dict[str, Any]] = []
+        self.blame: Blame | None = None
+        self.notes: list[str] = []
+        self.stopped: Stopped | None = None
+
+    # -- two releases of one package
+
+    def releases(self, good: str, bad: str, package: str, base: str) -> None:
+        everything = releases.releases(package, yanked=True, pre=True)
+        one, other = (everything[releases.exact(package, everything, text)].version for text in (good, bad))
+        if Version(one) == Version(other):
+            raise ConfigError(f"good and bad are the same release, {package} {one}")
+        self.prober.base(base)  # says what is wrong with it
+        targets = line_of(package, base, one, other, yanked=self.yanked, pre=self.pre)
+        older_is_good = Version(one) < Version(other)
+        roles, swapped = self.hunt.endpoints(targets[0], targets[-1], self.find, bad_is_older=not older_is_good)
+        if swapped:
+            targets, older_is_good = targets[::-1], not older_is_good
+        _say(f"both ends verified: {len(targets)} releases of {package}, {_most(len(targets))} more probes at most")
+        hunted = self.hunt.search(targets, roles, self.budget)
+        self._add("release", package, hunted, older_is_good)
+        self._commits(package, hunted, roles, older_is_good)
+
+    # -- two stacks
+
+    def stacks(self, good: str, bad: str, only: list[str]) -> None:
+        one, other = self.prober.base(good), self.prober.base(bad)
+        if good == bad or one.key == other.key:
+            raise ConfigError(f"good and bad are the same stack, {good}")
+        ends = Target("the good stack", good), Target("the bad stack", bad)
+        roles, swapped = self.hunt.endpoints(*ends, self.find, bad_is_older=None)
+        if swapped:
+            good, bad, one, other = bad, good, other, one
+        _say("both stacks verified; now the packages in which they differ")
+        self.blame = blame(self.hunt, roles, good, one, other, only)
+        members = self.blame.members or ()
+        for package in members:
+            found = release_of(self.hunt, roles, good, self.blame, package, self.budget)
+            if isinstance(found, str):
+                self.notes.append(found)
+                continue
+            older, newer = (Version(version) for version in self.blame.changed[package])
+            self._add("release", package, found, older < newer)
+            if self.clone is not None and package == self.clone.package:
+                self._commits(package, found, roles, older < newer)
+        if self.clone is not None and self.clone.package not in members:
+            self.notes.append(f"repo={self.clone.path} was not used: {self.clone.package} is not the guilty package.")
+
+    # -- the commits between two releases
+
+    def _commits(self, package: str, hunted: Hunted, roles: Roles, older_is_good: bool) -> None:
+        clone = self.clone
+        if clone is None or self.stopped is not None or hunted.result.boundary is None:
+            return
+        ends = hunted.good, hunted.bad
+        good, bad = (clone.commit_of(point.versions[package]) for point in ends)
+        way = clone.between(good, bad)
+        # The releases' own requirements may differ: laid over the one, and if that does not answer, over the other.
+        reasons = []
+        for point in sorted(ends, key=lambda end: Version(end.versions[package]), reverse=True):
+            targets = [self._commit(clone, commit, point.target.spec) for commit in way]
+            try:
+                first, last = (self.hunt.ask(target).arms[self.arm] for target in (targets[0], targets[-1]))
+                if (roles.of(first), roles.of(last)) == ("no", "yes"):
+                    break
+                reasons.append(f"over {point.target.name}: {first.label or first.detail}; {last.label or last.detail}")
+            except Stopped as stopped:
+                self.stopped = stopped
+                return
+        else:
+            self.notes.append(
+                "The tagged commits, laid over the releases' stacks, do not answer as the releases do "
+                f"({' | '.join(reasons)}): no search over commits."
+            )
+            return
+        _say(f"{len(way)} commits touch {package} between the two tags, {_most(len(way))} more probes at most")
+        found = self.hunt.search(targets, roles, self.budget)
+        self._add("commit", package, found, older_is_good)
+        if found.result.boundary is not None and found.exact:
+            pair = way[found.result.boundary.before], way[found.result.boundary.after]
+            child = pair[1] if clone.is_ancestor(*pair) else pair[0]
+            merged = clone.merged(child)
+            self.stages[-1]["title"] = clone.title(child)
+            self.stages[-1]["sentence"] = f"the answer changes with commit {child[:12]}" + (
+                f", a merge of {merged} commits" if merged else ""
+            )
+
+    def _commit(self, clone: commits.Clone, commit: str, spec: str) -> Target:
+        name = f"{spec}#{clone.package}@{commit[:12]}"
+        make: Callable[[], Any] = lambda: clone.laid_over(self.prober.base(spec), commit, name)  # noqa: E731
+        return Target(f"commit {commit[:12]}", name, make)
+
+    # -- the report
+
+    def _add(self, kind: str, what: str, hunted: Hunted, older_is_good: bool) -> None:
+        self.stages.append(bisect_report.stage(kind, what, hunted, self.prober, older_is_good))
+        self.stages[-1]["title"] = None
+        self.stopped = self.stopped or hunted.stopped
+
+    def data(self, command: str) -> dict[str, Any]:
+        case, cell = self.prober.case, self.prober.cell
+        machine = hardware.detect()
+        profile = hardware.settle(cell.hardware, load().hardware, machine)
+        guilty = None
+        if self.blame is not None:
+            guilty = {key: getattr(self.blame, key) for key in ("members", "unproven", "changed", "notes", "tried")}
+        return {
+            "case": case.slug, "title": case.title, "references": case.references, "model": cell.model,
+            "strategy": cell.strategy, "arm": self.arm, "find": self.find, "packages": guilty, "stages": self.stages,
+            "notes": self.notes, "command": command, "hardware": f"{profile.name} ({machine.cpu})",
+            "commit": provenance.git_state()[0], "result": self._result(), "stopped": str(self.stopped or "") or None,
+            "probes": len(self.prober.points), "launched": sum(p.attempts > 0 for p in self.prober.points.values()),
+            "wall_s": round(sum(point.wall_s for point in self.prober.points.values()), 1),
+        }  # fmt: skip
+
+    def _result(self) -> str:
+        said = [f"**{item['what']}**: {item['sentence']}." for item in self.stages]
+        if self.blame is not None and not said:
+            members = self.blame.members
+            said.append(f"Guilty: {', '.join(members)}." if members else "No package was found guilty by itself.")
+        if self.stopped:
+            said.append(f"The search was stopped ({self.stopped}); the same command goes on.")
+        return " ".join(said)
+
+
+def _most(count: int) -> int:
+    return max(0, (count - 1).bit_length())

@@ -1,0 +1,201 @@
+"""`repro upgrade from=LOCK to=LOCK`: which known failures an upgrade brings, takes away or changes, through what."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from harness import blame as blames
+from harness import labels, session, stacks, words
+from harness.errors import ConfigError, ReproError
+from harness.hunt import Hunt, Roles
+from harness.probe import Prober, Stopped, Target, quoted
+from harness.report import print_json, print_table
+from harness.stacks import Stack
+from harness.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare
+
+OWN = {
+    "from": "the stack in use: a name, a lock, a requirements file, python:PATH",
+    "to": "the stack to go to",
+    "why": "false: do not search for the package that is responsible for each change",
+    "releases": "true: search for its release, too",
+    "budget": "at most so many probes of each search for a release",
+}
+EPILOG = (
+    "NAME=VALUE words of its own:\n" + words.listed(OWN) + "\n\nand case=, model=, strategy=, flags.<name>=, arms=, "
+    "repeat=, results=... as for `repro matrix`.\nWhat is stored for the two stacks is used, the rest is run. "
+    "Exit code 1: a failure enters, a control breaks,\na fix stops working or becomes needed; else 3: not every answer "
+    "could be had; else 0."
+)
+
+
+def main(args: argparse.Namespace) -> int:
+    own, texts = words.take(args.overrides, OWN, {"stack": "the stacks are from= and to="})
+    specs = own.need("from", "the stack in use"), own.need("to", "the stack to go to")
+    why, with_releases, budget = (
+        (own.get("why") is None or own.flag("why")),
+        own.flag("releases"),
+        own.number("budget", 3),
+    )
+    one, other = (stacks.resolve(spec, say=_say) for spec in specs)
+    if specs[0] == specs[1] or one.key == other.key:
+        raise ConfigError(f"from and to are the same stack, {specs[0]}")
+    stop = threading.Event()
+    with session.interruptible(stop, _say):
+        documents = _measure(texts, {specs[0]: one, specs[1]: other}, stop)
+        found = compare(*([d for d in documents if d["stack"]["name"] == spec] for spec in specs))
+        causes: dict[int, dict[str, Any]] = {}
+        stopped: Stopped | None = None
+        try:
+            if why:
+                _explain(found, documents, texts, specs, (one, other), stop, causes, with_releases, budget)
+        except Stopped as error:
+            stopped = error
+    data = describe(specs, (one, other), found, causes)
+    data["stopped"] = str(stopped) if stopped else None
+    print_json(data) if args.json else show(data)
+    if stopped:
+        _say(f"stopped: {stopped}. What was probed is stored; the same command goes on")
+        return stopped.exit_code
+    if any(change.kind in WORSE for change in found.changes):
+        return 1
+    return 3 if not (found.changes or found.same) or _infra(found) else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.Event) -> list[dict[str, Any]]:
+    from harness.progress import Progress
+
+    prepared = session.prepare([*texts, f"stack={','.join(map(quoted, given))}"], given=given)
+    with Progress(prepared.plans) as progress:
+        summary = session.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
+    if summary.problem:
+        raise ReproError(summary.problem)
+    if summary.interrupted:
+        raise KeyboardInterrupt
+    return summary.documents
+
+
+def _explain(
+    found: Compared,
+    documents: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    specs: tuple[str, str],
+    ends: tuple[Stack, Stack],
+    stop: threading.Event,
+    causes: dict[int, dict[str, Any]],
+    with_releases: bool,
+    budget: int | None,
+) -> None:
+    """Fills ``causes``: index of a change -> the package (and the release) responsible, or why it is not known."""
+    probers: dict[str, Prober] = {}
+    of_cell = {document["key"]: document for document in documents}
+    for index, change in enumerate(found.changes):
+        if change.kind in CAUSED_ELSEWHERE:
+            continue
+        if change.key not in probers:  # a probe measures every arm of the cell that changed
+            arms = [c.arm for c in found.changes if c.key == change.key and c.kind not in CAUSED_ELSEWHERE]
+            selected = _only(of_cell[change.key], texts)
+            probers[change.key] = Prober(change.case, selected, _say, stop, arms=arms)
+        _say(f"{change.key} {change.arm} {change.kind}: which package?")
+        causes[index] = _cause(Hunt(probers[change.key], change.arm), change, specs, ends, with_releases, budget)
+
+
+def _cause(
+    hunt: Hunt,
+    change: Change,
+    specs: tuple[str, str],
+    ends: tuple[Stack, Stack],
+    with_releases: bool,
+    budget: int | None,
+) -> dict[str, Any]:
+    exact = change.before.label == change.after.label
+    pick: Callable[[labels.Answer], str] = lambda a: str(a.whole if exact else a.label)  # noqa: E731
+    roles = Roles(pick(change.before), pick(change.after), exact)
+    for spec, role in zip(specs, ("no", "yes")):
+        if roles.of(hunt.ask(Target(spec, spec)).arms[change.arm]) != role:
+            return {"packages": None, "note": f"{spec} did not answer so again when it was asked alone"}
+    found = blames.blame(hunt, roles, specs[0], *ends)
+    out: dict[str, Any] = {
+        "packages": list(found.members) if found.members is not None else None,
+        "unproven": list(found.unproven),
+        "note": "" if found.members else "; ".join(found.notes) or "no set of packages was seen to carry it",
+        "tried": [list(item) for item in found.tried],
+    }
+    if with_releases:
+        out["releases"] = {}
+        for package in found.members or ():
+            hunted = blames.release_of(hunt, roles, specs[0], found, package, budget)
+            if isinstance(hunted, str):
+                out["releases"][package] = {"text": hunted, "first": None}
+                continue
+            if hunted.stopped:
+                raise hunted.stopped
+            first, last = hunted.bad.target.name, hunted.good.target.name  # as in `to`, as in `from`
+            lost = len(hunted.unknown) + len(hunted.unprobed)
+            text = f"{first} (not yet {last})" if hunted.exact else f"between {last} and {first} ({lost} unknown)"
+            out["releases"][package] = {"first": first, "last": last, "exact": hunted.exact, "text": text}
+    return out
+
+
+def _only(document: Mapping[str, Any], texts: Sequence[str]) -> list[str]:
+    """The overrides that select just this cell, with the run's other settings."""
+    chosen = ("case", "model", "strategy", "arms")
+    named = [(text.partition("=")[0], text) for text in texts]
+    kept = [text for name, text in named if name not in chosen and not name.startswith("flags.")]
+    flags = [f"flags.{name}={json.dumps(value)}" for name, value in document["flags"].items()]
+    return [*kept, f"model={document['model']}", f"strategy={document['strategy']}", *flags]
+
+
+def _infra(found: Compared) -> bool:
+    """Some answer is missing for another reason than a declared need."""
+    return any("skipped: " not in why for _, _, why in found.unknown)
+
+
+def describe(
+    specs: tuple[str, str], ends: tuple[Stack, Stack], found: Compared, causes: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    changes = [
+        {"change": c.kind, "case": c.case, "cell": c.key, "arm": c.arm, "before": c.before.whole,
+         "after": c.after.whole, "cause": causes.get(index)}
+        for index, c in enumerate(found.changes)
+    ]  # fmt: skip
+    counts: dict[str, int] = {}
+    for change in found.changes:
+        counts[change.kind] = counts.get(change.kind, 0) + 1
+    return {
+        "from": specs[0], "to": specs[1],
+        "packages": {name: list(pair) for name, pair in blames.differences(*ends).items()},
+        "changes": changes, "same": found.same, "counts": counts,
+        "unknown": [{"cell": cell, "arm": arm, "reason": why} for cell, arm, why in found.unknown],
+    }  # fmt: skip
+
+
+def show(data: Mapping[str, Any]) -> None:
+    rows = [[c["change"], c["cell"], c["arm"], c["before"], c["after"], _because(c["cause"])] for c in data["changes"]]
+    print_table(f"{data['from']} -> {data['to']}", ["change", "cell", "arm", "before", "after", "through"], rows)
+    for kind, count in data["counts"].items():
+        print(f"{kind} ({count}): {MEANING[kind]}")
+    reasons: dict[str, list[str]] = {}
+    for item in data["unknown"]:
+        reasons.setdefault(item["reason"], []).append(f"{item['cell']} {item['arm']}")
+    for reason, where in reasons.items():
+        print(f"unknown: {reason}: {', '.join(where[:4])}" + (f" and {len(where) - 4} more" if len(where) > 4 else ""))
+    total = len(data["changes"])
+    print(f"{total} arms answer otherwise, {data['same']} alike, {len(data['unknown'])} are not known on both stacks")
+
+
+def _because(cause: Mapping[str, Any] | None) -> str:
+    if cause is None:
+        return ""
+    if not cause["packages"]:
+        return f"not found: {cause['note']}"
+    found = cause.get("releases", {})
+    return "; ".join(found[name]["text"] if name in found else name for name in cause["packages"])

@@ -1,0 +1,192 @@
+"""`repro versions CASE`: in which releases of a package each arm fires, from measurement."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness import releases, session, stacks, words
+from harness.errors import MeasureError, ReproError
+from harness.maps import maps
+from harness.probe import Point, Prober, Stopped, Target, one_case
+from harness.releases import Release
+from harness.report import print_json, print_table
+from harness.search import Boundary, VersionMap
+from harness.stacks import Stack
+from harness.stacks.stack import canonical
+
+OWN = {
+    "package": "whose releases (default: transformers)",
+    "between": "FIRST..LAST, such as 4.36..5.23, or one of them (default: from the oldest that a stack here pins)",
+    "stack": "the stack whose package is replaced (default: the one on which the case is known to fire)",
+    "spread": "points to probe at first (default: at least 8); every change seen is then narrowed to neighbours",
+    "exhaustive": "true: probe every release",
+    "budget": "at most so many probes",
+    "yanked": "true: yanked releases too",
+    "pre": "true: pre-releases too",
+}
+EPILOG = (
+    "NAME=VALUE words of its own:\n" + words.listed(OWN) + "\n\nand arms=[...], model=, strategy=, flags.<name>=, "
+    "repeat=, results=... as for `repro run`.\nHistory is not assumed to be monotone. A boundary is always between two "
+    "probed releases. Probes are stored:\nthe same command again goes on where it was stopped, and repeats none."
+)
+
+
+def main(args: argparse.Namespace) -> int:
+    own, texts = words.take(args.overrides, OWN)
+    case = one_case(args.case)
+    package = canonical(own.get("package", "transformers") or "")
+    spread, budget = own.number("spread"), own.number("budget", 0)
+    exhaustive = own.flag("exhaustive")
+    asked = own.get("between")
+    first, last = releases.parse_between(asked or "..")
+    base = own.get("stack") or case.needs.stack or "current"
+    stop = threading.Event()
+    prober = Prober(args.case, texts, _say, stop)
+    if not prober.arms:
+        raise ReproError(f"{args.case}: the arms asked for run on a stack of their own: {', '.join(prober.own_stack)}")
+    stack = prober.base(base)
+    found = releases.releases(package, yanked=own.flag("yanked"), pre=own.flag("pre"))
+    listed = releases.between(found, first if asked else _oldest(package, stack, found), last)
+    targets = [Target(release.version, stacks.swapped(base, package, release.version)) for release in listed]
+
+    points: dict[int, Point] = {}
+
+    def ask(index: int) -> dict[str, Any]:
+        points[index] = prober.probe(targets[index])
+        return {arm: answer.label for arm, answer in points[index].arms.items()}
+
+    known: dict[int, Mapping[str, Any]] = {}
+    stopped: Stopped | None = None
+    with session.interruptible(stop, _say):
+        try:
+            drawn = maps(len(targets), prober.arms, ask, known, spread=spread, exhaustive=exhaustive, budget=budget)
+        except Stopped as error:
+            stopped = error
+            drawn = maps(len(targets), prober.arms, ask, known, spread=1, budget=0)
+    data = describe(prober, base, package, listed, drawn, points)
+    data["stopped"] = str(stopped) if stopped else None
+    print_json(data) if args.json else show(data)
+    if stopped:
+        _say(f"stopped: {stopped}. What was probed is stored; the same command goes on")
+        return stopped.exit_code
+    if not any(arm["segments"] for arm in data["arms"].values()):
+        raise MeasureError("no release of these gave an answer: nothing is known")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _oldest(package: str, stack: Stack, found: Sequence[Release]) -> str | None:
+    """The oldest release that the base or a shipped stack's lock has."""
+    from harness.stacks import lock as locks
+    from harness.stacks import spec
+
+    pinned = [stack.versions.get(package)]
+    for slug, definition in spec.definitions().items():
+        path = spec.lock_path(slug)
+        if definition.kind == "lock" and path.exists():
+            pinned.append(locks.read(path).pins.get(package))
+    known = [release for release in found if release.version in pinned]
+    return known[0].version if known else None
+
+
+def describe(
+    prober: Prober,
+    base: str,
+    package: str,
+    listed: Sequence[Release],
+    drawn: Mapping[str, VersionMap],
+    points: Mapping[int, Point],
+) -> dict[str, Any]:
+    """Everything as plain data with stable keys; what is printed is made from it."""
+    names = [release.version for release in listed]
+
+    def edge(found: Boundary, arm: str) -> dict[str, Any]:
+        sides = {
+            side: {"release": names[i], "answer": points[i].arms[arm].label, "detail": points[i].arms[arm].detail,
+                   "document": points[i].document}
+            for side, i in (("before", found.before), ("after", found.after))
+        }  # fmt: skip
+        return {**sides, "adjacent": found.exact, "unknown": [names[i] for i in found.unknown],
+                "unprobed": [names[i] for i in found.unprobed]}  # fmt: skip
+
+    arms = {}
+    for arm, found in drawn.items():
+        arms[arm] = {
+            "segments": [
+                {"first": names[s.first], "last": names[s.last], "answer": s.label,
+                 "probed": [names[i] for i in s.probed], "releases": s.last - s.first + 1}
+                for s in found.segments
+            ],
+            "boundaries": [edge(boundary, arm) for boundary in found.boundaries],
+            "unknown": [{"release": names[i], "reason": points[i].arms[arm].detail} for i in found.unknown],
+        }  # fmt: skip
+    return {
+        "case": prober.case.slug, "model": prober.cell.model, "strategy": prober.cell.strategy, "package": package,
+        "stack": base, "releases": names, "arms": arms, "own_stack": prober.own_stack,
+        "unprobed": [name for i, name in enumerate(names) if i not in points],
+        "probes": [
+            {"release": names[i], "stack": point.target.spec, "document": point.document, "launched": point.attempts,
+             "wall_s": round(point.wall_s, 2), "stack_s": round(point.stack_s, 2),
+             "answers": {arm: answer.label for arm, answer in point.arms.items()}}
+            for i, point in sorted(points.items())
+        ],
+    }  # fmt: skip
+
+
+def show(data: Mapping[str, Any]) -> None:
+    """A line per stretch of releases that answered alike, then the boundaries, then what is not known."""
+    rows = []
+    for arm, found in data["arms"].items():
+        name = arm
+        for part in found["segments"]:
+            span = part["first"] if part["first"] == part["last"] else f"{part['first']}–{part['last']}"
+            rows.append([name, span, part["answer"], f"{len(part['probed'])} of {part['releases']}"])
+            name = ""
+        if not found["segments"]:
+            reasons = list(dict.fromkeys(item["reason"] for item in found["unknown"]))
+            rows.append([arm, "", f"unknown: {reasons[0] if reasons else 'not probed'}", ""])
+    title = f"{data['case']} {data['model']} {data['strategy']}: {data['package']} on stack {data['stack']}"
+    print_table(title, ["arm", "releases", "answer", "probed"], rows)
+    for arm, found in data["arms"].items():
+        for edge in found["boundaries"]:
+            print(f"{arm}: {_edge(edge)}")
+    for reason, names in _unknown(data).items():
+        print(f"unknown: {', '.join(names)}: {reason}")
+    for arm, stack in data["own_stack"].items():
+        print(f"not in the map: {arm} runs on stack {stack}")
+    if data["unprobed"]:
+        print(f"not probed ({len(data['unprobed'])} of {len(data['releases'])}): {', '.join(data['unprobed'])}")
+    launched = [probe for probe in data["probes"] if probe["launched"]]
+    seconds = sum(probe["wall_s"] for probe in launched)
+    each = f", {seconds / len(launched):.1f} s each" if launched else ""
+    print(f"{len(data['probes'])} of {len(data['releases'])} releases probed, {len(launched)} launched now{each}")
+
+
+def _edge(edge: Mapping[str, Any]) -> str:
+    before, after = edge["before"], edge["after"]
+    text = f"changes between {before['release']} ({before['answer']}) and {after['release']} ({after['answer']})"
+    if edge["unknown"]:
+        text += f"; between them, unknown: {', '.join(edge['unknown'])}"
+    if edge["unprobed"]:
+        text += f"; between them, not probed: {', '.join(edge['unprobed'])}"
+    return text
+
+
+def _unknown(data: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Reason -> releases (with the arm where it is not all of them)."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for arm, described in data["arms"].items():
+        for item in described["unknown"] if described["segments"] else ():  # an arm without any has its own line
+            found.setdefault(item["reason"], {}).setdefault(item["release"], []).append(arm)
+    every = len(data["arms"])
+    return {
+        reason: [r if len(arms) == every else f"{r} ({', '.join(arms)})" for r, arms in by_release.items()]
+        for reason, by_release in found.items()
+    }

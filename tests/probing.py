@@ -1,0 +1,126 @@
+"""A made-up history of releases behind the real prober, engine and store: only stacks and launches are pretended."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine import FIRES, observation
+
+from harness import releases, session, stacks
+from harness.cli import main
+from harness.launch.attempt import Attempt
+from harness.releases import Release
+from harness.stacks import Stack, StackError
+from harness.stacks.spec import parse
+from harness.stacks.stack import canonical, short_hash
+
+CASE = "qwen15-fsdp-norm-shard"
+BASE = {"python": "3.11.0", "torch": "2.2.2", "transformers": "4.39.3", "accelerate": "0.29.2", "numpy": "1.26.4"}
+
+# (versions, arm) -> fires, clean, hang, infra, anything else: an error that says so
+History = Callable[[Mapping[str, str], str], str]
+
+
+class World:
+    """What the index has, what can be installed, and how each set of versions answers."""
+
+    name = "fake"
+
+    def __init__(self, folder: Path, history: History) -> None:
+        self.folder = folder
+        self.history = history
+        self.listed: dict[str, list[Release]] = {}
+        self.bases: dict[str, dict[str, str]] = {"base": BASE}
+        self.broken: set[tuple[str, str]] = set()  # releases that cannot be installed
+        self.launched: list[tuple[Mapping[str, str], str]] = []
+        self.resolved: list[str] = []
+        self.interrupt_at: int | None = None
+        self._pythons: dict[str, Stack] = {}
+
+    def releases_of(self, package: str, *versions: str) -> None:
+        self.listed[package] = [Release(version) for version in versions]
+
+    # -- what stands in for the real ones
+
+    def resolve(self, spec: str, **_: Any) -> Stack:
+        self.resolved.append(spec)
+        wanted = parse(spec)
+        if wanted.base not in self.bases:
+            raise StackError("usage", f"no stack named {wanted.base!r}")
+        base = self.bases[wanted.base]
+        versions = dict(base)
+        for swap in wanted.swaps:
+            version = next(iter(swap.specifier)).version
+            if (canonical(swap.name), version) in self.broken:
+                raise StackError("wheel", f"{swap} has nothing for this Python")
+            versions[canonical(swap.name)] = version
+        python = f"/fake/{short_hash(json.dumps(versions, sort_keys=True))}"
+        self._pythons[python] = Stack(spec, python, versions, (), short_hash(python))
+        return self._pythons[python]
+
+    def releases(self, package: str, *, yanked: bool = False, pre: bool = False, env: Any = None) -> list[Release]:
+        if package not in self.listed:
+            raise StackError("version", f"the index has no package {package!r}; did you mean 'transformers'?")
+        found = [r for r in self.listed[package] if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)]
+        return sorted(found, key=lambda release: release.parsed)
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
+        arm = str(attempt.settings["arm"])
+        versions = self._pythons[attempt.python].versions
+        if self.interrupt_at is not None and len(self.launched) >= self.interrupt_at:
+            stop.set()
+            return observation(attempt, None, interrupted=True)
+        self.launched.append((versions, arm))
+        return answered(attempt, self.history(versions, arm))
+
+    def close(self) -> None: ...
+
+    # -- the command line
+
+    def repro(self, *words: str) -> int:
+        plain = [word for word in words if not word.startswith("--")]
+        options = [word for word in words if word.startswith("--")]
+        return main([*plain, f"results={self.folder / 'results'}", "jobs=1", *options])
+
+    @property
+    def probed(self) -> list[str]:
+        """Releases of transformers that were launched, in order."""
+        return list(dict.fromkeys(versions["transformers"] for versions, _ in self.launched))
+
+
+def answered(attempt: Attempt, how: str) -> dict[str, Any]:
+    if how in ("fires", "clean"):
+        return observation(attempt, FIRES if how == "fires" else None)
+    if how == "hang":
+        found = observation(attempt, None, timed_out=True)
+        for rank in found["ranks"]:
+            rank.update(exit_code=None, signal="SIGKILL", ended_by="deadline", record=None)
+        return found
+    if how == "infra":
+        return {**observation(attempt, None), "infra": {"kind": "memory", "message": "no memory"}}
+    return observation(attempt, {**FIRES, "type": "KeyError", "message": how})
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """transformers 4.37.0 to 4.45.0, eleven releases; 4.40.0 and later fire."""
+    made = World(tmp_path, lambda versions, arm: "clean" if arm != "broken" or before(versions, "4.40") else "fires")
+    made.releases_of(
+        "transformers", "4.37.0", "4.37.2", "4.38.0", "4.39.3", "4.40.0", "4.41.0", "4.41.1", "4.42.0", "4.43.0",
+        "4.44.0", "4.45.0",
+    )  # fmt: skip
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stacks, "resolve", made.resolve)
+    monkeypatch.setattr(session, "resolve", made.resolve)
+    monkeypatch.setattr(session, "open_launcher", lambda name: made)
+    monkeypatch.setattr(releases, "releases", made.releases)
+    return made
+
+
+def before(versions: Mapping[str, str], release: str, package: str = "transformers") -> bool:
+    return Release(versions[package]).parsed < Release(release).parsed
