@@ -73,7 +73,8 @@ def once(launcher: Launcher, what: Attempt) -> Json:
     seen = launcher.launch(what, threading.Event())
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     bad = [rank for rank in seen["ranks"] if not (rank["record"] or {}).get("done")]
-    if seen["infra"] or bad or seen["attempt"]["launcher"] != launcher.name or seen["attempt"].get("retried"):
+    about = seen["attempt"]
+    if seen["infra"] or bad or about["launcher"] != launcher.name or about.get("retried") or about["leftover"]:
         print(json.dumps(seen, indent=1), file=sys.stderr)
         raise SystemExit(f"{what.id}: this attempt did not run as it should (see above)")
     floors = [rank["record"]["metrics"] for rank in seen["ranks"]]

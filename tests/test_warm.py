@@ -345,8 +345,11 @@ def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
     controller = subprocess.Popen([sys.executable, "-c", code])
     try:
         wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2, 120)
-        assert len(processes.with_token(RUN_TOKEN, run)) == 6  # server, supervisor, ranks, and what those started
+        left = processes.with_token(RUN_TOKEN, run)
+        assert len(left) == 6  # server, supervisor, ranks, and what those started
+        folders = {each.environ()["TMPDIR"] for each in left if "warm_server.py" in " ".join(each.cmdline())}
     finally:
         controller.send_signal(signal.SIGKILL)
         controller.wait()
     wait_for(lambda: not processes.with_token(RUN_TOKEN, run), 20)
+    assert not any(Path(folder).exists() for folder in folders if "repro-warm-" in folder)

@@ -20,6 +20,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -281,6 +282,9 @@ def main(packages: list[str]) -> int:
         server.serve()
     finally:
         server.close()
+        folder = os.environ.get("TMPDIR", "")
+        if os.path.basename(folder).startswith("repro-warm-"):  # a controller that was killed cannot remove it
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
