@@ -60,6 +60,15 @@ def batches(run: Run) -> list[dict[str, torch.Tensor]]:
     return [data(run, run.rank, step) for step in range(run.steps)]
 
 
+def deepspeed_on_cpu(run: Run) -> None:
+    """accelerate's part in DeepSpeed on a CPU, before it is asked for."""
+    # With this variable (or use_cpu) Trainer makes a DDP and never says that DeepSpeed is not used.
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    # An old accelerate asks for a GPU and NCCL otherwise, whatever DeepSpeed runs on.
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    run.init_process_group()
+
+
 def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None = None) -> Any:
     """A Trainer whose data are this rank's batches and whose optimizer is plain SGD."""
     from torch.utils.data import DataLoader
@@ -77,9 +86,7 @@ def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
 
     on_cpu = run.device_kind == "cpu"
     if on_cpu and deepspeed:
-        # With use_cpu or this variable Trainer makes a DDP of it and never says that DeepSpeed is not used.
-        os.environ.pop("ACCELERATE_USE_CPU", None)
-        run.init_process_group()  # an old accelerate asks for NCCL otherwise, whatever DeepSpeed runs on
+        deepspeed_on_cpu(run)
     # A model that is split over several GPUs stays where it is; Trainer before 5 does not see that of one that is split
     # over a CPU and a disk.
     split = len(getattr(model, "hf_device_map", None) or {}) > 1
@@ -120,8 +127,7 @@ def prepare(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
     precision = {"fp32": "no"}.get(run.flags["precision"], run.flags["precision"])
     on_cpu = run.device_kind == "cpu"
     if on_cpu and deepspeed:
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # as in trainer()
-        run.init_process_group()
+        deepspeed_on_cpu(run)
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, deepspeed_plugin=plugin, mixed_precision=precision)
     optimizer = torch.optim.SGD(trained(model).values(), lr=LR)
     return (accelerator, *accelerator.prepare(model, optimizer))
