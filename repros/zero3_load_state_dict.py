@@ -1,4 +1,5 @@
-"""load_state_dict on a ZeRO engine's model: refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648), else silently undone by a step."""
+"""load_state_dict into a ZeRO engine's model: refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648), and where it
+passes, silently undone by the next step (deepspeedai/DeepSpeed#762; the case zero-load-undone)."""
 
 from __future__ import annotations
 
