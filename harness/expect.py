@@ -18,9 +18,7 @@ from harness.verdict import Verdict
 Compared = Literal["expected", "unexpected", "unset"]
 
 
-def expected(
-    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str
-) -> Expectation | None:
+def expected(case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str) -> Expectation | None:
     """The expectation that applies to an arm of a cell, narrowed to this arm's verdict; None when there is none.
 
     ``where`` names the cell's axes, ``model/strategy[/flag=value...]``, and ``hardware`` its profile. Of several that

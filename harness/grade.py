@@ -208,5 +208,3 @@ def _line(message: str) -> str:
     """One line of at most 200 characters: the first that says something."""
     first = next((line.strip() for line in message.splitlines() if line.strip()), "")
     return first if len(first) <= 200 else first[:197] + "..."
-
-

@@ -1,7 +1,8 @@
 """pytest as a front door: `pytest --repro "case=qwen15-* repeat=1"` makes every cell a test item.
 
--k, -n and --junitxml work. A cell passes when every verdict is as expected (or has no expectation yet and nothing was inconclusive),
-is skipped with its reason, and fails with the table otherwise."""
+-k, -n and --junitxml work. A cell passes when every verdict is as expected (or has no expectation yet and nothing was
+inconclusive), is skipped with its reason, and fails with what differs otherwise.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
-    """A table. Off a terminal every row is one line, never cut; on a narrow one the last column goes to a line below."""
+    """A table. Off a terminal every row is one line, never cut; a narrow one loses the columns named in ``narrow``."""
     out = console()
     texts = [["" if value is None else str(value).replace("\n", " ") for value in row] for row in rows]
     if not out.is_terminal:

@@ -1,4 +1,4 @@
-"""The words of a verb of its own (``package=transformers between=4.36..5.23``), taken out before Hydra sees the rest."""
+"""A verb's own words (``package=transformers between=4.36..5.23``), taken out before Hydra sees the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ YES = ("true", "yes", "1", "on")
 NO = ("false", "no", "0", "off")
 
 
-def take(texts: Sequence[str], own: Mapping[str, str], refused: Mapping[str, str] | None = None) -> tuple[Words, list[str]]:
+def take(
+    texts: Sequence[str], own: Mapping[str, str], refused: Mapping[str, str] | None = None
+) -> tuple[Words, list[str]]:
     """(the verb's own words, the overrides that are left). ``refused``: groups that mean nothing here, with the reason.
 
     A name that neither the verb nor the run knows is an error that tells the nearest.

@@ -58,8 +58,8 @@ def resolve(
     """Settings of one arm as plain JSON values.
 
     ``model`` and ``strategy`` are the mappings of the options that apply to this arm (the caller has already followed
-    ``arm_axis``); ``flags`` are the cell's own flags, which the arm's flags override. ``run`` holds what the launch adds
-    (world_size, backend, device, seed, steps ...).
+    ``arm_axis``); ``flags`` are the cell's own flags, which the arm's flags override. ``run`` holds what the launch
+    adds (world_size, backend, device, seed, steps ...).
     """
     spec = case["arms"][arm]
     launch = case.get("launch") or {}

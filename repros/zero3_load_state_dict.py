@@ -1,5 +1,8 @@
-"""load_state_dict into a ZeRO engine's model: refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648), and where it
-passes, silently undone by the next step (deepspeedai/DeepSpeed#762; the case zero-load-undone)."""
+"""load_state_dict into a ZeRO engine's model.
+
+Refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648); where it passes, it is silently undone by the next step
+(deepspeedai/DeepSpeed#762; the case zero-load-undone).
+"""
 
 from __future__ import annotations
 

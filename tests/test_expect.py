@@ -48,7 +48,7 @@ def test_an_expectation_applies_by_arm_hardware_and_versions() -> None:
 @pytest.mark.parametrize(
     ("cells", "where", "applies"),
     [
-        ([], "m/fsdp/call=\"root\"", True),
+        ([], 'm/fsdp/call="root"', True),
         (["m/fsdp"], "m/fsdp", True),
         (["x/ddp", "m/fsdp"], "m/fsdp", True),
         (["m/ddp"], "m/fsdp", False),

@@ -142,9 +142,7 @@ def test_flaky_errors_are_as_rare_as_promised() -> None:
 
         found = bisect(count, probe, confirm=probe)
         wrong += found.first_bad != first_bad
-    assert (
-        wrong <= 20
-    )  # about six points on a path, each missed with about 1 %
+    assert wrong <= 20  # about six points on a path, each missed with about 1 %
 
 
 def test_a_good_point_that_fires_when_confirmed_sends_the_search_back() -> None:

@@ -47,7 +47,7 @@ def _fully_sharded(run: Run, model: nn.Module) -> nn.Module:
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:  # its place before torch 2.6
-        from torch.distributed._composable.fsdp import fully_shard  # type: ignore[no-redef]
+        from torch.distributed._composable.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
 
     model.to(run.device)

@@ -52,8 +52,9 @@ def build(
     from transformers import AutoModelForCausalLM
 
     trust = bool(run.model.get("remote_code"))
+    auto: Any = AutoModelForCausalLM
     if run.model["weights"] == "hub":
-        return AutoModelForCausalLM.from_pretrained(run.model["hub"], trust_remote_code=trust).to(dtype)
+        return auto.from_pretrained(run.model["hub"], trust_remote_code=trust).to(dtype)
     torch.manual_seed(run.seed if seed is None else seed)
     return AutoModelForCausalLM.from_config(config_of(run, published, **overrides), trust_remote_code=trust).to(dtype)
 

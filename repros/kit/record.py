@@ -23,7 +23,9 @@ MAX_TEXT = 4000  # characters kept of one message
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:
-    return text if len(text) <= limit else text[: limit // 2] + f" ...[{len(text) - limit} more]... " + text[-limit // 2 :]
+    if len(text) <= limit:
+        return text
+    return text[: limit // 2] + f" ...[{len(text) - limit} more]... " + text[-limit // 2 :]
 
 
 def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def _modules(tb: TracebackType | None) -> list[str]:
 
 
 def _speaker() -> str:
-    """The module that called ``warnings.warn``; the file of a warning is whom it blames, often the caller (stacklevel)."""
+    """The module that called ``warnings.warn``; a warning's file is whom it blames, often the caller (stacklevel)."""
     frame = sys._getframe(2)  # whoever called the hook: the warnings module, or, from C, the code that warned
     while frame is not None and frame.f_globals.get("__name__") in ("warnings", "_py_warnings"):
         frame = frame.f_back  # type: ignore[assignment]
@@ -165,7 +167,7 @@ def _plain(value: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that this rank really imported (not of what is merely installed)."""
-    names = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors", "datasets")
+    names = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors")
     found = {
         name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in names if name in sys.modules
     }

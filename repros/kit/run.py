@@ -29,8 +29,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from kit.record import Record, clip, describe_exception
 from arm_settings import arm_axis, resolve
+from kit.record import Record, clip, describe_exception
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,9 @@ class Run:
         """Something seen that is worth keeping (a wrapper's type, a shape): evidence, not judged."""
         self.record.data["facts"][name] = value
 
-    def check(self, name: str, passed: bool, *, got: Any = None, want: Any = None, tolerance: float | None = None) -> None:
+    def check(
+        self, name: str, passed: bool, *, got: Any = None, want: Any = None, tolerance: float | None = None
+    ) -> None:
         """One proof. A failed check does not stop the rank: it is how a silent failure becomes visible."""
         self.record.data["checks"].append(
             {
@@ -168,14 +170,16 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     def option(group: str, name: str) -> dict[str, Any]:
         path = ROOT / "conf" / group / f"{name}.yaml"
         if not path.exists():
-            parser.error(f"no such {group}: {name} (there are: {', '.join(sorted(p.stem for p in path.parent.glob('*.yaml')))})")
+            have = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+            parser.error(f"no such {group}: {name} (there are: {have})")
         return yaml.safe_load(path.read_text(encoding="utf-8"))
 
     flags = {}
     for item in args.flag:
         name, _, value = item.partition("=")
         if name not in (case.get("flags") or {}):
-            parser.error(f"{case_file.name} declares no flag {name!r} (it declares: {', '.join(case.get('flags') or {})})")
+            have = ", ".join(case.get("flags") or {})
+            parser.error(f"{case_file.name} declares no flag {name!r} (it declares: {have})")
         flags[name] = yaml.safe_load(value)
     return resolve(
         case,
@@ -279,7 +283,8 @@ def report(record: Record) -> None:
         lines.append(f"{error['type']}: {error['message'].splitlines()[0] if error['message'] else ''}")
         lines.append(f"    raised in {where['module']}.{where['function']} during {data['phase']!r}")
     for check in data["checks"]:
-        lines.append(f"check {check['name']}: {'ok' if check['passed'] else 'FAILED'} (got {check['got']}, want {check['want']})")
+        result = "ok" if check["passed"] else "FAILED"
+        lines.append(f"check {check['name']}: {result} (got {check['got']}, want {check['want']})")
     for name, value in {**data["facts"], **data["metrics"]}.items():
         lines.append(f"{name}: {value}")
     seen = sorted({f"{item['logger']}: {item['message'].splitlines()[0]}" for item in data["logs"] if item["message"]})

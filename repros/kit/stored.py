@@ -48,8 +48,7 @@ def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[s
     wrong = []
     for name, want in source.items():
         got = have.get(name)
-        there = got is not None and not got.is_meta and got.shape == want.shape
-        if not there or not torch.equal(got.cpu().float(), want.cpu().float()):
+        if got is None or got.is_meta or got.shape != want.shape or not torch.equal(got.cpu().float(), want.cpu().float()):
             wrong.append(name)
     return wrong
 

@@ -75,7 +75,7 @@ class Wrapped:
 
 def full(parameter: torch.Tensor) -> torch.Tensor:
     """The whole of a parameter, on the CPU, in memory of its own."""
-    value = parameter.detach()
+    value: Any = parameter.detach()
     if hasattr(value, "full_tensor"):
         gathered = any(placement.is_shard() for placement in value.placements)  # otherwise it is the parameter itself
         return value.full_tensor().to("cpu", copy=not gathered)

@@ -29,7 +29,7 @@ def remove_hook(model: torch.nn.Module) -> None:
     """What the warning asks for: no ``_set_gradient_checkpointing`` in the modeling file. PreTrainedModel's is left."""
     for kind in type(model).__mro__:
         if kind.__module__.startswith("transformers_modules") and "_set_gradient_checkpointing" in vars(kind):
-            del kind._set_gradient_checkpointing
+            delattr(kind, "_set_gradient_checkpointing")
 
 
 class Clock:
@@ -94,7 +94,7 @@ def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
     class Arguments(TrainingArguments):
         @property
         def place_model_on_device(self) -> bool:
-            return not split and super().place_model_on_device
+            return not split and bool(super().place_model_on_device)
 
     arguments = Arguments(
         output_dir=str(run.work_dir / "trainer"),
@@ -114,7 +114,7 @@ def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
         bf16=run.flags["precision"] == "bf16",
         deepspeed=deepspeed,
     )
-    made = OwnData(model=model, args=arguments, callbacks=[Watch()])
+    made: Any = OwnData(model=model, args=arguments, callbacks=[Watch()])
     made.clock = clock
     return made
 

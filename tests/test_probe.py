@@ -1,0 +1,163 @@
+"""Labels of answers, a verb's own words, and one probe."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from probing import CASE, World, world
+
+from harness import words
+from harness.errors import ConfigError
+from harness.labels import answer, plain
+from harness.overrides import parse
+from harness.probe import Prober, Stopped, Target, quoted
+
+__all__ = ["world"]
+
+
+def attempt(name: str, message: str = "", **more: Any) -> dict[str, Any]:
+    primary = {"rank": 0, "type": "ValueError", "message": message, "where": ""} if message else None
+    return {"outcome": {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognised": [], **more}}
+
+
+def arm(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]:
+    return {"skipped": skipped, "attempts": list(attempts)}
+
+
+# -- labels
+
+
+@pytest.mark.parametrize(
+    ("attempts", "label"),
+    [
+        ((attempt("fires", "x"),), "fires"),
+        ((attempt("clean"), attempt("fires", "x"), attempt("infra", "x")), "fires"),  # one firing is proof
+        ((attempt("clean"), attempt("clean")), "clean"),
+        ((attempt("clean"), attempt("hang")), None),
+        ((attempt("clean"), attempt("infra", "x")), None),
+        ((attempt("clean"), attempt("other_error", "odd")), "other error: ValueError: odd"),
+        ((attempt("other_error", "a"), attempt("other_error", "b"), attempt("other_error", "b")),
+         "other error: ValueError: b"),
+        ((), None),
+    ],
+)  # fmt: skip
+def test_labels(attempts: tuple[dict[str, Any], ...], label: str | None) -> None:
+    assert answer("a", arm(*attempts)).label == label
+
+
+def test_a_skip_says_the_same_on_every_stack() -> None:
+    details = {
+        answer("a", arm(skipped=f"stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.2")).detail
+        for n in (1, 2)
+    }
+    assert details == {"skipped: needs torch>=2.6, and it has 2.2"}
+    assert answer("a", None).label is None
+
+
+def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
+    def reason(n: int) -> str:
+        return f"silent: check logits failed on rank {n} (got 0.{n}, want 0)"
+
+    labels = {
+        answer(
+            "a", arm({"outcome": {"outcome": "other_error", "reason": reason(n), "primary": None, "recognised": []}})
+        ).label
+        for n in (0, 1)
+    }  # fmt: skip
+    assert labels == {"other error: silent: check logits failed"}
+
+
+def test_another_known_failure_is_named() -> None:
+    seen = [
+        {"case": "other", "signature": "s", "ranks": [0], "kind": "exception", "message": "m"},
+        {"case": "remark", "signature": "s", "ranks": [0], "kind": "log", "message": "m"},
+    ]
+    assert answer("a", arm(attempt("other_error", "m", recognised=seen))).label == "other error: ValueError: m [other]"
+
+
+def test_what_differs_from_run_to_run_is_left_out_of_a_text() -> None:
+    one = plain("\n no <Thing at 0x7f01> in /home/me/site-packages/torch/nn.py, 127.0.0.1:4242 \nmore")
+    other = plain("no <Thing at 0x8a2b> in /opt/env/site-packages/torch/nn.py, 127.0.0.1:99")
+    assert one == other and "nn.py" in one
+    assert plain("shape '[2, 8]' is invalid for input of size 12") == "shape '[2, 8]' is invalid for input of size 12"
+    assert len(plain("x" * 999)) == 160
+
+
+# -- words
+
+
+def test_own_words_are_taken_out_and_the_rest_is_left() -> None:
+    own, rest = words.take(["a=1", "case=x", "flags.y=2", "model.config.z=3", "b='q'"], {"a": "", "b": ""})
+    assert (own.number("a"), own.get("b"), rest) == (1, "q", ["case=x", "flags.y=2", "model.config.z=3"])
+
+
+@pytest.mark.parametrize("text", ["plain", "a=1 b", "it's", "back\\slash", "torch==2.13.0+cpu", "x @ git+file:///c@1"])
+def test_any_stack_survives_hydras_grammar(text: str) -> None:
+    assert parse([f"stack={quoted(text)}"]).stack == [text]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["a"], "is not NAME=VALUE"),
+        (["a=1", "a=2"], "given twice"),
+        (["aa=1"], "did you mean 'a'"),
+        (["repat=1"], "did you mean 'repeat'"),
+    ],
+)
+def test_wrong_words(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        words.take(given, {"a": ""})
+
+
+# -- a probe
+
+
+def prober(world: World, *texts: str, **more: Any) -> Prober:
+    said: list[str] = []
+    return Prober(CASE, [f"results={world.folder / 'r'}", *texts], said.append, threading.Event(), **more)
+
+
+def target(release: str) -> Target:
+    return Target(release, f"base+transformers=={release}")
+
+
+def test_a_probe_is_stored_and_never_made_twice(world: World) -> None:
+    point = prober(world, "arms=[broken]").probe(target("4.41.0"))
+    assert point.arms["broken"].label == "fires" and Path(point.document or "").exists()
+    assert point.versions["transformers"] == "4.41.0" and point.attempts == 1
+    again = prober(world, "arms=[broken]").probe(target("4.41.0"))
+    assert again.attempts == 0 and again.arms == point.arms and len(world.launched) == 1
+
+
+def test_repeating_adds_to_what_is_stored_and_loses_nothing(world: World) -> None:
+    made = prober(world, "arms=[broken]")
+    made.probe(target("4.41.0"))
+    assert made.probe(target("4.41.0"), repeat=3).arms["broken"].counted == 3
+    assert len(world.launched) == 3
+    assert prober(world, "arms=[broken]").probe(target("4.41.0")).arms["broken"].counted == 3
+    assert len(world.launched) == 3
+
+
+def test_what_cannot_be_installed_is_unknown_with_its_reason(world: World) -> None:
+    world.broken = {("transformers", "4.41.0")}
+    point = prober(world).probe(target("4.41.0"))
+    assert {a.label for a in point.arms.values()} == {None}
+    assert point.arms["broken"].detail.startswith("cannot be installed: transformers==4.41.0 has nothing")
+    assert point.document is None and world.launched == []
+
+
+def test_arms_on_a_stack_of_their_own_are_left_out(world: World) -> None:
+    made = Prober("qwen15-fsdp-kv-cache", [], print, threading.Event())
+    assert made.own_stack == {"newer-transformers": "current"}
+    assert "newer-transformers" not in made.arms and made.arms[0] == "broken"
+
+
+def test_a_stopped_prober_says_so(world: World) -> None:
+    made = prober(world, "arms=[broken]")
+    made.stop.set()
+    with pytest.raises(Stopped, match="interrupted"):
+        made.probe(target("4.41.0"))
