@@ -39,6 +39,9 @@ claims: $(READY) ## the claims ledger, from stored measurements
 test: $(READY) ## the project's own tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+bench: $(READY) ## cold against warm launches, alternated; writes bench/launch.json
+	@$(BIN)/python -m bench.bench_launch $(ARGS)
+
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check harness tests bench

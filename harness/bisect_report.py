@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.hunt import Hunted, shown
-from harness.labels import FIRES
+from harness.labels import CLEAN, FIRES
 from harness.probe import Point, Prober, quoted
 
 Data = dict[str, Any]
@@ -35,6 +35,7 @@ def stage(kind: str, what: str, hunted: Hunted, prober: Prober, older_is_good: b
         "unprobed": [target.name for target in hunted.unprobed],
         "probes": [_probe(hunted.points[i], arm, hunted) for i in order if i in hunted.points],
         "sentence": sentence(kind, hunted, older_is_good),
+        "good_means": None if hunted.roles.exact or hunted.roles.good in (CLEAN, FIRES) else hunted.roles.good,
     }
 
 
@@ -47,10 +48,21 @@ def side(point: Point, arm: str, prober: Prober) -> Data:
         "message": answer.detail,
         "times": f"{answer.fired} of {answer.counted}",
         "document": point.document,
-        "moved": {name: list(change) for name, change in point.moved.items()},
+        "said": said(answer.label, answer.detail),
+        "moved": {n: list(c) for n, c in point.moved.items() if f"{n}==" not in point.target.spec},
         "run": None if point.target.make else run_command(prober, point.target.spec, arm),
-        "torchrun": point.torchrun.get(arm),
+        "torchrun": _short_path(point.torchrun.get(arm)),
     }
+
+
+def said(label: str | None, detail: str) -> str:
+    """Label and message, each once."""
+    return f"{label}: {detail}" if label in (FIRES, CLEAN) else str(label or f"unknown: {detail}")
+
+
+def _short_path(line: str | None) -> str | None:
+    """The stack's programs first, and the reader's own after them rather than those of this machine."""
+    return re.sub(r"(?<![\w.])PATH=([^:\s]+):\S+", r'PATH=\1:"$PATH"', line) if line else None
 
 
 def run_command(prober: Prober, spec: str, arm: str) -> str:
@@ -82,12 +94,12 @@ def sentence(kind: str, hunted: Hunted, older_is_good: bool | None) -> str:
         return f"between {good} (good) and {bad} (bad): not searched"
     fires = hunted.roles.bad == FIRES and not hunted.roles.exact
     if older_is_good is False:
-        said = f"{good} is the first good {kind}, {bad} the last bad one"
-        said += ": the failure no longer fires from there on" if fires and hunted.exact else ""
+        text = f"{good} is the first good {kind}, {bad} the last bad one"
+        text += ": the failure no longer fires from there on" if fires else ""
     else:
-        said = f"{bad} is the first bad {kind}, {good} the last good one"
+        text = f"{bad} is the first bad {kind}, {good} the last good one"
     if hunted.exact:
-        return said
+        return text
     between = len(hunted.unknown) + len(hunted.unprobed)
     return f"the change lies between {good} (good) and {bad} (bad); {between} {kind}s between them could not be told"
 

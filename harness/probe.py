@@ -164,8 +164,8 @@ class Prober:
 
 
 def quoted(value: str) -> str:
-    """A value as Hydra's grammar takes it, whatever is in it."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """A value as Hydra's grammar takes it (a backslash says something only before a quote)."""
+    return "'" + value.replace("'", "\\'") + "'"
 
 
 def _attempts(point: Point) -> int:

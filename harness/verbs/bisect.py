@@ -217,7 +217,7 @@ class Bisect:
         }  # fmt: skip
 
     def _result(self) -> str:
-        said = [f"**{item['what']}**: {item['sentence']}." for item in self.stages]
+        said = [f"{item['sentence']}." for item in self.stages]
         if self.blame is not None and not said:
             members = self.blame.members
             said.append(f"Guilty: {', '.join(members)}." if members else "No package was found guilty by itself.")
