@@ -49,8 +49,7 @@ def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
     if arm is None:
         return Answer(None, "not run")
     if arm.get("skipped"):
-        why = re.sub(r"^stack .*?: (?=needs )", "", str(arm["skipped"]))  # the same reason on every stack
-        return Answer(None, f"skipped: {why}")
+        return Answer(None, f"skipped: {_need(str(arm['skipped']))}")
     outcomes = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
     named = [(text(outcome.get("outcome")), outcome) for outcome in outcomes]
     fired = [outcome for name, outcome in named if name == "fires"]
@@ -77,6 +76,18 @@ def plain(message: str) -> str:
     return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
 
 
+def short(label: str | None) -> str:
+    """``other error: Type [known case]``: a label where its text stands elsewhere."""
+    found = re.match(rf"({OTHER}: [\w.]+)\b.*?( \[[\w.-]+\])?$", label or "")
+    return f"{found[1]}{found[2] or ''}" if found else str(label)
+
+
+def _need(reason: str) -> str:
+    """A declared need in the same words on every stack: without the stack's name, and what it has instead."""
+    told = re.match(r"stack .*?: (needs .+)$", reason)
+    return re.sub(r", and it has [^,;]+|; needs stack .*$", "", told[1]) if told else reason
+
+
 def _fired(case: str, outcome: Mapping[str, Any]) -> str:
     """The known failure's own words, with the type where it was an exception."""
     own = next((seen for seen in items(outcome.get("recognised")) if seen.get("case") == case), {})
@@ -92,7 +103,9 @@ def _error(case: str, outcome: Mapping[str, Any]) -> str:
     known = f" [{text(others[0].get('case'))}]" if others else ""
     primary = mapping(outcome.get("primary"))
     if primary:
-        said = plain(text(primary.get("message")))
-        return (f"{text(primary.get('type'))}: {said}" if said else text(primary.get("type"))) + known
+        name = text(primary.get("type"))
+        # A signal or an exit code has no message: what stands there is the last line of the log.
+        said = "" if re.match(r"SIG[A-Z]|exit code", name) else plain(text(primary.get("message")))
+        return (f"{name}: {said}" if said else name) + known
     # No failure of a rank: the proof. What was got instead differs from run to run, and which ranks say so may.
     return re.split(r" on ranks? \d", plain(text(outcome.get("reason"))))[0] + known

@@ -11,7 +11,7 @@ from probing import CASE, World, world
 
 from harness import words
 from harness.errors import ConfigError
-from harness.labels import answer, plain
+from harness.labels import answer, plain, short
 from harness.overrides import parse
 from harness.probe import Prober, Stopped, Target, quoted
 
@@ -50,10 +50,12 @@ def test_labels(attempts: tuple[dict[str, Any], ...], label: str | None) -> None
 
 def test_a_skip_says_the_same_on_every_stack() -> None:
     details = {
-        answer("a", arm(skipped=f"stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.2")).detail
+        answer("a", arm(skipped=f"stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.{n}, y>=1, which it "
+                                "does not have; needs stack other (why not)")).detail
         for n in (1, 2)
-    }
-    assert details == {"skipped: needs torch>=2.6, and it has 2.2"}
+    }  # fmt: skip
+    assert details == {"skipped: needs torch>=2.6, y>=1, which it does not have"}
+    assert answer("a", arm(skipped="needs 2 GPUs; hardware cpu has none")).detail.endswith("hardware cpu has none")
     assert answer("a", None).label is None
 
 
@@ -68,6 +70,15 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
         for n in (0, 1)
     }  # fmt: skip
     assert labels == {"other error: silent: check logits failed"}
+
+
+def test_a_crash_is_no_other_one_for_what_was_logged_last() -> None:
+    crash = attempt("other_error", "some warning")
+    crash["outcome"]["primary"]["type"] = "SIGSEGV"
+    assert answer("a", arm(crash)).label == "other error: SIGSEGV"
+    assert short("other error: SIGSEGV") == "other error: SIGSEGV" and short("fires") == "fires"
+    assert short("other error: RuntimeError: a [b] c [the-case]") == "other error: RuntimeError [the-case]"
+    assert short("other error: silent: check x failed") == "other error: silent"
 
 
 def test_another_known_failure_is_named() -> None:

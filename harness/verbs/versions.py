@@ -10,6 +10,7 @@ from typing import Any
 
 from harness import releases, session, stacks, words
 from harness.errors import MeasureError, ReproError
+from harness.labels import short
 from harness.maps import maps
 from harness.probe import Point, Prober, Stopped, Target, one_case
 from harness.releases import Release
@@ -147,13 +148,13 @@ def show(data: Mapping[str, Any]) -> None:
         name = arm
         for part in found["segments"]:
             span = part["first"] if part["first"] == part["last"] else f"{part['first']}–{part['last']}"
-            rows.append([name, span, part["answer"], f"{len(part['probed'])} of {part['releases']}"])
+            rows.append([name, span, f"{len(part['probed'])} of {part['releases']}", part["answer"]])
             name = ""
         if not found["segments"]:
             reasons = list(dict.fromkeys(item["reason"] for item in found["unknown"]))
-            rows.append([arm, "", f"unknown: {reasons[0] if reasons else 'not probed'}", ""])
+            rows.append([arm, "", "", f"unknown: {'; '.join(reasons) or 'not probed'}"])
     title = f"{data['case']} {data['model']} {data['strategy']}: {data['package']} on stack {data['stack']}"
-    print_table(title, ["arm", "releases", "answer", "probed"], rows)
+    print_table(title, ["arm", "releases", "probed", "answer"], rows)
     for arm, found in data["arms"].items():
         for edge in found["boundaries"]:
             print(f"{arm}: {_edge(edge)}")
@@ -171,7 +172,8 @@ def show(data: Mapping[str, Any]) -> None:
 
 def _edge(edge: Mapping[str, Any]) -> str:
     before, after = edge["before"], edge["after"]
-    text = f"changes between {before['release']} ({before['answer']}) and {after['release']} ({after['answer']})"
+    sides = [f"{side['release']} ({short(side['answer'])})" for side in (before, after)]
+    text = f"changes between {sides[0]} and {sides[1]}"
     if edge["unknown"]:
         text += f"; between them, unknown: {', '.join(edge['unknown'])}"
     if edge["unprobed"]:
@@ -185,7 +187,7 @@ def _unknown(data: Mapping[str, Any]) -> dict[str, list[str]]:
     for arm, described in data["arms"].items():
         for item in described["unknown"] if described["segments"] else ():  # an arm without any has its own line
             found.setdefault(item["reason"], {}).setdefault(item["release"], []).append(arm)
-    every = len(data["arms"])
+    every = sum(bool(described["segments"]) for described in data["arms"].values())
     return {
         reason: [r if len(arms) == every else f"{r} ({', '.join(arms)})" for r, arms in by_release.items()]
         for reason, by_release in found.items()
