@@ -10,6 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
 from filelock import FileLock
 
 from harness.stacks.stack import Stack
@@ -18,20 +19,25 @@ _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 LIMIT_S = 600
 
 
+def _compiling(folder: Path) -> bool:
+    """Whether a compiler is at work in there: then torch's ``lock`` is somebody's, and not one that was left behind."""
+    inside = str(folder) + os.sep
+    return any((process.info["cwd"] or "").startswith(inside) for process in psutil.process_iter(["cwd"]))
+
+
 def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None:
     """Compile what the stack's DeepSpeed needs on a CPU, once. None, or why it cannot be had."""
     if "deepspeed" not in stack.versions:
         return None
     folder = Path(stack.extensions_dir)
     done = folder / "deepspeed-cpu.done"
-    if done.exists():
-        return None
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".building"):
+        if not _compiling(folder):
+            for stale in folder.rglob("lock"):
+                stale.unlink(missing_ok=True)
         if done.exists():
             return None
-        for stale in folder.rglob("lock"):  # ours alone: nobody else builds while we hold .building
-            stale.unlink()
         env = {**(inherited or os.environ), **stack.environment(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         env |= {"OMP_NUM_THREADS": "1", "MAX_JOBS": "2"}
         try:
