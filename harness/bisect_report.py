@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.hunt import Hunted, shown
-from harness.labels import CLEAN, FIRES
+from harness.labels import CLEAN, FIRES, short
 from harness.probe import Point, Prober, quoted
+from harness.stacks.spec import parse
+from harness.stacks.stack import canonical
 
 Data = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -49,10 +51,14 @@ def side(point: Point, arm: str, prober: Prober) -> Data:
         "times": f"{answer.fired} of {answer.counted}",
         "document": point.document,
         "said": said(answer.label, answer.detail),
-        "moved": {n: list(c) for n, c in point.moved.items() if f"{n}==" not in point.target.spec},
+        "moved": {name: list(change) for name, change in point.moved.items() if name not in _swapped(point)},
         "run": None if point.target.make else run_command(prober, point.target.spec, arm),
         "torchrun": _short_path(point.torchrun.get(arm)),
     }
+
+
+def _swapped(point: Point) -> set[str]:
+    return {canonical(swap.name) for swap in parse(point.target.spec).swaps} if not point.target.make else set()
 
 
 def said(label: str | None, detail: str) -> str:
@@ -78,7 +84,7 @@ def _probe(point: Point, arm: str, hunted: Hunted) -> Data:
     return {
         "name": point.target.name,
         "role": role,
-        "answer": shown(answer),
+        "answer": shown(answer) if answer.label is None else short(answer.label),
         "attempts": answer.counted,
         "launched": point.attempts,
         "wall_s": round(point.wall_s, 1),

@@ -68,12 +68,13 @@ def blame(hunt: Hunt, roles: Roles, spec: str, good: Stack, bad: Stack, only: Se
 
 
 def _attempts(changed: list[str], only: Sequence[str]) -> list[list[str]]:
-    """Which packages to search among: the usual ones, those that can be laid over a torch that stays, then all."""
+    """Which packages to search among, the cheapest first: those that can be laid over a torch that stays, all of those
+    that failures usually come from, then whatever differs."""
     if only:
         return [[name for name in changed if name in only]]
     usual = [name for name in changed if name in RELEVANT]
     light = [name for name in usual if not too_heavy(parse(f"x+{name}==0").swaps)]
-    tries = [usual, light, changed]
+    tries = [light, usual, changed]
     return [items for index, items in enumerate(tries) if items and items not in tries[:index]]
 
 

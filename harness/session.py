@@ -56,7 +56,8 @@ def prepare(texts: list[str], build_stacks: bool = True, given: Mapping[str, Sta
     asked = [name for name in selection.stack if name in unavailable]
     if asked and len(asked) == len(selection.stack):
         raise catalogues.ConfigError(f"stack={asked[0]}: {unavailable[asked[0]]}")
-    usable = {name: _prepared(stack, profile, build_stacks) for name, stack in stacks.items()}
+    compiled = build_stacks and profile.accelerator == "cpu" and _uses_deepspeed(catalogue, cells, settings)
+    usable = {name: _prepared(stack) if compiled else stack for name, stack in stacks.items()}
     plans = plan.plan_cells(
         catalogue, cells, settings, profile, machine, {**usable, **unavailable}, provenance.code_hashes(catalogue)
     )
@@ -91,10 +92,21 @@ def _stacks(
     return stacks, unavailable
 
 
-def _prepared(stack: Stack, profile: Profile, build: bool) -> Stack:
+def _uses_deepspeed(catalogue: Catalogue, cells: list[matrix.Cell], settings: RunSettings) -> bool:
+    """Whether something of this run needs DeepSpeed: its op takes minutes to compile."""
+    needs: list[str] = []
+    for cell in cells:
+        case = catalogue.cases[cell.case]
+        arms = [case.arms[name] for name in matrix.arms_of(case, settings.arms)]
+        needs += case.needs.requires + case.launch.imports
+        needs += [item for arm in arms for item in arm.requires]
+        strategies = {cell.strategy, *(arm.strategy for arm in arms if arm.strategy)}
+        needs += [item for name in strategies for item in catalogue.strategies[name].requires]
+    return any(item.startswith("deepspeed") for item in needs)
+
+
+def _prepared(stack: Stack) -> Stack:
     """The stack as it can be used here: without a C++ compiler, its DeepSpeed cannot run on a CPU."""
-    if not build or profile.accelerator != "cpu":
-        return stack
     problem = extensions.prepare(stack)
     if problem is None:
         return stack
