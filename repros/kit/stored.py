@@ -48,9 +48,7 @@ def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[s
     wrong = []
     for name, want in source.items():
         got = have.get(name)
-        if got is None or got.is_meta or got.shape != want.shape:
-            wrong.append(name)
-        elif not torch.equal(got.cpu().float(), want.cpu().float()):
+        if got is None or got.is_meta or got.shape != want.shape or not torch.equal(got.cpu().float(), want.cpu().float()):
             wrong.append(name)
     return wrong
 
