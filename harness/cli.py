@@ -70,7 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
         print(f"repro: unknown verb {arguments[0]!r}{nearest(arguments[0], VERBS)}", file=sys.stderr)
         return 2
-    args = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+    parser = build_parser(arguments[0] if arguments else None)
+    args, late = parser.parse_known_args(arguments)
+    if late:  # overrides that stand after an option: argparse takes a positional list in one piece only
+        if any(word.startswith("-") for word in late) or not hasattr(args, "overrides"):
+            parser.error(f"unrecognized arguments: {' '.join(late)}")
+        args.overrides += late
     module, _ = VERBS[args.verb]
     try:
         return int(importlib.import_module(f"harness.verbs.{module}").main(args))

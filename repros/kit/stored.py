@@ -48,7 +48,9 @@ def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[s
     wrong = []
     for name, want in source.items():
         got = have.get(name)
-        if got is None or got.is_meta or got.shape != want.shape or not torch.equal(got.cpu().float(), want.cpu().float()):
+        usable = got is not None and not got.is_meta and got.shape == want.shape
+        same = usable and got is not None and torch.equal(got.cpu().float(), want.cpu().float())
+        if not same:
             wrong.append(name)
     return wrong
 
