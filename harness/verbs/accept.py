@@ -7,6 +7,7 @@ reviewed change: nothing but this verb writes expectations, and a run never judg
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from harness import overrides, session
 from harness.config import compose_run
 from harness.errors import ResultsError
 from harness.expect import write_expectations
-from harness.paths import BASELINE, CONF
+from harness.paths import BASELINE, CONF, ROOT, cache_dir
 from harness.report import print_json
 from harness.schema import Expectation
 from harness.store import Store, write_json
@@ -40,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     for document in documents:
         path = BASELINE / document["hardware"]["profile"] / document["stack"]["label"] / f"{document['key']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, document)
+        write_json(path, _portable(document))
     for case in sorted({str(d["case"]) for d in documents}):
         _write(case, args.reason)
     accepted = [{"case": d["case"], "model": d["model"], "strategy": d["strategy"]} for d in documents]
@@ -50,6 +51,15 @@ def main(args: argparse.Namespace) -> int:
         print(f"accepted {len(accepted)} cells of {len({d['case'] for d in documents})} cases into {BASELINE}")
         print("review and commit: the documents, and the `expect:` blocks in conf/case")
     return 0
+
+
+def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document without this machine's own paths: what is published says nothing of whose disk it was."""
+    text = json.dumps(document)
+    for own, shown in ((str(ROOT), "/checkout"), (str(cache_dir()), "/cache"), (str(Path.home()), "/home")):
+        text = text.replace(own + "/", shown + "/")
+    portable: dict[str, Any] = json.loads(text)
+    return portable
 
 
 def _usable(document: Mapping[str, Any]) -> bool:
