@@ -17,11 +17,12 @@ from harness.evidence import items, mapping, text
 FIRES, CLEAN, OTHER = "fires", "clean", "other error"
 TEXT = 160  # characters of a message that a label keeps
 
-# What differs from run to run in the same message: addresses in memory and on the network, folders.
+# What differs from run to run in the same message: addresses in memory and on the network, folders, temporary names.
 _VARYING = (
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"), "host:port"),
     (re.compile(r"(?<![\w.])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])"), "…/"),
+    (re.compile(r"(?<=\w[-_])\d{3,}\b|(?<=\btmp)[a-z0-9_]{6,}"), "…"),
 )
 
 
@@ -85,7 +86,7 @@ def short(label: str | None) -> str:
 def _need(reason: str) -> str:
     """A declared need in the same words on every stack: without the stack's name, and what it has instead."""
     told = re.match(r"stack .*?: (needs .+)$", reason)
-    return re.sub(r", and it has [^,;]+|; needs stack .*$", "", told[1]) if told else reason
+    return re.sub(r", and it has [^ ,;]+|; needs stack .*$", "", told[1]) if told else reason
 
 
 def _fired(case: str, outcome: Mapping[str, Any]) -> str:

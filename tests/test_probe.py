@@ -49,12 +49,10 @@ def test_labels(attempts: tuple[dict[str, Any], ...], label: str | None) -> None
 
 
 def test_a_skip_says_the_same_on_every_stack() -> None:
-    details = {
-        answer("a", arm(skipped=f"stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.{n}, y>=1, which it "
-                                "does not have; needs stack other (why not)")).detail
-        for n in (1, 2)
-    }  # fmt: skip
-    assert details == {"skipped: needs torch>=2.6, y>=1, which it does not have"}
+    text = "stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.{n} (a, b), y>=1, which it does not have"
+    text += "; needs stack other (why not)"
+    details = {answer("a", arm(skipped=text.format(n=n))).detail for n in (1, 2)}
+    assert details == {"skipped: needs torch>=2.6 (a, b), y>=1, which it does not have"}
     assert answer("a", arm(skipped="needs 2 GPUs; hardware cpu has none")).detail.endswith("hardware cpu has none")
     assert answer("a", None).label is None
 
@@ -93,6 +91,9 @@ def test_what_differs_from_run_to_run_is_left_out_of_a_text() -> None:
     one = plain("\n no <Thing at 0x7f01> in /home/me/site-packages/torch/nn.py, 127.0.0.1:4242 \nmore")
     other = plain("no <Thing at 0x8a2b> in /opt/env/site-packages/torch/nn.py, 127.0.0.1:99")
     assert one == other and "nn.py" in one
+    assert plain("OSError: /a/case-model-35277 and /b/tmpab12cd_x") == plain(
+        "OSError: /c/case-model-4256 and /d/tmpzz99yy_q"
+    )
     assert plain("shape '[2, 8]' is invalid for input of size 12") == "shape '[2, 8]' is invalid for input of size 12"
     assert len(plain("x" * 999)) == 160
 

@@ -6,11 +6,12 @@ import argparse
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness import blame as blames
-from harness import labels, session, stacks, words
+from harness import session, stacks, words
 from harness.errors import ConfigError, ReproError
 from harness.hunt import Hunt, Roles
 from harness.probe import Prober, Stopped, Target, quoted
@@ -21,10 +22,11 @@ from harness.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, 
 OWN = {
     "from": "the stack in use: a name, a lock, a requirements file, python:PATH",
     "to": "the stack to go to",
-    "why": "false: do not search for the package that is responsible for each change",
+    "why": "which changes to search the responsible package for: true (all, the default), worse or false",
     "releases": "true: search for its release, too",
     "budget": "at most so many probes of each search for a release",
 }
+WHY = ("true", "worse", "false")
 EPILOG = (
     "NAME=VALUE words of its own:\n" + words.listed(OWN) + "\n\nand case=, model=, strategy=, flags.<name>=, arms=, "
     "repeat=, results=... as for `repro matrix`.\nWhat is stored for the two stacks is used, the rest is run. "
@@ -36,26 +38,21 @@ EPILOG = (
 def main(args: argparse.Namespace) -> int:
     own, texts = words.take(args.overrides, OWN, {"stack": "the stacks are from= and to="})
     specs = own.need("from", "the stack in use"), own.need("to", "the stack to go to")
-    why, with_releases, budget = (
-        (own.get("why") is None or own.flag("why")),
-        own.flag("releases"),
-        own.number("budget", 3),
-    )
+    why, with_releases, budget = own.choice("why", WHY), own.flag("releases"), own.number("budget", 3)
     one, other = (stacks.resolve(spec, say=_say) for spec in specs)
     if specs[0] == specs[1] or one.key == other.key:
         raise ConfigError(f"from and to are the same stack, {specs[0]}")
     stop = threading.Event()
+    stopped: Stopped | None = None
     with session.interruptible(stop, _say):
         documents = _measure(texts, {specs[0]: one, specs[1]: other}, stop)
         found = compare(*([d for d in documents if d["stack"]["name"] == spec] for spec in specs))
-        causes: dict[int, dict[str, Any]] = {}
-        stopped: Stopped | None = None
+        search = Causes(texts, specs, (one, other), stop, with_releases, budget)
         try:
-            if why:
-                _explain(found, documents, texts, specs, (one, other), stop, causes, with_releases, budget)
+            search.of([c for c in found.changes if why == "true" or (why == "worse" and c.kind in WORSE)], documents)
         except Stopped as error:
             stopped = error
-    data = describe(specs, (one, other), found, causes)
+    data = describe(specs, (one, other), found, search.found)
     data["stopped"] = str(stopped) if stopped else None
     print_json(data) if args.json else show(data)
     if stopped:
@@ -83,66 +80,58 @@ def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.E
     return summary.documents
 
 
-def _explain(
-    found: Compared,
-    documents: Sequence[Mapping[str, Any]],
-    texts: Sequence[str],
-    specs: tuple[str, str],
-    ends: tuple[Stack, Stack],
-    stop: threading.Event,
-    causes: dict[int, dict[str, Any]],
-    with_releases: bool,
-    budget: int | None,
-) -> None:
-    """Fills ``causes``: index of a change -> the package (and the release) responsible, or why it is not known."""
-    probers: dict[str, Prober] = {}
-    of_cell = {document["key"]: document for document in documents}
-    for index, change in enumerate(found.changes):
-        if change.kind in CAUSED_ELSEWHERE:
-            continue
-        if change.key not in probers:  # a probe measures every arm of the cell that changed
-            arms = [c.arm for c in found.changes if c.key == change.key and c.kind not in CAUSED_ELSEWHERE]
-            selected = _only(of_cell[change.key], texts)
-            probers[change.key] = Prober(change.case, selected, _say, stop, arms=arms)
-        _say(f"{change.key} {change.arm} {change.kind}: which package?")
-        causes[index] = _cause(Hunt(probers[change.key], change.arm), change, specs, ends, with_releases, budget)
+@dataclass
+class Causes:
+    """The package (and the release) responsible for each change, or why it is not known."""
 
+    texts: Sequence[str]
+    specs: tuple[str, str]
+    ends: tuple[Stack, Stack]
+    stop: threading.Event
+    with_releases: bool
+    budget: int | None
+    found: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # (cell, arm) -> cause
 
-def _cause(
-    hunt: Hunt,
-    change: Change,
-    specs: tuple[str, str],
-    ends: tuple[Stack, Stack],
-    with_releases: bool,
-    budget: int | None,
-) -> dict[str, Any]:
-    exact = change.before.label == change.after.label
-    pick: Callable[[labels.Answer], str] = lambda a: str(a.whole if exact else a.label)  # noqa: E731
-    roles = Roles(pick(change.before), pick(change.after), exact)
-    for spec, role in zip(specs, ("no", "yes")):
-        if roles.of(hunt.ask(Target(spec, spec)).arms[change.arm]) != role:
-            return {"packages": None, "note": f"{spec} did not answer so again when it was asked alone"}
-    found = blames.blame(hunt, roles, specs[0], *ends)
-    out: dict[str, Any] = {
-        "packages": list(found.members) if found.members is not None else None,
-        "unproven": list(found.unproven),
-        "note": "" if found.members else "; ".join(found.notes) or "no set of packages was seen to carry it",
-        "tried": [list(item) for item in found.tried],
-    }
-    if with_releases:
-        out["releases"] = {}
-        for package in found.members or ():
-            hunted = blames.release_of(hunt, roles, specs[0], found, package, budget)
-            if isinstance(hunted, str):
-                out["releases"][package] = {"text": hunted, "first": None}
-                continue
-            if hunted.stopped:
-                raise hunted.stopped
-            first, last = hunted.bad.target.name, hunted.good.target.name  # as in `to`, as in `from`
-            lost = len(hunted.unknown) + len(hunted.unprobed)
-            text = f"{first} (not yet {last})" if hunted.exact else f"between {last} and {first} ({lost} unknown)"
-            out["releases"][package] = {"first": first, "last": last, "exact": hunted.exact, "text": text}
-    return out
+    def of(self, changes: Sequence[Change], documents: Sequence[Mapping[str, Any]]) -> None:
+        of_cell = {document["key"]: document for document in documents}
+        searched = [change for change in changes if change.kind not in CAUSED_ELSEWHERE]
+        probers: dict[str, Prober] = {}
+        for change in searched:
+            if change.key not in probers:  # a probe measures every arm of the cell that is searched
+                arms = [other.arm for other in searched if other.key == change.key]
+                selected = _only(of_cell[change.key], self.texts)
+                probers[change.key] = Prober(change.case, selected, _say, self.stop, arms=arms)
+            _say(f"{change.key} {change.arm} {change.kind}: which package?")
+            self.found[change.key, change.arm] = self._cause(Hunt(probers[change.key], change.arm), change)
+
+    def _cause(self, hunt: Hunt, change: Change) -> dict[str, Any]:
+        exact = change.before.label == change.after.label  # the same failure in other words
+        sides = [answer.whole if exact else answer.label for answer in (change.before, change.after)]
+        roles = Roles(str(sides[0]), str(sides[1]), exact)
+        for spec, role in zip(self.specs, ("no", "yes")):
+            if roles.of(hunt.ask(Target(spec, spec)).arms[change.arm]) != role:
+                return {"packages": None, "note": f"{spec} did not answer so again when it was asked alone"}
+        found = blames.blame(hunt, roles, self.specs[0], *self.ends)
+        out: dict[str, Any] = {
+            "packages": list(found.members) if found.members is not None else None,
+            "unproven": list(found.unproven),
+            "note": "" if found.members else "; ".join(found.notes) or "no set of packages was seen to carry it",
+            "tried": [list(item) for item in found.tried],
+        }
+        if self.with_releases:
+            out["releases"] = {name: self._release(hunt, roles, found, name) for name in found.members or ()}
+        return out
+
+    def _release(self, hunt: Hunt, roles: Roles, found: blames.Blame, package: str) -> dict[str, Any]:
+        hunted = blames.release_of(hunt, roles, self.specs[0], found, package, self.budget)
+        if isinstance(hunted, str):
+            return {"first": None, "last": None, "exact": False, "text": hunted}
+        if hunted.stopped:
+            raise hunted.stopped
+        first, last = hunted.bad.target.name, hunted.good.target.name  # the first as in `to`, the last as in `from`
+        lost = len(hunted.unknown) + len(hunted.unprobed)
+        text = f"{first} (not yet {last})" if hunted.exact else f"between {last} and {first} ({lost} unknown)"
+        return {"first": first, "last": last, "exact": hunted.exact, "text": text}
 
 
 def _only(document: Mapping[str, Any], texts: Sequence[str]) -> list[str]:
@@ -160,12 +149,15 @@ def _infra(found: Compared) -> bool:
 
 
 def describe(
-    specs: tuple[str, str], ends: tuple[Stack, Stack], found: Compared, causes: Mapping[int, Mapping[str, Any]]
+    specs: tuple[str, str],
+    ends: tuple[Stack, Stack],
+    found: Compared,
+    causes: Mapping[tuple[str, str], Mapping[str, Any]],
 ) -> dict[str, Any]:
     changes = [
         {"change": c.kind, "case": c.case, "cell": c.key, "arm": c.arm, "before": c.before.whole,
-         "after": c.after.whole, "cause": causes.get(index)}
-        for index, c in enumerate(found.changes)
+         "after": c.after.whole, "cause": causes.get((c.key, c.arm))}
+        for c in found.changes
     ]  # fmt: skip
     counts: dict[str, int] = {}
     for change in found.changes:
@@ -179,8 +171,11 @@ def describe(
 
 
 def show(data: Mapping[str, Any]) -> None:
-    rows = [[c["change"], c["cell"], c["arm"], c["before"], c["after"], _because(c["cause"])] for c in data["changes"]]
-    print_table(f"{data['from']} -> {data['to']}", ["change", "cell", "arm", "before", "after", "through"], rows)
+    rows = [
+        [c["change"], c["cell"], c["arm"], _because(c["cause"]), f"{c['before']}  =>  {c['after']}"]
+        for c in data["changes"]
+    ]
+    print_table(f"{data['from']} -> {data['to']}", ["change", "cell", "arm", "through", "answers"], rows)
     for kind, count in data["counts"].items():
         print(f"{kind} ({count}): {MEANING[kind]}")
     reasons: dict[str, list[str]] = {}
