@@ -22,7 +22,7 @@ from typing import Any
 from harness.launch import Attempt, ColdLauncher, Launcher
 from harness.launch.warm import WarmLauncher
 from harness.paths import cache_dir
-from harness.stacks import Stack, resolve
+from harness.stacks import Stack, extensions, resolve
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent
@@ -44,7 +44,7 @@ MODEL = {
 DEADLINE_S = 120.0
 
 
-def attempt(stack: Stack, kind: str, ranks: int, folder: Path, name: str, deadline: float = DEADLINE_S) -> Attempt:
+def attempt(stack: Stack, kind: str, ranks: int, folder: Path, name: str) -> Attempt:
     strategy = "ddp" if kind == "trainer" else kind
     options = {"stage": int(kind[-1])} if kind.startswith("zero") else {"wrap": "layer"} if kind == "fsdp" else {}
     settings = {
@@ -60,7 +60,7 @@ def attempt(stack: Stack, kind: str, ranks: int, folder: Path, name: str, deadli
         settings=settings,
         python=stack.python,
         world_size=ranks,
-        deadline_s=deadline,
+        deadline_s=DEADLINE_S,
         env=stack.environment({}),
         imports=KINDS[kind],
         stack_cache=cache_dir() / "stack-caches" / stack.key,
@@ -189,12 +189,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "launch.json")
     arguments = parser.parse_args()
     stack = resolve(arguments.stack)
+    if problem := extensions.prepare(stack):  # deepspeed compiles once, which is no launcher's cost
+        raise SystemExit(problem)
     kinds = arguments.kinds.split(",") if arguments.kinds else []
     result: Json = {"machine": machine(), "stack": arguments.stack, "versions": dict(stack.versions), "rows": []}
     with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
         folder = Path(name)
-        if any(kind.startswith("zero") for kind in kinds) or arguments.endure:
-            once(ColdLauncher(), attempt(stack, "zero2", 1, folder, "build", deadline=1800))  # deepspeed compiles once
         for kind in kinds:
             for ranks in map(int, arguments.ranks.split(",")):
                 result["rows"].append(compare(stack, kind, ranks, arguments.warm, arguments.cold, folder))
