@@ -8,7 +8,7 @@ from functools import reduce
 
 from packaging.version import InvalidVersion, Version
 
-from harness import releases, search, stacks
+from harness import guilty, releases, search, stacks
 from harness.errors import ReproError
 from harness.hunt import Hunt, Hunted, Roles, shown
 from harness.probe import Target
@@ -58,7 +58,7 @@ def blame(hunt: Hunt, roles: Roles, spec: str, good: Stack, bad: Stack, only: Se
 
     found = None
     for items in _attempts(list(changed), only):
-        found = search.guilty(items, probe)
+        found = guilty.guilty(items, probe)
         if found.members is not None:
             break
     notes = _notes(good, bad)

@@ -10,18 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.search import (
-    NO,
-    YES,
-    Label,
-    bisect,
-    default_spread,
-    guilty,
-    repeats_for,
-    settle,
-    spread_points,
-    version_map,
-)
+from harness.guilty import guilty
+from harness.maps import default_spread, spread_points, version_map
+from harness.search import NO, YES, Label, bisect, repeats_for
 
 LABELS = st.sampled_from(["clean", "fires", "other error: KeyError"])
 MAYBE = st.sampled_from([NO, YES, None])
@@ -113,23 +104,6 @@ def test_endpoints_are_verified_first(history: list[str | None], status: str) ->
 # -- flaky points
 
 
-@given(st.integers(2, 120), st.data(), st.integers(1, 9), st.randoms(use_true_random=False))
-def test_flaky_history_settled_by_its_firing_rate(
-    count: int, data: st.DataObject, fired: int, rng: random.Random
-) -> None:
-    """The failure fires at least once in any ``repeats`` launches of a bad release: then no boundary is wrong."""
-    first_bad = data.draw(st.integers(1, count - 1))
-    repeats = repeats_for(fired, 10)
-
-    def probe(index: int) -> Label | None:
-        hit = rng.randrange(repeats) if index >= first_bad else None
-        launches = iter(range(repeats))
-        return settle(lambda: YES if next(launches) == hit else NO, repeats)[0]
-
-    found = bisect(count, probe)
-    assert (found.last_good, found.first_bad) == (first_bad - 1, first_bad)
-
-
 def test_flaky_errors_are_as_rare_as_promised() -> None:
     rng, wrong, rate = random.Random(7), 0, 0.3
     for _ in range(400):
@@ -138,7 +112,7 @@ def test_flaky_errors_are_as_rare_as_promised() -> None:
         repeats = repeats_for(fired, 20)
 
         def probe(index: int, bad: int = first_bad, repeats: int = repeats) -> Label | None:
-            return settle(lambda: YES if index >= bad and rng.random() < rate else NO, repeats)[0]
+            return YES if index >= bad and any(rng.random() < rate for _ in range(repeats)) else NO
 
         found = bisect(count, probe, confirm=probe)
         wrong += found.first_bad != first_bad
@@ -167,11 +141,6 @@ def test_repeats_follow_the_measured_rate(fired: int, launches: int, least: int,
 def test_repeats_need_a_firing() -> None:
     with pytest.raises(ValueError, match="fired at least once"):
         repeats_for(0, 10)
-
-
-def test_settling_is_unknown_when_a_launch_was() -> None:
-    answers = iter([NO, None, NO])
-    assert settle(lambda: next(answers), 3) == (None, 3)
 
 
 # -- version maps

@@ -11,11 +11,11 @@ from typing import Any
 from harness import releases, session, stacks, words
 from harness.errors import MeasureError, ReproError
 from harness.labels import short
-from harness.maps import maps
+from harness.maps import VersionMap, maps
 from harness.probe import Point, Prober, Stopped, Target, one_case
 from harness.releases import Release
 from harness.report import print_json, print_table
-from harness.search import Boundary, VersionMap
+from harness.search import Boundary
 from harness.stacks import Stack
 from harness.stacks.stack import canonical
 
