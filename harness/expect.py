@@ -39,6 +39,12 @@ def expected(case: Case, where: str, arm: str, versions: Mapping[str, str], hard
     return best[1].model_copy(update={"verdicts": {arm: best[1].verdicts[arm]}}) if best else None
 
 
+def as_expected(name: str) -> str:
+    """A verdict as an expectation says it: what is stored of other stacks makes NOT_FIRING an UPSTREAM_FIXED, and not
+    this measurement."""
+    return "NOT_FIRING" if name == "UPSTREAM_FIXED" else name
+
+
 def compare(verdict: Verdict, expectation: Expectation | None) -> Compared:
     """A verdict against the expectation of its arm (as ``expected`` returns it).
 
@@ -47,7 +53,8 @@ def compare(verdict: Verdict, expectation: Expectation | None) -> Compared:
     """
     if expectation is None or not verdict.measured:
         return "unset"
-    return "expected" if verdict.name in expectation.verdicts.values() else "unexpected"
+    wanted = map(as_expected, expectation.verdicts.values())
+    return "expected" if as_expected(verdict.name) in wanted else "unexpected"
 
 
 def _cells(case: Case, listed: list[str], where: str) -> int | None:

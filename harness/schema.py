@@ -201,8 +201,12 @@ class Expectation(Strict):
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
     versions: dict[str, str] = {}  # package -> specifier
-    measured_in: str  # the stored measurement, relative to results/
+    measured_in: str | list[str]  # the stored measurement, relative to results/; two: the first and last of the range
     reason: str
+
+    @property
+    def measurements(self) -> list[str]:
+        return [self.measured_in] if isinstance(self.measured_in, str) else self.measured_in
 
     @field_validator("versions")
     @classmethod

@@ -183,3 +183,11 @@ def test_the_writer_keeps_every_comment_and_reads_back(before: list[str], after:
     assert written.startswith(head + "expect:\n") and written.endswith(tail)
     assert [Expectation.model_validate(item) for item in yaml.safe_load(written)["expect"]] == entries
     assert write_expectations(written, []) == head + tail
+
+
+def test_fixed_upstream_is_what_an_expectation_of_not_firing_says() -> None:
+    """Which of the two it is, other stacks' stored measurements decide: publishing one of those is no difference."""
+    wanted = Expectation.model_validate(entry("NOT_FIRING"))
+    assert compare(Verdict("UPSTREAM_FIXED", ""), wanted) == "expected"
+    assert compare(Verdict("NOT_FIRING", ""), Expectation.model_validate(entry("UPSTREAM_FIXED"))) == "expected"
+    assert compare(Verdict("FIX_HARMFUL", ""), wanted) == "unexpected"

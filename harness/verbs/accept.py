@@ -12,21 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from harness import catalogue as catalogues
 from harness import overrides, session
 from harness.config import compose_run
 from harness.errors import ResultsError
 from harness.expect import write_expectations
 from harness.paths import BASELINE, CONF, ROOT, cache_dir
+from harness.ranges import expectations, measured, runs, whole
 from harness.report import print_json
-from harness.schema import Expectation
+from harness.schema import Case
 from harness.store import Store, write_json
-
-# An expectation holds for the minor releases it was measured on: later ones are for measuring, not for assuming.
-RANGED = ("torch", "transformers", "accelerate", "peft", "deepspeed")
-STABLE = ("FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "HEALTHY")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -35,20 +30,19 @@ def main(args: argparse.Namespace) -> int:
     catalogue = catalogues.load()
     names = set(overrides.expand("case", selection.case, catalogue.cases))
     source = Path(args.source) if args.source else session.results_folder(settings)
-    documents = [d for d in Store(source).documents() if d["case"] in names and _usable(d)]
+    stored = [d for d in Store(source).documents() if d["case"] in names and _usable(d)]
+    documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     if not documents:
         raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
-    for document in documents:
-        path = BASELINE / document["hardware"]["profile"] / document["stack"]["label"] / f"{document['key']}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, _portable(document))
     for case in sorted({str(d["case"]) for d in documents}):
-        _write(case, args.reason)
+        _accept(catalogue.cases[case], [d for d in documents if d["case"] == case], args.reason)
     accepted = [{"case": d["case"], "model": d["model"], "strategy": d["strategy"]} for d in documents]
     if args.json:
         print_json(accepted)
     else:
         print(f"accepted {len(accepted)} cells of {len({d['case'] for d in documents})} cases into {BASELINE}")
+        if len(stored) > len(documents):
+            print(f"left out {len(stored) - len(documents)} cells of which only some arms were measured")
         print("review and commit: the documents, and the `expect:` blocks in conf/case")
     return 0
 
@@ -63,41 +57,31 @@ def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usable(document: Mapping[str, Any]) -> bool:
-    return bool(document["complete"]) and any(arm["attempts"] for arm in document["arms"].values())
+    """Complete, something was run, and on releases: a commit between two of them is no range's measurement."""
+    ran = any(arm["attempts"] for arm in document["arms"].values())
+    return bool(document["complete"]) and ran and "#" not in document["stack"]["name"]
 
 
-def _write(case: str, reason: str) -> None:
-    """Every stored measurement of the case in the baseline -> its expectations, cells that agree in one entry."""
-    grouped: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for document in Store(BASELINE).documents():
-        if document["case"] != case or not _usable(document):
-            continue
-        verdicts = {arm: v["name"] for arm, v in document["verdicts"].items() if v["name"] in STABLE}
-        if not verdicts:
-            continue
-        versions = _ranges(document["stack"]["versions"])
-        hardware = document["hardware"]["profile"]
-        identity = (tuple(sorted(verdicts.items())), tuple(sorted(versions.items())), hardware)
-        entry = grouped.setdefault(
-            identity,
-            {
-                "verdicts": verdicts, "cells": [], "hardware": hardware, "versions": versions,
-                "measured_in": str(Path(document["path"]).relative_to(BASELINE.parent)), "reason": reason,
-            },
-        )  # fmt: skip
-        entry["cells"].append(document["where"])
-    path = CONF / "case" / f"{case}.yaml"
-    path.write_text(
-        write_expectations(path.read_text(encoding="utf-8"), [Expectation(**entry) for entry in grouped.values()]),
-        encoding="utf-8",
-    )
+def _accept(case: Case, documents: list[dict[str, Any]], reason: str) -> None:
+    """Its documents into the baseline (of a range of releases with the same verdicts only the first and the last), and
+    the case's expectations from all that the baseline then holds of it."""
+    given = {_place(document): document for document in documents}
+    held = {Path(d["path"]): d for d in Store(BASELINE).documents() if d["case"] == case.slug and _usable(d)}
+    found = [
+        item
+        for path, document in {**held, **given}.items()
+        for item in measured(case, document, str(path.relative_to(BASELINE.parent)))
+    ]
+    inner = {path for run in runs(found) for path in run.inner} - {path for run in runs(found) for path in run.ends}
+    for path, document in given.items():
+        if str(path.relative_to(BASELINE.parent)) not in inner:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, _portable(document))
+    entries = expectations(found, reason, case.expect)
+    path = CONF / "case" / f"{case.slug}.yaml"
+    path.write_text(write_expectations(path.read_text(encoding="utf-8"), entries), encoding="utf-8")
 
 
-def _ranges(versions: Mapping[str, str]) -> dict[str, str]:
-    found = {}
-    for package in RANGED:
-        if package in versions:
-            release = Version(versions[package]).release
-            major, minor = release[0], release[1] if len(release) > 1 else 0
-            found[package] = f">={major}.{minor},<{major}.{minor + 1}"
-    return found
+def _place(document: Mapping[str, Any]) -> Path:
+    folder: Path = BASELINE / document["hardware"]["profile"] / document["stack"]["label"]
+    return folder / f"{document['key']}.json"
