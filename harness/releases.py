@@ -24,6 +24,7 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, P
 
 from harness import paths
 from harness.errors import nearest
+from harness.stacks import USUAL
 from harness.stacks.errors import StackError
 from harness.stacks.installer import index_settings
 from harness.stacks.stack import canonical, short_hash
@@ -167,8 +168,7 @@ def _ask(package: str, addresses: Sequence[str]) -> list[Release]:
             break
     if files:
         return collect(files)
-    known = ("torch", "transformers", "accelerate", "peft", "deepspeed", "numpy", "tokenizers", "colossalai")
-    raise StackError("version", f"the index has no package {package!r}{nearest(package, known)}")
+    raise StackError("version", f"the index has no package {package!r}{nearest(package, USUAL)}")
 
 
 def _page(package: str, address: str) -> list[File]:

@@ -13,18 +13,23 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from harness.errors import nearest
 from harness.schema import Stack as Definition
 from harness.stacks import build, files, overlay, spec
 from harness.stacks import lock as locks
 from harness.stacks.build import Say, quiet
 from harness.stacks.errors import StackError
-from harness.stacks.manage import Held, Listed, Pruned, prune, show, stacks
+from harness.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, show, stacks
 from harness.stacks.stack import Stack, differences, existing
 
 __all__ = [
-    "Held", "Listed", "Pruned", "Stack", "StackError", "differences", "make_lock", "prune", "resolve", "show", "stacks",
-    "swapped",
+    "NOT_DUE", "USUAL", "Held", "Listed", "Pruned", "Stack", "StackError", "differences", "make_lock", "prune",
+    "resolve", "show", "stacks", "swapped",
 ]  # fmt: skip
+
+
+# Packages that people replace: what a misspelt one may have meant.
+USUAL = ("torch", "transformers", "accelerate", "peft", "deepspeed", "numpy", "tokenizers", "colossalai", "einops")
 
 
 def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
@@ -38,7 +43,10 @@ def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
 
 
 def _nearest(said: str) -> str:
-    """The releases near the one that does not exist, where the index can be asked."""
+    """The package that may be meant, or the releases near the one that does not exist, where the index can be asked."""
+    misspelt = re.search(r"Because (\S+) was not found in the package registry", said)
+    if misspelt:
+        return nearest(misspelt[1], USUAL)
     missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", said)
     if not missing:
         return ""

@@ -171,7 +171,7 @@ def _environment(name: str, version: str, folder: Path) -> Path:
         if error.kind == "disk":
             raise
         raise StackError(
-            "python", f"{error}\n  it needs Python {version}: install it, or name another in the stack"
+            "python", f"stack {name}: it needs Python {version}: install it, or name another in the stack\n  {error}"
         ) from None
     return folder / "bin" / "python"
 

@@ -43,7 +43,7 @@ def check(what: str, needed: int, folders: Iterable[Path]) -> None:
 
 
 def gigabytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GB"
+    return f"{size / 2**30:.1f} GB" if size >= 2**29 else f"{size / 2**20:.0f} MB"
 
 
 def same_disk(first: Path, second: Path) -> bool:

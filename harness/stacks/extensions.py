@@ -25,12 +25,21 @@ def _compiling(folder: Path) -> bool:
     return any((process.info["cwd"] or "").startswith(inside) for process in psutil.process_iter(["cwd"]))
 
 
+def ready(stack: Stack) -> bool:
+    """Whether ``prepare`` has nothing to compile."""
+    return "deepspeed" not in stack.versions or _done(stack).exists()
+
+
+def _done(stack: Stack) -> Path:
+    return Path(stack.extensions_dir) / "deepspeed-cpu.done"
+
+
 def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None:
     """Compile what the stack's DeepSpeed needs on a CPU, once. None, or why it cannot be had."""
     if "deepspeed" not in stack.versions:
         return None
     folder = Path(stack.extensions_dir)
-    done = folder / "deepspeed-cpu.done"
+    done = _done(stack)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".building"):
         if not _compiling(folder):

@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from harness import paths
+from harness.errors import nearest
 from harness.schema import Stack as Definition
 from harness.stacks import lock as locks
 from harness.stacks.errors import StackError
@@ -43,8 +44,14 @@ def _text(path: Path, seen: frozenset[Path] = frozenset()) -> str:
     """A requirements file with what it includes: the lock is made anew when any of them changes."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = sorted(item.name for item in path.parent.glob("*") if item.suffix in (".txt", ".lock"))
+        raise StackError(
+            "usage", f"stack {path}: there is no such file{nearest(path.name, beside) if beside else ''}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise StackError("usage", f"stack {path}: {error}") from None
+        why = "that is a folder" if path.is_dir() else str(error)
+        raise StackError("usage", f"stack {path}: {why}; a requirements file or a uv.lock is needed") from None
     others = [path.parent / name for name in _INCLUDE.findall(text) if "://" not in name]
     return text + "".join(_text(other, seen | {path}) for other in others if other not in seen | {path})
 
@@ -57,15 +64,16 @@ def _of_file(path: Path) -> tuple[Path, str | None]:
 
 def lock_of(path: Path) -> Lock:
     """The user's requirements, resolved; a line ``# python: 3.10`` in the file chooses the Python."""
-    kept, python = _of_file(path)
-    if not kept.exists():
-        write(kept, locks.from_file(path, python).text)
-    return locks.read(kept)
+    kept, _ = _of_file(path)
+    return locks.read(kept if kept.exists() else renew(path))
 
 
 def renew(path: Path) -> Path:
     kept, python = _of_file(path)
-    write(kept, locks.from_file(path, python).text)
+    lock = locks.from_file(path, python)
+    if not lock.pins:
+        raise StackError("usage", f"stack {path}: it names no package")
+    write(kept, lock.text)
     return kept
 
 

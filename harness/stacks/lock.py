@@ -119,8 +119,6 @@ _COMPILE = [
 def from_file(path: Path, python: str | None = None) -> Lock:
     """The user's own requirements or uv lock, resolved and hashed. What the file says about indexes is kept."""
     what = f"stack {path}"
-    if not path.exists():
-        raise StackError("usage", f"{what}: there is no such file")
     version = python or DEFAULT_PYTHON
     if path.name == "uv.lock":
         body = run_uv(what, ["export", "--quiet", "--frozen", "--no-emit-project", "--no-header", "--no-annotate",

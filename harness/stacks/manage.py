@@ -17,6 +17,7 @@ from harness.stacks import lock as locks
 from harness.stacks.errors import StackError
 
 DAY = 24 * 3600
+NOT_DUE = "not named, or used lately"
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,11 @@ def _listed(found: Any, conf: Path | None) -> Listed:
     return Listed(found.slug, found.title, python, (*found.pins, *found.no_deps), state)
 
 
-def show(name: str | None = None, *, thorough: bool = False) -> list[Held]:
-    """What the cache holds (of one name). ``thorough``: whole means that every installed file is as it was."""
+def show(*, thorough: bool = False) -> list[Held]:
+    """What the cache holds. ``thorough``: whole means that every installed file is as it was."""
     root = build.stacks_dir()
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    held = [_held(folder, thorough) for folder in folders]
-    return [item for item in held if name is None or name in (item.name, item.key)]
+    return [_held(folder, thorough) for folder in folders]
 
 
 def _held(folder: Path, thorough: bool) -> Held:
@@ -108,7 +108,7 @@ def prune(*, older_than_days: float = 30, everything: bool = False, names: tuple
             or (not names and time.time() - item.used > older_than_days * DAY)
         )
         if not due:
-            kept.append((item, "used lately" if not names else "not named"))
+            kept.append((item, NOT_DUE))
             continue
         inside = str(item.folder) + "/"
         user = next((pid for pid, text in busy.items() if inside in text), None)

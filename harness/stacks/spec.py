@@ -81,6 +81,9 @@ def definitions(conf: Path | None = None) -> dict[str, Definition]:
 
 def definition(name: str, conf: Path | None = None) -> Definition:
     known = definitions(conf)
+    base, plus, rest = name.partition("+")
+    if plus and base in known:
+        raise StackError("usage", f"stack={name}: {rest!r} is not NAME@VERSION, such as transformers@4.40.0")
     if name not in known:
         raise StackError("usage", f"no stack named {name!r}{nearest(name, known)}")
     return known[name]

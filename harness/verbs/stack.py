@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import TypeVar
 
 from harness import stacks
-from harness.errors import ReproError
+from harness.errors import ReproError, nearest, unknown
 from harness.report import print_json, print_table
+
+T = TypeVar("T")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +28,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
         action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+        if name == "show":
+            action.add_argument(
+                "--thorough", action="store_true", help="look at every installed file: is it as it was?"
+            )
         if name == "prune":
             action.add_argument("--older-than", type=float, default=30, metavar="DAYS", help="default: 30")
             action.add_argument("--all", action="store_true", help="every built stack that is not in use")
@@ -41,7 +49,7 @@ def _say(text: str) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = [item for item in stacks.stacks() if not args.names or item.name in args.names]
+    found = _chosen(args.names, {item.name: item for item in stacks.stacks()})
     if args.json:
         print_json([asdict(item) for item in found])
     else:
@@ -50,8 +58,21 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(names: Sequence[str], known: Mapping[str, T]) -> list[T]:
+    """Those named, or all."""
+    for name in names:
+        if name not in known:
+            raise unknown("stack", name, known)
+    return [known[name] for name in names or known]
+
+
 def _show(args: argparse.Namespace) -> int:
-    found = [item for name in (args.names or [None]) for item in stacks.show(name)]
+    found = stacks.show(thorough=args.thorough)
+    for name in args.names:
+        if not any(name in (item.name, item.key) for item in found):
+            built = [item.name for item in found]
+            raise ReproError(f"the cache holds no stack {name!r}{nearest(name, built)}; `repro stack build {name}`")
+    found = [item for item in found if not args.names or {item.name, item.key} & {*args.names}]
     if args.json:
         print_json([{**asdict(item), "folder": str(item.folder)} for item in found])
         return 0
@@ -66,6 +87,7 @@ def _show(args: argparse.Namespace) -> int:
         ]
         for item in found
     ]
+    rows.sort(key=lambda row: row[0])
     print_table("", ["stack", "key", "state", "size", "used", "versions"], rows)
     return 0
 
@@ -86,6 +108,8 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    held = stacks.show()
+    _chosen(args.names, {name: item for item in held for name in (item.name, item.key)})
     done = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
     if args.json:
         print_json({"removed": [item.key for item in done.removed], "bytes": done.bytes})
@@ -93,6 +117,8 @@ def _prune(args: argparse.Namespace) -> int:
         for item in done.removed:
             print(f"removed {item.name} ({item.key})")
         for item, reason in done.kept:
-            print(f"kept {item.name} ({item.key}): {reason}")
-        print(f"{done.bytes / 2**20:.0f} MiB freed")
+            if reason != stacks.NOT_DUE:
+                print(f"kept {item.name} ({item.key}): {reason}")
+        kept = sum(reason == stacks.NOT_DUE for _, reason in done.kept)
+        print(f"{done.bytes / 2**20:.0f} MiB freed; {kept} stacks were not named or used lately, and stay")
     return 0
