@@ -6,6 +6,7 @@ what ``repro stack`` does: they return data and raise StackError.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from harness.errors import nearest
 from harness.schema import Stack as Definition
 from harness.stacks import build, files, overlay, spec
 from harness.stacks import lock as locks
@@ -46,7 +46,8 @@ def _nearest(said: str) -> str:
     """The package that may be meant, or the releases near the one that does not exist, where the index can be asked."""
     misspelt = re.search(r"Because (\S+) was not found in the package registry", said)
     if misspelt:
-        return nearest(misspelt[1], USUAL)
+        near = difflib.get_close_matches(misspelt[1], USUAL, n=1)
+        return f"\n  did you mean {near[0]!r}?" if near else ""
     missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", said)
     if not missing:
         return ""

@@ -46,9 +46,8 @@ def _text(path: Path, seen: frozenset[Path] = frozenset()) -> str:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         beside = sorted(item.name for item in path.parent.glob("*") if item.suffix in (".txt", ".lock"))
-        raise StackError(
-            "usage", f"stack {path}: there is no such file{nearest(path.name, beside) if beside else ''}"
-        ) from None
+        near = nearest(path.name, beside) if beside else ""
+        raise StackError("usage", f"stack {path}: there is no such file{near}") from None
     except (OSError, UnicodeDecodeError) as error:
         why = "that is a folder" if path.is_dir() else str(error)
         raise StackError("usage", f"stack {path}: {why}; a requirements file or a uv.lock is needed") from None

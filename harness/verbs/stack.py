@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TypeVar
 
 from harness import stacks
-from harness.errors import ReproError, nearest, unknown
+from harness.errors import ReproError, unknown
 from harness.report import print_json, print_table
-
-T = TypeVar("T")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
         action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
         if name == "show":
-            action.add_argument(
-                "--thorough", action="store_true", help="look at every installed file: is it as it was?"
-            )
+            action.add_argument("--thorough", action="store_true", help="look at every installed file")
         if name == "prune":
             action.add_argument("--older-than", type=float, default=30, metavar="DAYS", help="default: 30")
             action.add_argument("--all", action="store_true", help="every built stack that is not in use")
@@ -49,7 +44,11 @@ def _say(text: str) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = _chosen(args.names, {item.name: item for item in stacks.stacks()})
+    known = {item.name: item for item in stacks.stacks()}
+    for name in args.names:
+        if name not in known:
+            raise unknown("stack", name, known)
+    found = [known[name] for name in args.names or known]
     if args.json:
         print_json([asdict(item) for item in found])
     else:
@@ -58,21 +57,16 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(names: Sequence[str], known: Mapping[str, T]) -> list[T]:
-    """Those named, or all."""
+def _held(names: Sequence[str], held: Sequence[stacks.Held]) -> list[stacks.Held]:
+    """What the cache holds under these names or keys, or all of it."""
     for name in names:
-        if name not in known:
-            raise unknown("stack", name, known)
-    return [known[name] for name in names or known]
+        if not any(name in (item.name, item.key) for item in held):
+            raise unknown("stack", name, [item.name for item in held], "the cache")
+    return [item for item in held if not names or {item.name, item.key} & {*names}]
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = stacks.show(thorough=args.thorough)
-    for name in args.names:
-        if not any(name in (item.name, item.key) for item in found):
-            built = [item.name for item in found]
-            raise ReproError(f"the cache holds no stack {name!r}{nearest(name, built)}; `repro stack build {name}`")
-    found = [item for item in found if not args.names or {item.name, item.key} & {*args.names}]
+    found = _held(args.names, stacks.show(thorough=args.thorough))
     if args.json:
         print_json([{**asdict(item), "folder": str(item.folder)} for item in found])
         return 0
@@ -108,8 +102,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    held = stacks.show()
-    _chosen(args.names, {name: item for item in held for name in (item.name, item.key)})
+    _held(args.names, stacks.show())
     done = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
     if args.json:
         print_json({"removed": [item.key for item in done.removed], "bytes": done.bytes})
