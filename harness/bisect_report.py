@@ -53,7 +53,7 @@ def side(point: Point, arm: str, prober: Prober) -> Data:
         "said": said(answer.label, answer.detail),
         "moved": {name: list(change) for name, change in point.moved.items() if name not in _swapped(point)},
         "run": None if point.target.make else run_command(prober, point.target.spec, arm),
-        "torchrun": _short_path(point.torchrun.get(arm)),
+        "torchrun": _portable(point.torchrun.get(arm)),
     }
 
 
@@ -66,15 +66,20 @@ def said(label: str | None, detail: str) -> str:
     return f"{label}: {detail}" if label in (FIRES, CLEAN) else str(label or f"unknown: {detail}")
 
 
-def _short_path(line: str | None) -> str | None:
-    """The stack's programs first, and the reader's own after them rather than those of this machine."""
-    return re.sub(r"(?<![\w.])PATH=([^:\s]+):\S+", r'PATH=\1:"$PATH"', line) if line else None
+def _portable(line: str | None) -> str | None:
+    """The stack's programs first, then the reader's own rather than those of this machine; and the reader's home."""
+    if not line:
+        return None
+    line = re.sub(r"(?<![\w.])PATH=([^:\s]+):\S+", r'PATH=\1:"$PATH"', line)
+    return line.replace(f"{Path.home()}/", '"$HOME"/')
 
 
 def run_command(prober: Prober, spec: str, arm: str) -> str:
     plain = spec.replace("==", "@")  # says the same, and needs no quotes
     stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
-    words = ["repro", "run", prober.case.slug, *prober.texts, f"stack={stack}", f"arms=[{arm}]"]
+    here = ("results", "jobs", "keep")  # settings of this machine's, without a bearing on the answer
+    texts = [text for text in prober.texts if text.partition("=")[0] not in here]
+    words = ["repro", "run", prober.case.slug, *texts, f"stack={stack}", f"arms=[{arm}]"]
     return shlex.join(words)
 
 

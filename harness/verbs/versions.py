@@ -142,7 +142,7 @@ def describe(
 
 
 def show(data: Mapping[str, Any]) -> None:
-    """A line per stretch of releases that answered alike, then the boundaries, then what is not known."""
+    """A line per stretch of releases that answered alike, then the changes that are not exact, then the unknown."""
     rows = []
     for arm, found in data["arms"].items():
         name = arm
@@ -155,8 +155,11 @@ def show(data: Mapping[str, Any]) -> None:
             rows.append([arm, "", "", f"unknown: {'; '.join(reasons) or 'not probed'}"])
     title = f"{data['case']} {data['model']} {data['strategy']}: {data['package']} on stack {data['stack']}"
     print_table(title, ["arm", "releases", "probed", "answer"], rows)
-    for arm, found in data["arms"].items():
-        for edge in found["boundaries"]:
+    edges = [(arm, edge) for arm, found in data["arms"].items() for edge in found["boundaries"]]
+    if edges and all(edge["adjacent"] for _, edge in edges):
+        print("every change that was seen lies between two neighbouring releases, both probed")
+    for arm, edge in edges:
+        if not edge["adjacent"]:
             print(f"{arm}: {_edge(edge)}")
     for reason, names in _unknown(data).items():
         print(f"unknown: {', '.join(names)}: {reason}")
