@@ -26,7 +26,7 @@ TOKEN_ROOM = 200  # bytes for an attempt's id: ranks overwrite the server's toke
 
 
 class Refused(Exception):
-    """The server did not come up. ``kind``: import, thread, cuda, launch or stopped."""
+    """The server did not come up. ``kind``: import, thread, cuda, launch, died or stopped."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -100,7 +100,7 @@ class Server:
             if time.monotonic() > limit:
                 raise Refused("import", f"the warm server was not ready after {IMPORT_S:g} s")
         if self.ready.get("event") != "ready":
-            raise Refused(self.ready.get("kind", "launch"), self.ready.get("message") or self._why())
+            raise Refused(self.ready.get("kind", "died"), self.ready.get("message") or self._why())
 
     @property
     def pid(self) -> int | None:

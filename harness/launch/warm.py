@@ -34,6 +34,7 @@ class WarmLauncher:
         self._servers: dict[Key, Server] = {}
         self._starting: dict[Key, threading.Lock] = {}
         self._refused: dict[Key, Refused] = {}
+        self._died: set[Key] = set()  # whose server was lost once before it was ready
         self._lock = threading.Lock()
         self._ended_cpu_s = 0.0
 
@@ -100,9 +101,12 @@ class WarmLauncher:
                 try:
                     server = Server(attempt.python, attempt.imports, env, own, stop)
                 except Refused as refused:
-                    if refused.kind != "stopped":
-                        with self._lock:
+                    with self._lock:
+                        # One that was killed on the way says nothing about the next; one that always is, does.
+                        if refused.kind not in ("stopped", "died") or key in self._died:
                             self._refused[key] = refused
+                        elif refused.kind == "died":
+                            self._died.add(key)
                     raise
                 with self._lock:
                     server.users += 1

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from harness.launch import processes, shm, stacks
-from harness.launch.attempt import ATTEMPT_TOKEN, Attempt
+from harness.launch.attempt import ATTEMPT_TOKEN, Attempt, environment
+from harness.launch.baton import Batons
 
 POLL_S = 0.05
 LOOK_S = 1.0  # how often the tree, its memory files and the size of the logs are looked at
@@ -64,6 +65,8 @@ class Watch:
         self._cpu: dict[psutil.Process, float] = {}
         self._began = self._looked = time.monotonic()
         self._ranks: dict[int, psutil.Process] = {}
+        self._alone = False  # the worker, to which all orphans come, says that it has no descendant any more
+        self._batons: Batons | None = None
 
     def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
         """Until ``finished`` (called with seconds that it may wait), the deadline, or ``stop``; then end everything.
@@ -108,6 +111,8 @@ class Watch:
         self.memory |= shm.in_use_by(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
+        self._batons = self._batons or Batons(Path(environment(self.attempt)["TORCH_EXTENSIONS_DIR"]))
+        self._batons.look()  # a rank of this attempt may wait for one that is dead
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks' processes, as the worker announced them."""
@@ -124,7 +129,9 @@ class Watch:
         return {target for target in self.seen if target.pid not in self.spare and processes.alive(target)}
 
     def _find(self) -> set[psutil.Process]:
-        self.seen |= processes.tree(self.seen) | processes.with_token(ATTEMPT_TOKEN, self.attempt.id)
+        self.seen |= processes.tree(self.seen)
+        if not self._alone:  # every process of the machine is asked: dear where there are thousands
+            self.seen |= processes.with_token(ATTEMPT_TOKEN, self.attempt.id)
         return self._living()
 
     def _end_early(self, finished: Callable[[float], bool]) -> None:
@@ -143,6 +150,7 @@ class Watch:
 
     def _end_rest(self) -> None:
         early = self.result.timed_out or self.result.interrupted
+        self._alone = read_launch(self.attempt.launch_file).get("alone") is True
         ended = processes.end(self._find, term_s=0.5)
         if not early:
             self.result.leftover += ended

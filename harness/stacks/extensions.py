@@ -1,7 +1,6 @@
 """DeepSpeed's CPU op, compiled once per stack ahead of the run.
 
-It is compiled at first use otherwise: by all ranks at once, inside an attempt's deadline. A build that was killed
-leaves torch's ``lock`` file behind, and every later process then waits for it for ever (torch.utils.file_baton).
+It is compiled at first use otherwise: by all ranks at once, inside an attempt's deadline.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
+from harness.launch.baton import Batons
 from harness.stacks.stack import Stack
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
@@ -20,7 +20,7 @@ LIMIT_S = 600
 
 
 def _compiling(folder: Path) -> bool:
-    """Whether a compiler is at work in there: then torch's ``lock`` is somebody's, and not one that was left behind."""
+    """Whether a compiler is at work in there, perhaps one whose Python was killed: its lock is left to it."""
     inside = str(folder) + os.sep
     return any((process.info["cwd"] or "").startswith(inside) for process in psutil.process_iter(["cwd"]))
 
@@ -43,8 +43,7 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".building"):
         if not _compiling(folder):
-            for stale in folder.rglob("lock"):
-                stale.unlink(missing_ok=True)
+            Batons(folder).clear()
         if done.exists():
             return None
         env = {**(inherited or os.environ), **stack.environment(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -32,11 +32,11 @@ ranks: dict[int, subprocess.Popen[Any]] = {}
 signalled: set[int] = set()  # processes that this one, elastic included, sent a signal to
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> bool:
     try:
-        ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+        return bool(ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0)
     except (OSError, AttributeError):
-        pass  # not Linux: the controller finds what is left by its token
+        return False  # not Linux: the controller finds what is left by its token
 
 
 def die_with_parent() -> None:
@@ -183,7 +183,16 @@ def write(path: Path, answer: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def launch(spec: dict[str, Any], answer_file: Path) -> None:
+def alone() -> bool:
+    """Whether no process below this one is left: the kernel knows (a subreaper's orphans are its children)."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
     subprocess.Popen = Recorded  # type: ignore[misc]
     os.kill, os.killpg = noted(os.kill), noted(os.killpg)
     os.environ.update(spec["env"], REPRO_PARENT=str(os.getpid()))
@@ -226,6 +235,7 @@ def launch(spec: dict[str, Any], answer_file: Path) -> None:
     answer["ranks"] = described()
     write(answer_file, answer)
     answer["leftover"] = end_orphans()
+    answer["alone"] = reaper and alone()
     answer["ranks"] = described()
     answer["finished"] = True
     write(answer_file, answer)
@@ -235,9 +245,9 @@ def main() -> None:
     if sys.argv[1] == "--rank":
         become_rank(*sys.argv[2:5])
     die_with_parent()
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    reaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
     spec_file = Path(sys.argv[1])
-    launch(json.loads(spec_file.read_text(encoding="utf-8")), spec_file.parent / "launch.json")
+    launch(json.loads(spec_file.read_text(encoding="utf-8")), spec_file.parent / "launch.json", reaper)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # some releases of torch abort while the interpreter is torn down

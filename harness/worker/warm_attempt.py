@@ -13,7 +13,7 @@ import os
 import signal
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import Any, Iterable, NoReturn
 
 import warm_rank
 from warm_rank import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, TOKEN, close, prctl, redirect
@@ -56,6 +56,7 @@ class Supervisor:
         self.spec, self.launch_file, self.mark = spec, launch, mark
         self.server, self.life, self.server_fds = server, life, fds
         self.ranks: list[Json] = []
+        self.reaper = False  # whether the orphans of the attempt come here
         self.answer: Json = {"ranks": self.ranks, "error": None, "finished": False, "port": None, "leftover": []}
         self.told = "self"  # who asked for the end: nobody, or the launcher (a rank failed, or the controller says so)
 
@@ -77,7 +78,7 @@ class Supervisor:
                 os._exit(0)
 
     def _start(self) -> None:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self.reaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the server's death: end the ranks in order
         if os.getppid() != self.server:
             os._exit(1)
@@ -172,16 +173,25 @@ class Supervisor:
                 seen = [f"{name}({pid}) killed" for pid, name in left]
                 self.answer["leftover"] += [text for text in seen if text not in self.answer["leftover"]]
                 for pid, _ in left:
-                    os.kill(pid, signal.SIGKILL)
+                    kill(pid)
             if time.monotonic() > limit + 5:
                 return  # stuck in the kernel; the controller says so
             signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+        self.answer["alone"] = self.reaper  # no child, and no orphan that became one: nothing of the attempt runs
 
     def _report(self) -> None:
         temporary = f"{self.launch_file}.tmp"
         with open(temporary, "w", encoding="utf-8") as out:
             json.dump(self.answer, out)
         os.replace(temporary, self.launch_file)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL for a process that somebody else may wait for: it may have ended meanwhile."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
 
 
 def signal_name(number: int) -> str:
@@ -191,8 +201,8 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-def descendants(root: int) -> list[tuple[int, str]]:
-    """(pid, name) of everything that runs below a process."""
+def descendants(root: int, spare: Iterable[int] = ()) -> list[tuple[int, str]]:
+    """(pid, name) of everything that runs below a process, but not of ``spare`` and what is below those."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for entry in os.listdir("/proc"):
@@ -206,5 +216,5 @@ def descendants(root: int) -> list[tuple[int, str]]:
             parents[int(entry)], names[int(entry)] = int(parent), name
     found = [root]
     for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
+        found += [child for child, parent in parents.items() if parent == pid and child not in spare]
     return [(pid, names[pid]) for pid in found[1:]]

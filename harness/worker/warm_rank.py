@@ -24,11 +24,11 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
 TOKEN = "REPRO_ATTEMPT"
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> bool:
     try:
-        ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+        return bool(ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0)
     except (OSError, AttributeError):
-        pass  # not Linux: what is left behind is found by its token
+        return False  # not Linux: what is left behind is found by its token
 
 
 def close(fds: list[int]) -> None:

@@ -158,6 +158,15 @@ def rss_mb() -> float:
         return round(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
+def children() -> set[int]:
+    """Of this process, ended ones that nobody waited for too."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return {int(pid) for pid in file.read().split()}
+    except OSError:  # a kernel that does not tell: the controller finds what is left by its token
+        return set()
+
+
 class Server:
     def __init__(self, requests: int, replies: int) -> None:
         self.requests, self.replies = requests, replies
@@ -225,22 +234,18 @@ class Server:
         )  # fmt: skip
 
     def sweep(self) -> None:
-        """What a supervisor that was killed left behind came to this process: end it."""
-        own = {child["pid"] for child in self.running.values()}
-        if not own and not self.has_children():
-            return
-        below = warm_attempt.descendants
-        for pid, _ in below(os.getpid()):
-            if pid not in own and not any(pid == other for root in own for other, _ in below(root)):
-                os.kill(pid, signal.SIGKILL)
-
-    @staticmethod
-    def has_children() -> bool:
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return False
-        return True
+        """What a supervisor that was killed left behind came to this process: end it, and what is below it."""
+        running = {child["pid"] for child in self.running.values()}
+        for attempt in range(100):
+            strangers = children() - running  # running ones are waited for when their life line ends
+            if not strangers:
+                return
+            if attempt:
+                time.sleep(0.01)
+            for pid, _ in warm_attempt.descendants(os.getpid(), running):
+                warm_attempt.kill(pid)
+            for pid in strangers:
+                os.waitpid(pid, os.WNOHANG)
 
     def close(self) -> None:
         """Stdin ended: the controller is gone or done. End the attempts in order, then whatever is left."""
