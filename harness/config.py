@@ -38,7 +38,7 @@ class RunSettings:
     scale: Scale = Scale.tiny
     weights: Weights = Weights.random
     repeat: int | None = None
-    jobs: int = 0
+    jobs: int | None = None
     world_size: int | None = None
     tp_size: int | None = None
     steps: int | None = None
@@ -52,7 +52,7 @@ class RunSettings:
     min_measured: int = 1
 
 
-AT_LEAST = {"repeat": 1, "jobs": 0, "world_size": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
+AT_LEAST = {"repeat": 1, "jobs": 1, "world_size": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
 
 
 def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:

@@ -133,6 +133,19 @@ class Leases:
             for uuid in mine:
                 self._give_back(uuid, before.get(uuid, set()))
 
+    def available(self, among: Sequence[str]) -> list[str]:
+        """Those of ``among`` that no other run holds at this moment."""
+        return [uuid for uuid in among if uuid in self._held or self._unlocked(uuid)]
+
+    def _unlocked(self, uuid: str) -> bool:
+        lock = _lock(self.folder / f"{_name(uuid)}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return False
+        lock.release()
+        return True
+
     def _take(self, uuid: str) -> bool:
         with self._mutex:
             if uuid in self._busy:

@@ -151,6 +151,8 @@ def _of_rank(rank: Json) -> tuple[str, str] | None:
             return _of_log(rank["log_tail"])
         return None
     error = record["exception"]
+    if error is None and rank["exit_code"] and record.get("ended") is None and _DISK.search(rank["log_tail"]):
+        return "disk", "its record could not be written: no space left on the device"
     return _of_exception(error, str(record.get("phase"))) if error else None
 
 

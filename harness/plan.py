@@ -198,15 +198,3 @@ def fingerprint(settings: Mapping[str, Any], code: str, versions: Mapping[str, s
     gpus = [gpu.name for gpu in profile.gpus]
     text = json.dumps([settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def ordered(plans: list[CellPlan], durations: Mapping[str, float], order: str) -> list[CellPlan]:
-    """Longest first by recorded durations (seconds by cell key), so that no long cell is left for the end."""
-    if order == "listed":
-        return list(plans)
-    unknown_duration = max(durations.values(), default=0.0)
-
-    def expected(plan: CellPlan) -> float:
-        return durations.get(plan.cell.key, unknown_duration)
-
-    return sorted(plans, key=lambda plan: -expected(plan))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness.launch.attempt import ATTEMPT_TOKEN, Attempt
+from harness.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher
 from harness.launch.processes import with_token
+from harness.launch.watch import read_launch
 
 FAULTS = Path(__file__).parent / "faults"
 Json = dict[str, Any]
@@ -78,10 +82,33 @@ def gone(pid: int) -> bool:
 
 
 def assert_nothing_left(attempt: Attempt, observation: Json) -> None:
+    """No process, port, shared memory or file of the attempt; its records and logs only when they were to be kept."""
     assert not with_token(ATTEMPT_TOKEN, attempt.id)
+    launch = read_launch(attempt.launch_file) if attempt.keep else {"ranks": []}
     pids = [rank["record"]["pid"] for rank in observation["ranks"] if rank["record"]]
+    pids += [rank["pid"] for rank in launch["ranks"]]
+    for rank in observation["ranks"]:
+        pids += ((rank["record"] or {}).get("facts") or {}).get("left", [])
     assert all(gone(pid) for pid in pids)
+    port = int(launch.get("port") or 0)
+    assert not port or free(port)
     assert not attempt.tmp.exists() and not attempt.work.exists() and not attempt.cache.exists()
     assert attempt.directory.exists() == attempt.keep
-    shared = os.listdir("/dev/shm")
-    assert not [name for name in shared for pid in pids if str(pid) in name]
+    numbers = {str(number) for number in [*pids, port] if number}
+    assert not [name for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))]
+
+
+def launched(launcher: Launcher, attempt: Attempt, stop: threading.Event | None = None) -> Json:
+    observation = launcher.launch(attempt, stop or threading.Event())
+    assert_nothing_left(attempt, observation)
+    return observation
+
+
+def launched_until(launcher: Launcher, attempt: Attempt, stuck: int) -> Json:
+    """The deadline comes when so many ranks are stuck: tests need not guess how slow the machine is."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launched, launcher, attempt)
+        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == stuck)
+        time.sleep(0.3)
+        object.__setattr__(attempt, "deadline_s", 0.0)
+        return future.result(timeout=60)

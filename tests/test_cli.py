@@ -59,7 +59,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("matrix", "model=qwen-7"), "did you mean 'qwen-7b'"),
         (("matrix", "hardware=gpu2"), "hardware=gpu2 needs 2 GPUs"),
         (("matrix", "repat=3"), "did you mean 'repeat'"),
-        (("matrix", "jobs=-1"), "jobs=-1: must be at least 0"),
+        (("matrix", "jobs=0"), "jobs=0: must be at least 1"),
         (("matrix", "deadline=0"), "must be more than 0"),
         (("matrix", "stack=nowhere"), "nowhere"),
         (("matrix", "stack=python:/no/such/python"), "/no/such/python"),

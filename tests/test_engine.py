@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import catalogue, matrix, overrides
-from harness.config import RunSettings
-from harness.engine import Engine, Event, Summary
+from harness.attempts import Attempts
+from harness.config import Order, RunSettings
+from harness.engine import Engine, Event, Later, Summary
 from harness.errors import ResultsError
 from harness.exit_code import bisect_exit, exit_code
 from harness.hardware import Machine, Profile
 from harness.launch.attempt import Attempt
 from harness.leases import Leases
-from harness.plan import plan_cells
+from harness.plan import CellPlan, plan_cells
 from harness.rows import arm_rows
 from harness.stacks import Stack
 from harness.store import Store
@@ -81,26 +84,37 @@ class Fake:
     def close(self) -> None: ...
 
 
-def run(
-    tmp_path: Path, launcher: Fake, *, arms: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
-    resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
-) -> Summary:  # fmt: skip
-    settings = RunSettings(arms=list(arms), repeat=repeat, jobs=jobs)
+@contextmanager
+def engine_of(
+    tmp_path: Path, launcher: Fake, settings: RunSettings, case: str = "qwen15-fsdp-norm-shard",
+    on_event: Callable[[Event], None] = lambda event: None, history: dict[str, Any] | None = None,
+) -> Iterator[tuple[Engine, list[CellPlan]]]:  # fmt: skip
     profile = Profile("cpu", "cpu", "gloo", (), None)
     machine = Machine((), None, "cpu", 2, 24.0, "linux")
-    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=qwen15-fsdp-norm-shard"]))
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
     plans = plan_cells(CATALOGUE, cells, settings, profile, machine, {"current": STACK}, {})
     store = Store(tmp_path / "results")
     store.open()
     try:
         with Leases(tmp_path / "state", "run") as leases:
+            attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, leases, tmp_path / "run", keep=False)
             engine = Engine(
-                CATALOGUE, settings, profile, machine, {"current": STACK}, store, launcher, leases, tmp_path / "run",
-                {"seed": 0}, history or {}, (events if events is not None else []).append,
+                CATALOGUE, settings, profile, machine, {"current": STACK}, store, attempts, {"seed": 0}, history or {},
+                on_event,
             )  # fmt: skip
-            return engine.run(plans, threading.Event(), resume)
+            yield engine, plans
     finally:
         store.close()
+
+
+def run(
+    tmp_path: Path, launcher: Fake, *, arms: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
+    resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
+) -> Summary:  # fmt: skip
+    settings = RunSettings(arms=list(arms), repeat=repeat, jobs=jobs, order=Order.listed)
+    on_event = (events if events is not None else []).append
+    with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history) as (engine, plans):
+        return engine.run(plans, threading.Event(), resume)
 
 
 def verdicts(summary: Summary) -> dict[str, str]:
@@ -114,7 +128,8 @@ def test_a_cell_from_launch_to_document(tmp_path: Path) -> None:
     stored = list(Store(tmp_path / "results").documents())
     assert len(stored) == 1 and stored[0]["complete"]
     assert stored[0]["arms"]["broken"]["attempts"][0]["observation"]["ranks"][0]["record"]["exception"]["type"]
-    assert [event.kind for event in events].count("attempt") == 3 and events[-1].kind == "cell"
+    kinds = [event.kind for event in events if event.kind != "time"]
+    assert kinds[0] == "cells" and kinds.count("attempt") == 3 and kinds[-1] == "cell"
     assert [row["arm"] for row in arm_rows(stored[0])] == ["broken", "root-call", "summon"]
 
 
@@ -216,3 +231,34 @@ def test_exit_codes(tmp_path: Path) -> None:
     documents[0]["verdicts"]["summon"]["expected"] = "unexpected"
     assert exit_code(documents, 5) == 1
     assert bisect_exit(documents) == 1 and bisect_exit([]) == 125
+
+
+def test_cells_that_wait_for_a_build_are_measured_after_it_and_the_others_meanwhile(tmp_path: Path) -> None:
+    measured = threading.Event()
+    order: list[str] = []
+
+    def tell(attempt: Attempt, stop: threading.Event) -> Any:
+        order.append(attempt.settings["model"]["slug"])
+        measured.set()
+
+    def build() -> list[Any]:
+        assert measured.wait(30)  # what is there already does not wait for what is being built
+        return [others]
+
+    with engine_of(tmp_path, Fake(tell), RunSettings(), "train-step") as (engine, plans):
+        first, others = plans[0], plans[1]
+        summary = engine.run([first], threading.Event(), later=[Later("stack x", 1, build)])
+    assert [document["model"] for document in summary.documents] == [first.cell.model, others.cell.model]
+    assert order == [first.cell.model] * len(first.arms) + [others.cell.model] * len(others.arms)
+
+
+def test_an_interrupted_build_adds_nothing(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def build() -> list[Any]:
+        stop.set()
+        return plans
+
+    with engine_of(tmp_path, Fake(), RunSettings()) as (engine, plans):
+        summary = engine.run([], stop, later=[Later("stack x", len(plans), build)])
+    assert summary.interrupted and not summary.documents

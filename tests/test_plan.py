@@ -12,7 +12,7 @@ from harness import catalogue, matrix, overrides
 from harness.config import RunSettings
 from harness.errors import ConfigError
 from harness.hardware import Gpu, Machine, Profile, settle
-from harness.plan import CellPlan, ordered, plan_cells, unmet_requirement
+from harness.plan import CellPlan, plan_cells, unmet_requirement
 
 CATALOGUE = catalogue.load()
 CPU = Machine((), None, "cpu", 2, 24.0, "linux")
@@ -106,15 +106,6 @@ def test_fingerprint_follows_what_the_answer_depends_on() -> None:
     assert set(prints()).isdisjoint(prints(seed=1))
     newer = FakeStack(versions={**FakeStack().versions, "torch": "2.14.0"})
     assert set(prints()).isdisjoint(arm.fingerprint for arm in plans(NORM, stack=newer)[0].arms)
-
-
-def test_longest_first_and_unknown_ones_before_the_short() -> None:
-    cells = plans("case=train-step", "strategy=ddp")
-    known = {cells[3].cell.key: 9.0, cells[0].cell.key: 1.0}
-    order = [plan.cell.key for plan in ordered(cells, known, "longest")]
-    assert order[-1] == cells[0].cell.key
-    assert order.index(cells[3].cell.key) < order.index(cells[0].cell.key)
-    assert [p.cell for p in ordered(cells, known, "listed")] == [p.cell for p in cells]
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ def main(args: argparse.Namespace) -> int:
     if args.verb == "run":
         _check_case(args.case)
         texts = [f"case={args.case}", *texts]
-    prepared = session.prepare(texts, build_stacks=not args.plan)
+    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True)
     if args.plan:
         return show_plan(prepared, args.json)
     from harness.progress import Progress
 
     stop = threading.Event()
-    with Progress(prepared.plans, verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):
+    with Progress(verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):
         summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
     found = [row for document in summary.documents for row in rows.arm_rows(document)]
     per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0

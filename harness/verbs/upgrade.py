@@ -71,7 +71,7 @@ def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.E
     from harness.progress import Progress
 
     prepared = session.prepare([*texts, f"stack={','.join(map(quoted, given))}"], given=given)
-    with Progress(prepared.plans) as progress:
+    with Progress() as progress:
         summary = session.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
     if summary.problem:
         raise ReproError(summary.problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,12 +30,34 @@ def segfault(run: Run) -> None:
     ctypes.string_at(0)
 
 
-def abort(run: Run) -> None:
-    os.abort()
+def aborts_in_cpp(run: Run) -> None:
+    ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
 
 
 def killed(run: Run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def out_of_memory(run: Run) -> None:
+    """Killed by the kernel's OOM killer in a memory cgroup; where a cgroup cannot be made, SIGKILL as it would come."""
+    for folder, limit in (("memory/", "memory.limit_in_bytes"), ("", "memory.max")):
+        group = Path(f"/sys/fs/cgroup/{folder}repro-fault-{os.getpid()}")
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(32 << 20))
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError:
+            if group.exists():
+                group.rmdir()
+            continue
+        b"x" * (256 << 20)
+    killed(run)
+
+
+def no_memory(run: Run) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+    b"x" * (256 << 20)
 
 
 def stuck_in_here(run: Run) -> None:
@@ -47,11 +70,20 @@ def ignores_term(run: Run) -> None:
     stuck_in_here(run)
 
 
-def grandchild(run: Run) -> None:
-    """Leaves a process in a session of its own, whose environment says nothing of where it comes from."""
+def grandchildren(run: Run) -> None:
+    """Leaves a process in a session of its own, whose environment says nothing of where it comes from, and a daemon."""
     code = "import time; time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", code], env={"PATH": "/usr/bin"}, start_new_session=True)
-    run.fact("grandchild", child.pid)
+    receive, send = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(send, str(os.getpid()).encode())
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(FOREVER)
+        os._exit(0)
+    os.wait()
+    run.fact("left", [child.pid, int(os.read(receive, 16))])
 
 
 def grandchild_and_stuck(run: Run) -> None:
@@ -85,6 +117,18 @@ def nothing(run: Run) -> None:
 
 def disk_full(run: Run) -> None:
     Path("/dev/full").write_bytes(b"x")
+
+
+def disk_full_for_the_record(run: Run) -> None:
+    """The rank's own record has no room: a small disk of this process alone where mounting is allowed."""
+    folder = run.record.path.parent
+    libc = ctypes.CDLL(None, use_errno=True)
+    alone = libc.unshare(0x00020000) == 0 and libc.mount(b"none", b"/", None, 0x44000, None) == 0
+    if alone and libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=16k") == 0:
+        with open(folder / "filler", "wb", buffering=0) as filler:
+            while filler.write(b"x" * 4096):
+                pass
+    disk_full(run)
 
 
 def body(run: Run) -> None:

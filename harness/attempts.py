@@ -1,0 +1,102 @@
+"""From an arm's plan to one launched attempt and its observation."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from harness.catalogue import Catalogue
+from harness.launch.attempt import Attempt, Launcher
+from harness.leases import Leases
+from harness.paths import cache_dir
+from harness.plan import ArmPlan, CellPlan
+from harness.schema import Case
+from harness.stacks import Stack
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Makes the attempts of one run, each in a folder of its own under ``run_dir``. Thread-safe."""
+
+    catalogue: Catalogue
+    stacks: Mapping[str, Stack]
+    launcher: Launcher
+    leases: Leases
+    run_dir: Path
+    keep: bool
+
+    def make(self, plan: CellPlan, arm: str, gpus: list[str], stop: threading.Event) -> tuple[dict[str, Any], float]:
+        """One launch -> (observation, seconds). Never raises: a fault of ours is an infra observation."""
+        found = arm_of(plan, arm)
+        began = time.monotonic()
+        try:
+            attempt = self._attempt(self.catalogue.cases[plan.cell.case], found, gpus)
+            with self.leases.hold(gpus, stop):
+                observation = self.launcher.launch(attempt, stop)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
+            observation = fault(found, error)
+        return observation, time.monotonic() - began
+
+    def _attempt(self, case: Case, plan: ArmPlan, gpus: list[str]) -> Attempt:
+        stack = self.stacks[plan.stack]
+        identity = f"{self.run_dir.name}-{uuid.uuid4().hex[:10]}"
+        teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
+        return Attempt(
+            id=identity,
+            run_id=self.run_dir.name,
+            directory=self.run_dir / identity,
+            script=self.catalogue.script(case),
+            settings=plan.settings,
+            python=stack.python,
+            world_size=plan.world_size,
+            deadline_s=plan.deadline,
+            env={**stack.environment({}), **case.launch.env, **case.arms[plan.arm].env},
+            gpus=tuple(gpus),
+            imports=self._imports(case, plan),
+            cold=case.launch.cold or teardown,
+            stack_cache=cache_dir() / "stack-caches" / stack.key,
+            keep=self.keep,
+        )
+
+    def _imports(self, case: Case, plan: ArmPlan) -> tuple[str, ...]:
+        """What the case's script imports, and what its arm's strategy brings (deepspeed)."""
+        strategy = self.catalogue.strategies[plan.settings["strategy"]["slug"]]
+        brought = [Requirement(text).name for text in strategy.requires]
+        return tuple(dict.fromkeys([*case.launch.imports, *(name for name in brought if name != "torch")]))
+
+
+def arm_of(plan: CellPlan, name: str) -> ArmPlan:
+    return next(arm for arm in plan.arms if arm.arm == name)
+
+
+def fault(plan: ArmPlan, error: Exception) -> dict[str, Any]:
+    """The observation of an attempt that the harness itself could not make."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    now = time.time()
+    return {
+        "schema": 1,
+        "attempt": {
+            "id": "none", "launcher": "none", "command": [], "torchrun": "", "backend": plan.settings["backend"],
+            "world_size": plan.world_size, "started": now, "ended": now, "wall_s": 0.0, "cpu_s": 0.0,
+            "deadline_s": plan.deadline, "timed_out": False, "interrupted": False, "leftover": [],
+            "seed": plan.settings["seed"], "settings": plan.settings,
+        },
+        "infra": {"kind": "launch", "message": f"the harness could not launch it: {text}"},
+        "ranks": [],
+    }  # fmt: skip
+
+
+def new_run_dir(state: Path) -> Path:
+    """A folder for this run's attempts; its name is the run's id."""
+    path = state / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    path.mkdir(parents=True)
+    return path

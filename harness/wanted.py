@@ -1,0 +1,96 @@
+"""What a run's cells need before they can be planned: stacks that are built, DeepSpeed's op compiled for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from harness import matrix, provenance
+from harness.catalogue import Catalogue
+from harness.config import RunSettings
+from harness.hardware import Machine, Profile
+from harness.plan import CellPlan, plan_cells
+from harness.stacks import Stack, StackError, extensions, resolve
+from harness.stacks import stacks as known_stacks
+
+
+@dataclass
+class Wanted:
+    """``stacks`` and ``unavailable`` (stack -> why it is not there) fill up as stacks are built."""
+
+    catalogue: Catalogue
+    settings: RunSettings
+    profile: Profile
+    machine: Machine
+    build: bool  # whether stacks may be built, and ops compiled
+    stacks: dict[str, Stack]
+    unavailable: dict[str, str] = field(default_factory=dict)
+    unbuilt: set[str] = field(default_factory=set)
+
+    def find(self, cells: Iterable[matrix.Cell]) -> None:
+        """Take up the stacks that are there."""
+        cells = list(cells)
+        states = {listed.name: listed.state for listed in known_stacks()}
+        named = {cell.stack for cell in cells}
+        # A stack that only one arm wants is used when it is there; building it is `repro stack build`'s business.
+        for name in sorted((named | self._stacks_of_arms(cells)) - self.stacks.keys()):
+            if states.get(name, "here") in ("here", "built"):
+                self._resolve(name)
+            elif self.build and name in named:
+                self.unbuilt.add(name)
+            else:
+                self.unavailable[name] = f"it is not built here: `repro stack build {name}`"
+
+    def missing(self, cell: matrix.Cell) -> str | None:
+        """What takes minutes to make and must be there before the cell can be planned, or None."""
+        if cell.stack in self.unbuilt:
+            return f"stack {cell.stack}"
+        stack = self.stacks.get(cell.stack)
+        if stack and self._compiles(cell) and not extensions.ready(stack):
+            return f"DeepSpeed's op for stack {cell.stack}"
+        return None
+
+    def plan(self, cells: list[matrix.Cell]) -> list[CellPlan]:
+        """Make what is missing and plan the cells; what cannot be made is the reason that they are skipped for."""
+        named = {cell.stack for cell in cells}
+        for name in sorted(named & self.unbuilt):
+            self.unbuilt.discard(name)
+            self._resolve(name)
+        usable: dict[str, Stack] = dict(self.stacks)
+        if any(self._compiles(cell) for cell in cells):
+            for name in (named | self._stacks_of_arms(cells)) & usable.keys():
+                usable[name] = _prepared(usable[name])
+        code = provenance.code_hashes(self.catalogue)
+        found: Mapping[str, Stack | str] = {**usable, **self.unavailable}
+        return plan_cells(self.catalogue, cells, self.settings, self.profile, self.machine, found, code)
+
+    def _resolve(self, name: str) -> None:
+        try:
+            self.stacks[name] = resolve(name)
+        except StackError as error:
+            self.unavailable[name] = str(error)
+
+    def _stacks_of_arms(self, cells: Iterable[matrix.Cell]) -> set[str]:
+        cases = [self.catalogue.cases[slug] for slug in {cell.case for cell in cells}]
+        arms = [case.arms[name] for case in cases for name in matrix.arms_of(case, self.settings.arms)]
+        return {arm.stack for arm in arms if arm.stack}
+
+    def _compiles(self, cell: matrix.Cell) -> bool:
+        """Whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
+        if not self.build or self.profile.accelerator != "cpu":
+            return False
+        case = self.catalogue.cases[cell.case]
+        arms = [case.arms[name] for name in matrix.arms_of(case, self.settings.arms)]
+        needs = [*case.needs.requires, *case.launch.imports, *(item for arm in arms for item in arm.requires)]
+        strategies = {cell.strategy, *(arm.strategy for arm in arms if arm.strategy)}
+        needs += [item for name in strategies for item in self.catalogue.strategies[name].requires]
+        return any(item.startswith("deepspeed") for item in needs)
+
+
+def _prepared(stack: Stack) -> Stack:
+    """The stack as it can be used here: without a C++ compiler, its DeepSpeed cannot run on a CPU."""
+    problem = extensions.prepare(stack)
+    if problem is None:
+        return stack
+    versions = {name: version for name, version in stack.versions.items() if name != "deepspeed"}
+    return replace(stack, versions=versions, missing={"deepspeed": problem})

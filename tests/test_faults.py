@@ -1,0 +1,144 @@
+"""Everything that can go wrong with ranks, from cold and warm: the right outcome, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from launching import Json, attempt_of, gone, launched, launched_until
+
+from harness.launch import ColdLauncher, Launcher, watch
+from harness.launch.warm import WarmLauncher
+
+pytestmark = pytest.mark.ranks
+End = tuple[int | None, str | None, str]  # exit code, signal, who ended it
+
+
+@pytest.fixture(scope="module")
+def launchers() -> Iterator[dict[str, Launcher]]:
+    warm = WarmLauncher()
+    yield {"torchrun": ColdLauncher(), "warm": warm}
+    servers = list(warm._servers.values())
+    warm.close()
+    assert all(gone(server.pid) for server in servers if server.pid)
+    assert not any(server.folder.exists() for server in servers)
+
+
+@pytest.fixture(autouse=True)
+def no_cgroup_left() -> Iterator[None]:
+    yield
+    for group in [*Path("/sys/fs/cgroup").glob("repro-fault-*"), *Path("/sys/fs/cgroup").glob("memory/repro-fault-*")]:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+# --- what is looked at besides how the ranks ended
+
+
+def message(text: str) -> Callable[[Json], Any]:
+    return lambda seen: any(text in (r["record"]["exception"] or {}).get("message", "") for r in seen["ranks"])
+
+
+def tail(text: str) -> Callable[[Json], Any]:
+    def check(seen: Json) -> bool:
+        said = seen["ranks"][0]["log_tail"]
+        return said.endswith(text) and len(said) <= 8192 and not any(ord(c) < 32 and c not in "\n\t" for c in said)
+
+    return check
+
+
+def leftover(count: int, text: str = "") -> Callable[[Json], Any]:
+    return lambda seen: len([each for each in seen["attempt"]["leftover"] if text in each]) == count
+
+
+def stack(rank: int, *words: str) -> Callable[[Json], Any]:
+    return lambda seen: all(word in seen["ranks"][rank]["stack"] for word in words)
+
+
+def never_done(rank: int) -> Callable[[Json], Any]:
+    return lambda seen: (seen["ranks"][rank]["record"]["done"], seen["ranks"][rank]["record"]["ended"]) == (False, None)
+
+
+class Fault(NamedTuple):
+    """Two ranks, of which some do what a function of tests/faults says."""
+
+    does: str
+    ends: dict[int, End]
+    infra: str | None = None
+    looks: tuple[Callable[[Json], Any], ...] = ()
+    flags: Json = {}  # noqa: RUF012 - never written
+    script: str = "misbehave.py"
+    stuck: int = 0  # so many ranks are stuck for ever: the deadline comes once they are
+
+
+OK: End = (0, None, "self")
+HANG: End = (None, "SIGTERM", "deadline")
+FAULTS = {
+    "raises": Fault(
+        "raises", {0: (1, None, "self"), 1: (None, "SIGTERM", "launcher")},
+        looks=(message("rank 0 of 2 does not want to"),), flags={"rank": 0, "others": "wait"},
+    ),
+    "raises while its peer ignores SIGTERM": Fault(
+        "ignores_term", {0: (1, None, "self"), 1: (None, "SIGKILL", "launcher")}, script="two_faults.py"
+    ),
+    "exits 0 without finishing": Fault("leaves", {0: OK}, looks=(never_done(0),), flags={"rank": 0}),
+    "os._exit(3)": Fault("leaves", {0: (3, None, "self")}, looks=(never_done(0),), flags={"rank": 0, "code": 3}),
+    "segfaults": Fault(
+        "segfault", {1: (None, "SIGSEGV", "self")}, looks=(never_done(1), stack(1, "# faulthandler", "segfault")),
+        flags={"rank": 1},
+    ),
+    "aborts in C++": Fault(
+        "aborts_in_cpp", {1: (None, "SIGABRT", "self")}, looks=(never_done(1), stack(1, "aborts_in_cpp")),
+        flags={"rank": 1},
+    ),
+    "is killed": Fault("killed", {1: (None, "SIGKILL", "self")}, "memory", flags={"rank": 1}),
+    "is killed by the OOM killer": Fault("out_of_memory", {0: (None, "SIGKILL", "self")}, "memory", flags={"rank": 0}),
+    "meets a limit on its memory": Fault("no_memory", {1: (1, None, "self")}, "memory", flags={"rank": 1}),
+    "hangs in a collective": Fault(
+        "hang", {}, script="collective.py", stuck=2,
+        looks=(stack(0, "barrier", "collective.py"), stack(1, "recv", "collective.py"), leftover(0)),
+    ),
+    "hangs in Python": Fault(
+        "stuck_in_here", {0: OK, 1: HANG}, looks=(stack(1, "stuck_in_here"),), flags={"rank": 1}, stuck=1
+    ),
+    "hangs and ignores SIGTERM": Fault(
+        "ignores_term", {0: OK, 1: (None, "SIGKILL", "deadline")}, looks=(stack(1, "stuck_in_here"),),
+        flags={"rank": 1}, stuck=1,
+    ),
+    "leaves a process in its own session and a daemon": Fault("grandchildren", {0: OK, 1: OK}, looks=(leftover(4),)),
+    "hangs with a grandchild in its own session": Fault("grandchild_and_stuck", {0: HANG, 1: HANG}, stuck=2),
+    "leaves shared memory": Fault("leaves_memory", {0: OK, 1: OK}, looks=(leftover(2, "/dev/shm"),)),
+    "fills the disk": Fault("disk_full", {0: (1, None, "self")}, "disk", flags={"rank": 0}),
+    "has no room for its record": Fault("disk_full_for_the_record", {0: (1, None, "self")}, "disk", flags={"rank": 0}),
+    "prints binary": Fault("binary", {0: OK, 1: OK}, looks=(tail("after it"),)),
+    "prints 1 GB": Fault(
+        "prints", {0: OK, 1: OK}, looks=(tail("the last line"),), flags={"rank": 0, "megabytes": 1024, "then": 0.5}
+    ),
+    "cannot import what it needs": Fault("none", {0: (1, None, "self")}, "import", script="no_kit.py"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "warm"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_rank_that(
+    tmp_path: Path, launchers: dict[str, Launcher], name: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = FAULTS[name]
+    if fault.does == "prints":
+        monkeypatch.setattr(watch, "LOOK_S", 0.2)
+    attempt = attempt_of(tmp_path / "a", fault.does, fault.script, keep=True, **fault.flags)
+    if fault.stuck:
+        seen = launched_until(launchers[launcher], attempt, fault.stuck)
+    else:
+        seen = launched(launchers[launcher], attempt)
+    assert seen["attempt"]["launcher"] == launcher and "retried" not in seen["attempt"]
+    assert seen["attempt"]["timed_out"] == bool(fault.stuck) and seen["attempt"]["wall_s"] < 50
+    assert (seen["infra"] or {}).get("kind") == fault.infra, seen["infra"]
+    ends = {n: (rank["exit_code"], rank["signal"], rank["ended_by"]) for n, rank in enumerate(seen["ranks"])}
+    assert {n: ends[n] for n in fault.ends} == fault.ends
+    for number, look in enumerate(fault.looks):
+        assert look(seen), (number, seen["ranks"], seen["attempt"])
+    assert sum(path.stat().st_size for path in attempt.logs.iterdir()) < 300 << 20
