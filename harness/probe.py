@@ -114,7 +114,9 @@ class Prober:
             if error.infra:
                 raise Stopped(str(error), error.exit_code) from None
             # No such release, nothing for this Python, requirements that contradict each other: it cannot be known.
-            why = Answer(None, f"cannot be installed: {labels.plain(str(error))}")
+            why = Answer(
+                None, f"cannot be installed: {labels.plain(str(error).removeprefix(f'stack {target.spec}: '))}"
+            )
             point = Point(target, dict.fromkeys(self.arms, why), wall_s=time.monotonic() - began)
         else:
             point = self._measure(target, replace(stack, name=target.spec), wanted, began)

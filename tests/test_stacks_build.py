@@ -159,12 +159,14 @@ def test_a_build_that_fails_leaves_nothing(conf: Path, monkeypatch: pytest.Monke
     assert [path for path in build.stacks_dir().iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.parametrize("damage", ["package", "python", "marker"])
+@pytest.mark.parametrize("damage", ["package", "module", "python", "marker"])
 def test_a_damaged_cache_is_repaired(conf: Path, damage: str) -> None:
     folder = folder_of(resolve("small", conf=conf))
     env = next(folder.glob("env-*"))
     if damage == "package":
         shutil.rmtree(next(env.glob("lib/python3*/site-packages/top-1.0.dist-info")))
+    elif damage == "module":
+        shutil.rmtree(next(env.glob("lib/python3*/site-packages/top")))
     elif damage == "python":
         (env / "bin" / "python").unlink()
         (env / "bin" / "python").symlink_to("/nowhere/python")

@@ -124,7 +124,7 @@ def whole(folder: Path, thorough: bool = False) -> dict[str, Any] | None:
         return None
     site = Path(done["overlay"]) if done.get("overlay") else site_packages(Path(done["python"]))
     names = {name for name in (done.get("moved") or done["versions"]) if name != "python"}
-    if not names <= installed(site).keys():
+    if not names <= installed(site).keys() or missing_modules(site):
         return None
     return None if thorough and missing_files(site) else done
 
@@ -136,18 +136,32 @@ def starts(python: str) -> bool:
         return False
 
 
+def missing_modules(site: Path) -> list[str]:
+    """What installed packages put at the top of the folder and is gone (fast: one file of each package is read)."""
+    wrong = []
+    for info in site.glob("*.dist-info"):
+        try:
+            listed = (info / "RECORD").read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            wrong.append(info.name)
+            continue
+        tops = {line.split(",", 1)[0].split("/", 1)[0] for line in listed}
+        wrong += [top for top in tops - {"", "..", "__pycache__"} if not os.path.lexists(site / top)]
+    return wrong
+
+
 def missing_files(site: Path) -> list[str]:
-    """Files that an installed package lists and that are gone or have another size."""
+    """Files that an installed package lists and that are gone or have another size (compiled ones may be anew)."""
     wrong = []
     for dist in importlib.metadata.distributions(path=[str(site)]):
         for file in dist.files or []:
             path = os.path.join(site, file)
             try:
-                if file.size is not None and os.stat(path).st_size != file.size:
-                    wrong.append(str(file))
+                same = file.size is None or os.stat(path).st_size == file.size
             except OSError:
-                if not str(file).endswith(".pyc"):
-                    wrong.append(str(file))
+                same = False
+            if not same and not str(file).endswith(".pyc"):
+                wrong.append(str(file))
     return wrong
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from harness.stacks import lock as locks
 from harness.stacks.errors import StackError
 
 DAY = 24 * 3600
-NOT_DUE = "not named, or used lately"
+NOT_DUE = "used lately"
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,19 @@ def _listed(found: Any, conf: Path | None) -> Listed:
     return Listed(found.slug, found.title, python, (*found.pins, *found.no_deps), state)
 
 
-def show(*, thorough: bool = False) -> list[Held]:
-    """What the cache holds. ``thorough``: whole means that every installed file is as it was."""
+def show(names: Collection[str] = (), *, thorough: bool = False) -> list[Held]:
+    """What the cache holds, or of it what has these names or keys. ``thorough``: every installed file is looked at."""
     root = build.stacks_dir()
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    return [_held(folder, thorough) for folder in folders]
+    found = [(folder, build.read_marker(folder)) for folder in folders]
+    return [
+        _held(folder, done, thorough)
+        for folder, done in found
+        if not names or folder.name in names or (done or {}).get("name") in names
+    ]
 
 
-def _held(folder: Path, thorough: bool) -> Held:
-    done = build.read_marker(folder)
+def _held(folder: Path, done: dict[str, Any] | None, thorough: bool) -> Held:
     used = folder / "used"
     return Held(
         folder.name,
@@ -99,14 +104,8 @@ def prune(*, older_than_days: float = 30, everything: bool = False, names: tuple
     """Remove what was not used for long, what was never finished, what is named, or everything; never what runs."""
     removed, kept = [], []
     busy = _running()
-    for item in show():
-        due = (
-            everything
-            or not item.whole
-            or item.name in names
-            or item.key in names
-            or (not names and time.time() - item.used > older_than_days * DAY)
-        )
+    for item in show(names):
+        due = everything or bool(names) or not item.whole or time.time() - item.used > older_than_days * DAY
         if not due:
             kept.append((item, NOT_DUE))
             continue

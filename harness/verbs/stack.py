@@ -33,10 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    try:
-        return int(globals()[f"_{args.action}"](args))
-    except stacks.StackError as error:
-        raise ReproError(str(error)) from None
+    return int(globals()[f"_{args.action}"](args))
 
 
 def _say(text: str) -> None:
@@ -57,16 +54,15 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _held(names: Sequence[str], held: Sequence[stacks.Held]) -> list[stacks.Held]:
-    """What the cache holds under these names or keys, or all of it."""
+def _in_cache(names: Sequence[str], held: Sequence[stacks.Held]) -> None:
     for name in names:
         if not any(name in (item.name, item.key) for item in held):
-            raise unknown("stack", name, [item.name for item in held], "the cache")
-    return [item for item in held if not names or {item.name, item.key} & {*names}]
+            raise ReproError(f"the cache holds no stack {name!r}: `repro stack show` lists what it holds")
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = _held(args.names, stacks.show(thorough=args.thorough))
+    found = stacks.show(args.names, thorough=args.thorough)
+    _in_cache(args.names, found)
     if args.json:
         print_json([{**asdict(item), "folder": str(item.folder)} for item in found])
         return 0
@@ -102,8 +98,8 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    _held(args.names, stacks.show())
     done = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
+    _in_cache(args.names, [*done.removed, *(item for item, _ in done.kept)])
     if args.json:
         print_json({"removed": [item.key for item in done.removed], "bytes": done.bytes})
     else:
@@ -113,5 +109,5 @@ def _prune(args: argparse.Namespace) -> int:
             if reason != stacks.NOT_DUE:
                 print(f"kept {item.name} ({item.key}): {reason}")
         kept = sum(reason == stacks.NOT_DUE for _, reason in done.kept)
-        print(f"{done.bytes / 2**20:.0f} MiB freed; {kept} stacks were not named or used lately, and stay")
+        print(f"{done.bytes / 2**20:.0f} MiB freed" + (f"; {kept} stacks were used lately, and stay" if kept else ""))
     return 0
