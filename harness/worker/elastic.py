@@ -229,7 +229,7 @@ def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
         except ChildFailedError:
             pass  # the ranks say how they ended
     except Exception as error:  # whatever the machinery raised is the launch's error, not a rank's
-        kind = "port" if PORT_TAKEN.search(str(error)) else "launch"
+        kind = "port" if PORT_TAKEN.search(str(error)) else "import" if isinstance(error, ImportError) else "launch"
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
     # Left over is what outlived the ranks; a rank that elastic did not end is an error of its own.
     answer["ranks"] = described()
