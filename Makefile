@@ -39,8 +39,8 @@ claims: $(READY) ## the claims ledger, from stored measurements
 test: $(READY) ## the project's own tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(READY) ## cold against warm launches, alternated; writes bench/launch.json
-	@$(BIN)/python -m bench.bench_launch $(ARGS)
+bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
+	@for name in $(or $(ONLY),scale schedule launch catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .

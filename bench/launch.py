@@ -1,4 +1,4 @@
-"""What an attempt costs from cold and warm, alternated in one run: ``python -m bench.bench_launch``.
+"""What an attempt costs from cold and warm, alternated in one run: ``python -m bench.launch``.
 
 CPU seconds are those of everything an attempt starts, and of the controller; a warm attempt also carries its share of
 the server's start-up. The floor is what the ranks do between init_process_group and their end, which no launcher can
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.machine import machine
 from harness.launch import Attempt, ColdLauncher, Launcher
 from harness.launch.warm import WarmLauncher
 from harness.paths import cache_dir
@@ -129,19 +129,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     return round(value, 4) if isinstance(value, float) else value
-
-
-def machine() -> Json:
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory_gb": round(pages / 2**30, 1),
-        "kernel": platform.release(),
-        "load_average": [round(each, 1) for each in os.getloadavg()],
-    }
 
 
 def table(rows: list[Json]) -> str:
