@@ -58,7 +58,8 @@ def side(point: Point, arm: str, prober: Prober) -> Data:
 
 
 def _swapped(point: Point) -> set[str]:
-    return {canonical(swap.name) for swap in parse(point.target.spec).swaps} if not point.target.make else set()
+    """What the probe replaced on purpose (a commit's specification is a stack's, then # and what is laid over it)."""
+    return {canonical(swap.name) for swap in parse(point.target.spec.partition("#")[0]).swaps}
 
 
 def said(label: str | None, detail: str) -> str:

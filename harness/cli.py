@@ -54,9 +54,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
             sub.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
             sub.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
         if verb == "run":
-            sub.add_argument(
-                "--bisect-exit", action="store_true", help="0 clean, 1 fires, 125 neither: for git bisect run"
-            )
+            told = "for git bisect run: of the broken arm, 0 clean, 1 fires, 125 neither; 128 and more: an error"
+            sub.add_argument("--bisect-exit", action="store_true", help=told)
         if verb == "accept":
             sub.add_argument("--reason", required=True, help="why these verdicts are now the expected ones")
             sub.add_argument("--from", dest="source", metavar="DIR", help="results folder (default: results/scratch)")
@@ -81,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(f"harness.verbs.{module}").main(args))
     except ReproError as error:
         print(f"repro: {error}", file=sys.stderr)
-        return error.exit_code
+        # `git bisect run` takes 2 and 3 for "bad"; from 128 on it stops.
+        return error.exit_code + (128 if getattr(args, "bisect_exit", False) else 0)
     except BrokenPipeError:  # `repro list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -69,11 +69,16 @@ def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
     return Answer(CLEAN, text(outcomes[0].get("reason")), 0, counted)
 
 
+# A set of names as Python prints it: in an order that differs from process to process.
+_SET = re.compile(r"\{('[^'{}]*'(?:, '[^'{}]*')+)\}")
+
+
 def plain(message: str) -> str:
     """A message's first line without what differs from run to run."""
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     for pattern, instead in _VARYING:
         line = pattern.sub(instead, line)
+    line = _SET.sub(lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", line)
     return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
 
 

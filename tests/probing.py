@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_engine import FIRES, observation
 
-from harness import releases, session, stacks
+from harness import releases, session, stacks, wanted
 from harness.cli import main
 from harness.launch.attempt import Attempt
 from harness.releases import Release
@@ -116,7 +116,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     )  # fmt: skip
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(stacks, "resolve", made.resolve)
-    monkeypatch.setattr(session, "resolve", made.resolve)
+    monkeypatch.setattr(wanted, "resolve", made.resolve)
     monkeypatch.setattr(session, "open_launcher", lambda name: made)
     monkeypatch.setattr(releases, "releases", made.releases)
     return made

@@ -130,3 +130,8 @@ def test_tables_off_a_terminal_are_one_line_a_row_without_colour(
     assert any(
         "RMSNorm meets a sharded weight when the root FSDP forward is bypassed" in line for line in out.splitlines()
     )
+
+
+def test_an_error_stops_git_bisect_and_is_no_bad_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "run", "no-such-case", "--bisect-exit")[0] == 130
+    assert call(capsys, "run", "no-such-case")[0] == 2

@@ -173,3 +173,9 @@ def test_a_stopped_prober_says_so(world: World) -> None:
     made.stop.set()
     with pytest.raises(Stopped, match="interrupted"):
         made.probe(target("4.41.0"))
+
+
+def test_a_set_is_the_same_text_in_whatever_order_it_is_printed() -> None:
+    one, other = (plain(f"parameters locate in {{{names}}}.") for names in ("'cpu', 'meta'", "'meta', 'cpu'"))
+    assert one == other == "parameters locate in {'cpu', 'meta'}."
+    assert plain("got {'a': 'b', 'c': 'd'}") == "got {'a': 'b', 'c': 'd'}", "a dictionary has an order"

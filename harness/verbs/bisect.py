@@ -184,7 +184,7 @@ class Bisect:
             child = pair[1] if clone.is_ancestor(*pair) else pair[0]
             merged = clone.merged(child)
             self.stages[-1]["title"] = clone.title(child)
-            self.stages[-1]["sentence"] = f"the answer changes with commit {child[:12]}" + (
+            self.stages[-1]["sentence"] = f"The answer changes with commit {child[:12]}" + (
                 f", a merge of {merged} commits" if merged else ""
             )
 
@@ -227,4 +227,5 @@ class Bisect:
 
 
 def _most(count: int) -> int:
-    return max(0, (count - 1).bit_length())
+    """How many of ``count`` candidates a search asks at most, both ends left out, when all of them answer."""
+    return max(0, count - 2).bit_length()
