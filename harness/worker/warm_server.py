@@ -279,11 +279,11 @@ def main(packages: list[str]) -> int:
     gc.enable()
     collapse()
     times = os.times()
-    server.reply(
-        event="ready", pid=os.getpid(), missing=missing, rss_mb=rss_mb(),
-        wall_s=round(time.perf_counter() - started, 3), cpu_s=round(times.user + times.system, 3),
-    )  # fmt: skip
     try:
+        server.reply(
+            event="ready", pid=os.getpid(), missing=missing, rss_mb=rss_mb(),
+            wall_s=round(time.perf_counter() - started, 3), cpu_s=round(times.user + times.system, 3),
+        )  # fmt: skip
         server.serve()
     finally:
         server.close()
