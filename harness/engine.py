@@ -140,15 +140,15 @@ class Engine:
 
     def _open(self, plans: list[CellPlan], resume: bool) -> None:
         """Take cells in: what is missing of each waits from now on."""
-        for plan in plans:
-            cell, missing = self._open_cell(plan, resume)
-            number = len(self._cells)
+        opened = [self._open_cell(plan, resume) for plan in plans]
+        for number, (cell, missing) in enumerate(opened, len(self._cells)):
             self._cells.append(cell)
             tasks = [self._task(number, cell, arm, index) for arm, index in missing]
             self._waiting += tasks
             seconds = sum(task.seconds for task in tasks)
-            self.on_event(Event("cells", plan, attempts=len(tasks), seconds=seconds))
-            if not tasks:
+            self.on_event(Event("cells", cell.plan, attempts=len(tasks), seconds=seconds))
+        for cell, missing in opened:
+            if not missing:
                 self._settle(cell)
         self._waiting = schedule.in_order(self._waiting, self.settings.order.value)
 

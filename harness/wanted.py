@@ -10,7 +10,7 @@ from harness.catalogue import Catalogue
 from harness.config import RunSettings
 from harness.hardware import Machine, Profile
 from harness.plan import CellPlan, plan_cells
-from harness.stacks import Stack, StackError, extensions, resolve
+from harness.stacks import Stack, StackError, check, extensions, resolve
 from harness.stacks import stacks as known_stacks
 
 
@@ -28,13 +28,16 @@ class Wanted:
     unbuilt: set[str] = field(default_factory=set)
 
     def find(self, cells: Iterable[matrix.Cell]) -> None:
-        """Take up the stacks that are there."""
+        """Take up the stacks that are there. Raises StackError for one that no name or file stands for."""
         cells = list(cells)
         states = {listed.name: listed.state for listed in known_stacks()}
         named = {cell.stack for cell in cells}
+        for name in sorted(named - self.stacks.keys()):
+            check(name)
         # A stack that only one arm wants is used when it is there; building it is `repro stack build`'s business.
         for name in sorted((named | self._stacks_of_arms(cells)) - self.stacks.keys()):
-            if states.get(name, "here") in ("here", "built"):
+            # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
+            if states.get(name) in ("here", "built") or (name not in states and not self.build):
                 self._resolve(name)
             elif self.build and name in named:
                 self.unbuilt.add(name)

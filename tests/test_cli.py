@@ -62,6 +62,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("matrix", "jobs=0"), "jobs=0: must be at least 1"),
         (("matrix", "deadline=0"), "must be more than 0"),
         (("matrix", "stack=nowhere"), "nowhere"),
+        (("matrix", "stack=current,torhc2.2-tf4.39"), "did you mean 'torch2.2-tf4.39'"),
         (("matrix", "stack=python:/no/such/python"), "/no/such/python"),
         (("matrix", "arms=[no-such-arm]"), "unknown arm 'no-such-arm'"),
         (("matrix", "world_size=100000"), "world_size=100000"),

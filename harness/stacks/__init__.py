@@ -23,7 +23,7 @@ from harness.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, show, st
 from harness.stacks.stack import Stack, differences, existing
 
 __all__ = [
-    "NOT_DUE", "USUAL", "Held", "Listed", "Pruned", "Stack", "StackError", "differences", "make_lock", "prune",
+    "NOT_DUE", "USUAL", "Held", "Listed", "Pruned", "Stack", "StackError", "check", "differences", "make_lock", "prune",
     "resolve", "show", "stacks", "swapped",
 ]  # fmt: skip
 
@@ -40,6 +40,13 @@ def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
         if error.kind == "version":
             raise StackError("version", f"{error}{_nearest(str(error))}") from None
         raise
+
+
+def check(text: str) -> None:
+    """Raise StackError where ``text`` cannot name a stack, whatever is built or can be."""
+    wanted = spec.parse(text)
+    if wanted.base != "current" and not wanted.python and not wanted.file:
+        spec.definition(wanted.base)
 
 
 def _nearest(said: str) -> str:

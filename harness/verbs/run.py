@@ -55,7 +55,10 @@ def main(args: argparse.Namespace) -> int:
         return 130
     if getattr(args, "bisect_exit", False):
         return bisect_exit(summary.documents)
-    return exit_code(summary.documents, prepared.settings.min_measured)
+    lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
+    for name in sorted(lacking):
+        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
+    return exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
 
 
 def _check_case(name: str) -> None:

@@ -1,0 +1,104 @@
+"""What the pure parts and the store cost at 10,000 cells: ``python -m bench.scale``. Nothing is launched.
+
+The cells are the catalogue's, on as many imagined stacks as it takes; the observations are those of the published
+baseline, over and over. Seconds are one core's.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from bench.machine import machine
+from harness import catalogue, document, grade, matrix, overrides, rows, schedule
+from harness.config import RunSettings
+from harness.hardware import Machine, Profile
+from harness.paths import BASELINE
+from harness.plan import plan_cells
+from harness.recorded import expect, recorded
+from harness.report import matrix_table, summary_line
+from harness.stacks import Stack
+from harness.store import Store
+
+HERE = Path(__file__).resolve().parent
+CELLS = 10_000
+T = TypeVar("T")
+
+
+def main() -> None:
+    found: dict[str, float] = {}
+
+    def timed(what: str, work: Callable[[], T]) -> T:
+        began = time.process_time()
+        result = work()
+        found[what] = round(time.process_time() - began, 2)
+        print(f"{found[what]:8.2f} s  {what}", file=sys.stderr, flush=True)
+        return result
+
+    known = timed("read the catalogue", catalogue.load)
+    selection = overrides.parse([])
+    selection.hardware = "cpu"
+    each = len(matrix.enumerate_cells(known, selection))
+    selection.stack = [f"stack-{number}" for number in range(-(-CELLS // each))]
+    cells = timed(f"enumerate {CELLS} cells", lambda: matrix.enumerate_cells(known, selection)[:CELLS])
+    versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"}
+    stacks = {name: Stack(name, "/usr/bin/python3", versions, (), name) for name in selection.stack}
+    profile, here = Profile("cpu", "cpu", "gloo", (), None), Machine((), None, "cpu", 2, 24.0, "linux")
+    plans = timed(f"plan {CELLS} cells", lambda: plan_cells(known, cells, RunSettings(), profile, here, stacks, {}))
+
+    published = list(Store(BASELINE).documents())
+    took = timed("read what was recorded", lambda: recorded(published))
+    tasks = [
+        schedule.Task(number, arm.arm, 0, expect(took, plan.cell.key, arm).seconds)
+        for number, plan in enumerate(plans)
+        for arm in plan.arms
+    ]
+    timed(f"order {len(tasks)} attempts", lambda: schedule.in_order(tasks, "longest"))
+
+    observed = [
+        (known.cases[one["case"]], name, attempt["observation"])
+        for one in published
+        for name, arm in one["arms"].items()
+        if name in known.cases[one["case"]].arms
+        for attempt in arm["attempts"]
+    ]
+    many = list(itertools.islice(itertools.cycle(observed), CELLS))
+    timed(f"match and grade {CELLS} attempts", lambda: [grade.grade(*one, known.cases) for one in many])
+
+    def judged() -> list[dict[str, Any]]:
+        made = []
+        for number, one in enumerate(itertools.islice(itertools.cycle(published), CELLS)):
+            mine = {**one, "key": f"{one['key']}-{number}"}
+            document.settle(mine, known.cases[one["case"]], known.cases, [], 0.0, one.get("where", ""))
+            made.append(mine)
+        return made
+
+    documents = timed(f"judge {CELLS} cells", judged)
+    table = timed("rows of all arms", lambda: [row for one in documents for row in rows.arm_rows(one)])
+    with redirect_stdout(io.StringIO()):
+        timed(f"report of {len(table)} rows", lambda: (matrix_table(table), print(summary_line(table))))
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder))
+        small = [copy.deepcopy(one) for one in documents[:1000]]
+        paths = [store.path_of("cpu", "stack", one["key"]) for one in small]
+        timed("write 1000 documents", lambda: [store.save(path, one) for path, one in zip(paths, small)])
+        timed("read 1000 documents", lambda: list(store.documents()))
+    memory = round(psutil.Process().memory_info().rss / 2**20)
+    print(f"{memory:8} MB at the end")
+    result = {"machine": machine(), "cells": CELLS, "cpu_s": found, "memory_mb": memory}
+    (HERE / "scale.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
