@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, unknown
@@ -51,8 +53,28 @@ def detect() -> Machine:
 
     gpus, driver, error = _nvml()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = round(psutil.virtual_memory().total / 2**30, 1)
-    return Machine(tuple(gpus), driver, _cpu_name(), cores, memory, platform.platform(), error)
+    allowed_cores, allowed_bytes = cgroup_limits()
+    memory = min(psutil.virtual_memory().total, allowed_bytes)
+    cores = max(1, int(min(cores, allowed_cores)))
+    return Machine(tuple(gpus), driver, _cpu_name(), cores, round(memory / 2**30, 1), platform.platform(), error)
+
+
+def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> tuple[float, float]:
+    """(cores, bytes of memory) that a container or a batch system leaves us (cgroup v2); infinite where it does not."""
+    cores = memory = float("inf")
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return cores, memory
+    path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    folder = root / path
+    for place in [folder, *folder.parents][: len(Path(path).parts) + 1]:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            memory = min(memory, int((place / "memory.max").read_text(encoding="utf-8")))
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (place / "cpu.max").read_text(encoding="utf-8").split()
+            cores = min(cores, int(quota) / int(period))
+    return cores, memory
 
 
 def _nvml() -> tuple[list[Gpu], str | None, str | None]:
