@@ -15,6 +15,12 @@ SHOWN = 8  # running attempts
 QUIET_S = 30.0  # without a terminal: after so long without a line, say what runs
 
 
+def line(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
 class Progress:
     """Use as a context manager; pass ``event`` to the engine."""
 
@@ -44,10 +50,11 @@ class Progress:
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
-        from rich.text import Text
+        from rich.table import Table
 
-        lines = [Text(text, no_wrap=True, overflow="ellipsis") for text in [self.status(), *self.at_work()]]
-        return Group(ProgressBar(max(1, self.total), self.done, width=40), *lines)
+        head = Table.grid(padding=(0, 1))
+        head.add_row(ProgressBar(max(1, self.total), self.done, width=24), line(self.status()))
+        return Group(head, *(line(text) for text in self.at_work()))
 
     def status(self) -> str:
         """Attempts done and to do, time, verdicts so far."""
