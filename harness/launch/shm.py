@@ -19,8 +19,9 @@ def in_use_by(pids: Iterable[int]) -> set[str]:
     names = set()
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
-                names |= {line.rstrip().split("/dev/shm/", 1)[1] for line in maps if "/dev/shm/" in line}
+            if _shares(pid):
+                with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+                    names |= {line.rstrip().split("/dev/shm/", 1)[1] for line in maps if "/dev/shm/" in line}
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 target = os.readlink(f"/proc/{pid}/fd/{fd}")
                 if target.startswith("/dev/shm/"):
@@ -28,6 +29,13 @@ def in_use_by(pids: Iterable[int]) -> set[str]:
         except OSError:
             continue
     return {name for name in names if not name.endswith(" (deleted)")}
+
+
+def _shares(pid: int) -> bool:
+    """Whether the process has a page of shared memory: most have none, and the kernel takes long to write ``maps``."""
+    with open(f"/proc/{pid}/status", "rb") as status:
+        lines = [line.split() for line in status if line.startswith(b"RssShmem:")]
+    return not lines or lines[0][1] != b"0"
 
 
 def clear(seen: set[str], numbers: set[int], since: float) -> list[str]:

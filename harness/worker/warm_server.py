@@ -64,9 +64,12 @@ LAZY = {
         "deepspeed.ops.op_builder.all_ops",
         "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.runtime.superoffload.superoffload_stage3",
+        "deepspeed.comm.mori",
         "torch.utils.cpp_extension",
         "distutils.ccompiler",
         "distutils.sysconfig",
+        "distutils.compilers.C.unix",
+        "torch._subclasses.schema_check_mode",
     ],
     # Accelerator.prepare and Trainer import it wherever it is installed.
     "accelerate": ["deepspeed"],
