@@ -265,6 +265,22 @@ def test_a_server_that_goes_wrong_is_replaced_and_no_attempt_is_lost(tmp_path: P
     assert (seen[0] == seen[1]) == (fault == "dies") and all(gone(pid) for pid in seen)
 
 
+def test_a_server_that_is_killed_while_it_imports_costs_a_cold_start_and_no_more(tmp_path: Path) -> None:
+    once = str(tmp_path / "once")
+    code = f"import os\nif not os.path.exists({once!r}):\n    open({once!r}, 'w')\n    os.kill(os.getpid(), 9)"
+    (tmp_path / "is_killed.py").write_text(code)
+    warm, seen = WarmLauncher(), []
+    try:
+        for name in ("a", "b"):
+            attempt = dataclasses.replace(attempt_of(tmp_path / name, "nothing"), imports=("is_killed",))
+            seen.append(launch(warm, dataclasses.replace(attempt, env={"PYTHONPATH": str(tmp_path)})))
+    finally:
+        warm.close()
+    assert [each["attempt"]["launcher"] for each in seen] == ["torchrun", "warm"]
+    assert "(died)" in seen[0]["attempt"]["cold"] and "SIGKILL" in seen[0]["attempt"]["cold"]
+    assert all(each["infra"] is None for each in seen)
+
+
 def test_a_server_that_is_killed_between_attempts_is_replaced(tmp_path: Path, warm: WarmLauncher) -> None:
     first = facts(launch(warm, scripted(tmp_path / "a", SERVER)))[0]["server"]
     os.kill(first, signal.SIGKILL)
