@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from harness.store import Store
 
@@ -85,19 +87,25 @@ def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on(tmp_path: Path) -> Non
     assert summary["reused"] == kept and summary["attempts"] + summary["reused"] == 3
 
 
-def test_killed_in_the_middle_leaves_no_rank_and_loses_nothing(tmp_path: Path) -> None:
-    words = ("run", CASE, "arms=[summon,ddp]", "launcher=warm")
-    first = start(tmp_path, *words)
-    wait_for(lambda: attempts(tmp_path) >= 1)
-    first.kill()
-    first.communicate(timeout=30)
-    kept = attempts(tmp_path)
-    second = start(tmp_path, *words, "--resume", "--json")
-    out, err = second.communicate(timeout=200)
-    assert second.returncode == 0, err
-    assert json.loads(out)["summary"]["reused"] == kept >= 1
-    wait_for(lambda: not ours(tmp_path), 20)
-    assert not list((tmp_path / "cache" / "state" / "runs").glob("*/*"))
+def test_a_case_that_cannot_be_imported_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "project"
+    for folder in ("conf", "repros"):
+        shutil.copytree(Path(__file__).parents[1] / folder, root / folder)
+    about = yaml.safe_load((root / "conf/case/ddp-module-bypass.yaml").read_text(encoding="utf-8"))
+    about |= {"slug": "lacking", "script": "lacking.py", "expect": []}
+    about["launch"]["imports"] = ["no_such_package"]
+    (root / "conf/case/lacking.yaml").write_text(yaml.safe_dump(about), encoding="utf-8")
+    (root / "repros/lacking.py").write_text("import no_such_package\n", encoding="utf-8")
+    monkeypatch.setenv("REPRO_ROOT", str(root))
+    done = start(tmp_path, "matrix", "case=lacking,ddp-module-bypass", "--json")
+    out, err = done.communicate(timeout=200)
+    assert done.returncode == 3, err  # less was measured than asked for
+    rows = {(row["case"], row["arm"]): row for row in json.loads(out)["rows"]}
+    for arm in ("broken", "root-call"):
+        assert rows["lacking", arm]["outcome"] == "infra" and "no_such_package" in rows["lacking", arm]["reason"]
+    assert rows["ddp-module-bypass", "root-call"]["verdict"] == "FIX_HOLDS"
 
 
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
