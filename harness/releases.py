@@ -105,8 +105,9 @@ def parse_between(text: str) -> tuple[str | None, str | None]:
     first, dots, last = text.partition("..")
     if not dots:
         raise StackError("usage", f"between={text}: write FIRST..LAST, such as 4.36..5.23")
-    for side in filter(None, (first, last)):
-        _version(side)
+    low, high = (_version(side) if side.strip() else None for side in (first, last))
+    if low and high and low > high and not _upto(low, high):
+        raise StackError("usage", f"between={text}: {low} comes after {high}; write the older release first")
     return first.strip() or None, last.strip() or None
 
 

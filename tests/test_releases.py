@@ -125,6 +125,8 @@ def test_bad_ranges_and_versions_are_said() -> None:
         parse_between("4.36")
     with pytest.raises(StackError, match="'new' is not a version"):
         parse_between("4.36..new")
+    with pytest.raises(StackError, match="older release first"):
+        parse_between("4.45..4.36")
     with pytest.raises(StackError, match=r"no release between 6 and 7 \(there are 7: 4\.35\.2 to 5\.24\.0\)"):
         between(FOUND, "6", "7")
     with pytest.raises(

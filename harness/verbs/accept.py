@@ -34,13 +34,16 @@ def main(args: argparse.Namespace) -> int:
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     if not documents:
         raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
-    for case in sorted({str(d["case"]) for d in documents}):
+    published = sum(
         _accept(catalogue.cases[case], [d for d in documents if d["case"] == case], args.reason)
+        for case in sorted({str(d["case"]) for d in documents})
+    )
     accepted = [{"case": d["case"], "model": d["model"], "strategy": d["strategy"]} for d in documents]
     if args.json:
         print_json(accepted)
     else:
-        print(f"accepted {len(accepted)} cells of {len({d['case'] for d in documents})} cases into {BASELINE}")
+        print(f"accepted {len(accepted)} measurements of {len({d['case'] for d in documents})} cases")
+        print(f"published {published} into {BASELINE}: of releases that agree, the first and the last")
         if len(stored) > len(documents):
             print(f"left out {len(stored) - len(documents)} cells of which only some arms were measured")
         print("review and commit: the documents, and the `expect:` blocks in conf/case")
@@ -62,7 +65,7 @@ def _usable(document: Mapping[str, Any]) -> bool:
     return bool(document["complete"]) and ran and "#" not in document["stack"]["name"]
 
 
-def _accept(case: Case, documents: list[dict[str, Any]], reason: str) -> None:
+def _accept(case: Case, documents: list[dict[str, Any]], reason: str) -> int:
     """Its documents into the baseline (of a range of releases with the same verdicts only the first and the last), and
     the case's expectations from all that the baseline then holds of it."""
     held = {Path(d["path"]): d for d in Store(BASELINE).documents() if d["case"] == case.slug and _usable(d)}
@@ -76,13 +79,14 @@ def _accept(case: Case, documents: list[dict[str, Any]], reason: str) -> None:
         for item in measured(case, document, str(path.relative_to(BASELINE.parent)))
     ]
     inner = {path for run in runs(found) for path in run.inner} - {path for run in runs(found) for path in run.ends}
-    for path, document in given.items():
-        if str(path.relative_to(BASELINE.parent)) not in inner:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, _portable(document))
+    ends = {path: d for path, d in given.items() if str(path.relative_to(BASELINE.parent)) not in inner}
+    for path, document in ends.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, _portable(document))
     entries = expectations(found, reason, case.expect)
     path = CONF / "case" / f"{case.slug}.yaml"
     path.write_text(write_expectations(path.read_text(encoding="utf-8"), entries), encoding="utf-8")
+    return len(ends)
 
 
 def _place(document: Mapping[str, Any]) -> Path:
