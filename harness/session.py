@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -79,11 +79,11 @@ def results_folder(settings: RunSettings) -> Path:
     return Path(settings.results).expanduser() if settings.results else RESULTS / "scratch"
 
 
-def history(store: Store) -> dict[str, list[dict[str, Any]]]:
-    """Stored older measurements by cell key: the published baseline and this folder's own."""
+def history(store: Store, cases: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Stored older measurements of these cases by cell key: the published baseline and this folder's own."""
     found: dict[str, list[dict[str, Any]]] = {}
     for source in (Store(BASELINE), store):
-        for document in source.documents(history=True):
+        for document in source.documents(history=True, cases=cases):
             found.setdefault(document.get("key", ""), []).append(document)
     return found
 
@@ -103,7 +103,7 @@ def execute(
         for text in clear_leftovers(state):
             on_warning(f"cleared what an earlier run left: {text}")
         run_dir = new_run_dir(state)
-        known = history(store)
+        known = history(store, {plan.cell.case for plan in session.plans})
         with register_run(state, run_dir.name), _ending(run_dir), Leases(state, run_dir.name) as leases:
             launcher = open_launcher(session.settings.launcher.value)
             try:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,14 @@ class Store:
         except OSError as error:
             raise _explained(error, path) from None
 
-    def documents(self, history: bool = False) -> Iterator[Document]:
-        """Every document in the folder, in a fixed order; with ``history`` the older ones too."""
+    def documents(self, history: bool = False, cases: Collection[str] = ()) -> Iterator[Document]:
+        """Every document in the folder (of these cases), in a fixed order; with ``history`` the older ones too."""
         if not self.root.is_dir():
             return
         for path in sorted(self.root.rglob("*.json")):
             if "history" in path.relative_to(self.root).parts and not history:
+                continue
+            if cases and path.parent.name not in cases:
                 continue
             document = self.read(path)
             if document is not None:
