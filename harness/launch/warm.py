@@ -10,13 +10,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
+
 from harness import observe
 from harness.launch.attempt import Attempt, Json, clean, prepare, private_environment, stack_environment
 from harness.launch.cold import ColdLauncher
 from harness.launch.server import TOKEN_ROOM, Refused, Request, Server
 from harness.launch.watch import Watch, Watched
 
-MAX_IDLE = 4  # servers kept although no attempt uses them; each holds a few hundred MB
+MAX_IDLE = 10  # servers kept although no attempt uses them: the next attempt of their kind costs no start
+IDLE_FREE = 4 << 30  # bytes of memory that must be left for that: each holds a few hundred MB
 
 # Read when they are used, not at import: they need no server of their own.
 RUN_TIME = ("NCCL_", "GLOO_", "PYTEST_CURRENT_TEST")
@@ -137,8 +140,9 @@ class WarmLauncher:
             server.users -= 1
             if self._servers.get(key) is not server:  # it was replaced while this attempt still used it
                 over += [server] if server.users == 0 else []
+            most = MAX_IDLE if psutil.virtual_memory().available > IDLE_FREE else 1
             idle = [name for name, other in self._servers.items() if other.users == 0]
-            over += [self._servers.pop(name) for name in idle[: max(0, len(idle) - MAX_IDLE)]]
+            over += [self._servers.pop(name) for name in idle[: max(0, len(idle) - most)]]
         for each in over:
             self._end(each)
 
