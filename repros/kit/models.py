@@ -55,8 +55,25 @@ def build(
     auto: Any = AutoModelForCausalLM
     if run.model["weights"] == "hub":
         return auto.from_pretrained(run.model["hub"], trust_remote_code=trust).to(dtype)
+    config = config_of(run, published, **overrides)
     torch.manual_seed(run.seed if seed is None else seed)
-    return AutoModelForCausalLM.from_config(config_of(run, published, **overrides), trust_remote_code=trust).to(dtype)
+    with drawn_once():
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust).to(dtype)
+
+
+@contextmanager
+def drawn_once() -> Iterator[None]:
+    """transformers draws all weights itself once a model is put together: the values that torch's layers draw for
+    themselves before that (a third of the time of building one) are thrown away."""
+    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    own = [kind.reset_parameters for kind in kinds]
+    for kind in kinds:
+        kind.reset_parameters = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, reset in zip(kinds, own):
+            kind.reset_parameters = reset  # type: ignore[method-assign]
 
 
 def batch(run: Run, rank: int, step: int = 0, size: int = 2, length: int = 16) -> dict[str, torch.Tensor]:
