@@ -171,6 +171,10 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
     }
     if attempt.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+        # glibc gives the memory of every large tensor back to the system at once otherwise, and the kernel clears it
+        # anew for the next one: a sixth of the CPU time of a training attempt.
+        env.setdefault("MALLOC_TRIM_THRESHOLD_", "1000000000")
+        env.setdefault("MALLOC_MMAP_THRESHOLD_", "33554432")
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
     # gloo and NCCL look up the host's own name otherwise, which stalls for seconds where DNS does not know it.
