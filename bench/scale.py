@@ -23,17 +23,19 @@ from typing import Any, TypeVar
 import psutil
 
 from bench.machine import machine
-from harness import catalogue, document, grade, matrix, overrides, rows, schedule
-from harness.attempts import Attempts
+from harness import catalogue, document, matrix, overrides, rows
 from harness.config import RunSettings
-from harness.engine import Engine
 from harness.hardware import Machine, Profile
+from harness.judge import grade
 from harness.launch.attempt import Attempt
-from harness.leases import Leases
 from harness.paths import BASELINE
 from harness.plan import plan_cells
-from harness.recorded import expect, recorded
 from harness.report import matrix_table, summary_line
+from harness.running import schedule
+from harness.running.attempts import Attempts
+from harness.running.engine import Engine
+from harness.running.leases import Leases
+from harness.running.recorded import expect, recorded
 from harness.stacks import Stack, resolve
 from harness.store import Store
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.machine import machine
 from harness.paths import BASELINE
-from harness.schedule import Capacity, Task, in_order, lower_bound, makespan
+from harness.running.schedule import Capacity, Task, in_order, lower_bound, makespan
 from harness.store import Store
 
 HERE = Path(__file__).resolve().parent

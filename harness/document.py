@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from harness import expect, grade, verdict
 from harness.hardware import Machine, Profile
+from harness.judge import expect, grade, verdict
 from harness.plan import CellPlan
 from harness.schema import Case
 

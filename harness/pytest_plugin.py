@@ -17,7 +17,7 @@ import pytest
 
 if TYPE_CHECKING:
     from harness.plan import CellPlan
-    from harness.session import Session
+    from harness.running.session import Session
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +33,8 @@ class CellItem(pytest.Item):
     def runtest(self) -> None:
         from dataclasses import replace
 
-        from harness import rows, session
+        from harness import rows
+        from harness.running import session
 
         if self.plan.skipped:
             pytest.skip(self.plan.skipped)
@@ -68,7 +69,7 @@ class CellFailed(Exception):
 
 class Matrix(pytest.Collector):
     def collect(self) -> Iterator[pytest.Item]:
-        from harness import session
+        from harness.running import session
 
         prepared = session.prepare(shlex.split(self.config.getoption("--repro")))
         for plan in prepared.plans:

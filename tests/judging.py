@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from harness.grade import Outcome
+from harness.judge.grade import Outcome
 from harness.schema import Case
 
 SITE = "/opt/venv/lib/python3.11/site-packages"

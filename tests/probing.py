@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from test_engine import FIRES, observation
 
-from harness import releases, session, stacks, wanted
+from harness import stacks
+from harness.bisection import releases
+from harness.bisection.releases import Release
 from harness.cli import main
 from harness.launch.attempt import Attempt
-from harness.releases import Release
+from harness.running import session, wanted
 from harness.stacks import Stack, StackError
 from harness.stacks.spec import parse
 from harness.stacks.stack import canonical, short_hash

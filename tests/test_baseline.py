@@ -9,7 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from harness import catalogue, expect, grade
+from harness import catalogue
+from harness.judge import expect, grade
 from harness.paths import BASELINE, RESULTS
 from harness.store import Store
 

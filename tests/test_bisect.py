@@ -13,7 +13,7 @@ import pytest
 from probing import BASE, CASE, World, before, world
 
 from harness import stacks
-from harness.commits import open_clone
+from harness.bisection.commits import open_clone
 from harness.errors import ConfigError
 from harness.stacks import Stack
 
@@ -259,7 +259,7 @@ def commits_fire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         other = world.resolve(f"base+transformers==4.{38 + 4 * (int(state) >= 3)}.0+g{commit[:10]}")
         return other
 
-    monkeypatch.setattr("harness.commits.Clone.laid_over", laid_over)
+    monkeypatch.setattr("harness.bisection.commits.Clone.laid_over", laid_over)
 
 
 def test_a_clone_gives_the_commit(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, control, document, observation, ok, record
 
-from harness.claims import ClaimRow, ledger
+from harness.judge.claims import ClaimRow, ledger
 from harness.schema import Case
 
 

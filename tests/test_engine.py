@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from harness import catalogue, matrix, overrides
-from harness.attempts import Attempts
 from harness.config import Order, RunSettings
-from harness.engine import Engine, Event, Later, Summary
 from harness.errors import ResultsError
 from harness.exit_code import bisect_exit, exit_code
 from harness.hardware import Machine, Profile
 from harness.launch.attempt import Attempt
-from harness.leases import Leases
 from harness.plan import CellPlan, plan_cells
 from harness.rows import arm_rows
+from harness.running.attempts import Attempts
+from harness.running.engine import Engine, Event, Later, Summary
+from harness.running.leases import Leases
 from harness.stacks import Stack
 from harness.store import Store
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case
 
-from harness.expect import compare, expected, write_expectations
+from harness.judge.expect import compare, expected, write_expectations
+from harness.judge.verdict import Verdict
 from harness.schema import Case, Expectation
-from harness.verdict import Verdict
 
 NOW = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 

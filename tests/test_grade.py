@@ -28,7 +28,7 @@ from judging import (
     record,
 )
 
-from harness.grade import Outcome, grade, skipped
+from harness.judge.grade import Outcome, grade, skipped
 from harness.schema import Case
 
 CASE = case()

@@ -20,7 +20,7 @@ from launching import FAULTS, Json, attempt_of, free, gone, launched, launched_u
 from harness.launch import ColdLauncher, processes, stacks
 from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, torchrun_line
 from harness.launch.watch import read_launch
-from harness.leases import Leases, clear_leftovers
+from harness.running.leases import Leases, clear_leftovers
 from repros.arm_settings import resolve
 
 pytestmark = pytest.mark.ranks

@@ -23,7 +23,7 @@ from harness import observe
 from harness.launch import open_launcher, processes, shm, watch
 from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
 from harness.launch.watch import Watched
-from harness.leases import Leases, clear_leftovers, register_run
+from harness.running.leases import Leases, clear_leftovers, register_run
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -85,7 +85,7 @@ def test_two_attempts_of_one_run_do_not_share_a_gpu(tmp_path: Path) -> None:
 def test_a_lease_is_kept_while_a_process_of_ours_sits_on_the_device(
     tmp_path: Path, sleeper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.leases.EMPTY_S", 0.3)
+    monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.3)
     users: set[int] = set()
     stop = threading.Event()
     with Leases(tmp_path, "ours", users=lambda uuid: set(users)) as ours:
@@ -104,7 +104,7 @@ def test_a_lease_is_kept_while_a_process_of_ours_sits_on_the_device(
 
 
 def test_a_stranger_on_the_device_does_not_keep_our_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.leases.EMPTY_S", 0.1)
+    monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.1)
     users = {os.getpid()}
     ours, others = (Leases(tmp_path, name, users=lambda uuid: set(users)) for name in ("ours", "others"))
     with ours.hold(["GPU-a"], threading.Event()):

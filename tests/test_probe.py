@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from probing import CASE, World, world
 
-from harness import words
+from harness.bisection import words
+from harness.bisection.labels import answer, plain, short
+from harness.bisection.probe import Prober, Stopped, Target, quoted
 from harness.errors import ConfigError
-from harness.labels import answer, plain, short
 from harness.overrides import parse
-from harness.probe import Prober, Stopped, Target, quoted
 
 __all__ = ["world"]
 

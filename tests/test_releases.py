@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
-from harness.releases import Release, between, exact, indexes, near, parse_between, releases
+from harness.bisection.releases import Release, between, exact, indexes, near, parse_between, releases
 from harness.stacks.errors import StackError
 
 PAGE = """<!DOCTYPE html><html><body>

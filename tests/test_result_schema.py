@@ -10,10 +10,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from judging import case, ended, exception, failed, observation, ok, record
 
-from harness.grade import grade
+from harness.judge.grade import grade
+from harness.judge.verdict import judge
 from harness.paths import ROOT
 from harness.schema import OutcomeName, SignatureKind, VerdictName
-from harness.verdict import judge
 
 SCHEMA = json.loads((ROOT / "results" / "schema" / "cell-v1.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)

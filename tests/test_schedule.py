@@ -12,8 +12,8 @@ from harness import catalogue, matrix, overrides
 from harness.config import RunSettings
 from harness.hardware import Machine, Profile
 from harness.plan import plan_cells
-from harness.recorded import UNKNOWN_S, expect, recorded
-from harness.schedule import MOST_PER_CORE, Capacity, Task, in_order, lower_bound, makespan, pick
+from harness.running.recorded import UNKNOWN_S, expect, recorded
+from harness.running.schedule import MOST_PER_CORE, Capacity, Task, in_order, lower_bound, makespan, pick
 from harness.stacks import Stack
 
 CPU = Capacity(cores=2, gpus=0, memory_gb=20)

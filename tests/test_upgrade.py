@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from probing import BASE, CASE, World, before, world
 
-from harness.upgrade import compare
+from harness.bisection.upgrade import compare
 
 __all__ = ["world"]
 

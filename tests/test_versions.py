@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probing import CASE, World, before, world
 
-from harness.maps import maps
+from harness.bisection.maps import maps
 
 __all__ = ["world"]
 LABELS = st.sampled_from(["clean", "fires", "other error: KeyError", None])

@@ -58,7 +58,7 @@ def _nearest(said: str) -> str:
     missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", said)
     if not missing:
         return ""
-    from harness import releases  # it uses this package's parts
+    from harness.bisection import releases  # it uses this package's parts
 
     try:
         found = releases.releases(missing[1], yanked=True, pre=True)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from harness import catalogue as catalogues
-from harness import overrides, session
+from harness import overrides
+from harness.bisection.ranges import expectations, measured, runs, whole
 from harness.config import compose_run
 from harness.errors import ResultsError
-from harness.expect import write_expectations
+from harness.judge.expect import write_expectations
 from harness.paths import BASELINE, CONF, ROOT, cache_dir
-from harness.ranges import expectations, measured, runs, whole
 from harness.report import print_json
+from harness.running import session
 from harness.schema import Case
 from harness.store import Store, write_json
 

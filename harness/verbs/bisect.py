@@ -11,13 +11,15 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from harness import bisect_report, commits, hardware, provenance, releases, session, words
-from harness.blame import Blame, blame, line_of, release_of
+from harness import hardware, provenance
+from harness.bisection import bisect_report, commits, releases, words
+from harness.bisection.blame import Blame, blame, line_of, release_of
+from harness.bisection.hunt import FINDS, Find, Hunt, Hunted, Roles
+from harness.bisection.probe import Prober, Stopped, Target, one_case
 from harness.catalogue import load
 from harness.errors import ConfigError, unknown
-from harness.hunt import FINDS, Find, Hunt, Hunted, Roles
-from harness.probe import Prober, Stopped, Target, one_case
 from harness.report import print_json
+from harness.running import session
 from harness.stacks.stack import canonical
 
 OWN = {

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness import catalogue as catalogues
-from harness import claims as ledger
-from harness import overrides, session
+from harness import overrides
 from harness.config import compose_run
+from harness.judge import claims as ledger
 from harness.paths import BASELINE
 from harness.report import print_json, print_table
+from harness.running import session
 from harness.store import Store
 
 

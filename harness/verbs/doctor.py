@@ -8,8 +8,8 @@ import os
 import subprocess
 from typing import Any
 
-from harness import session
 from harness.report import print_json, print_table
+from harness.running import session
 
 _PROBE = (
     "import json, torch, torch.distributed as d; c = torch.cuda.is_available(); "

@@ -7,10 +7,11 @@ import sys
 import threading
 from typing import Any
 
-from harness import rows, session
+from harness import rows
 from harness.errors import ReproError, unknown
 from harness.exit_code import bisect_exit, exit_code
 from harness.report import matrix_table, print_json, print_table, summary_line
+from harness.running import session
 
 
 def main(args: argparse.Namespace) -> int:
@@ -21,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True)
     if args.plan:
         return show_plan(prepared, args.json)
-    from harness.progress import Progress
+    from harness.running.progress import Progress
 
     stop = threading.Event()
     with Progress(verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from harness import session
 from harness.launch.attempt import Attempt, torchrun_line
 from harness.overrides import expand
 from harness.report import print_json, print_table
+from harness.running import session
 
 
 def main(args: argparse.Namespace) -> int:

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import blame as blames
-from harness import session, stacks, words
+from harness import stacks
+from harness.bisection import blame as blames
+from harness.bisection import words
+from harness.bisection.hunt import Hunt, Roles
+from harness.bisection.probe import Prober, Stopped, Target, quoted
+from harness.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare
 from harness.errors import ConfigError, ReproError
-from harness.hunt import Hunt, Roles
-from harness.probe import Prober, Stopped, Target, quoted
 from harness.report import print_json, print_table
+from harness.running import session
 from harness.stacks import Stack
-from harness.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare
 
 OWN = {
     "from": "the stack in use: a name, a lock, a requirements file, python:PATH",
@@ -68,7 +70,7 @@ def _say(text: str) -> None:
 
 
 def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.Event) -> list[dict[str, Any]]:
-    from harness.progress import Progress
+    from harness.running.progress import Progress
 
     prepared = session.prepare([*texts, f"stack={','.join(map(quoted, given))}"], given=given)
     with Progress() as progress:

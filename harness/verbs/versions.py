@@ -8,14 +8,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import releases, session, stacks, words
+from harness import stacks
+from harness.bisection import releases, words
+from harness.bisection.labels import short
+from harness.bisection.maps import VersionMap, maps
+from harness.bisection.probe import Point, Prober, Stopped, Target, one_case
+from harness.bisection.releases import Release
+from harness.bisection.search import Boundary
 from harness.errors import MeasureError, ReproError
-from harness.labels import short
-from harness.maps import VersionMap, maps
-from harness.probe import Point, Prober, Stopped, Target, one_case
-from harness.releases import Release
 from harness.report import print_json, print_table
-from harness.search import Boundary
+from harness.running import session
 from harness.stacks import Stack
 from harness.stacks.stack import canonical
 

@@ -65,15 +65,15 @@ def build(
 def drawn_once() -> Iterator[None]:
     """transformers draws all weights itself once a model is put together: the values that torch's layers draw for
     themselves before that (a third of the time of building one) are thrown away."""
-    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    kinds: list[Any] = [torch.nn.Linear, torch.nn.Embedding]
     own = [kind.reset_parameters for kind in kinds]
     for kind in kinds:
-        kind.reset_parameters = lambda self: None  # type: ignore[method-assign]
+        kind.reset_parameters = lambda self: None
     try:
         yield
     finally:
         for kind, reset in zip(kinds, own):
-            kind.reset_parameters = reset  # type: ignore[method-assign]
+            kind.reset_parameters = reset
 
 
 def batch(run: Run, rank: int, step: int = 0, size: int = 2, length: int = 16) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness.expect import as_expected
+from harness.judge.expect import as_expected
 from harness.schema import Case, Expectation
 
 RANGED = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")

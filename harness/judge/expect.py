@@ -12,8 +12,8 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from harness.judge.verdict import Verdict
 from harness.schema import Case, Expectation
-from harness.verdict import Verdict
 
 Compared = Literal["expected", "unexpected", "unset"]
 

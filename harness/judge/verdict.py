@@ -25,8 +25,8 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from harness.evidence import items, mapping, text
-from harness.grade import Outcome
+from harness.judge.evidence import items, mapping, text
+from harness.judge.grade import Outcome
 from harness.schema import Case, VerdictName
 
 Interval = tuple[float, float]

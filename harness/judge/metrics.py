@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from harness.evidence import items, mapping, number, text
+from harness.judge.evidence import items, mapping, number, text
 from harness.schema import Metric
 
 _OF_ATTEMPT = ("cpu_s", "wall_s")

@@ -10,7 +10,7 @@ What counts, per kind:
 - ``hang``: the deadline passed, and each declared frame is on some rank's stack.
 - ``signal``: a rank died of it by itself, with the declared frames on its stack.
 
-A failure that only follows from another rank's (harness/peers.py) never matches.
+A failure that only follows from another rank's (harness/judge/peers.py) never matches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from harness.evidence import Attempt, Place, Raised, Rank, text, within
-from harness.peers import Failures, died_of, failures_of
+from harness.judge.evidence import Attempt, Place, Raised, Rank, text, within
+from harness.judge.peers import Failures, died_of, failures_of
 from harness.schema import Frame, Signature
 
 _compiled = lru_cache(maxsize=None)(re.compile)

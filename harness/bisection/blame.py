@@ -8,10 +8,11 @@ from functools import reduce
 
 from packaging.version import InvalidVersion, Version
 
-from harness import guilty, releases, search, stacks
+from harness import stacks
+from harness.bisection import guilty, releases, search
+from harness.bisection.hunt import Hunt, Hunted, Roles, shown
+from harness.bisection.probe import Target
 from harness.errors import ReproError
-from harness.hunt import Hunt, Hunted, Roles, shown
-from harness.probe import Target
 from harness.stacks import Stack, StackError
 from harness.stacks.overlay import too_heavy
 from harness.stacks.spec import parse

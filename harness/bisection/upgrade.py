@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.evidence import mapping
-from harness.labels import CLEAN, FIRES, Answer, answer
+from harness.bisection.labels import CLEAN, FIRES, Answer, answer
+from harness.judge.evidence import mapping
 
 # For the worse, for the better, neither: in the order in which a reader wants them.
 WORSE = ("enters", "breaks", "stops working", "is needed now")

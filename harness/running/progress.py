@@ -6,10 +6,10 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from harness.engine import Event
 from harness.plan import CellPlan
 from harness.report import console, style
 from harness.rows import arm_rows
+from harness.running.engine import Event
 
 SHOWN = 8  # running attempts
 QUIET_S = 30.0  # without a terminal: after so long without a line, say what runs

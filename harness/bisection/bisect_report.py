@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.hunt import Hunted, shown
-from harness.labels import CLEAN, FIRES, short
-from harness.probe import Point, Prober, quoted
+from harness.bisection.hunt import Hunted, shown
+from harness.bisection.labels import CLEAN, FIRES, short
+from harness.bisection.probe import Point, Prober, quoted
 from harness.stacks.spec import parse
 from harness.stacks.stack import canonical
 

@@ -16,9 +16,9 @@ from packaging.requirements import Requirement
 
 from harness.catalogue import Catalogue
 from harness.launch.attempt import Attempt, Launcher
-from harness.leases import Leases
 from harness.paths import cache_dir
 from harness.plan import ArmPlan, CellPlan
+from harness.running.leases import Leases
 from harness.schema import Case
 from harness.stacks import Stack
 

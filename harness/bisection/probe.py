@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness import catalogue as catalogues
-from harness import labels, matrix, overrides, session, stacks
+from harness import matrix, overrides, stacks
+from harness.bisection import labels
+from harness.bisection.labels import Answer
 from harness.config import RunSettings, compose_run
 from harness.errors import ConfigError, unknown
-from harness.labels import Answer
 from harness.overrides import Selection
+from harness.running import session
 from harness.schema import Case
 from harness.stacks import Stack, StackError
 from harness.store import Store

@@ -14,18 +14,18 @@ from typing import Any
 
 from harness import catalogue as catalogues
 from harness import hardware, matrix, overrides, provenance
-from harness.attempts import Attempts, new_run_dir
 from harness.catalogue import Catalogue
 from harness.config import RunSettings, compose_run
-from harness.engine import Engine, Event, Later, Summary
 from harness.hardware import Machine, Profile
 from harness.launch.choose import open_launcher
-from harness.leases import Leases, clear_leftovers, register_run
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
+from harness.running.attempts import Attempts, new_run_dir
+from harness.running.engine import Engine, Event, Later, Summary
+from harness.running.leases import Leases, clear_leftovers, register_run
+from harness.running.wanted import Wanted
 from harness.stacks import Stack
 from harness.store import Store
-from harness.wanted import Wanted
 
 
 @dataclass

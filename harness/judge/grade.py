@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-from harness.evidence import Attempt, Rank, mapping, text
-from harness.peers import Failure, Failures, died_of, failures_of
+from harness.judge.evidence import Attempt, Rank, mapping, text
+from harness.judge.peers import Failure, Failures, died_of, failures_of
+from harness.judge.signature import match_attempt
 from harness.schema import Case, OutcomeName, SignatureKind
-from harness.signature import match_attempt
 
 SHOWN = 500  # characters of a message kept in an outcome; the observation has all of it
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from harness.evidence import items, mapping, number, text
-from harness.metrics import compare_metric
+from harness.judge.evidence import items, mapping, number, text
+from harness.judge.metrics import compare_metric
+from harness.judge.verdict import NO_EVIDENCE
 from harness.schema import Case, Claim, OutcomeName, Prediction, VerdictName
-from harness.verdict import NO_EVIDENCE
 
 Document = Mapping[str, Any]
 Status = Literal["upheld", "refuted", "conditional", "untested"]

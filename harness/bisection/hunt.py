@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness import search
+from harness.bisection import search
+from harness.bisection.labels import CLEAN, FIRES, Answer
+from harness.bisection.probe import Point, Prober, Stopped, Target
+from harness.bisection.search import NO, YES, Bisection
 from harness.errors import ConfigError, MeasureError
-from harness.labels import CLEAN, FIRES, Answer
-from harness.probe import Point, Prober, Stopped, Target
-from harness.search import NO, YES, Bisection
 
 Find = Literal["failure", "fix", "change"]
 FINDS = ("failure", "fix", "change")

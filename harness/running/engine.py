@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 
 from harness import document as documents
-from harness import schedule
-from harness.attempts import Attempts, arm_of
 from harness.catalogue import Catalogue
 from harness.config import RunSettings
 from harness.errors import ResultsError
 from harness.hardware import Machine, Profile
-from harness.idle import LOOK_S, Idle
 from harness.plan import CellPlan
-from harness.recorded import expect, recorded
-from harness.schedule import Task
+from harness.running import schedule
+from harness.running.attempts import Attempts, arm_of
+from harness.running.idle import LOOK_S, Idle
+from harness.running.recorded import expect, recorded
+from harness.running.schedule import Task
 from harness.stacks import Stack
 from harness.store import RELEVANT, Store, stack_label
 

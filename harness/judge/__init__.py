@@ -1,0 +1,1 @@
+"""What attempts showed, judged: signatures, outcomes, verdicts, expectations, claims. Pure."""
