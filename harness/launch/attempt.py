@@ -172,7 +172,7 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
     if attempt.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
         # glibc gives the memory of every large tensor back to the system at once otherwise, and the kernel clears it
-        # anew for the next one: a sixth of the CPU time of a training attempt.
+        # anew for the next one.
         env.setdefault("MALLOC_TRIM_THRESHOLD_", "1000000000")
         env.setdefault("MALLOC_MMAP_THRESHOLD_", "33554432")
     else:
