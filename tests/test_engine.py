@@ -165,8 +165,10 @@ def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
     assert again.launched == ["summon"] and summary.reused == 2
     assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
     nothing = Fake()
-    run(tmp_path, nothing, resume=True)
+    before = [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]
+    assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
     assert nothing.launched == []
+    assert before == [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]  # nothing to write
 
 
 def test_resuming_with_fewer_arms_loses_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
@@ -70,6 +71,7 @@ class _Cell:
     path: Path
     document: Document
     left: int = 0  # attempts that are waiting or running
+    older: Document | None = None  # what this run goes on with
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,12 @@ class Engine:
         started = {**self.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
         document = documents.new(plan, case, self.profile, self.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
-        if resume:
-            older = self.store.read(path)
-            if older is not None:
-                documents.take_over(document, older, plan)
-                self._summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
+        older = self.store.read(path) if resume else None
+        if older is not None:
+            documents.take_over(document, older, plan)
+            self._summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
         missing = documents.missing(document, plan)
-        return _Cell(plan, path, document, len(missing)), missing
+        return _Cell(plan, path, document, len(missing), older), missing
 
     def _task(self, number: int, cell: _Cell, arm: str, index: int) -> Task:
         plan = arm_of(cell.plan, arm)
@@ -253,7 +254,8 @@ class Engine:
         older = [d for d in self.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
         where = cell.plan.cell.where
         documents.settle(cell.document, case, self.catalogue.cases, older, time.time(), where)
-        self.store.save(cell.path, cell.document)
+        if not same(cell.document, cell.older):
+            self.store.save(cell.path, cell.document)
         self._summary.documents.append(cell.document)
         self.on_event(Event("cell", cell.plan, document=cell.document))
 
@@ -261,6 +263,14 @@ class Engine:
 def _other_stack(older: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
     same_machine = older["hardware"]["accelerator"] == document["hardware"]["accelerator"]
     return same_machine and older["stack"]["versions"] != document["stack"]["versions"]
+
+
+def same(document: Document, older: Document | None) -> bool:
+    """Whether there is nothing to write: all that differs is when the cell was judged last."""
+    if older is None:
+        return False
+    now = {**document, "provenance": {**document["provenance"], "ended": older["provenance"]["ended"]}}
+    return json.dumps(now, sort_keys=True) == json.dumps(older, sort_keys=True)  # tuples are lists once they are stored
 
 
 def end_builds(building: Iterable[Future[Any]]) -> None:
