@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,16 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+# Where one attempt had its files; the same for all of them once it is published.
+_ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
+
+
 def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document without this machine's own paths: what is published says nothing of whose disk it was."""
     text = json.dumps(document)
     for own, shown in ((str(ROOT), "/checkout"), (str(cache_dir()), "/cache"), (str(Path.home()), "/home")):
         text = text.replace(own + "/", shown + "/")
+    text = _ATTEMPT_FOLDER.sub("/attempt", text)
     portable: dict[str, Any] = json.loads(text)
     return portable
 

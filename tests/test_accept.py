@@ -1,0 +1,19 @@
+"""What `repro accept` publishes names no machine's own folders."""
+
+from __future__ import annotations
+
+import json
+
+from harness.paths import ROOT, cache_dir
+from harness.verbs.accept import _portable
+
+
+def test_own_folders_are_not_published_and_all_else_is() -> None:
+    attempt = cache_dir() / "state" / "runs" / "20261121-1-2-ab" / "20261121-1-2-ab-cd"
+    text = f"saved in {attempt}/work/checkpoint, log {attempt}/logs/rank-0.log, kit {ROOT}/repros/kit/run.py"
+    shown = _portable({"message": text, "number": 3})
+    assert shown == {
+        "message": "saved in /attempt/checkpoint, log /attempt/logs/rank-0.log, kit /checkout/repros/kit/run.py",
+        "number": 3,
+    }
+    assert str(ROOT) not in json.dumps(shown)
