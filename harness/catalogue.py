@@ -124,6 +124,10 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
     for strategy in case.axes.strategy:
         if strategy not in catalogue.strategies:
             raise unknown("strategy", strategy, catalogue.strategies, f"{path}: axes.strategy")
+    for name in {*case.axes.model, *(arm.model for arm in case.arms.values() if arm.model)} & set(catalogue.models):
+        for key in case.keeps:
+            if key not in catalogue.models[name].config:
+                raise unknown(f"configuration key of {name}", key, catalogue.models[name].config, f"{path}: keeps")
     for name, arm in case.arms.items():
         where = f"{path}: arms.{name}"
         if arm.model and arm.model not in catalogue.models:

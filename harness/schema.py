@@ -238,6 +238,7 @@ class Case(Strict):
     needs: Needs = Needs()
     launch: Launch = Launch()
     axes: Axes
+    keeps: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
     options: dict[str, Any] = {}  # strategy options of every arm
     flags: dict[str, Flag] = {}
     signatures: list[Signature] = []

@@ -6,7 +6,7 @@ script launched by the harness get the same settings.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping
 
 # An arm may change an axis (that *is* the fix, for some failures) as well as flags; these are the axes it may name.
 ARM_AXES = ("model", "strategy", "world_size", "tp_size", "stack")
@@ -31,9 +31,13 @@ def flag_defaults(case: Mapping[str, Any]) -> Json:
     return {name: spec["default"] for name, spec in (case.get("flags") or {}).items()}
 
 
-def model_settings(model: Mapping[str, Any], scale: str, weights: str) -> Json:
-    """A model's configuration at a scale: ``tiny`` lays the file's ``tiny`` block over its real values."""
-    config = merged(model["config"], model.get("tiny") if scale == "tiny" else None)
+def model_settings(model: Mapping[str, Any], scale: str, weights: str, keeps: Iterable[str] = ()) -> Json:
+    """A model's configuration at a scale: ``tiny`` lays the file's ``tiny`` block over its real values.
+
+    ``keeps``: the keys that are left at their real value then, because the failure depends on them.
+    """
+    smaller = {key: value for key, value in (model.get("tiny") or {}).items() if key not in keeps}
+    config = merged(model["config"], smaller if scale == "tiny" else None)
     out = {key: value for key, value in model.items() if key not in ("config", "tiny")}
     return {**out, "config": config, "scale": scale, "weights": weights}
 
@@ -66,7 +70,7 @@ def resolve(
     out: Json = {
         "case": case["slug"],
         "arm": arm,
-        "model": model_settings(model, scale, weights),
+        "model": model_settings(model, scale, weights, case.get("keeps") or ()),
         "strategy": {
             **strategy,
             "options": merged(strategy.get("options"), case.get("options"), spec.get("options")),

@@ -101,6 +101,12 @@ def test_axis_that_does_not_exist(conf: Path, repros: Path, axis: str, wrong: st
     assert wrong in text and f"did you mean {right!r}" in text
 
 
+def test_kept_key_that_the_model_does_not_have(conf: Path, repros: Path) -> None:
+    edit(conf, NORM, "keeps: [hidden_size]", "keeps: [hiden_size]")
+    text = complaint(conf, repros)
+    assert "qwen15-fsdp-norm-shard.yaml: keeps" in text and "did you mean 'hidden_size'" in text
+
+
 def test_claim_about_an_arm_that_does_not_exist(conf: Path, repros: Path) -> None:
     import yaml
 

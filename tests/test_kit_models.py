@@ -48,14 +48,20 @@ def test_tiny_keeps_what_failures_depend_on_and_the_tp_plan_fits(name: str) -> N
     tiny, real = run.model["config"], run.real
     for key in ("num_attention_heads", "tie_word_embeddings"):
         assert tiny[key] == real[key]
-    if name.startswith("qwen1.5"):
-        assert tiny["hidden_size"] == real["hidden_size"]
     model = build(run)
     names = [module for module, _ in model.named_modules()]
     unmatched = [pattern for pattern in tp_plan(model) if not fnmatch.filter(names, pattern)]
     assert not unmatched, "parallelize_module would only warn"
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == real["tie_word_embeddings"]
     assert torch.isfinite(model(**batch(run, 0), use_cache=False).loss)
+
+
+@pytest.mark.parametrize("scale, hidden, layers", [("tiny", 2048, 2), ("full", 2048, 24)])
+def test_what_a_failure_depends_on_keeps_its_real_value(scale: str, hidden: int, layers: int) -> None:
+    model = yaml.safe_load((CONF / "model" / "qwen1.5-1.8b.yaml").read_text(encoding="utf-8"))
+    assert model_settings(model, "tiny", "random")["config"]["hidden_size"] < hidden
+    config = model_settings(model, scale, "random", keeps=["hidden_size"])["config"]
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
 
 
 def stand_in() -> tuple[Any, torch.Tensor]:
