@@ -65,15 +65,24 @@ def new(
     }
 
 
-def take_over(document: Document, older: Mapping[str, Any], plan: CellPlan) -> None:
-    """Resume: attempts already recorded with the same fingerprint are kept, also more of them than are asked for."""
+def take_over(
+    document: Document, older: Mapping[str, Any], plan: CellPlan, case: Case, cases: Mapping[str, Case]
+) -> None:
+    """Resume: attempts already recorded with the same fingerprint are kept, also more of them than are asked for.
+
+    What they showed stays; how it is judged may have changed since (a signature was mended), so all are judged again.
+    """
+    judged = {
+        name: {**arm, "attempts": [_judged_again(attempt, case, name, cases) for attempt in arm["attempts"]]}
+        for name, arm in older["arms"].items()
+    }
     for arm in plan.arms:
-        before = older["arms"].get(arm.arm)
+        before = judged.get(arm.arm)
         if before and before.get("fingerprint") == arm.fingerprint and not arm.skipped:
             kept = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra"]
             document["arms"][arm.arm]["attempts"] = kept
-    for name, arm in older["arms"].items():
-        document["arms"].setdefault(name, arm)  # arms that this run was not asked for stay recorded
+    for name, recorded in judged.items():
+        document["arms"].setdefault(name, recorded)  # arms that this run was not asked for stay recorded
     if any(arm["attempts"] for arm in document["arms"].values()):
         document["provenance"] = {**older["provenance"], "ended": None}
 
@@ -125,9 +134,7 @@ def settle(
     document["complete"] = True
 
 
-def regrade(document: Document, case: Case, cases: Mapping[str, Case]) -> None:
-    """Judge the stored observations again (a signature was mended): nothing is launched."""
-    for name, arm in document["arms"].items():
-        if name in case.arms:
-            for attempt in arm["attempts"]:
-                attempt["outcome"] = asdict(grade.grade(case, name, attempt["observation"], cases))
+def _judged_again(attempt: Mapping[str, Any], case: Case, arm: str, cases: Mapping[str, Case]) -> Mapping[str, Any]:
+    if arm not in case.arms:
+        return attempt  # the case has no such arm any more
+    return {**attempt, "outcome": asdict(grade.grade(case, arm, attempt["observation"], cases))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -57,11 +56,6 @@ def summary_of(outcomes: Iterable[Mapping[str, Any]]) -> str:
 
 def _reason(outcomes: list[Any]) -> str:
     return str(outcomes[0].get("reason") or "") if outcomes else ""
-
-
-def cell_name(row: Mapping[str, Any]) -> str:
-    flags = "".join(f" {name}={json.dumps(value)}" for name, value in (row["flags"] or {}).items())
-    return f"{row['case']} {row['model']} {row['strategy']}{flags}"
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:

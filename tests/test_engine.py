@@ -171,6 +171,19 @@ def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
     assert before == [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]  # nothing to write
 
 
+def test_what_is_resumed_is_judged_by_the_case_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, Fake())
+    slug = "qwen15-fsdp-norm-shard"
+    case = CATALOGUE.cases[slug]
+    mended = [signature.model_copy(update={"message": "something else"}) for signature in case.signatures]
+    other = case.model_copy(update={"signatures": [each for each in mended if each.kind == "exception"]})
+    monkeypatch.setitem(CATALOGUE.cases, slug, other)
+    nothing = Fake()
+    assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "CHANGED", "summon": "CHANGED"}
+    assert nothing.launched == []
+    assert next(Store(tmp_path / "results").documents())["verdicts"]["root-call"]["name"] == "CHANGED"
+
+
 def test_resuming_with_fewer_arms_loses_none(tmp_path: Path) -> None:
     run(tmp_path, Fake())
     run(tmp_path, Fake(), arms=("root-call",), resume=True)

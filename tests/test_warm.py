@@ -265,6 +265,22 @@ def test_a_server_that_goes_wrong_is_replaced_and_no_attempt_is_lost(tmp_path: P
     assert (seen[0] == seen[1]) == (fault == "dies") and all(gone(pid) for pid in seen)
 
 
+@pytest.mark.parametrize("which, said", [(1, "no process"), (3, "no process for rank 1")])
+def test_a_machine_without_room_for_another_process(tmp_path: Path, which: int, said: str) -> None:
+    (tmp_path / "crowded.py").write_text(
+        "import os\nfork, calls = os.fork, []\ndef crowded():\n    calls.append(1)\n"
+        f"    if len(calls) == {which}:\n        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\nos.fork = crowded\n"
+    )
+    warm = WarmLauncher()
+    try:
+        attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), imports=("crowded",))
+        seen = launch(warm, dataclasses.replace(attempt, env={"PYTHONPATH": str(tmp_path)}))
+    finally:
+        warm.close()
+    assert seen["infra"]["kind"] == "memory" and said in seen["infra"]["message"], seen["infra"]
+
+
 def test_a_server_that_is_killed_while_it_imports_costs_a_cold_start_and_no_more(tmp_path: Path) -> None:
     once = str(tmp_path / "once")
     code = f"import os\nif not os.path.exists({once!r}):\n    open({once!r}, 'w')\n    os.kill(os.getpid(), 9)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,3 @@ def render(data: Data) -> str:
     )  # fmt: skip
     environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
     return environment.get_template("bisect.md.j2").render(**data)
-
-
-def all_probes(stages: Sequence[Data]) -> int:
-    return len({probe["name"] for item in stages for probe in item["probes"]})

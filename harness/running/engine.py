@@ -168,7 +168,7 @@ class Engine:
         document["key"], document["where"] = key, plan.cell.where
         older = self.store.read(path) if resume else None
         if older is not None:
-            documents.take_over(document, older, plan)
+            documents.take_over(document, older, plan, case, self.catalogue.cases)
             self._summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
         missing = documents.missing(document, plan)
         return _Cell(plan, path, document, len(missing), older), missing

@@ -17,7 +17,7 @@ from harness import hardware, matrix, overrides, provenance
 from harness.catalogue import Catalogue
 from harness.config import RunSettings, compose_run
 from harness.hardware import Machine, Profile
-from harness.launch.choose import open_launcher
+from harness.launch import open_launcher
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
 from harness.running.attempts import Attempts, new_run_dir
