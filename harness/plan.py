@@ -129,6 +129,7 @@ def _plan_arm(
     gpus = world_size if profile.accelerator == "cuda" else 0
     skipped = _skip_reason(catalogue, case, spec, model, strategy, stack, world_size, profile)
     versions = {} if isinstance(stack, str) else dict(stack.versions)
+    env = {**case.launch.env, **spec.env}
     return ArmPlan(
         cell=cell,
         arm=arm,
@@ -139,7 +140,7 @@ def _plan_arm(
         deadline=run.deadline or case.launch.deadline,
         repeat=run.repeat or case.repeat,
         skipped=skipped,
-        fingerprint=fingerprint(settings, code.get(case.slug, ""), versions, profile),
+        fingerprint=fingerprint({**settings, "env": env}, code.get(case.slug, ""), versions, profile),
     )
 
 

@@ -65,6 +65,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("matrix", "stack=current,torhc2.2-tf4.39"), "did you mean 'torch2.2-tf4.39'"),
         (("matrix", "stack=python:/no/such/python"), "/no/such/python"),
         (("matrix", "arms=[no-such-arm]"), "unknown arm 'no-such-arm'"),
+        (("matrix", "arms=[no-such-*]"), "unknown arm 'no-such-*'"),
         (("matrix", "world_size=100000"), "world_size=100000"),
         (("run", "flags.x=1"), "the first argument of `repro run` is a case"),
         (("matrix", "model.config.hidden_size=1,2"), "sweep a group or a flag"),
@@ -96,6 +97,11 @@ def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_p
     code, _, err = call(capsys, "run", "qwen15-fsdp-norm-shard", f"results={tmp_path}", "hardware=cpu")
     first.close()
     assert code == 2 and "another run is writing here" in err
+
+
+def test_arms_may_be_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, "run", "qwen15-fsdp-norm-shard", "arms=[layer-wrap*]", "--plan", "--json")
+    assert [row["arm"] for row in json.loads(out)] == ["broken", "layer-wrap", "layer-wrap-root-call"]
 
 
 def test_plan_shows_what_would_run_and_why_the_rest_would_not(capsys: pytest.CaptureFixture[str]) -> None:

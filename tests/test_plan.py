@@ -43,10 +43,11 @@ def plans(
     profile: Profile = CPU_PROFILE,
     stack: FakeStack | str | None = None,
     machine: Machine = CPU,
+    known: catalogue.Catalogue = CATALOGUE,
 ) -> list[CellPlan]:
-    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(texts))
+    cells = matrix.enumerate_cells(known, overrides.parse(texts))
     stacks = {"current": stack or FakeStack()}
-    return plan_cells(CATALOGUE, cells, settings or RunSettings(), profile, machine, stacks, {})
+    return plan_cells(known, cells, settings or RunSettings(), profile, machine, stacks, {})
 
 
 NORM = "case=qwen15-fsdp-norm-shard"
@@ -106,11 +107,16 @@ def test_fingerprint_follows_what_the_answer_depends_on() -> None:
     assert set(prints()).isdisjoint(prints(seed=1))
     newer = FakeStack(versions={**FakeStack().versions, "torch": "2.14.0"})
     assert set(prints()).isdisjoint(arm.fingerprint for arm in plans(NORM, stack=newer)[0].arms)
+    case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
+    arms = {**case.arms, "summon": case.arms["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
+    other = replace(CATALOGUE, cases={**CATALOGUE.cases, case.slug: case.model_copy(update={"arms": arms})})
+    changed = [arm.fingerprint for arm in plans(NORM, known=other)[0].arms]
+    assert [arm for arm, one, two in zip(case.arms, prints(), changed) if one != two] == ["summon"]
 
 
 @pytest.mark.parametrize(
     "found, name",
-    [((), "cpu"), (gpus(1), "gpu1"), (gpus(2), "gpu2"), (gpus(8), "a100x8"), (gpus(8, "NVIDIA H200"), "gpu2")],
+    [((), "cpu"), (gpus(1), "gpu1"), (gpus(2), "gpu2"), (gpus(6), "gpu4"), (gpus(8), "a100x8"), (gpus(8, "NVIDIA H200"), "gpu8")],
 )
 def test_auto_takes_the_largest_profile_that_fits(found: tuple[Gpu, ...], name: str) -> None:
     machine = replace(CPU, gpus=found)

@@ -57,7 +57,7 @@ def prepare(
     cells = matrix.enumerate_cells(catalogue, selection)
     if settings.arms:
         known = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
-        overrides.expand("arm", settings.arms, known)
+        settings.arms = overrides.expand("arm", settings.arms, known)
     wanted = Wanted(catalogue, settings, profile, machine, build_stacks, dict(given or {}))
     wanted.find(cells)
     missing = {cell: wanted.missing(cell) for cell in cells}
