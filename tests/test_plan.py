@@ -116,7 +116,14 @@ def test_fingerprint_follows_what_the_answer_depends_on() -> None:
 
 @pytest.mark.parametrize(
     "found, name",
-    [((), "cpu"), (gpus(1), "gpu1"), (gpus(2), "gpu2"), (gpus(6), "gpu4"), (gpus(8), "a100x8"), (gpus(8, "NVIDIA H200"), "gpu8")],
+    [
+        ((), "cpu"),
+        (gpus(1), "gpu1"),
+        (gpus(2), "gpu2"),
+        (gpus(6), "gpu4"),
+        (gpus(8), "a100x8"),
+        (gpus(8, "NVIDIA H200"), "gpu8"),
+    ],
 )
 def test_auto_takes_the_largest_profile_that_fits(found: tuple[Gpu, ...], name: str) -> None:
     machine = replace(CPU, gpus=found)

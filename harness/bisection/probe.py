@@ -85,10 +85,7 @@ class Prober:
         self.case = catalogue.cases[case]
         self.cell = _one_cell(matrix.enumerate_cells(catalogue, selection), selection)
         self.texts = [text for text in texts if text.partition("=")[0] not in ("arms", "repeat")]
-        asked = list(arms or self.settings.arms or self.case.arms)
-        for arm in asked:
-            if arm not in self.case.arms:
-                raise unknown("arm", arm, self.case.arms, f"case {case}")
+        asked = overrides.expand("arm", arms or self.settings.arms or self.case.arms, self.case.arms)
         wanted = matrix.arms_of(self.case, asked)
         self.own_stack = {arm: spec.stack for arm, spec in self.case.arms.items() if spec.stack and arm in wanted}
         self.arms = [arm for arm in wanted if arm not in self.own_stack]
