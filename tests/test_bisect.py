@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,8 @@ def test_a_commit_is_laid_over_a_stack(clone: Path, tmp_path: Path, monkeypatch:
     opened = open_clone(str(clone), "transformers")
     commit = opened.commit_of("4.40.0")
     stack = Stack("base", "/python", dict(BASE), ("/overlay",), "k" * 16)
-    laid = opened.laid_over(stack, commit, "name")
+    laid = opened.laid_over(replace(stack, content="c"), commit, "name")
+    assert laid.label_key == laid.key != stack.key
     assert laid.versions["transformers"] == f"4.39.3+g{commit[:10]}" and laid.key != stack.key
     folder = Path(laid.path[0])
     assert laid.path[1:] == ("/overlay",)

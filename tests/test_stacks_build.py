@@ -30,6 +30,7 @@ from harness.stacks import (
     swapped,
 )
 from harness.stacks import lock as locks
+from harness.stacks import stack as stack_module
 from harness.stacks.installer import explain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,6 +288,19 @@ def test_existing_environments() -> None:
     assert here.python == sys.executable and "pytest" in here.versions
     assert resolve(f"python:{sys.executable}").versions == here.versions
     assert len({here, here}) == 1
+
+
+def test_the_same_environment_in_two_checkouts_has_one_folder_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "look", lambda python: {"python": "3.11.7", "torch": "2.13.0"})
+    places = [tmp_path / name for name in ("one", "two")]
+    for place in places:
+        place.touch()
+    here, there = (stack_module.existing("current", str(place)) for place in places)
+    assert here.label_key == there.label_key and here.key != there.key  # what is compiled there is not shared
+    named = [stack_module.existing(f"python:{place}", str(place)) for place in places]
+    assert len({stack.label_key for stack in named}) == 2
 
 
 def test_what_a_process_of_a_stack_finds_in_its_environment() -> None:

@@ -126,6 +126,7 @@ class Clone:
             path=(str((root / folder).parent), *stack.path),
             key=short_hash("commit", stack.key, package, commit),
             compiled=stack.compiled or stack.key,
+            content="",
         )
 
     def unpacked(self, commit: str) -> tuple[Path, str]:

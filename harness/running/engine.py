@@ -158,7 +158,7 @@ class Engine:
         case = self.catalogue.cases[plan.cell.case]
         stack = self.stacks.get(plan.cell.stack)
         versions = dict(stack.versions) if stack else {}
-        label = stack_label(versions, stack.key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
+        label = stack_label(versions, stack.label_key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
         key = plan.cell.key + self._scale_suffix()
         path = self.store.path_of(self.profile.name, label, key)
         shown = {name: versions[name] for name in RELEVANT if name in versions}

@@ -49,12 +49,18 @@ class Stack:
     # canonical name -> version; "python" among them
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
     path: tuple[str, ...] = ()  # overlay folders, first wins; they go into PYTHONPATH
-    key: str = ""  # short hash of what it consists of
+    key: str = ""  # short hash of what it consists of; of an environment that was there already: with its place
     # what the overlay changes: package -> (its version in the base, "" where it is new; its own version)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
     compiled: str = ""  # the stack whose compiled extensions serve this one too (its key); default: its own
     # package that cannot be used here -> why
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
+    content: str = ""  # ``key`` without the place, for the project's own environment: alike in every checkout
+
+    @property
+    def label_key(self) -> str:
+        """What tells stacks apart in a results folder."""
+        return self.content or self.key
 
     @property
     def extensions_dir(self) -> str:
@@ -105,7 +111,8 @@ def existing(name: str, python: str) -> Stack:
     if not os.path.exists(path):
         raise StackError("python", f"stack={name}: there is no interpreter at {path}")
     versions = look(path)
-    return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)))
+    content = short_hash("current", json.dumps(versions)) if name == "current" else ""
+    return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content)
 
 
 def differences(good: Mapping[str, str], bad: Mapping[str, str]) -> dict[str, tuple[str, str]]:
