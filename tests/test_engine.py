@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from harness import catalogue, matrix, overrides
 from harness.config import Order, RunSettings
 from harness.errors import ResultsError
 from harness.exit_code import bisect_exit, exit_code
-from harness.hardware import Machine, Profile
+from harness.hardware import Gpu, Machine, Profile
 from harness.launch.attempt import Attempt
 from harness.plan import CellPlan, plan_cells
 from harness.rows import arm_rows
@@ -28,6 +29,7 @@ CATALOGUE = catalogue.load()
 STACK = Stack(
     "current", "/usr/bin/python3", {"python": "3.11.0", "torch": "2.13.0", "transformers": "5.23.0"}, (), "k" * 16
 )
+ON_CPU = Profile("cpu", "cpu", "gloo", (), None)
 FIRES = {
     "type": "RuntimeError", "module": "builtins", "bases": ["Exception"], "cause": None,
     "message": "The size of tensor a (512) must match the size of tensor b (1024) at non-singleton dimension 2",
@@ -88,8 +90,8 @@ class Fake:
 def engine_of(
     tmp_path: Path, launcher: Fake, settings: RunSettings, case: str = "qwen15-fsdp-norm-shard",
     on_event: Callable[[Event], None] = lambda event: None, history: dict[str, Any] | None = None,
+    profile: Profile = ON_CPU,
 ) -> Iterator[tuple[Engine, list[CellPlan]]]:  # fmt: skip
-    profile = Profile("cpu", "cpu", "gloo", (), None)
     machine = Machine((), None, "cpu", 2, 24.0, "linux")
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
     plans = plan_cells(CATALOGUE, cells, settings, profile, machine, {"current": STACK}, {})
@@ -224,6 +226,27 @@ def test_attempts_side_by_side(tmp_path: Path) -> None:
             both.wait()  # passes only when two attempts run at once
 
     assert verdicts(run(tmp_path, Fake(together), jobs=2)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+
+
+def test_gpus_that_another_run_holds_are_waited_for_and_it_is_said(tmp_path: Path) -> None:
+    gpus = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 143771) for index in range(2))
+    texts: list[str] = []
+    settings = RunSettings(arms=["root-call"])
+    other = Leases(tmp_path / "state", "other", users=lambda uuid: set())
+    held = contextlib.ExitStack()
+    held.enter_context(other.hold(["GPU-1"], threading.Event()))
+
+    def watch(event: Event) -> None:
+        texts.append(event.text)
+        if len(texts) > 20 or event.text:
+            held.close()  # the other run's attempt ends
+
+    launcher = Fake()
+    profile = Profile("gpu2", "cuda", "nccl", gpus, None)
+    with engine_of(tmp_path, launcher, settings, on_event=watch, profile=profile) as (engine, plans):
+        summary = engine.run(plans, threading.Event())
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and launcher.launched == ["broken", "root-call"]
+    assert "waiting for GPUs that another run holds" in texts and not texts[-1]
 
 
 def test_upstream_fixed_needs_an_older_measurement_that_fired(tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ def end(progress: Progress, name: str, seconds: float) -> None:
 
 def test_running_cells_are_shown_with_device_and_age_until_they_end() -> None:
     progress = Progress()
+    progress.event(Event("time", text="waiting for GPUs that another run holds"))
+    assert progress.at_work() == ["waiting for GPUs that another run holds"]
+    progress.event(Event("time"))
+    assert progress.at_work() == []
     progress.event(Event("cells", plan("a/b"), attempts=2, seconds=10.0))
     start(progress, "a/b", "gpu0,gpu1")
     assert "gpu0,gpu1" in progress.at_work()[0] and "a/b broken" in progress.at_work()[0]

@@ -38,7 +38,7 @@ class Event:
 
     ``cells``: a cell has so many attempts to be made, expected to take ``seconds``. ``building``: ``text`` is made
     before more cells can follow. ``start`` and ``attempt`` (with its outcome) of one attempt. ``cell``: judged.
-    ``time``: nothing happened, for a while.
+    ``time``: nothing happened, for a while (``text``: why not, where there is a reason).
     """
 
     kind: str
@@ -200,7 +200,8 @@ class Engine:
                             self._open(future.result(), resume)
                     for future in done & self._running.keys():
                         self._end(future)
-                    self.on_event(Event("time"))
+                    held = bool(self._waiting) and not self._running and bool(self._free)
+                    self.on_event(Event("time", text="waiting for GPUs that another run holds" if held else ""))
             except BaseException:
                 stop.set()  # the attempts still at work end themselves
                 raise

@@ -32,6 +32,7 @@ class Progress:
         self.verdicts: dict[str, int] = {}
         self.running: dict[tuple[str, int], tuple[str, float]] = {}  # what -> (device, since)
         self.building: list[str] = []
+        self.held = ""  # why nothing runs
         self._began = self._said = time.monotonic()
         self._live: Any = None
 
@@ -78,7 +79,7 @@ class Progress:
         lines = [f"{device:>8} {now - since:4.0f}s  {what}" for (what, _), (device, since) in items[:SHOWN]]
         if len(items) > SHOWN:
             lines.append(f"{'':>14} and {len(items) - SHOWN} more")
-        return [*lines, *(f"building: {what}" for what in self.building)]
+        return [*lines, *(f"building: {what}" for what in self.building), *filter(None, [self.held])]
 
     def warn(self, text: str) -> None:
         self.out.print(f"note: {text}", style="yellow", markup=False, soft_wrap=True)
@@ -108,8 +109,10 @@ class Progress:
         elif event.kind == "cell":
             self.cells += 1
             self._cell(event.plan, event.document or {})
-        elif self._live is None and time.monotonic() - self._said > QUIET_S:
-            self._say("; ".join([self.status(), *(" ".join(line.split()) for line in self.at_work())]))
+        else:
+            self.held = event.text
+            if self._live is None and time.monotonic() - self._said > QUIET_S:
+                self._say("; ".join([self.status(), *(" ".join(line.split()) for line in self.at_work())]))
 
     def _cell(self, plan: CellPlan | None, document: dict[str, Any]) -> None:
         rows = arm_rows(document)
