@@ -146,6 +146,14 @@ def test_ranks_are_fresh_processes(tmp_path: Path, warm: WarmLauncher) -> None:
             assert env[ATTEMPT_TOKEN] == attempt.id and env["A_VARIABLE"] == "x" and free(int(env["MASTER_PORT"]))
 
 
+def test_what_a_package_computes_once_is_there(tmp_path: Path, warm: WarmLauncher) -> None:
+    body = (
+        "import transformers.conversion_mapping as mapping\n"
+        "run.fact('there', getattr(mapping, '_checkpoint_conversion_mapping_cache', 0) is not None)"
+    )
+    assert all(fact["there"] for fact in facts(launch(warm, scripted(tmp_path / "a", body, imports=("transformers",)))))
+
+
 def test_the_environment_is_that_of_a_cold_start(tmp_path: Path, warm: WarmLauncher) -> None:
     body = 'import os\nrun.fact("env", dict(os.environ))'
     one = launch(warm, scripted(tmp_path / "a", body))

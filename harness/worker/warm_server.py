@@ -74,7 +74,8 @@ LAZY = {
     # Accelerator.prepare and Trainer import it wherever it is installed.
     "accelerate": ["deepspeed"],
 }
-
+# What a package computes once in every process, from nothing but its own source: (its module, a function, an argument).
+ONCE = [("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")]  # 900 regular expressions
 
 LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
 
@@ -106,7 +107,19 @@ def import_ahead(packages: list[str]) -> list[str]:
             raise Refused("import", name, f"{type(error).__name__}: {error}") from error
         check_threads(name)
         check_cuda(name)
+    compute_ahead()
     return missing
+
+
+def compute_ahead() -> None:
+    for name, function, argument in ONCE:
+        try:
+            getattr(sys.modules[name], function)(argument)
+        except (KeyError, AttributeError):
+            continue  # not imported, or another release
+        except Exception:  # it fails in the rank, if a rank asks for it, with its own error
+            traceback.print_exc()
+        check_threads(name)
 
 
 def check_threads(module: str) -> None:
