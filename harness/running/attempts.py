@@ -70,8 +70,10 @@ class Attempts:
     def _imports(self, case: Case, plan: ArmPlan) -> tuple[str, ...]:
         """What the case's script imports, and what its arm's strategy brings (deepspeed)."""
         strategy = self.catalogue.strategies[plan.settings["strategy"]["slug"]]
-        brought = [Requirement(text).name for text in strategy.requires]
-        return tuple(dict.fromkeys([*case.launch.imports, *(name for name in brought if name != "torch")]))
+        brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
+        if "accelerate" in case.launch.imports:
+            brought.discard("deepspeed")  # a server with accelerate has it: one server for both
+        return tuple(dict.fromkeys([*case.launch.imports, *sorted(brought)]))
 
 
 def arm_of(plan: CellPlan, name: str) -> ArmPlan:

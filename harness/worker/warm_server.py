@@ -71,9 +71,9 @@ LAZY = {
         "distutils.compilers.C.unix",
         "torch._subclasses.schema_check_mode",
     ],
-    # Accelerator.prepare and Trainer import it wherever it is installed.
-    "accelerate": ["deepspeed"],
 }
+# Accelerator.prepare and Trainer import deepspeed wherever it is installed.
+LAZY["accelerate"] = ["deepspeed", *LAZY["deepspeed"]]
 # What a package computes once in every process, from nothing but its own source: (its module, a function, an argument).
 ONCE = [("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")]  # 900 regular expressions
 
