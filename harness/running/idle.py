@@ -6,8 +6,8 @@ import time
 
 import psutil
 
-LOOK_S = 0.2  # between two looks: an attempt that was just started needs that long to show
-IDLE_PERCENT = 12.5  # of the machine's cores: that much is left over when one more attempt is started
+LOOK_S = 0.15  # between two looks: an attempt that was just started needs that long to show
+IDLE_PERCENT = 6.25  # of the machine's cores: that much is left over when one more attempt is started
 
 
 class Idle:
