@@ -293,8 +293,10 @@ def test_existing_environments() -> None:
 def test_the_same_environment_in_two_checkouts_has_one_folder_of_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_module, "look", lambda python: {"python": "3.11.7", "torch": "2.13.0"})
-    places = [tmp_path / name for name in ("one", "two")]
+    monkeypatch.setattr(
+        stack_module, "look", lambda python: {"python": "3.11.7", "torch": "2.13.0", "ruff": str(len(python))}
+    )
+    places = [tmp_path / name for name in ("one", "other")]
     for place in places:
         place.touch()
     here, there = (stack_module.existing("current", str(place)) for place in places)

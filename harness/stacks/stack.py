@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from harness.paths import cache_dir
 from harness.stacks.errors import StackError
+from harness.store import RELEVANT
 
 # Run by the stack's own interpreter; standard library only, Python 3.8 and later.
 _LOOK = """
@@ -111,7 +112,8 @@ def existing(name: str, python: str) -> Stack:
     if not os.path.exists(path):
         raise StackError("python", f"stack={name}: there is no interpreter at {path}")
     versions = look(path)
-    content = short_hash("current", json.dumps(versions)) if name == "current" else ""
+    shown = {package: versions[package] for package in RELEVANT if package in versions}  # not ruff, pip, uv ...
+    content = short_hash("current", json.dumps(shown)) if name == "current" else ""
     return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content)
 
 
