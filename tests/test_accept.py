@@ -10,7 +10,11 @@ from harness.verbs.accept import _portable
 
 def test_own_folders_are_not_published_and_all_else_is() -> None:
     attempt = cache_dir() / "state" / "runs" / "20261121-1-2-ab" / "20261121-1-2-ab-cd"
-    saved, log, kit = attempt / "work" / "checkpoint", attempt / "logs" / "rank-0.log", ROOT / "repros" / "kit" / "run.py"
+    saved, log, kit = (
+        attempt / "work" / "checkpoint",
+        attempt / "logs" / "rank-0.log",
+        ROOT / "repros" / "kit" / "run.py",
+    )
     text = f"saved in {saved}, log {log}, kit {kit}"
     shown = _portable({"message": text, "number": 3})
     assert shown == {
