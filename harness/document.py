@@ -124,11 +124,14 @@ def settle(
     judged = verdict.judge(case, outcomes, history, document["stack"]["versions"])
     document["verdicts"] = {}
     for name, found in judged.items():
-        wanted = expect.expected(case, where, name, document["stack"]["versions"], document["hardware"]["profile"])
+        at = (name, document["stack"]["versions"], document["hardware"]["profile"])
+        wanted, guess = expect.expected(case, where, *at), expect.predicted(case, where, *at)
+        known = wanted or guess
         document["verdicts"][name] = {
             **asdict(found),
-            "expected": expect.compare(found, wanted),
-            "expectation": wanted.verdicts.get(name) if wanted else None,
+            "expected": expect.compare(found, wanted, guess),
+            "expectation": known.verdicts[name] if known else None,
+            "met_note": expect.said_of_met(found, known),
         }
     document["provenance"]["ended"] = ended
     document["complete"] = True

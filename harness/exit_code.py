@@ -24,7 +24,19 @@ def exit_code(documents: Iterable[Mapping[str, Any]], min_measured: int, stopped
         any(arm["attempts"] for arm in document["arms"].values()) and bool(document["complete"])
         for document in documents
     )
-    return TOO_LITTLE if infra or stopped_early or measured < min_measured else 0
+    return TOO_LITTLE if infra or stopped_early or measured < min_measured or _unknown(documents) else 0
+
+
+def _unknown(documents: Iterable[Mapping[str, Any]]) -> bool:
+    """Of the arms measured on GPUs more than half have neither an expectation nor a prediction: green says nothing."""
+    said = [
+        verdict.get("expected", "unset")
+        for document in documents
+        if document["hardware"]["accelerator"] != "cpu"
+        for verdict in document["verdicts"].values()
+        if verdict.get("measured", True)
+    ]
+    return 2 * said.count("unset") > len(said)
 
 
 def bisect_exit(documents: Iterable[Mapping[str, Any]]) -> int:

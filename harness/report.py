@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.rows import Row, counts
+from harness.rows import Row, counts, without_expectation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ STYLES = {
     "FIX_BROKEN": "red", "FIX_UNMASKS": "yellow", "FIX_HARMFUL": "red", "UNHEALTHY": "red", "CHANGED": "magenta",
     "FLAKY": "yellow", "INCONCLUSIVE": "yellow", "fires": "bold", "skipped": "dim",
     "upheld": "green", "refuted": "red", "conditional": "yellow", "untested": "dim",
-    "unexpected": "bold red", "expected": "green", "unset": "dim",
+    "unexpected": "bold red", "expected": "green", "unset": "dim", "differs": "bold yellow", "as": "green",
 }  # fmt: skip
 
 
@@ -30,6 +30,14 @@ def console(stderr: bool = False) -> Console:
 def print_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=1)
     sys.stdout.write("\n")
+
+
+def print_notes(texts: Sequence[str], shown: int = 10) -> None:
+    """Remarks on stderr, so that what is printed stays what was asked for."""
+    for text in texts[:shown]:
+        print(f"note: {text}", file=sys.stderr)
+    if len(texts) > shown:
+        print(f"note: and {len(texts) - shown} more like these", file=sys.stderr)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
@@ -86,5 +94,13 @@ def matrix_table(rows: list[Row]) -> None:
 def summary_line(rows: list[Row]) -> str:
     found = counts(rows)
     odd = sum(row["expected"] == "unexpected" for row in rows)
-    parts = [f"{name} {count}" for name, count in found.items()]
-    return ", ".join(parts) + (f"; {odd} differ from their expectation" if odd else "; nothing unexpected")
+    news = sum(row["expected"] == "differs from cpu" for row in rows)
+    unset = without_expectation(rows)
+    parts = [", ".join(f"{name} {count}" for name, count in found.items())]
+    parts.append(f"{odd} differ from their expectation" if odd else "nothing unexpected")
+    if news:
+        parts.append(f"{news} differ from what a CPU showed (news)")
+    if unset:
+        where = ", ".join(sorted({f"{row['hardware']} with stack {row['stack']}" for row in unset}))
+        parts.append(f"{len(unset)} arms have no expectation on {where}")
+    return "; ".join(parts)

@@ -9,7 +9,7 @@ from typing import Any
 Row = dict[str, Any]
 
 # The order of attention: what differs from its expectation first, then what has none, then what is as expected.
-ATTENTION = {"unexpected": 0, "unset": 1, "expected": 2}
+ATTENTION = {"unexpected": 0, "differs from cpu": 1, "unset": 2, "as predicted": 3, "expected": 4}
 
 
 def arm_rows(document: Mapping[str, Any]) -> list[Row]:
@@ -39,7 +39,7 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "attempts": len(outcomes),
         "verdict": verdict.get("name"),
         "expected": verdict.get("expected", "unset") if verdict else None,
-        "reason": arm.get("skipped") or verdict.get("reason") or _reason(outcomes),
+        "reason": arm.get("skipped") or _with_note(verdict) or _reason(outcomes),
         "wall_s": round(statistics.median(walls), 2) if walls else None,
         "torchrun": next((a["observation"]["attempt"].get("torchrun") for a in attempts), None),
     }
@@ -52,6 +52,31 @@ def summary_of(outcomes: Iterable[Mapping[str, Any]]) -> str:
     if len(kinds) == 1:
         return kinds[0]
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
+
+
+def _with_note(verdict: Mapping[str, Any]) -> str:
+    """A verdict's reason, and what its name does not say of its expectation."""
+    reason, note = verdict.get("reason") or "", verdict.get("met_note")
+    return f"{reason} [{note}]" if note else str(reason)
+
+
+def by_attention(rows: Iterable[Row]) -> list[Row]:
+    """The rows of cells in which something differs first: from the expectation, then from what a CPU showed."""
+    rows = list(rows)
+    worst: dict[str, int] = {}
+    for row in rows:
+        differs = min(ATTENTION.get(row["expected"], 9), ATTENTION["unset"])
+        worst[_cell(row)] = min(worst.get(_cell(row), 9), differs)
+    return sorted(rows, key=lambda row: worst[_cell(row)])
+
+
+def _cell(row: Row) -> str:
+    return repr([row[key] for key in ("case", "model", "strategy", "flags", "stack", "hardware")])
+
+
+def without_expectation(rows: Iterable[Row]) -> list[Row]:
+    """Measured arms with a verdict that nothing says anything about, neither an expectation nor a prediction."""
+    return [row for row in rows if row["attempts"] and row["verdict"] and row["expected"] == "unset"]
 
 
 def _reason(outcomes: list[Any]) -> str:

@@ -198,11 +198,24 @@ class Expectation(Strict):
     """The verdicts that a stored measurement showed, and where they apply. Written by ``repro accept``."""
 
     verdicts: dict[str, VerdictName]  # arm -> verdict
+    met: dict[str, str | list[str]] = {}  # arm -> what it met, where its verdict says that something failed
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
     versions: dict[str, str] = {}  # package -> specifier
     measured_in: str | list[str]  # the stored measurement, relative to results/; two: the first and last of the range
     reason: str
+
+    def met_by(self, arm: str) -> list[str] | None:
+        """What the arm may meet; None where that was never written down: then the verdict alone is compared."""
+        listed = self.met.get(arm)
+        return [listed] if isinstance(listed, str) else listed
+
+    @model_validator(mode="after")
+    def _met_of_its_arms(self) -> Expectation:
+        foreign = sorted(self.met.keys() - self.verdicts.keys())
+        if foreign:
+            raise ValueError(f"met names {', '.join(foreign)}, of which no verdict is expected")
+        return self
 
     @property
     def measurements(self) -> list[str]:

@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from harness import catalogue
-from harness.judge import expect, grade
+from harness.judge import expect, grade, met, verdict
+from harness.judge.again import judged_again
 from harness.paths import BASELINE, RESULTS
 from harness.store import Store
 
@@ -88,3 +89,16 @@ def test_every_expectation_names_a_stored_measurement_that_says_so() -> None:
                 stored = json.loads(path.read_text())["verdicts"]
                 said = {arm: expect.as_expected(stored[arm]["name"]) for arm in entry.verdicts}
                 assert said == {arm: expect.as_expected(wanted) for arm, wanted in entry.verdicts.items()}, name
+
+
+def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
+    judged = judged_again(documents(), CATALOGUE.cases)
+    assert judged.notes == []
+    for document in judged.documents:
+        case, at = CATALOGUE.cases[document["case"]], (document["stack"]["versions"], document["hardware"]["profile"])
+        for arm, stored in document["verdicts"].items():
+            wanted = expect.expected(case, document["where"], arm, *at)
+            found = verdict.Verdict(**{**stored, "met": tuple(met.Met(**item) for item in stored["met"])})
+            where = f"{document['path']} {arm}"
+            assert expect.compare(found, wanted) in ("expected", "unset"), where
+            assert expect.said_of_met(found, wanted) == "", where

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case
 
-from harness.judge.expect import compare, expected, write_expectations
+from harness.judge.expect import compare, expected, predicted, write_expectations
 from harness.judge.verdict import Verdict
 from harness.schema import Case, Expectation
 
@@ -191,3 +191,19 @@ def test_fixed_upstream_is_what_an_expectation_of_not_firing_says() -> None:
     assert compare(Verdict("UPSTREAM_FIXED", ""), wanted) == "expected"
     assert compare(Verdict("NOT_FIRING", ""), Expectation.model_validate(entry("UPSTREAM_FIXED"))) == "expected"
     assert compare(Verdict("FIX_HARMFUL", ""), wanted) == "unexpected"
+
+
+def test_on_other_hardware_what_a_cpu_showed_is_a_prediction() -> None:
+    known = having(entry("FIX_HOLDS"))
+    assert predicted(known, "m/fsdp", "fix", NOW, "cpu") is None, "there it is the expectation"
+    guess = predicted(known, "m/fsdp", "fix", NOW, "a100x8")
+    assert guess is not None and guess.verdicts == {"fix": "FIX_HOLDS"}
+    assert compare(Verdict("FIX_HOLDS", ""), None, guess) == "as predicted"
+    assert compare(Verdict("FIX_BROKEN", ""), None, guess) == "differs from cpu"
+    assert compare(Verdict("INCONCLUSIVE", "", measured=False), None, guess) == "unset"
+    own = having(entry("FIX_HOLDS"), entry("FIX_BROKEN", hardware="a100x8"))
+    assert predicted(own, "m/fsdp", "fix", NOW, "a100x8") is None, "it has an expectation of its own"
+    assert compare(Verdict("FIX_HOLDS", ""), expected(own, "m/fsdp", "fix", NOW, "a100x8"), guess) == "unexpected"
+    assert predicted(known, "m/fsdp", "fix", {"transformers": "5.23.0"}, "gpu1") is not None
+    old = having(entry(versions={"torch": "<2.3"}))
+    assert predicted(old, "m/fsdp", "fix", NOW, "gpu1") is None, "releases count there, too"

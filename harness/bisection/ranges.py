@@ -1,9 +1,9 @@
 """Stored measurements -> expectations, each with the range of releases over which it was measured. Pure.
 
 Measurements of one cell that differ in the release of one package only form a line (a version map leaves such a line).
-Neighbours on it with the same verdicts make one expectation, from the first to the last of them, and it names these
-two. An expectation holds for whole minor releases, unless the line says otherwise within one: what no measurement
-reaches is for measuring, not for assuming.
+Neighbours on it with the same verdicts, that met the same failures, make one expectation, from the first to the last of
+them, and it names these two. An expectation holds for whole minor releases, unless the line says otherwise within one:
+what no measurement reaches is for measuring, not for assuming.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from harness.judge.expect import as_expected
+from harness.judge.met import Met
 from harness.schema import Case, Expectation
 
 RANGED = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
@@ -32,6 +33,11 @@ class Measured:
     versions: Mapping[str, Version] = field(hash=False)  # of the ranged packages
     verdicts: Mapping[str, str] = field(hash=False)  # the stable ones
     own_stack: bool = False  # of arms that name a stack of their own
+    met: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)  # of the verdicts that say it failed
+
+    @property
+    def answer(self) -> Any:
+        return sorted(self.verdicts.items()), sorted(self.met.items())
 
 
 def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measured]:
@@ -42,9 +48,14 @@ def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measure
     verdicts = {arm: as_expected(v["name"]) for arm, v in document["verdicts"].items() if v["name"] in STABLE}
     own = {arm: name for arm, name in verdicts.items() if arm in case.arms and case.arms[arm].stack}
     following = {arm: name for arm, name in verdicts.items() if arm not in own}
+    met = {arm: tuple(str(Met(**item)) for item in document["verdicts"][arm].get("met") or ()) for arm in verdicts}
     where, hardware = document["where"], document["hardware"]["profile"]
-    out = [Measured(path, where, hardware, versions, following)]
-    return [*out, Measured(path, where, hardware, versions, own, True)] if own else out
+
+    def item(of: Mapping[str, str], own_stack: bool) -> Measured:
+        seen = {arm: met[arm] for arm in of if met[arm]}
+        return Measured(path, where, hardware, versions, of, own_stack, seen)
+
+    return [item(following, False), *([item(own, True)] if own else [])]
 
 
 def whole(case: Case, document: Mapping[str, Any]) -> bool:
@@ -72,7 +83,7 @@ class Run:
 def runs(found: Iterable[Measured]) -> list[Run]:
     out = []
     for package, line in _lines(list(found)):
-        groups = [list(group) for _, group in groupby(line, key=lambda item: sorted(item.verdicts.items()))]
+        groups = [list(group) for _, group in groupby(line, key=lambda item: item.answer)]
         for index, group in enumerate(groups):
             below = groups[index - 1][-1] if index else None
             above = groups[index + 1][0] if index + 1 < len(groups) else None
@@ -94,10 +105,11 @@ def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectati
         first = run.members[0]
         if not first.verdicts:
             continue
-        alike = repr((sorted(first.verdicts.items()), sorted(run.versions.items()), first.hardware))
+        alike = repr((first.answer, sorted(run.versions.items()), first.hardware))
         entry = grouped.setdefault(
             alike,
-            {"verdicts": dict(first.verdicts), "cells": [], "hardware": first.hardware, "versions": dict(run.versions),
+            {"verdicts": dict(first.verdicts), "met": _written(first.met), "cells": [],
+             "hardware": first.hardware, "versions": dict(run.versions),
              "measured_in": run.ends if len(run.ends) > 1 else run.ends[0], "reason": reason},
         )  # fmt: skip
         entry["cells"].append(first.where)
@@ -106,8 +118,13 @@ def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectati
     return [entry.model_copy(update={"reason": reasons.get(_without_reason(entry), reason)}) for entry in entries]
 
 
+def _written(met: Mapping[str, tuple[str, ...]]) -> dict[str, str | list[str]]:
+    return {arm: list(listed) if len(listed) > 1 else listed[0] for arm, listed in met.items()}
+
+
 def _without_reason(entry: Expectation) -> str:
-    plain = entry.model_dump(exclude={"reason"})
+    """What an entry says of which measurements. What was met came later than the verdicts, and is no other reason."""
+    plain = entry.model_dump(exclude={"reason", "met"})
     return repr([sorted(value.items()) if isinstance(value, dict) else value for value in plain.values()])
 
 

@@ -12,10 +12,11 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from harness.judge.verdict import Verdict
+from harness.judge.verdict import MEETING, Verdict
 from harness.schema import Case, Expectation
 
-Compared = Literal["expected", "unexpected", "unset"]
+Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
+PREDICTING = "cpu"  # what was measured there is a prediction of every other hardware that has no expectation of its own
 
 
 def expected(case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str) -> Expectation | None:
@@ -36,7 +37,11 @@ def expected(case: Case, where: str, arm: str, versions: Mapping[str, str], hard
         score = (cells, entry.hardware == hardware, bounds)
         if best is None or score >= best[0]:
             best = score, entry
-    return best[1].model_copy(update={"verdicts": {arm: best[1].verdicts[arm]}}) if best else None
+    if best is None:
+        return None
+    entry = best[1]
+    met = {arm: entry.met[arm]} if arm in entry.met else {}
+    return entry.model_copy(update={"verdicts": {arm: entry.verdicts[arm]}, "met": met})
 
 
 def as_expected(name: str) -> str:
@@ -45,16 +50,49 @@ def as_expected(name: str) -> str:
     return "NOT_FIRING" if name == "UPSTREAM_FIXED" else name
 
 
-def compare(verdict: Verdict, expectation: Expectation | None) -> Compared:
-    """A verdict against the expectation of its arm (as ``expected`` returns it).
+def predicted(case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str) -> Expectation | None:
+    """What the measurements on a CPU say of an arm that has no expectation on this other hardware; None on a CPU."""
+    own = fnmatchcase(hardware, PREDICTING) or expected(case, where, arm, versions, hardware) is not None
+    return None if own else expected(case, where, arm, versions, PREDICTING)
 
-    ``unset`` when there is none, and when nothing was measured: what was skipped is neither green nor red. A hang where
-    there was none is a difference.
+
+def compare(verdict: Verdict, expectation: Expectation | None, prediction: Expectation | None = None) -> Compared:
+    """A verdict against the expectation of its arm (as ``expected`` returns it), else against its prediction.
+
+    ``unset`` when there is neither, and when nothing was measured: what was skipped is neither green nor red. A hang
+    where there was none is a difference. A verdict that says that something failed must have met what is written down;
+    where that is unset (an expectation from before it was written) the verdict alone is compared.
     """
-    if expectation is None or not verdict.measured:
+    if not verdict.measured or (expectation is None and prediction is None):
         return "unset"
-    wanted = map(as_expected, expectation.verdicts.values())
-    return "expected" if as_expected(verdict.name) in wanted else "unexpected"
+    if expectation is None:
+        assert prediction is not None
+        return "as predicted" if _agrees(verdict, prediction) else "differs from cpu"
+    return "expected" if _agrees(verdict, expectation) else "unexpected"
+
+
+def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
+    (arm, wanted), = expectation.verdicts.items()  # fmt: skip
+    if as_expected(verdict.name) != as_expected(wanted):
+        return False
+    listed = expectation.met_by(arm)
+    return listed is None or verdict.name not in MEETING or {str(met) for met in verdict.met} <= set(listed)
+
+
+def said_of_met(verdict: Verdict, expectation: Expectation | None) -> str:
+    """What a reader must know beyond the verdicts' names: nothing, or what was met instead, or that it is unset."""
+    if (
+        expectation is None
+        or verdict.name not in MEETING
+        or as_expected(verdict.name) not in map(as_expected, expectation.verdicts.values())
+    ):
+        return ""
+    listed = [name for arm in expectation.verdicts for name in expectation.met_by(arm) or ()]
+    if not listed:
+        return "met: unset"
+    if _agrees(verdict, expectation):
+        return ""
+    return f"expected to meet {' or '.join(listed)}, met {', '.join(map(str, verdict.met))}"
 
 
 def _cells(case: Case, listed: list[str], where: str) -> int | None:

@@ -2,7 +2,7 @@
 
 The order of judgement, first match wins:
 
-1. the infrastructure failed, or the user interrupted it                          -> infra
+1. the infrastructure failed, the user interrupted it, or the stack was another   -> infra
 2. a signature of the case itself is recognised (also on a run that finished)     -> fires
 3. another case's failure is recognised                                           -> other_error, which names it
 4. the deadline passed                                                            -> hang
@@ -57,6 +57,7 @@ class Outcome:
     reason: str
     recognised: tuple[Recognised, ...] = ()
     primary: Primary | None = None
+    failed: tuple[str, ...] = ()  # every rank finished, and these checks failed or were not made
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,7 +68,8 @@ class Outcome:
             raise ValueError(f"no such outcome: {data['outcome']!r}")
         seen = (Recognised(**{**item, "ranks": tuple(item["ranks"])}) for item in data.get("recognised") or ())
         primary = Primary(**data["primary"]) if data.get("primary") else None
-        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary)
+        failed = tuple(data.get("failed") or ())
+        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary, failed)
 
     def others(self, case: str) -> tuple[Recognised, ...]:
         """Other cases' failures in it (their remarks in the log are none)."""
@@ -79,17 +81,27 @@ def skipped(reason: str) -> Outcome:
     return Outcome("skipped", reason)
 
 
-def grade(case: Case, arm: str, observation: Mapping[str, Any], cases: Mapping[str, Case] | Iterable[Case]) -> Outcome:
-    """Judge one attempt of ``arm``; ``cases`` is the whole catalogue, against which it is compared."""
+def grade(
+    case: Case,
+    arm: str,
+    observation: Mapping[str, Any],
+    cases: Mapping[str, Case] | Iterable[Case],
+    planned: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Judge one attempt of ``arm``; ``cases`` is the whole catalogue, against which it is compared.
+
+    ``planned``: the stack's versions, beside those that the observation itself says it was planned with.
+    """
     attempt = Attempt(observation)
     failures = failures_of(attempt)
     primary = _primary(failures.first)
     recognised = _recognise(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
-    infra = _infra(attempt)
+    infra = _infra(attempt) or _stack_changed(attempt, attempt.planned) or _stack_changed(attempt, planned or {})
     if infra:
         return Outcome("infra", infra, recognised, primary)
     name, reason = _judge(case, attempt, failures, recognised)
-    return Outcome(name, reason, recognised, primary)
+    failed = failed_checks(case, attempt) if name == "other_error" and primary is None else ()
+    return Outcome(name, reason, recognised, primary, failed)
 
 
 def _judge(
@@ -135,6 +147,15 @@ def _proven(case: Case, attempt: Attempt) -> tuple[OutcomeName, str]:
     return "clean", f"every rank finished; passed: {', '.join(case.proof.checks)}"
 
 
+def failed_checks(case: Case, attempt: Attempt) -> tuple[str, ...]:
+    """The names of the checks that stand against the attempt: not made where the proof asks for them, or failed."""
+    asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
+    absent = [n for n in case.proof.checks if any(all(c.get("name") != n for c in rank.checks) for rank in asked)]
+    made = [check for rank in attempt.ranks for check in rank.checks]
+    wrong = [text(check.get("name")) or "?" for check in made if check.get("passed") is not True]
+    return tuple(dict.fromkeys([*absent, *wrong]))
+
+
 def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognised, ...]:
     """Every known failure of the catalogue that shows, the case's own first, then in the catalogue's order.
 
@@ -165,6 +186,26 @@ def _infra(attempt: Attempt) -> str | None:
     if not attempt.ranks:
         return "lost: the observation holds no rank"
     return None
+
+
+def _stack_changed(attempt: Attempt, planned: Mapping[str, Any]) -> str | None:
+    """A rank that ran on other releases than the plan's measured another stack: a package was replaced meanwhile."""
+    for package, said in attempt.planned.items():
+        if package in planned and not same_release(str(said), str(planned[package])):
+            return f"stack changed: planned with {package} {said}, and stored as {planned[package]}"
+    for rank in attempt.ranks:
+        for package, had in mapping(rank.record.get("versions")).items():
+            want = planned.get(package)
+            if want is not None and had != "unknown" and not same_release(str(want), str(had)):
+                return f"stack changed: rank {rank.rank} had {package} {had}, the plan {want}"
+    return None
+
+
+def same_release(one: str, other: str) -> bool:
+    """Alike, or alike but for a build (+cu121) that only one of them names: a package's metadata may leave it out."""
+    if "+" in one and "+" in other:
+        return one == other
+    return one.partition("+")[0] == other.partition("+")[0]
 
 
 def _unfinished(rank: Rank) -> str | None:

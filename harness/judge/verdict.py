@@ -27,10 +27,13 @@ from packaging.version import InvalidVersion, Version
 
 from harness.judge.evidence import items, mapping, text
 from harness.judge.grade import Outcome
+from harness.judge.met import Met, all_met
 from harness.schema import Case, VerdictName
 
 Interval = tuple[float, float]
 NO_EVIDENCE = ("skipped", "infra")
+# The verdicts that say that something failed: they are the same answer only where the same thing was met.
+MEETING = frozenset({"FIX_BROKEN", "FIX_UNMASKS", "FIX_HARMFUL", "CHANGED", "UNHEALTHY"})
 # The packages whose releases make failures come and go; what else differs between stacks dates nothing.
 UPSTREAM = frozenset({"torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "trl"})
 
@@ -49,6 +52,7 @@ class Verdict:
     broken_interval: Interval | None = None  # likewise of broken_k / broken_n
     named_case: str | None = None  # the case of the catalogue that was met instead
     measured: bool = True  # False: no attempt was left to judge (skipped, infra, not run)
+    met: tuple[Met, ...] = ()  # what failed: of a fix its own failures, where CHANGED the broken arm's
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,7 +111,8 @@ def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], f
     note = f" ({lost} attempt{'s' if lost > 1 else ''} not counted)" if lost and broken and fix else ""
 
     def verdict(name: VerdictName, reason: str, source: Sequence[Outcome] = ()) -> Verdict:
-        return replace(base, name=name, reason=reason + note, named_case=_named(case, source))
+        met = all_met(case, source) if name in MEETING else ()
+        return replace(base, name=name, reason=reason + note, named_case=_named(case, source), met=met)
 
     if not broken:
         return replace(base, reason=f"broken: {_nothing(broken_all)}", measured=False)
@@ -131,7 +136,7 @@ def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], f
     if after == "clean":
         return verdict("FIX_HOLDS", both)
     if after == "fires":
-        return verdict("FIX_BROKEN", f"{both}: {fix[0].reason}")
+        return verdict("FIX_BROKEN", f"{both}: {fix[0].reason}", fix)
     return verdict("FIX_UNMASKS", f"broken {firing(broken)}; the fix meets another failure: {fix[0].reason}", fix)
 
 
@@ -148,7 +153,8 @@ def _control(outcomes: Sequence[Outcome]) -> Verdict:
     if kinds == {"hang"}:
         return replace(base, reason=f"it hangs: {counted[0].reason}")
     named = _named("", counted)
-    return replace(base, name="UNHEALTHY", reason=f"{firing(counted)}: {counted[0].reason}", named_case=named)
+    reason = f"{firing(counted)}: {counted[0].reason}"
+    return replace(base, name="UNHEALTHY", reason=reason, named_case=named, met=all_met("", counted))
 
 
 def _counts(broken: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:

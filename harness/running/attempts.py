@@ -21,6 +21,7 @@ from harness.plan import ArmPlan, CellPlan
 from harness.running.leases import Leases
 from harness.schema import Case
 from harness.stacks import Stack
+from harness.store import RELEVANT
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Attempts:
                 observation = self.launcher.launch(attempt, stop)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
             observation = fault(found, error)
+        else:
+            # What the ranks must turn out to have run on: a package may be replaced while a run is at work.
+            have = self.stacks[found.stack].versions
+            observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
         return observation, time.monotonic() - began
 
     def _attempt(self, case: Case, plan: ArmPlan, gpus: list[str]) -> Attempt:

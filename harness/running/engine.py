@@ -20,6 +20,7 @@ from harness.catalogue import Catalogue
 from harness.config import RunSettings
 from harness.errors import ResultsError
 from harness.hardware import Machine, Profile
+from harness.judge.again import judged_again
 from harness.plan import CellPlan
 from harness.running import schedule
 from harness.running.attempts import Attempts, arm_of
@@ -62,6 +63,7 @@ class Summary:
     cpu_s: float = 0.0
     wall_s: float = 0.0
     interrupted: bool = False
+    notes: list[str] = field(default_factory=list)  # stored documents that say something else than they show
     problem: str | None = None  # what stopped the run early (a full disk), or None
 
 
@@ -252,7 +254,10 @@ class Engine:
 
     def _settle(self, cell: _Cell) -> None:
         case = self.catalogue.cases[cell.plan.cell.case]
-        older = [d for d in self.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
+        stored = [d for d in self.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
+        judged = judged_again(stored, self.catalogue.cases)
+        self._summary.notes += judged.notes
+        older = judged.documents
         where = cell.plan.cell.where
         documents.settle(cell.document, case, self.catalogue.cases, older, time.time(), where)
         if not same(cell.document, cell.older):

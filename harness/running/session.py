@@ -112,7 +112,10 @@ def execute(
                     session.catalogue, session.settings, session.profile, session.machine, session.stacks, store,
                     attempts, provenance.provenance(session.settings.seed), known, on_event,
                 )  # fmt: skip
-                return engine.run(session.plans, stop, resume, session.later)
+                summary = engine.run(session.plans, stop, resume, session.later)
+                for text in dict.fromkeys(summary.notes):
+                    on_warning(text)
+                return summary
             finally:
                 launcher.close()
     finally:

@@ -18,9 +18,10 @@ from harness import overrides
 from harness.bisection.ranges import expectations, measured, runs, whole
 from harness.config import compose_run
 from harness.errors import ResultsError
+from harness.judge.again import judged_again
 from harness.judge.expect import write_expectations
 from harness.paths import BASELINE, CONF, ROOT, cache_dir
-from harness.report import print_json
+from harness.report import print_json, print_notes
 from harness.running import session
 from harness.schema import Case
 from harness.store import Store, write_json
@@ -32,12 +33,18 @@ def main(args: argparse.Namespace) -> int:
     catalogue = catalogues.load()
     names = set(overrides.expand("case", selection.case, catalogue.cases))
     source = Path(args.source) if args.source else session.results_folder(settings)
-    stored = [d for d in Store(source).documents() if d["case"] in names and _usable(d)]
+    # What is published is judged here and now, by the cases as they are, and beside what is published already.
+    held = [d for d in Store(BASELINE).documents() if d["case"] in names and _usable(d)]
+    given = [d for d in Store(source).documents() if d["case"] in names and _usable(d)]
+    judged = judged_again([*held, *given], catalogue.cases)
+    print_notes(judged.notes)
+    stored = [d for d in judged.documents if _within(source, d)]
+    held = [d for d in judged.documents if _within(BASELINE, d)]
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     if not documents:
         raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
     published = sum(
-        _accept(catalogue.cases[case], [d for d in documents if d["case"] == case], args.reason)
+        _accept(catalogue.cases[case], [d for d in documents if d["case"] == case], held, args.reason)
         for case in sorted({str(d["case"]) for d in documents})
     )
     accepted = [{"case": d["case"], "model": d["model"], "strategy": d["strategy"]} for d in documents]
@@ -72,10 +79,14 @@ def _usable(document: Mapping[str, Any]) -> bool:
     return bool(document["complete"]) and ran and "#" not in document["stack"]["name"]
 
 
-def _accept(case: Case, documents: list[dict[str, Any]], reason: str) -> int:
+def _within(folder: Path, document: Mapping[str, Any]) -> bool:
+    return Path(document["path"]).is_relative_to(folder)
+
+
+def _accept(case: Case, documents: list[dict[str, Any]], before: list[dict[str, Any]], reason: str) -> int:
     """Its documents into the baseline (of a range of releases with the same verdicts only the first and the last), and
     the case's expectations from all that the baseline then holds of it."""
-    held = {Path(d["path"]): d for d in Store(BASELINE).documents() if d["case"] == case.slug and _usable(d)}
+    held = {Path(d["path"]): d for d in before if d["case"] == case.slug}
     given = {_place(document): document for document in documents}
     for path in given.keys() & held.keys():
         if given[path]["arms"].keys() < held[path]["arms"].keys():  # a version map leaves out arms on another stack

@@ -10,8 +10,9 @@ from harness import catalogue as catalogues
 from harness import overrides
 from harness.config import compose_run
 from harness.judge import claims as ledger
+from harness.judge.again import judged_again
 from harness.paths import BASELINE
-from harness.report import print_json, print_table
+from harness.report import print_json, print_notes, print_table
 from harness.running import session
 from harness.store import Store
 
@@ -23,8 +24,10 @@ def main(args: argparse.Namespace) -> int:
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
     folders = [Path(args.source)] if args.source else [session.results_folder(settings), BASELINE]
     # Of one cell on one stack and machine the ledger takes the newest that decides: a search for one arm hides nothing.
-    documents = [document for folder in folders for document in Store(folder).documents() if document["complete"]]
-    found = ledger.ledger(cases, documents)
+    stored = [document for folder in folders for document in Store(folder).documents() if document["complete"]]
+    judged = judged_again(stored, catalogue.cases)
+    print_notes(judged.notes)
+    found = ledger.ledger(cases, judged.documents)
     if args.json:
         print_json([asdict(row) for row in found])
         return 0

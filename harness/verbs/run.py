@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     stop = threading.Event()
     with Progress(verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):
         summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
-    found = [row for document in summary.documents for row in rows.arm_rows(document)]
+    found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
     per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
     totals = {
         "attempts": summary.attempts,
