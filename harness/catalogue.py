@@ -145,7 +145,7 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
             where = f"{path}: claims.{claim.id}"
             if target is None:
                 raise unknown("case", str(prediction.case), catalogue.cases, where)
-            names = [prediction.arm]
+            names = [prediction.arm, *([prediction.against] if prediction.against else [])]
             if prediction.metric:
                 names.append(prediction.metric.below or prediction.metric.above or "")
             for name in names:

@@ -172,6 +172,9 @@ class Prediction(Strict):
     outcome: OutcomeName | list[OutcomeName] | None = None
     metric: Metric | None = None
     when: str | None = None  # the condition in words, for conditional(on what)
+    # The arm in whose place this one stands, where that is not the broken arm: one that shares all but the change that
+    # the claim is about. The failure must fire there for the prediction to be tried.
+    against: str | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Prediction:

@@ -2,20 +2,27 @@
 
 A claim predicts; each stored document that a prediction is about makes it true, makes it false, or leaves it open. All
 true: ``upheld``; all false: ``refuted``; both: ``conditional``, on what tells them apart; none decided: ``untested``,
-with the reasons. What was skipped, lost, inconclusive or flaky decides nothing, and neither does a fix where nothing is
-broken.
+with the reasons.
+
+Only where the failure is there does a measurement count: what was skipped, lost, inconclusive or flaky decides nothing,
+and neither does an arm where the one in whose place it stands (``broken``, or ``against``) does not fire, nor an arm
+that failed under a strategy which does not run on this stack and hardware at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
+from harness.judge import conditions
+from harness.judge.conditions import Point
 from harness.judge.evidence import items, mapping, number, text
+from harness.judge.grade import Outcome
 from harness.judge.metrics import compare_metric
-from harness.judge.verdict import NO_EVIDENCE
-from harness.schema import Case, Claim, OutcomeName, Prediction, VerdictName
+from harness.judge.runs_here import Grounds
+from harness.judge.verdict import NO_EVIDENCE, judge_pair
+from harness.schema import Case, Claim, OutcomeName, Prediction, Strategy, VerdictName
 
 Document = Mapping[str, Any]
 Status = Literal["upheld", "refuted", "conditional", "untested"]
@@ -40,6 +47,7 @@ class Evidence:
     measured: str  # what was seen, or why it decides nothing
     holds: bool | None  # None: not decided
     when: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,17 +66,20 @@ class ClaimRow:
         return asdict(self)
 
 
-def ledger(cases: Iterable[Case], documents: Iterable[Document]) -> list[ClaimRow]:
+def ledger(
+    cases: Iterable[Case], documents: Iterable[Document], strategies: Mapping[str, Strategy] | None = None
+) -> list[ClaimRow]:
     """One row per claim, in the catalogue's order. Of several documents of the same cell on the same versions and
-    machine the newest that decides counts."""
+    machine the newest that decides counts. ``strategies`` say what they need of a stack and a machine."""
     by_case: dict[str, list[Document]] = {}
     newest_first = sorted(documents, key=lambda d: -(number(mapping(d.get("provenance")).get("started")) or 0.0))
     for document in newest_first:
         by_case.setdefault(text(document.get("case")), []).append(document)
-    return [_row(case, claim, by_case) for case in cases for claim in case.claims]
+    grounds = Grounds(newest_first, strategies or {})
+    return [_row(case, claim, by_case, grounds) for case in cases for claim in case.claims]
 
 
-def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]]) -> ClaimRow:
+def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]], grounds: Grounds) -> ClaimRow:
     def row(status: Status, detail: str, evidence: Iterable[Evidence] = ()) -> ClaimRow:
         return ClaimRow(case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence))
 
@@ -79,7 +90,7 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]]) ->
     for prediction in claim.predicts:
         slug = prediction.case or case.slug
         about = [d for d in by_case.get(slug, ()) if _is_about(prediction, d)]
-        found += _newest([_evidence(prediction, slug, document) for document in about], about)
+        found += _newest([_evidence(prediction, slug, document, grounds) for document in about], about)
         if not about:
             absent.append(f"no stored measurement of {_scope(prediction, slug)}")
     decided = [item for item in found if item.holds is not None]
@@ -89,7 +100,7 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]]) ->
     true = [item for item in decided if item.holds]
     false = [item for item in decided if not item.holds]
     if true and false:
-        return row("conditional", _condition(true, false), found)
+        return row("conditional", conditions.condition([_point(item) for item in decided]), found)
     rest = f"; not decided: {'; '.join(open_)}" if open_ else ""
     return row("refuted" if false else "upheld", _by(decided) + rest, found)
 
@@ -125,8 +136,11 @@ def _is_about(prediction: Prediction, document: Document) -> bool:
     return all(wanted is None or wanted == have for wanted, have in axes)
 
 
-def _evidence(prediction: Prediction, case: str, document: Document) -> Evidence:
-    holds, measured = _decide(prediction, document)
+def _evidence(prediction: Prediction, case: str, document: Document, grounds: Grounds) -> Evidence:
+    holds, measured = _decide(prediction, case, document)
+    if holds is not None and prediction.metric is None:
+        absent = grounds.cannot_run(prediction.arm, document)
+        holds, measured = (None, absent) if absent else (holds, measured)
     stack = mapping(document.get("stack"))
     versions = mapping(stack.get("versions"))
     known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
@@ -148,10 +162,11 @@ def _evidence(prediction: Prediction, case: str, document: Document) -> Evidence
         measured=measured,
         holds=holds,
         when=prediction.when,
+        versions={str(name): str(version) for name, version in versions.items()},
     )
 
 
-def _decide(prediction: Prediction, document: Document) -> tuple[bool | None, str]:
+def _decide(prediction: Prediction, case: str, document: Document) -> tuple[bool | None, str]:
     """Whether the document makes the prediction true, and what it shows."""
     arm = mapping(mapping(document.get("arms")).get(prediction.arm))
     if not arm:
@@ -161,13 +176,46 @@ def _decide(prediction: Prediction, document: Document) -> tuple[bool | None, st
     if prediction.metric is not None:
         return compare_metric(prediction.metric, prediction.arm, document)
     if prediction.outcome is not None:
-        return _by_outcome(_listed(prediction.outcome), arm)
+        wanted = _listed(prediction.outcome)
+        return _not_there(prediction, wanted, document) or _by_outcome(wanted, arm)
+    if prediction.against:
+        return _against(prediction, case, document)
     verdict = mapping(mapping(document.get("verdicts")).get(prediction.arm))
     if text(verdict.get("name")) not in get_args(VerdictName):
         return None, f"arm {prediction.arm} has no verdict"
     holds, why = _by_verdict(_listed(prediction.verdict), text(verdict.get("name")))
     reason = text(verdict.get("reason"))
     return holds, (f"{why}: " if why else "") + text(verdict.get("name")) + (f" ({reason})" if reason else "")
+
+
+def _against(prediction: Prediction, case: str, document: Document) -> tuple[bool | None, str]:
+    """The verdict of an arm that stands in the place of another one than ``broken``."""
+    other = prediction.against or "broken"
+    found = judge_pair(case, _outcomes(document, other), _outcomes(document, prediction.arm))
+    holds, why = _by_verdict(_listed(prediction.verdict), found.name)
+    return holds, (f"{why}: " if why else "") + f"{found.name} against {other} ({found.reason})"
+
+
+def _outcomes(document: Document, arm: str) -> list[Outcome]:
+    attempts = items(mapping(mapping(document.get("arms")).get(arm)).get("attempts"))
+    graded = (mapping(attempt.get("outcome")) for attempt in attempts)
+    return [Outcome.from_json(outcome) for outcome in graded if outcome.get("outcome") in get_args(OutcomeName)]
+
+
+def _not_there(prediction: Prediction, wanted: frozenset[str], document: Document) -> tuple[None, str] | None:
+    """That the failure does not fire where this outcome is predicted, so that it decides nothing; None when it may.
+
+    Of the broken arm itself anything may be predicted but that it fires: where it does not, the failure is not there.
+    """
+    arm, other = prediction.arm, prediction.against or "broken"
+    if arm == "control" or (arm == other and "fires" not in wanted):
+        return None
+    names = {outcome.outcome for outcome in _outcomes(document, other)} - set(NO_EVIDENCE)
+    if names == {"fires"}:
+        return None
+    if arm == other and (not names or "fires" in names):
+        return None  # what its own attempts say: none ran, or they disagree
+    return None, f"could not be tested on this stack: {other} does not fire"
 
 
 def _by_verdict(wanted: frozenset[str], name: str) -> tuple[bool | None, str]:
@@ -209,38 +257,6 @@ def _by_outcome(wanted: frozenset[str], arm: Mapping[str, Any]) -> tuple[bool | 
     return False, f"{shown} ({reason})"
 
 
-def _condition(true: list[Evidence], false: list[Evidence]) -> str:
-    """On what it depends: the predictions' own words where they tell the two apart, else the axes that do."""
-    yes, no = {item.when for item in true}, {item.when for item in false}
-    if not yes & no and (yes | no) - {None}:
-        return f"holds: {_words(yes)}; does not hold: {_words(no)}"
-    axes = ("stack", "model", "strategy", "hardware", "setting", "case", "arm", "predicted")
-    # Several axes may tell them apart equally well: which of them it is, the measurements do not say.
-    alone = [apart for apart in (_apart((axis,), true, false) for axis in axes) if apart]
-    if alone:
-        return " | or ".join(alone)
-    differing = tuple(axis for axis in axes if len({getattr(item, axis) for item in true + false}) > 1)
-    return _apart(differing, true, false) or "measurements of the same cell disagree"
-
-
-def _apart(axes: Sequence[str], true: list[Evidence], false: list[Evidence]) -> str:
-    """Both sides by these axes, when together they tell every true measurement from every false one."""
-    yes = {tuple(getattr(item, axis) for axis in axes) for item in true}
-    no = {tuple(getattr(item, axis) for axis in axes) for item in false}
-    if yes & no or not axes:
-        return ""
-    named = " ".join(axes)
-    return f"{named}: holds on {_values(yes)}; not on {_values(no)}"
-
-
-def _values(values: Iterable[tuple[str, ...]]) -> str:
-    return ", ".join(sorted(" ".join(part for part in value if part) for value in values))
-
-
-def _words(conditions: Iterable[str | None]) -> str:
-    return ", ".join(sorted(item or "otherwise" for item in conditions))
-
-
 def _listed(value: Any) -> frozenset[str]:
     return frozenset(value if isinstance(value, list) else [value])
 
@@ -257,3 +273,8 @@ def _scope(prediction: Prediction, case: str) -> str:
     """What would have to be measured, in words."""
     axes = (prediction.model, prediction.strategy, prediction.stack, prediction.hardware)
     return " ".join([f"{case}, arm {prediction.arm}", *(f"[{axis}]" for axis in axes if axis)])
+
+
+def _point(item: Evidence) -> Point:
+    axes = {name: getattr(item, name) or "" for name in conditions.AXES}
+    return Point(bool(item.holds), axes, item.versions)

@@ -1,8 +1,9 @@
 """Figures of stored attempts, and their comparison between two arms. Pure.
 
-A figure of an attempt is the greatest of its ranks; a figure of an arm is the median of its attempts. What the script
-measured comes first; ``cpu_s`` and ``wall_s`` of the whole attempt, ``peak_rss_mb`` and ``peak_gpu_mb`` of its ranks
-are there anyway.
+A figure of an attempt is the greatest of its ranks; a figure of an arm is the median of its attempts. Two arms differ
+when their medians are further apart than the attempts of both scatter: 1050, 1740 and 8117 tokens/s were one arm,
+measured thrice. With fewer than three attempts nobody knows how far they scatter. What the script measured comes first;
+``cpu_s`` and ``wall_s`` of the whole attempt, ``peak_rss_mb`` and ``peak_gpu_mb`` of its ranks are there anyway.
 """
 
 from __future__ import annotations
@@ -15,15 +16,27 @@ from typing import Any
 from harness.judge.evidence import items, mapping, number, text
 from harness.schema import Metric
 
+REPEATS = 3  # attempts of each arm, at the least
 _OF_ATTEMPT = ("cpu_s", "wall_s")
 _OF_RANK = ("peak_rss_mb", "peak_gpu_mb", "cpu_s")
 
 
 @dataclass(frozen=True)
 class Figure:
-    value: float
-    attempts: int
+    values: tuple[float, ...]  # one per attempt
     source: str  # two figures are only comparable when they were taken in the same way
+
+    @property
+    def value(self) -> float:
+        return median(self.values)
+
+    @property
+    def spread(self) -> float:
+        """How far the attempts lie apart."""
+        return max(self.values) - min(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" + (f" ({min(self.values):g} to {max(self.values):g})" if self.spread else "")
 
 
 def compare_metric(metric: Metric, arm: str, document: Mapping[str, Any]) -> tuple[bool | None, str]:
@@ -38,8 +51,14 @@ def compare_metric(metric: Metric, arm: str, document: Mapping[str, Any]) -> tup
     limit = metric.factor * theirs.value
     holds = own.value <= limit if metric.below else own.value >= limit
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
-    taken = f"medians of {own.attempts} and {theirs.attempts}"
-    return holds, f"{metric.name}: {arm} {own.value:g}, {other} {theirs.value:g}{times} ({taken})"
+    taken = f"medians of {len(own.values)} and {len(theirs.values)}"
+    shown = f"{metric.name}: {arm} {own}, {other} {theirs}{times} ({taken})"
+    if min(len(own.values), len(theirs.values)) < REPEATS:
+        return None, f"noise: fewer than {REPEATS} attempts of an arm; {shown}"
+    noise = own.spread + metric.factor * theirs.spread
+    if noise and abs(own.value - limit) <= noise:
+        return None, f"noise: the attempts scatter by more than the arms differ; {shown}"
+    return holds, shown
 
 
 def figure(document: Mapping[str, Any], arm: str, name: str) -> tuple[Figure | None, str]:
@@ -58,7 +77,7 @@ def figure(document: Mapping[str, Any], arm: str, name: str) -> tuple[Figure | N
     sources = sorted({source for _, source in found})
     if len(sources) > 1:
         return None, f"{name} of {arm} was taken in different ways ({', '.join(sources)})"
-    return Figure(median(value for value, _ in found), len(found), sources[0]), ""
+    return Figure(tuple(value for value, _ in found), sources[0]), ""
 
 
 def _finished(attempt: Mapping[str, Any]) -> bool:

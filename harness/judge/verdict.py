@@ -89,6 +89,11 @@ def judge(
     return {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
 
 
+def judge_pair(case: str, broken: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
+    """An arm judged against any other one in the broken arm's place."""
+    return _fix(case, broken, fix, None)
+
+
 def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """The attempts that count."""
     return [outcome for outcome in outcomes if outcome.outcome not in NO_EVIDENCE]

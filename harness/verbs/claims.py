@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     stored = [document for folder in folders for document in Store(folder).documents() if document["complete"]]
     judged = judged_again(stored, catalogue.cases)
     print_notes(judged.notes)
-    found = ledger.ledger(cases, judged.documents)
+    found = ledger.ledger(cases, judged.documents, catalogue.strategies)
     if args.json:
         print_json([asdict(row) for row in found])
         return 0

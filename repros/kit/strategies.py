@@ -147,9 +147,23 @@ class Fsdp(Wrapped):
 
 
 def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
-    """The auto-wrap policy that the strategy's options name: each layer a unit, or torch's size-based one."""
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+    """The auto-wrap policy that the strategy's options name: each layer a unit; torch's size-based one; or each layer
+    and every other module that has parameters (``module``: none are left in the root)."""
+    from torch.distributed.fsdp.wrap import (
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
 
+    if options.get("wrap", "layer") == "module":
+        layers = layer_classes(model)
+        inside = {id(m) for layer in model.modules() if isinstance(layer, tuple(layers)) for m in layer.modules()}
+
+        def is_unit(module: nn.Module) -> bool:
+            own = id(module) not in inside and next(module.parameters(recurse=False), None) is not None
+            return own or isinstance(module, tuple(layers))
+
+        return partial(lambda_auto_wrap_policy, lambda_fn=is_unit)
     if options.get("wrap", "layer") == "size":
         return partial(size_based_auto_wrap_policy, min_num_params=options.get("min_num_params", 2000))
     return partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes(model))
