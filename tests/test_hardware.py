@@ -1,12 +1,218 @@
-"""What the machine is said to have."""
+"""What the machine is said to have, by a fake NVML: which cards can be used, and when ``auto`` refuses to be a CPU."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
 
-from harness.hardware import cgroup_limits, detect
+from harness import catalogue
+from harness.errors import ConfigError
+from harness.hardware import Machine, Xids, cgroup_limits, detect, settle, states
+from harness.hardware.nvml import without_peers
+from harness.launch.attempt import RUN_TOKEN
+
+KNOWN = catalogue.load().hardware
+Root = Callable[..., Path]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    """A machine's root folder with these files in it."""
+
+    def make(**files: str) -> Path:
+        for path, text in files.items():
+            place = tmp_path / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="ascii")
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machine]:
+    """The machine with these cards, under these environment variables."""
+
+    def detected(nvml: FakeNvml, root: Path | None = None, **env: str) -> Machine:
+        nvml.install(monkeypatch)
+        return detect(env, root or tmp_path / "nothing")
+
+    return detected
+
+
+Look = Callable[..., Machine]
+NO_LIBRARY = FakeNvml(init_error=12)
+
+
+@pytest.mark.parametrize(
+    "cards, profile",
+    [
+        ([Card() for _ in range(8)], "a100x8"),
+        ([Card(H200)], "gpu1"),
+        ([Card(), Card(), Card(H200), Card(H200)], "gpu4"),
+        ([Card(), Card(), Card(), Card(mig=["MIG-1"])], "gpu2"),  # the card in MIG mode is left out
+        ([Card(), Card(mode="prohibited"), Card()], "gpu2"),
+        ([Card(lost=True), Card()], "gpu1"),
+        ([Card(recovery=2), Card()], "gpu1"),
+        ([Card(remap_failed=True), Card()], "gpu1"),
+        ([Card(mode="exclusive_process"), Card()], "gpu2"),  # nobody is on it: one rank may be
+        ([Card(mode="exclusive_process", processes=[Process(99999999)]), Card()], "gpu1"),
+        ([Card(processes=[Process(99999999, 70000)]), Card()], "gpu2"),  # busy: the scheduler's business
+    ],
+)
+def test_auto_takes_what_can_be_used(cards: list[Card], profile: str, look: Look) -> None:
+    assert settle("auto", KNOWN, look(FakeNvml(cards))).name == profile
+
+
+def test_a_card_says_what_it_is(look: Look) -> None:
+    machine = look(FakeNvml([Card(persistence=False), Card(H200)], driver="535.129.03", cuda=12020))
+    assert (machine.driver, machine.cuda) == ("535.129.03", "12.2")
+    one, other = machine.gpus
+    assert (one.index, one.name, one.uuid, one.memory_mb) == (0, A100, uuid_of(0), 81920)
+    assert (one.capability, one.mode, one.persistence) == ("8.0", "default", False)
+    assert (other.capability, other.persistence) == ("9.0", True)
+
+
+REFUSED = {
+    "the driver is not loaded": (FakeNvml(init_error=9), {}, "Driver Not Loaded"),
+    "library and driver differ": (FakeNvml(init_error=18), {}, "version mismatch"),
+    "NVML fails later": (FakeNvml([Card()], error=999), {}, "Unknown Error"),
+    "all in MIG mode": (FakeNvml([Card(mig=["MIG-a"])]), {}, "GPU 0 .*MIG mode"),
+    "a MIG device": (FakeNvml([Card(mig=["MIG-a"])]), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, "names a MIG device"),
+    "all": (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "all"}, "'all' is a word of NVIDIA_VISIBLE_DEVICES"),
+    "no such GPU": (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "1"}, "'1', which is no GPU"),
+    "no such UUID": (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "GPU-ffff"}, "is no GPU's UUID"),
+    "ambiguous": (
+        FakeNvml([Card(uuid="GPU-aa1"), Card(uuid="GPU-aa2")]), {"CUDA_VISIBLE_DEVICES": "GPU-aa"},
+        "begins the UUIDs of 2 GPUs",
+    ),
+    "twice": (FakeNvml([Card(), Card()]), {"CUDA_VISIBLE_DEVICES": "0,1,0"}, "names a device twice"),
+    "order": (FakeNvml([Card(), Card(H200)]), {"CUDA_VISIBLE_DEVICES": "0"}, "set CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+    "prohibited": (FakeNvml([Card(mode="prohibited")]), {}, "compute mode is prohibited"),
+    "held": (FakeNvml([Card(mode="exclusive_process", processes=[Process(99999999)])]), {}, "pid 99999999"),
+    "lost": (FakeNvml([Card(lost=True)]), {}, "GPU is lost"),
+    "a container without NVML": (NO_LIBRARY, {"NVIDIA_VISIBLE_DEVICES": "all"}, "libraries have to be handed in"),
+    "a list, and no NVML": (NO_LIBRARY, {"CUDA_VISIBLE_DEVICES": "0"}, "'0', which is no GPU"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_auto_never_becomes_the_cpu_without_a_word(name: str, look: Look) -> None:
+    nvml, env, said = REFUSED[name]
+    machine = look(nvml, **env)
+    with pytest.raises(ConfigError, match=said) as error:
+        settle("auto", KNOWN, machine)
+    assert "hardware=cpu runs" in str(error.value)
+    assert settle("cpu", KNOWN, machine).name == "cpu"
+
+
+SIGNS = {
+    "dev/nvidia0": ("", "device nodes /dev/nvidia0"),
+    "proc/driver/nvidia/gpus/0000:07:00.0/information": ("", "the kernel's driver shows 1 GPU"),
+    "proc/driver/nvidia/version": ("NVRM", "the kernel's driver is loaded"),
+    "dev/dxg": ("", "WSL"),
+}
+
+
+@pytest.mark.parametrize("path", SIGNS)
+def test_signs_of_gpus_without_nvml_are_an_error(path: str, look: Look, root: Root) -> None:
+    text, said = SIGNS[path]
+    with pytest.raises(ConfigError, match=said):
+        settle("auto", KNOWN, look(FakeNvml(init_error=12), root(**{path: text})))
+
+
+def test_a_card_on_the_bus_without_a_driver_is_a_sign(look: Look, root: Root) -> None:
+    pci = "sys/bus/pci/devices/0000:07:00.0"
+    with pytest.raises(ConfigError, match=r"PCI bus at 0000:07:00\.0"):
+        settle("auto", KNOWN, look(NO_LIBRARY, root(**{f"{pci}/vendor": "0x10de\n", f"{pci}/class": "0x030200\n"})))
+
+
+@pytest.mark.parametrize(
+    "nvml, env, files",
+    [
+        (NO_LIBRARY, {}, {}),
+        (NO_LIBRARY, {}, {"dev/nvidia-caps/x": "", "sys/bus/pci/devices/a/vendor": "0x10de", "dev/nvidiactl": ""}),
+        (NO_LIBRARY, {"NVIDIA_VISIBLE_DEVICES": "void"}, {}),
+        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}),
+        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}),
+        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}),
+        (FakeNvml(init_error=9), {"CUDA_VISIBLE_DEVICES": ""}, {}),
+    ],
+)
+def test_the_cpu_where_there_is_no_gpu_or_none_is_wished(
+    nvml: FakeNvml, env: dict[str, str], files: dict[str, str], look: Look, root: Root
+) -> None:
+    assert settle("auto", KNOWN, look(nvml, root(**files), **env)).name == "cpu"
+
+
+def test_a_gpu_profile_says_why_cards_are_not_usable(look: Look) -> None:
+    two = FakeNvml([Card(), Card(mode="prohibited")])
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs; this machine has: NVIDIA A100.*prohibited.*hardware=cpu"):
+        settle("gpu2", KNOWN, look(two))
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs; .*'9', which is no GPU \(there are 8\)"):
+        settle("gpu8", KNOWN, look(FakeNvml([Card() for _ in range(8)]), CUDA_VISIBLE_DEVICES="0,1,9"))
+    with pytest.raises(ConfigError, match=r"needs 1 GPU; .* asks for no GPU"):
+        settle("gpu1", KNOWN, look(FakeNvml([Card()]), CUDA_VISIBLE_DEVICES=""))
+
+
+def test_part_of_a_list_is_used_and_the_rest_said(look: Look) -> None:
+    machine = look(FakeNvml([Card() for _ in range(4)]), CUDA_VISIBLE_DEVICES="2,0,-1,1")
+    assert [gpu.index for gpu in machine.gpus] == [2, 0] and not machine.meant
+    assert machine.unseen and "'-1', which ends the list" in machine.unseen
+
+
+def test_state_of_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = psutil.Process()
+    cards = [
+        Card(processes=[Process(me.pid, 500), Process(99999999, None)], ecc_uncorrected=2, remap_pending=True),
+        Card(ecc_uncorrected=None),
+        Card(lost=True),
+        Card(recovery=1, no_peers=True),
+    ]
+    FakeNvml(cards).install(monkeypatch)
+    busy, plain, lost, sick = states([card.uuid for card in cards]).values()
+    assert [(p.pid, p.memory_mb, p.name) for p in busy.processes] == [(me.pid, 500, me.name()), (99999999, None, None)]
+    assert busy.foreign == busy.processes and busy.free_mb == 81920 - 500
+    assert (busy.ecc_uncorrected, busy.remap_pending, busy.sick) == (2, True, None)
+    assert (plain.ecc_uncorrected, plain.processes, plain.sick) == (None, (), None)
+    assert lost.sick == "NVML: GPU is lost"
+    assert sick.sick == "NVML says that it needs a GPU reset"
+    assert without_peers([cards[0].uuid, cards[1].uuid, cards[3].uuid]) == [
+        (cards[0].uuid, cards[3].uuid), (cards[1].uuid, cards[3].uuid),
+    ]  # fmt: skip
+
+
+def test_a_process_of_a_run_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+    import sys
+
+    ours = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, RUN_TOKEN: "r"}
+    )
+    try:
+        card = Card(mode="exclusive_process", processes=[Process(ours.pid)])
+        FakeNvml([card]).install(monkeypatch)
+        assert states([card.uuid])[card.uuid].foreign == ()
+        assert len(detect({}).gpus) == 1  # held by another run of ours: its lease is waited for
+    finally:
+        ours.communicate()
+
+
+def test_xids_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [Card(), Card()]
+    FakeNvml(cards).install(monkeypatch)
+    xids = Xids([card.uuid for card in cards])
+    cards[1].xids += [79, 94]
+    assert xids.new() == [(cards[1].uuid, 79), (cards[1].uuid, 94)]
+    assert xids.new() == []
+    xids.close()
+    FakeNvml(init_error=12).install(monkeypatch)
+    assert Xids(["GPU-x"]).new() == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+"""What this machine has, which hardware profile that is, and whether a stack's torch can use it. Never imports torch.
+
+visible   CUDA_VISIBLE_DEVICES, as CUDA reads it (pure)
+nvml      the cards, as NVML tells of them: what they are, and what state they are in
+signs     that GPUs are here, or were meant, though NVML shows none
+machine   all of that, cores and memory
+profile   the profile to run with, or a clear error; ``auto`` never becomes the CPU without a word
+probe     one process in a stack's own python: what torch says, and whether it can use the cards
+around    what else a run on GPUs depends on: /dev/shm, ptrace
+"""
+
+from harness.hardware.machine import Machine, cgroup_limits, detect
+from harness.hardware.nvml import CardState, Gpu, GpuProcess, LeftOut, Xids, states
+from harness.hardware.profile import HardwareError, Profile, settle
+
+__all__ = [
+    "CardState", "Gpu", "GpuProcess", "HardwareError", "LeftOut", "Machine", "Profile", "Xids", "cgroup_limits",
+    "detect", "settle", "states",
+]  # fmt: skip

@@ -1,0 +1,88 @@
+"""The hardware profile to run with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.errors import ConfigError, unknown
+from harness.hardware.machine import Machine
+from harness.hardware.nvml import Gpu
+from harness.schema import Hardware
+
+
+class HardwareError(ConfigError):
+    """The machine does not have, or cannot use, the hardware that was asked for."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A hardware profile settled for this machine."""
+
+    name: str
+    accelerator: str  # cpu or cuda
+    backend: str
+    gpus: tuple[Gpu, ...]
+    world_size: int | None
+
+    def words(self) -> str:
+        """For the first line of a run: ``gpu2 (2 x NVIDIA H200), backend nccl``."""
+        cards = f" ({counted([gpu.name for gpu in self.gpus])})" if self.gpus else ""
+        return f"{self.name}{cards}, backend {self.backend}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """``8 x NVIDIA A100-SXM4-80GB``, ``1 x A, 2 x B``."""
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
+    """The profile to run with. Raises HardwareError (a ConfigError) when the machine does not have what it asks for,
+    and for ``auto`` where GPUs are there, or were meant to be, and none can be used."""
+    if name not in known:
+        raise unknown("hardware", name, known, "hardware")
+    if name == "auto":
+        name = _name_of(known, machine)
+    spec = known[name]
+    if spec.accelerator == "cpu":
+        return Profile(name, "cpu", "gloo", (), spec.world_size)
+    fitting = [gpu for gpu in machine.gpus if _fits(spec, gpu)]
+    if len(fitting) < spec.gpus:
+        kind = f"{spec.gpu_name} " if spec.gpu_name else ""
+        have = ", ".join(gpu.name for gpu in machine.gpus) or machine.nvml_error or "none"
+        why = [str(card) for card in machine.left_out] or list(machine.meant)
+        why += [machine.unseen] if machine.unseen and machine.unseen not in why else []
+        raise HardwareError(
+            f"hardware={name} needs {spec.gpus} {kind}GPU{'s' if spec.gpus != 1 else ''}; this machine has: {have}. "
+            + (f"Not usable: {'; '.join(why)}. " if why else "")
+            + "hardware=auto takes what is there; hardware=cpu runs with gloo on any machine"
+        )
+    backend = "nccl" if spec.backend == "auto" else spec.backend
+    return Profile(name, "cuda", backend, tuple(fitting[: spec.gpus]), spec.world_size)
+
+
+def _fits(spec: Hardware, gpu: Gpu) -> bool:
+    return not spec.gpu_name or spec.gpu_name.lower() in gpu.name.lower()
+
+
+def _name_of(known: dict[str, Hardware], machine: Machine) -> str:
+    """The largest profile that the machine fills; a profile that names the GPU wins over one that does not."""
+    if not machine.gpus:
+        if machine.meant:
+            raise HardwareError(
+                "hardware=auto: GPUs are here or were meant, and none can be used:\n  "
+                + "\n  ".join(machine.meant)
+                + "\nhardware=cpu runs with gloo anyway; `repro doctor` says more"
+            )
+        return "cpu"
+    fits = [
+        spec
+        for spec in known.values()
+        if spec.accelerator == "cuda" and sum(_fits(spec, gpu) for gpu in machine.gpus) >= spec.gpus
+    ]
+    if not fits:
+        have = counted([gpu.name for gpu in machine.gpus])
+        raise HardwareError(
+            f"hardware=auto: no profile in conf/hardware fits {have}; hardware=cpu runs with gloo anyway"
+        )
+    return max(fits, key=lambda spec: (spec.gpus, spec.gpu_name is not None)).slug
