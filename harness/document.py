@@ -129,7 +129,7 @@ def settle(
         known = wanted or guess
         document["verdicts"][name] = {
             **asdict(found),
-            "expected": expect.compare(found, wanted, guess),
+            "expected": expect.compare(found, wanted, guess, control=case.kind == "control"),
             "expectation": known.verdicts[name] if known else None,
             "met_note": expect.said_of_met(found, known),
         }

@@ -1,4 +1,5 @@
-"""The exit code of a run: 1 differs from its expectation, else 3 less measured than asked for, else 0. Pure."""
+"""The exit code of a run: 1 differs from its expectation (a control that fails always does), else 3 less measured than
+asked for, else 0. Pure."""
 
 from __future__ import annotations
 

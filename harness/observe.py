@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.device_errors import of_device
 from harness.launch.attempt import Attempt, torchrun_line
 from harness.launch.watch import Watched, read_launch
 
@@ -127,7 +128,7 @@ def _infra(launch: Json, ranks: list[Json], seen: Watched, attempt: Attempt, wor
     if not launch.get("finished") and not seen.timed_out:
         return {"kind": "lost", "message": f"the launcher's worker {_ended(worker_exit)} before its ranks did\n{log}"}
     for rank in ranks:
-        found = _of_rank(rank)
+        found = _of_rank(rank, attempt.device)
         if found:
             return {"kind": found[0], "message": f"rank {rank['rank']}: {found[1]}"}
     return None
@@ -142,7 +143,7 @@ def _ended(code: int | None) -> str:
     return "did not answer" if code is None else f"ended with exit code {code}"
 
 
-def _of_rank(rank: Json) -> tuple[str, str] | None:
+def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
     record = rank["record"]
     if rank["signal"] == "SIGKILL" and rank["ended_by"] == "self":
         return "memory", "killed (SIGKILL) and not by the harness: most likely the system was out of memory"
@@ -153,7 +154,7 @@ def _of_rank(rank: Json) -> tuple[str, str] | None:
     error = record["exception"]
     if error is None and rank["exit_code"] and record.get("ended") is None and _DISK.search(rank["log_tail"]):
         return "disk", "its record could not be written: no space left on the device"
-    return _of_exception(error, str(record.get("phase"))) if error else None
+    return _of_exception(error, str(record.get("phase")), device) if error else None
 
 
 def _of_log(text: str) -> tuple[str, str] | None:
@@ -166,11 +167,13 @@ def _of_log(text: str) -> tuple[str, str] | None:
     return None
 
 
-def _of_exception(error: Json, phase: str) -> tuple[str, str] | None:
+def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | None:
     kind, message = str(error["type"]), str(error["message"])
     first = f"{kind}: {message.splitlines()[0] if message else ''}"
     if _DISK.search(message):
         return "disk", first
+    if device == "cuda" and of_device(error, phase):
+        return "device", first
     if phase == "init_process_group" and _PORT.search(message):
         return "port", first
     if kind in ("MemoryError", "OutOfMemoryError") or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message)):

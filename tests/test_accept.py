@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from harness.paths import ROOT, cache_dir
-from harness.verbs.accept import _portable
+from harness.verbs.accept import _portable, _usable
 
 
 def test_own_folders_are_not_published_and_all_else_is() -> None:
@@ -22,3 +22,12 @@ def test_own_folders_are_not_published_and_all_else_is() -> None:
         "number": 3,
     }
     assert str(ROOT) not in json.dumps(shown)
+
+
+def test_what_only_infrastructure_answered_is_not_published() -> None:
+    def document(*outcomes: str) -> dict[str, object]:
+        attempts = [{"outcome": {"outcome": outcome}} for outcome in outcomes]
+        return {"complete": True, "stack": {"name": "current"}, "arms": {"broken": {"attempts": attempts}}}
+
+    assert _usable(document("infra", "fires"))
+    assert not _usable(document("infra", "infra")) and not _usable(document())

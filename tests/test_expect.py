@@ -90,6 +90,18 @@ def test_compare() -> None:
     assert compare(Verdict("FIX_HOLDS", "x"), None) == "unset"
 
 
+def test_a_control_that_fails_is_red_without_any_expectation() -> None:
+    for name in ("UNHEALTHY", "FLAKY", "INCONCLUSIVE"):  # the last: it hangs
+        assert compare(Verdict(name, "x"), None, control=True) == "unexpected"
+    assert compare(Verdict("HEALTHY", "x"), None, control=True) == "unset"
+    assert compare(Verdict("INCONCLUSIVE", "skipped", measured=False), None, control=True) == "unset"
+    known = Expectation.model_validate(entry() | {"verdicts": {"control": "UNHEALTHY"}})
+    assert compare(Verdict("UNHEALTHY", "x"), known, control=True) == "expected"
+    assert compare(Verdict("UNHEALTHY", "x"), None, known, control=True) == "as predicted"
+    healthy = Expectation.model_validate(entry() | {"verdicts": {"control": "HEALTHY"}})
+    assert compare(Verdict("UNHEALTHY", "x"), None, healthy, control=True) == "unexpected"
+
+
 def test_compare_takes_what_expected_returns() -> None:
     known = having(entry() | {"verdicts": {"other-fix": "FIX_BROKEN", "fix": "FIX_HOLDS"}})
     applies = expected(known, "m/fsdp", "fix", NOW, "cpu")

@@ -86,7 +86,7 @@ REFUSED = {
     "a MIG device": (FakeNvml([Card(mig=["MIG-a"])]), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, "names a MIG device"),
     "all": (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "all"}, "'all' is a word of NVIDIA_VISIBLE_DEVICES"),
     "no such GPU": (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "1"}, "'1', which is no GPU"),
-    "no such UUID": (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "GPU-ffff"}, "is no GPU's UUID"),
+    "no such UUID": (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "GPU-ffff"}, "'GPU-ffff', which is no GPU"),
     "ambiguous": (
         FakeNvml([Card(uuid="GPU-aa1"), Card(uuid="GPU-aa2")]), {"CUDA_VISIBLE_DEVICES": "GPU-aa"},
         "begins the UUIDs of 2 GPUs",

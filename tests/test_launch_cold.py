@@ -74,7 +74,7 @@ def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path) -> None:
 def test_stacks_come_from_faulthandler_where_py_spy_may_not_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_py_spy", lambda pid: ("", "py-spy: Permission Denied"))
+    monkeypatch.setattr(stacks, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
     seen = launched_until(ColdLauncher(), attempt_of(tmp_path / "a", "stuck_in_here"), stuck=2)
     for rank in seen["ranks"]:
         assert rank["stack"].startswith("# faulthandler (py-spy: Permission Denied)")

@@ -42,41 +42,43 @@ def read(text: str | None, uuids: Sequence[str], names: Sequence[str], order: st
         return Visible((), wished=True)
     if text.startswith("MIG-"):
         return Visible((), f"{NAME}={text} names a MIG device; what is measured needs whole GPUs")
-    found: list[int] = []
+    named = text.startswith("GPU-")
+    listed: dict[int | str, str] = {}  # as far as the list can be read at all, whatever is there
     problem = None
     for entry in text.split(","):
-        place, problem = _named(entry, uuids) if text.startswith("GPU-") else _numbered(entry, len(uuids))
+        key, problem = (entry, None if entry.startswith("GPU-") else "is no UUID") if named else _number(entry)
         if problem:
             problem = f"{NAME}={text}: CUDA reads it up to {entry.strip()!r}, which {problem}"
             break
-        if place in found:
-            return Visible((), f"{NAME}={text} names a device twice ({entry.strip()!r}): CUDA then shows none")
-        found.append(place)
-    numbered = not text.startswith("GPU-")
-    if numbered and _order_matters(found, names, order):
+        if key in listed:
+            return _twice(text, entry)
+        listed[key] = entry
+    found: list[int] = []
+    for key, entry in listed.items():
+        fitting = [place for place, uuid in enumerate(uuids) if (uuid.startswith(entry) if named else place == key)]
+        if len(fitting) != 1:
+            why = f"begins the UUIDs of {len(fitting)} GPUs" if fitting else f"is no GPU (there are {len(uuids)})"
+            problem = f"{NAME}={text}: CUDA reads it up to {entry.strip()!r}, which {why}"
+            break
+        if fitting[0] in found:
+            return _twice(text, entry)
+        found += fitting
+    if not named and _order_matters(found, names, order):
         return Visible((), f"{NAME}={text} counts devices in CUDA's own order (the fastest first), which NVML does not "
                        "know, and this machine's GPUs differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID or name them by UUID"
                        )  # fmt: skip
     return Visible(tuple(found), problem)
 
 
-def _named(entry: str, uuids: Sequence[str]) -> tuple[int, str | None]:
-    fitting = [place for place, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
-    if len(fitting) == 1:
-        return fitting[0], None
-    if not entry.startswith("GPU-"):
-        return -1, "is no UUID"
-    return -1, f"begins the UUIDs of {len(fitting)} GPUs" if fitting else "is no GPU's UUID"
+def _twice(text: str, entry: str) -> Visible:
+    return Visible((), f"{NAME}={text} names a device twice ({entry.strip()!r}): CUDA then shows none")
 
 
-def _numbered(entry: str, count: int) -> tuple[int, str | None]:
-    number = _NUMBER.match(entry.strip())
-    if number is None:
+def _number(entry: str) -> tuple[int, str | None]:
+    found = _NUMBER.match(entry.strip())
+    if found is None:
         return -1, "is no number" + ("; 'all' is a word of NVIDIA_VISIBLE_DEVICES" if entry.strip() == "all" else "")
-    place = int(number[0])
-    if place < 0:
-        return -1, "ends the list"
-    return place, None if place < count else f"is no GPU (there are {count})"
+    return int(found[0]), "ends the list" if int(found[0]) < 0 else None
 
 
 def _order_matters(found: Sequence[int], names: Sequence[str], order: str | None) -> bool:

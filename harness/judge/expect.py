@@ -56,18 +56,24 @@ def predicted(case: Case, where: str, arm: str, versions: Mapping[str, str], har
     return None if own else expected(case, where, arm, versions, PREDICTING)
 
 
-def compare(verdict: Verdict, expectation: Expectation | None, prediction: Expectation | None = None) -> Compared:
+def compare(
+    verdict: Verdict, expectation: Expectation | None, prediction: Expectation | None = None, control: bool = False
+) -> Compared:
     """A verdict against the expectation of its arm (as ``expected`` returns it), else against its prediction.
 
-    ``unset`` when there is neither, and when nothing was measured: what was skipped is neither green nor red. A hang
-    where there was none is a difference. A verdict that says that something failed must have met what is written down;
+    ``unset`` when there is neither, and when nothing was measured: what was skipped is neither green nor red. But a
+    control needs no expectation: it must train, and whatever else it does is a difference, unless that was predicted. A
+    hang where there was none is a difference. A verdict that says that something failed must have met what is written down;
     where that is unset (an expectation from before it was written) the verdict alone is compared.
     """
-    if not verdict.measured or (expectation is None and prediction is None):
+    if not verdict.measured:
         return "unset"
     if expectation is None:
-        assert prediction is not None
-        return "as predicted" if _agrees(verdict, prediction) else "differs from cpu"
+        if prediction is not None and _agrees(verdict, prediction):
+            return "as predicted"
+        if control and verdict.name != "HEALTHY":
+            return "unexpected"
+        return "unset" if prediction is None else "differs from cpu"
     return "expected" if _agrees(verdict, expectation) else "unexpected"
 
 

@@ -21,13 +21,13 @@ def collect(pids: dict[int, int], records: Path) -> dict[int, str]:
 
 
 def _stack(rank: int, pid: int, records: Path) -> str:
-    text, why = _py_spy(pid)
+    text, why = py_spy(pid)
     if text:
         return f"# py-spy\n{text}"
     return _faulthandler(rank, pid, records, why)
 
 
-def _py_spy(pid: int) -> tuple[str, str]:
+def py_spy(pid: int) -> tuple[str, str]:
     """py-spy's dump, or nothing and the reason."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")

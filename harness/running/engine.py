@@ -168,6 +168,8 @@ class Engine:
         started = {**self.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
         document = documents.new(plan, case, self.profile, self.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
+        if stack and stack.probe:
+            document["hardware"]["probe"] = dict(stack.probe)
         older = self.store.read(path) if resume else None
         if older is not None:
             documents.take_over(document, older, plan, case, self.catalogue.cases)

@@ -16,7 +16,9 @@ from harness import catalogue as catalogues
 from harness import hardware, matrix, overrides, provenance
 from harness.catalogue import Catalogue
 from harness.config import RunSettings, compose_run
-from harness.hardware import Machine, Profile
+from harness.errors import ConfigError, MeasureError
+from harness.hardware import Machine, Profile, around
+from harness.hardware.probe import Prober
 from harness.launch import open_launcher
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
@@ -26,6 +28,8 @@ from harness.running.leases import Leases, clear_leftovers, register_run
 from harness.running.wanted import Wanted
 from harness.stacks import Stack
 from harness.store import Store
+
+_SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 
 
 @dataclass
@@ -38,6 +42,31 @@ class Session:
     plans: list[CellPlan]
     unavailable: dict[str, str]  # stack -> why it is not there
     later: list[Later] = field(default_factory=list)  # what the run builds while it measures the rest
+
+    @property
+    def ranks(self) -> list[int]:
+        """How many ranks attempts have, each size once."""
+        return sorted({arm.world_size for plan in self.plans for arm in plan.arms if not arm.skipped})
+
+    def headline(self) -> str:
+        """Where a run is about to run: its first line."""
+        sizes = self.ranks
+        ranks = " to ".join(str(size) for size in dict.fromkeys([sizes[0], sizes[-1]])) if sizes else "no"
+        ranks += " rank" if sizes == [1] else " ranks"
+        used = {plan.cell.stack for plan in self.plans}
+        stacks = []
+        for name in sorted(used & self.stacks.keys()):
+            versions = self.stacks[name].versions
+            shown = ", ".join(f"{package} {versions[package]}" for package in _SHOWN if package in versions)
+            stacks.append(f"{name} ({shown})")
+        return f"hardware {self.profile.words()}; {ranks} an attempt; stack {', '.join(stacks) or 'none'}"
+
+    def notes(self) -> list[str]:
+        """What a person should know of the machine before the run: cards that are left out, what may go wrong."""
+        if self.profile.accelerator == "cpu":
+            return []
+        unseen = [self.machine.unseen] if self.machine.unseen else []
+        return [*map(str, self.machine.left_out), *unseen, *around.warnings(self.profile, around.shm_mb())]
 
 
 def prepare(
@@ -59,6 +88,8 @@ def prepare(
         known = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
         settings.arms = overrides.expand("arm", settings.arms, known)
     wanted = Wanted(catalogue, settings, profile, machine, build_stacks, dict(given or {}))
+    if build_stacks and profile.accelerator != "cpu":
+        wanted.probe = Prober(profile, machine, cache_dir() / "state")
     wanted.find(cells)
     missing = {cell: wanted.missing(cell) for cell in cells}
     now = [cell for cell in cells if not (overlap and missing[cell])]
@@ -67,7 +98,8 @@ def prepare(
     plans = wanted.plan(now)
     asked = [name for name in selection.stack if name in wanted.unavailable]
     if asked and len(asked) == len(selection.stack):
-        raise catalogues.ConfigError(f"stack={asked[0]}: {wanted.unavailable[asked[0]]}")
+        kind = MeasureError if asked[0] in wanted.unusable else ConfigError
+        raise kind(f"stack={asked[0]}: {wanted.unavailable[asked[0]]}")
     prepared = Session(catalogue, settings, profile, machine, wanted.stacks, plans, wanted.unavailable)
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from harness import matrix, provenance
 from harness.catalogue import Catalogue
@@ -25,6 +26,8 @@ class Wanted:
     build: bool  # whether stacks may be built, and ops compiled
     stacks: dict[str, Stack]
     unavailable: dict[str, str] = field(default_factory=dict)
+    probe: Callable[[Stack], tuple[dict[str, Any], str | None]] | None = None  # on GPUs: what torch makes of them
+    unusable: set[str] = field(default_factory=set)  # of the unavailable: those whose torch cannot use the cards
     unbuilt: set[str] = field(default_factory=set)
 
     def find(self, cells: Iterable[matrix.Cell]) -> None:
@@ -43,6 +46,8 @@ class Wanted:
                 self.unbuilt.add(name)
             else:
                 self.unavailable[name] = f"it is not built here: `repro stack build {name}`"
+        for name in sorted(self.stacks):
+            self._ask(name)
 
     def missing(self, cell: matrix.Cell) -> str | None:
         """What takes minutes to make and must be there before the cell can be planned, or None."""
@@ -59,6 +64,7 @@ class Wanted:
         for name in sorted(named & self.unbuilt):
             self.unbuilt.discard(name)
             self._resolve(name)
+            self._ask(name)
         usable: dict[str, Stack] = dict(self.stacks)
         if any(self._compiles(cell) for cell in cells):
             for name in (named | self._stacks_of_arms(cells)) & usable.keys():
@@ -72,6 +78,18 @@ class Wanted:
             self.stacks[name] = resolve(name)
         except StackError as error:
             self.unavailable[name] = str(error)
+
+    def _ask(self, name: str) -> None:
+        """Whether the stack's torch can use the cards: nothing of it is launched where it cannot."""
+        if self.probe is None or name not in self.stacks:
+            return
+        found, problem = self.probe(self.stacks[name])
+        if problem is None:
+            self.stacks[name] = replace(self.stacks[name], probe=found)
+            return
+        del self.stacks[name]
+        self.unavailable[name] = problem
+        self.unusable.add(name)
 
     def _stacks_of_arms(self, cells: Iterable[matrix.Cell]) -> set[str]:
         cases = [self.catalogue.cases[slug] for slug in {cell.case for cell in cells}]

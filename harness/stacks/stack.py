@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.paths import cache_dir
 from harness.stacks.errors import StackError
@@ -56,6 +57,8 @@ class Stack:
     compiled: str = ""  # the stack whose compiled extensions serve this one too (its key); default: its own
     # package that cannot be used here -> why
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # what torch in it makes of this machine's cards (harness/hardware/probe.py); {} where it was not asked
+    probe: Mapping[str, Any] = field(default_factory=dict, hash=False)
     content: str = ""  # ``key`` without the place, for the project's own environment: alike in every checkout
 
     @property

@@ -74,8 +74,9 @@ def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usable(document: Mapping[str, Any]) -> bool:
-    """Complete, something was run, and on releases: a commit between two of them is no range's measurement."""
-    ran = any(arm["attempts"] for arm in document["arms"].values())
+    """Complete, something was measured (infra is none), and on releases: a commit between two is no range's."""
+    attempts = [attempt for arm in document["arms"].values() for attempt in arm["attempts"]]
+    ran = any(attempt["outcome"]["outcome"] != "infra" for attempt in attempts)
     return bool(document["complete"]) and ran and "#" not in document["stack"]["name"]
 
 

@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+from dataclasses import asdict
 from typing import Any
 
+from harness import hardware
+from harness.hardware import HardwareError, Machine, around, nvml
+from harness.hardware.probe import Prober, problem
+from harness.paths import cache_dir
 from harness.report import print_json, print_table
 from harness.running import session
 
-_PROBE = (
-    "import json, torch, torch.distributed as d; c = torch.cuda.is_available(); "
-    "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, 'cuda_available': c, "
-    "'gpus': torch.cuda.device_count() if c else 0, 'gloo': d.is_gloo_available(), 'nccl': d.is_nccl_available()}))"
-)
+_SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
 
 
 def main(args: argparse.Namespace) -> int:
-    prepared = session.prepare(args.overrides, build_stacks=False)
-    machine = prepared.machine
-    stack = next(iter(prepared.stacks.values()))
-    torch = _torch(stack.python)
-    problems = []
-    if machine.nvml_error:
+    problems, notes = [], []
+    try:
+        prepared = session.prepare(args.overrides, build_stacks=False)
+    except HardwareError as error:  # what a run would end with; the rest is told for the CPU
+        problems.append(str(error))
+        others = [text for text in args.overrides if not text.startswith("hardware=")]
+        prepared = session.prepare([*others, "hardware=cpu"], build_stacks=False)
+    machine, profile = prepared.machine, prepared.profile
+    if machine.nvml_error and not problems:
         problems.append(machine.nvml_error)
-    if machine.gpus and not torch.get("cuda_available"):
-        problems.append(
-            f"NVML sees {len(machine.gpus)} GPU(s), but torch in stack {stack.name} cannot use them: {torch}"
-        )
-    if "error" in torch:
-        problems.append(f"torch does not import in stack {stack.name}: {torch['error']}")
+    notes += [text for text in [*map(str, machine.left_out), machine.unseen] if text]
+    used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
+    stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()))
+    torch = Prober(profile, machine, cache_dir() / "state").look(stack)
+    if profile.accelerator != "cpu":
+        wrong = problem(torch, stack, profile, machine)
+        problems += [wrong] if wrong else []
+    elif "import_error" in torch or "failed" in torch:
+        problems.append(f"torch does not import in stack {stack.name}: {torch.get('import_error') or torch['failed']}")
+    shm, blind = around.shm_mb(), around.no_stacks()
+    notes += around.warnings(profile, shm)
+    notes += [f"py-spy cannot look into ranks ({blind}): a hang's stacks come from faulthandler"] if blind else []
+    states = hardware.states([gpu.uuid for gpu in machine.gpus])
+    apart = nvml.without_peers([gpu.uuid for gpu in machine.gpus])
     rows: list[dict[str, Any]] = [
         {
             "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
@@ -41,51 +51,66 @@ def main(args: argparse.Namespace) -> int:
         for plan in prepared.plans
     ]  # fmt: skip
     data = {
-        "machine": machine.to_json(), "hardware": prepared.profile.name, "torch": torch, "problems": problems,
+        "machine": machine.to_json(), "hardware": profile.name, "backend": profile.backend, "torch": torch,
+        "gpus": [asdict(gpu) | asdict(states[gpu.uuid]) for gpu in machine.gpus], "without_peer_access": apart,
+        "shm_mb": shm, "ptrace": blind is None, "problems": problems, "notes": notes,
         "stack": {"name": stack.name, "versions": dict(stack.versions)}, "cells": rows,
         "unavailable_stacks": prepared.unavailable,
     }  # fmt: skip
     if args.json:
         print_json(data)
-    else:
-        gpus = ", ".join(f"{gpu.name} ({gpu.memory_mb} MiB)" for gpu in machine.gpus) or "none"
-        print(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb} GiB; GPUs: {gpus}; {machine.os}")
-        print(f"hardware profile: {prepared.profile.name}; torch: {json.dumps(torch)}")
-        shown = [
-            f"{name} {stack.versions[name]}"
-            for name in ("transformers", "accelerate", "peft", "deepspeed")
-            if name in stack.versions
-        ]
-        print(f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(shown)}")
-        for problem in problems:
-            print(f"PROBLEM: {problem}")
-        table = [
-            [
-                r["case"],
-                r["model"],
-                r["strategy"],
-                "yes" if r["runs"] else "no",
-                r["reason"] or _arms(r["skipped_arms"]),
-            ]
-            for r in rows
-        ]
-        print_table("", ["case", "model", "strategy", "runs here", "why not"], table)
-        print(f"{sum(r['runs'] for r in rows)} of {len(rows)} cells can run here")
+        return 3 if problems else 0
+    print(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb} GiB; {machine.os}")
+    _print_gpus(machine, states, apart)
+    shared = "none" if shm is None else f"{shm} MiB"
+    print(f"/dev/shm: {shared}; stacks of hung ranks: {'faulthandler' if blind else 'py-spy'}")
+    print(f"hardware profile: {profile.words()}; torch: {json.dumps(torch)}")
+    shown = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
+    print(f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(shown)}")
+    for text in problems:
+        print(f"PROBLEM: {text}")
+    for text in notes:
+        print(f"note: {text}")
+    table = [
+        [r["case"], r["model"], r["strategy"], "yes" if r["runs"] else "no", r["reason"] or _arms(r["skipped_arms"])]
+        for r in rows
+    ]
+    print_table("", ["case", "model", "strategy", "runs here", "why not"], table)
+    print(f"{sum(r['runs'] for r in rows)} of {len(rows)} cells can run here")
     return 3 if problems else 0
+
+
+def _print_gpus(machine: Machine, states: dict[str, hardware.CardState], apart: list[tuple[str, str]]) -> None:
+    """A line per card and a line per process on it that is not ours."""
+    known = f", CUDA up to {machine.cuda}" if machine.cuda else ""
+    print(f"GPUs: {len(machine.gpus) or 'none'}" + (f"; driver {machine.driver}{known}" if machine.driver else ""))
+    for gpu in machine.gpus:
+        state = states[gpu.uuid]
+        facts = [
+            f"{gpu.name} {gpu.uuid}",
+            f"{state.free_mb if state.free_mb is not None else '?'} of {gpu.memory_mb} MiB free",
+            f"compute capability {gpu.capability or '?'}",
+            f"mode {gpu.mode}",
+            f"persistence {_said(gpu.persistence)}",
+            "MIG off",  # a card in MIG mode is left out
+            "no ECC" if state.ecc_uncorrected is None else f"{state.ecc_uncorrected} uncorrected ECC errors",
+        ]
+        facts += ["rows to be remapped at the next reset"] if state.remap_pending else []
+        facts += [f"NOT USABLE: {state.sick}"] if state.sick else []
+        print(f"  GPU {gpu.index}: {', '.join(facts)}")
+        for process in state.foreign:
+            print(f"    in use by {process}")
+    for left in machine.left_out:
+        print(f"  {left}")
+    index = {gpu.uuid: gpu.index for gpu in machine.gpus}
+    if len(machine.gpus) > 1:
+        pairs = ", ".join(f"{index[one]}-{index[other]}" for one, other in apart)
+        print(f"  peer access: {f'none between {pairs}' if pairs else 'between all'}")
+
+
+def _said(value: bool | None) -> str:
+    return "unknown" if value is None else "on" if value else "off"
 
 
 def _arms(skipped: dict[str, str]) -> str:
     return "; ".join(f"arm {arm}: {reason}" for arm, reason in skipped.items())
-
-
-def _torch(python: str) -> dict[str, object]:
-    """What torch says of itself, asked in a process of the stack (the controller never imports it)."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=120, env=env)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"error": str(error)}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1]}
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found

@@ -24,12 +24,22 @@ def main(args: argparse.Namespace) -> int:
         return show_plan(prepared, args.json)
     from harness.running.progress import Progress
 
+    print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
+    for note in prepared.notes():
+        print(f"note: {note}", file=sys.stderr, flush=True)
     stop = threading.Event()
     with Progress(verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):
         summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
     found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
     per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
+    profile = prepared.profile
     totals = {
+        "hardware": profile.name,
+        "accelerator": profile.accelerator,
+        "backend": profile.backend,
+        "devices": [gpu.name for gpu in profile.gpus],
+        "ranks": prepared.ranks,
+        "stacks": {stack.name: dict(stack.versions) for stack in prepared.stacks.values()},
         "attempts": summary.attempts,
         "reused": summary.reused,
         "cpu_s": round(summary.cpu_s, 1),

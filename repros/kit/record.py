@@ -36,11 +36,13 @@ def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
         for f, module in zip(traceback.extract_tb(error.__traceback__), _modules(error.__traceback__))
     ]
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    code = getattr(error, "error_code", None)  # torch.AcceleratorError: the driver's own number
     return {
         "type": kind.__qualname__,
         "module": kind.__module__,
         "bases": [base.__qualname__ for base in kind.__mro__[1:-1]],
         "message": clip(str(error)),
+        **({"error_code": code} if isinstance(code, int) else {}),
         "frames": frames[-60:],
         "cause": describe_exception(cause, depth + 1) if cause is not None and depth < 5 else None,
     }
@@ -168,7 +170,5 @@ def _plain(value: Any) -> Any:
 def versions() -> dict[str, str]:
     """Versions of the packages that this rank really imported (not of what is merely installed)."""
     names = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors")
-    found = {
-        name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in names if name in sys.modules
-    }
+    found = {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in names if name in sys.modules}
     return {"python": ".".join(map(str, sys.version_info[:3])), **found}

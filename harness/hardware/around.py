@@ -1,0 +1,51 @@
+"""What else a run depends on, beside its cards: shared memory, and whether hung ranks can be looked into."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.hardware.profile import Profile
+
+SHM = Path("/dev/shm")
+SHM_MB = 1024  # NCCL takes some 10 MB for every pair of ranks that share memory, data loaders more; Docker gives 64
+
+
+def shm_mb(path: Path = SHM) -> int | None:
+    """The size of shared memory; None where there is none."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks // 2**20
+
+
+def warnings(profile: Profile, shm: int | None) -> list[str]:
+    """What may go wrong on these cards and is no error yet."""
+    found = []
+    if profile.backend == "nccl" and len(profile.gpus) > 1 and (shm or 0) < SHM_MB:
+        have = "is missing" if shm is None else f"has {shm} MiB"
+        found.append(f"/dev/shm {have}; NCCL needs shared memory (in Docker: --shm-size=1g or --ipc=host)")
+    slow = [gpu.index for gpu in profile.gpus if gpu.persistence is False]
+    if slow:
+        found.append(f"persistence mode is off on {gpus_named(slow)}: attempts wait for the driver (nvidia-smi -pm 1)")
+    return found
+
+
+def gpus_named(indices: Sequence[int]) -> str:
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+def no_stacks() -> str | None:
+    """Why py-spy cannot look into a process of ours (a hang's stacks then come from faulthandler); None when it can."""
+    from harness.launch.stacks import py_spy
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        try:
+            text, why = py_spy(child.pid)
+        finally:
+            child.kill()
+    return None if text else why or "py-spy said nothing"

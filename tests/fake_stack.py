@@ -1,0 +1,36 @@
+"""A stack whose torch says of the GPUs what a test wants: an interpreter that answers the device probe by itself, and
+is the real one in everything else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ARCH = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+def lines(gpus: int = 2, **said: Any) -> list[dict[str, Any]]:
+    """What the probe prints where all is well; ``said`` replaces parts of it."""
+    devices = [
+        {"index": i, "touched": True, "error": None, "name": "NVIDIA A100-SXM4-80GB", "capability": "8.0"}
+        for i in range(gpus)
+    ]
+    found = {"torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "gloo": True, "nccl": True, "gpus": gpus}
+    found |= {"arch_list": ARCH, "nccl_version": "2.28.9"} | said
+    return [found, *({"device": device} for device in found.pop("devices", devices)), {"stage": "done"}]
+
+
+def python_that_says(folder: Path, *said: dict[str, Any]) -> Path:
+    """An interpreter for ``stack=python:...``."""
+    text = "".join(json.dumps(line) + "\n" for line in said)
+    (folder / "said.txt").write_text(text, encoding="utf-8")
+    path = folder / "python"
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in */device_probe.py)\n  cat "{folder}/said.txt"; echo "$@" >>"{folder}/asked"\n'
+        f'  printf "%s\\n" "$CUDA_VISIBLE_DEVICES" >>"{folder}/visible"; exit 0;; esac\nexec {sys.executable} "$@"\n',
+        encoding="utf-8",
+    )
+    path.chmod(0o755)
+    return path

@@ -1,0 +1,110 @@
+"""What `repro doctor`, `repro matrix` and `repro run` say on machines with GPUs, as a user meets them; fake NVML, and
+interpreters that answer the probe. Nothing with ranks unless it is marked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import Card, FakeNvml, Process
+from fake_stack import lines, python_that_says
+
+from harness.store import Store
+
+ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "arms=[summon]")
+
+
+def repro(
+    tmp_path: Path, nvml: FakeNvml, *words: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environ |= nvml.on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")} | (env or {})
+    command = [sys.executable, "-m", "harness.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=280)
+
+
+def documents(tmp_path: Path) -> list[dict[str, Any]]:
+    folder = tmp_path / "results"
+    return list(Store(folder).documents()) if folder.exists() else []
+
+
+def test_a_wheel_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) -> None:
+    """The stack of this checkout is a CPU build: on a machine with GPUs that is exit 3 and the command to mend it."""
+    nvml = FakeNvml([Card(), Card()], driver="535.129.03", cuda=12020)
+    done = repro(tmp_path, nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
+    assert done.returncode == 3, done.stderr
+    assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.stderr
+    assert "--torch-backend=auto" in done.stderr and "Traceback" not in done.stderr
+    assert documents(tmp_path) == []
+
+
+def test_auto_refuses_where_gpus_were_meant(tmp_path: Path) -> None:
+    done = repro(tmp_path, FakeNvml(init_error=12), "matrix", *ONE, env={"NVIDIA_VISIBLE_DEVICES": "all"})
+    assert done.returncode == 2 and "hardware=cpu runs with gloo anyway" in done.stderr
+
+
+def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
+    cards = [
+        Card(mode="exclusive_process", persistence=False, ecc_uncorrected=3),
+        Card(processes=[Process(99999999, 4321)], remap_pending=True),
+        Card(mig=["MIG-x"]),
+        Card(no_peers=True),
+    ]
+    python = python_that_says(tmp_path, *lines(gpus=2))
+    done = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout
+    assert "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000" in shown and "mode exclusive_process, persistence off" in shown
+    assert "3 uncorrected ECC errors" in shown and "rows to be remapped at the next reset" in shown
+    assert "in use by pid 99999999 (4321 MiB)" in shown and "77599 of 81920 MiB free" in shown
+    assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
+    assert "peer access: none between 0-3, 1-3" in shown
+    assert "/dev/shm: " in shown and "stacks of hung ranks: " in shown
+    assert "hardware profile: gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl" in shown
+    assert "note: persistence mode is off on GPU 0" in shown
+
+
+def test_doctor_has_a_problem_where_a_run_would_end(tmp_path: Path) -> None:
+    words = ("doctor", *ONE[:2], "--json")
+    meant = repro(tmp_path, FakeNvml([Card()]), *words, env={"CUDA_VISIBLE_DEVICES": "all"})
+    assert meant.returncode == 3, meant.stderr
+    said = json.loads(meant.stdout)
+    assert "'all' is a word of NVIDIA_VISIBLE_DEVICES" in said["problems"][0] and said["hardware"] == "cpu"
+    assert said["cells"], "what can run on the CPU is told all the same"
+    unusable = repro(tmp_path, FakeNvml([Card()]), *words)
+    assert unusable.returncode == 3 and "a build without CUDA" in json.loads(unusable.stdout)["problems"][0]
+
+
+def test_the_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.hardware.probe import Prober
+    from harness.running import session
+
+    monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe on a CPU"))
+    monkeypatch.setattr("harness.stacks.extensions.ready", lambda stack: True)
+    assert session.prepare([*ONE, "hardware=cpu"]).notes() == []
+
+
+@pytest.mark.ranks
+def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where(tmp_path: Path) -> None:
+    """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
+    python = python_that_says(tmp_path, *lines(gpus=2))
+    words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
+    done = repro(tmp_path, FakeNvml([Card(persistence=False), Card()]), *words, "--json")
+    assert done.returncode == 3, done.stdout + done.stderr
+    first, second = done.stderr.splitlines()[:2]
+    assert first.startswith(
+        "repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl; 2 ranks an attempt; stack "
+    )
+    assert "torch 2.13" in first and second.startswith("note: persistence mode is off on GPU 0")
+    summary = json.loads(done.stdout)["summary"]
+    assert (summary["hardware"], summary["backend"], summary["ranks"]) == ("gpu2", "nccl", [2])
+    (stored,) = documents(tmp_path)
+    assert stored["hardware"]["probe"]["cuda"] == "13.0"
+    outcomes = [attempt["outcome"] for arm in stored["arms"].values() for attempt in arm["attempts"]]
+    assert outcomes and {outcome["outcome"] for outcome in outcomes} == {"infra"}
+    assert all(outcome["reason"].startswith("device: rank ") for outcome in outcomes)
