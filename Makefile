@@ -1,6 +1,7 @@
 # Two commands do all the set-up: `make repro-matrix` and `make test`. Both make .venv when it is not there.
 #   PYTHON=python3.11   the interpreter .venv is made with
-#   TORCH=2.13.0        the torch that is installed when .venv has none; TORCH= keeps whatever is there
+#   TORCH=2.13.0        the torch that is installed when .venv has none, in a build that fits the NVIDIA driver where there
+#                       is one; TORCH= keeps whatever is there
 #   VENV_ARGS=--system-site-packages   use a vendor's torch (a container's) instead of installing one
 #   ARGS="case=qwen15-* repeat=3"      what `repro matrix` is given
 PYTHON ?= python3
@@ -23,7 +24,7 @@ setup: $(READY) ## make .venv with everything in it
 $(READY): pyproject.toml requirements/tested.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
-	@$(BIN)/python -c 'import torch' 2>/dev/null || { test -z "$(TORCH)" || $(BIN)/python -m pip install -q --disable-pip-version-check torch==$(TORCH); }
+	@test -z "$(TORCH)" || $(BIN)/python harness/install_torch.py "$(TORCH)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e '.[stack,test]'
 	@touch $(READY)
 

@@ -63,8 +63,8 @@ def compare(
 
     ``unset`` when there is neither, and when nothing was measured: what was skipped is neither green nor red. But a
     control needs no expectation: it must train, and whatever else it does is a difference, unless that was predicted. A
-    hang where there was none is a difference. A verdict that says that something failed must have met what is written down;
-    where that is unset (an expectation from before it was written) the verdict alone is compared.
+    hang where there was none is a difference. A verdict that says that something failed must have met what is written
+    down; where that is unset (an expectation from before it was written) the verdict alone is compared.
     """
     if not verdict.measured:
         return "unset"
