@@ -49,7 +49,8 @@ def attempt(stack: Stack, kind: str, ranks: int, folder: Path, name: str) -> Att
     options = {"stage": int(kind[-1])} if kind.startswith("zero") else {"wrap": "layer"} if kind == "fsdp" else {}
     settings = {
         "case": "bench", "arm": "control", "model": MODEL, "strategy": {"slug": strategy, "options": options},
-        "flags": {"loop": "trainer" if kind == "trainer" else "own"}, "proof": {}, "tp_size": 1, "seed": 0, "steps": 1,
+        "flags": {"loop": "trainer" if kind == "trainer" else "own"}, "proof": {}, "tp_size": 1, "devices": ranks,
+        "seed": 0, "steps": 1,
         "process_group": kind != "trainer", "teardown": False, "device": "cpu", "backend": "gloo",
     }  # fmt: skip
     return Attempt(

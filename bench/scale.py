@@ -29,7 +29,8 @@ from harness.hardware import Machine, Profile
 from harness.judge import grade
 from harness.launch.attempt import Attempt
 from harness.paths import BASELINE
-from harness.plan import plan_cells
+from harness.placing import place
+from harness.plan import Planner
 from harness.report import matrix_table, summary_line
 from harness.running import schedule
 from harness.running.attempts import Attempts
@@ -63,16 +64,19 @@ class Replay:
     def close(self) -> None: ...
 
 
+def on_cpu(known: catalogue.Catalogue, cells: list[matrix.Cell]) -> list[matrix.Cell]:
+    return place(known, cells, [Profile("cpu", "cpu", "gloo")], auto=False).cells
+
+
 def run_catalogue(known: catalogue.Catalogue, published: list[dict[str, Any]]) -> None:
     selection = overrides.parse([])
-    selection.hardware = "cpu"
     stack = resolve("current")
-    profile, here = Profile("cpu", "cpu", "gloo", (), None), Machine((), None, "cpu", 2, 24.0, "linux")
+    profile, here = Profile("cpu", "cpu", "gloo"), Machine((), None, "cpu", 2, 24.0, "linux")
     replay = Replay(published)
     plans = [
         replace(plan, arms=tuple(arm for arm in plan.arms if (plan.cell.case, arm.arm) in replay.seen))
-        for plan in plan_cells(
-            known, matrix.enumerate_cells(known, selection), RunSettings(), profile, here, {"current": stack}, {}
+        for plan in Planner(known, RunSettings(), {"cpu": profile}, here, {"current": stack}, {}).plan(
+            on_cpu(known, matrix.enumerate_cells(known, selection))
         )
     ]
     plans = [plan for plan in plans if plan.arms]
@@ -82,7 +86,7 @@ def run_catalogue(known: catalogue.Catalogue, published: list[dict[str, Any]]) -
         attempts = Attempts(known, {"current": stack}, replay, leases, Path(name), keep=False)
         stacks = {"current": stack}
         engine = Engine(
-            known, RunSettings(), profile, here, stacks, store, attempts, {"seed": 0}, {}, lambda event: None
+            known, RunSettings(), [profile], here, stacks, store, attempts, {"seed": 0}, {}, lambda event: None
         )
         summary = engine.run(plans, threading.Event())
         store.close()
@@ -101,14 +105,15 @@ def main() -> None:
 
     known = timed("read the catalogue", catalogue.load)
     selection = overrides.parse([])
-    selection.hardware = "cpu"
     each = len(matrix.enumerate_cells(known, selection))
     selection.stack = [f"stack-{number}" for number in range(-(-CELLS // each))]
-    cells = timed(f"enumerate {CELLS} cells", lambda: matrix.enumerate_cells(known, selection)[:CELLS])
+    cells = timed(f"enumerate {CELLS} cells", lambda: on_cpu(known, matrix.enumerate_cells(known, selection)[:CELLS]))
     versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"}
     stacks = {name: Stack(name, "/usr/bin/python3", versions, (), name) for name in selection.stack}
-    profile, here = Profile("cpu", "cpu", "gloo", (), None), Machine((), None, "cpu", 2, 24.0, "linux")
-    plans = timed(f"plan {CELLS} cells", lambda: plan_cells(known, cells, RunSettings(), profile, here, stacks, {}))
+    profile, here = Profile("cpu", "cpu", "gloo"), Machine((), None, "cpu", 2, 24.0, "linux")
+    plans = timed(
+        f"plan {CELLS} cells", lambda: Planner(known, RunSettings(), {"cpu": profile}, here, stacks, {}).plan(cells)
+    )
 
     published = list(Store(BASELINE).documents())
     took = timed("read what was recorded", lambda: recorded(published))

@@ -39,7 +39,6 @@ class RunSettings:
     weights: Weights = Weights.random
     repeat: int | None = None
     jobs: int | None = None
-    world_size: int | None = None
     tp_size: int | None = None
     steps: int | None = None
     seed: int = 0
@@ -52,7 +51,7 @@ class RunSettings:
     min_measured: int = 1
 
 
-AT_LEAST = {"repeat": 1, "jobs": 1, "world_size": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
+AT_LEAST = {"repeat": 1, "jobs": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
 
 
 def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
@@ -66,6 +65,8 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     names = [field.name for field in fields(RunSettings)]
     for override in overrides:
         key = override.lstrip("+~").split("=", 1)[0]
+        if key == "world_size":
+            raise ConfigError(f"override {override!r}: the number of ranks is an axis now: ranks=2,4,8")
         if key.split(".")[0] not in names:
             raise ConfigError(f"override {override!r}: unknown key {key!r}{nearest(key, [*names, *OVERRIDE_GROUPS])}")
     ConfigStore.instance().store(name="run_schema", node=RunSettings)
@@ -85,4 +86,4 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     return settings
 
 
-OVERRIDE_GROUPS = ("case", "model", "strategy", "stack", "hardware", "flags.<name>")
+OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>")

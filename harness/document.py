@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from harness.hardware import Machine, Profile
+from harness.hardware import Machine
 from harness.judge import expect, grade, verdict
 from harness.plan import CellPlan
 from harness.schema import Case
@@ -18,13 +18,12 @@ SCHEMA = 1
 def new(
     plan: CellPlan,
     case: Case,
-    profile: Profile,
     machine: Machine,
     stack: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Document:
     """A document without attempts. ``stack``: {"name", "python", "versions"}; ``provenance`` gets ``started``."""
-    cell = plan.cell
+    cell, profile = plan.cell, plan.profile
     settings = plan.arms[0].settings
     return {
         "schema": SCHEMA,
@@ -36,12 +35,16 @@ def new(
         "model": cell.model,
         "strategy": cell.strategy,
         "flags": dict(cell.flags),
+        "ranks": cell.ranks,
+        "variant": list(cell.variant),
         "scale": settings["model"]["scale"],
         "weights": settings["model"]["weights"],
         "stack": dict(stack),
         "hardware": {
             "profile": profile.name,
             "accelerator": profile.accelerator,
+            "backend": profile.backend,
+            "shared": profile.shared,
             "gpus": [{"name": gpu.name, "uuid": gpu.uuid, "memory_mb": gpu.memory_mb} for gpu in profile.gpus],
             "cpu": machine.cpu,
             "cores": machine.cores,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness.catalogue import Catalogue
+from harness.config import RunSettings
 from harness.errors import ConfigError, unknown
 from harness.overrides import Selection, expand
 from harness.schema import Case
@@ -15,7 +19,7 @@ from harness.schema import Case
 
 @dataclass(frozen=True)
 class Cell:
-    """case x model x strategy x flags x stack x hardware."""
+    """case x model x strategy x flags x ranks x stack x hardware, and whatever else differs from the case's file."""
 
     case: str
     model: str
@@ -23,26 +27,40 @@ class Cell:
     flags: tuple[tuple[str, Any], ...]  # only those that the selection sets; sorted by name
     stack: str
     hardware: str
+    ranks: int = 2
+    # What makes it another measurement than the one of this name: a number of ranks that is not the case's own, the
+    # scale, the steps, a key of the model ...; "name=value".
+    variant: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """The cell's name within one stack and hardware: ``case/model-strategy[-flag=value...]``, safe as a path."""
-        parts = [f"{self.model}-{self.strategy}", *(f"{name}={json.dumps(value)}" for name, value in self.flags)]
-        tail = "-".join(parts).replace("/", "_").replace('"', "")
+        """The cell's name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as a path."""
+        parts = [f"{self.model}-{self.strategy}", *self.variant, *_words(self.flags)]
+        tail = re.sub(r"[^\w.=,+-]+", "_", "-".join(parts).replace('"', ""))
+        if len(tail) > LONGEST:
+            tail = f"{tail[:LONGEST]}-{hashlib.sha256('-'.join(parts).encode()).hexdigest()[:8]}"
         return f"{self.case}/{tail}"
 
     @property
     def where(self) -> str:
-        """The cell's axes as an expectation names them: ``model/strategy[/flag=value...]``."""
-        return "/".join([self.model, self.strategy, *(f"{name}={json.dumps(value)}" for name, value in self.flags)])
+        """The cell's axes as an expectation names them: ``model/strategy[/name=value...]``."""
+        return "/".join([self.model, self.strategy, *self.variant, *_words(self.flags)])
 
 
-def enumerate_cells(catalogue: Catalogue, selection: Selection) -> list[Cell]:
-    """Every cell of the selection, in the catalogue's order.
+LONGEST = 150  # characters of a file's name
+
+
+def _words(flags: Iterable[tuple[str, Any]]) -> list[str]:
+    return [f"{name}={json.dumps(value)}" for name, value in flags]
+
+
+def enumerate_cells(catalogue: Catalogue, selection: Selection, variant: tuple[str, ...] = ()) -> list[Cell]:
+    """Every cell of the selection, in the catalogue's order. Where each is measured ``place`` says.
 
     A case's file lists the models and strategies it is for. With ``case`` left out or a glob, a selection narrows those
-    lists; with a case named outright the selection replaces them (a user may try any combination). Raises ConfigError
-    on an unknown name, a flag that no selected case declares, or a value that a flag does not take.
+    lists; with a case named outright the selection replaces them (a user may try any combination). ``variant``: what
+    the run's settings change in all of them (``variant_of``). Raises ConfigError on an unknown name, a flag that no
+    selected case declares, or a value that a flag does not take.
     """
     named = {name for name in selection.case if name in catalogue.cases}
     cases = [catalogue.cases[name] for name in expand("case", selection.case, catalogue.cases)]
@@ -57,16 +75,33 @@ def enumerate_cells(catalogue: Catalogue, selection: Selection) -> list[Cell]:
             continue  # another case's flag was swept: this case has no such cell
         names = sorted(selection.flags)
         sweeps = [selection.flags[name] for name in names]
-        for model, strategy, stack in itertools.product(own_models, own_strategies, selection.stack):
+        own = case.launch.world_size
+        for model, strategy, ranks, stack in itertools.product(
+            own_models, own_strategies, selection.ranks or [own], selection.stack
+        ):
+            changed = (*([f"ranks={ranks}"] if ranks != own else []), *variant)
             for values in itertools.product(*sweeps):
                 flags = tuple(zip(names, values))
-                cells.append(Cell(case.slug, model, strategy, flags, stack, selection.hardware))
+                cells.append(Cell(case.slug, model, strategy, flags, stack, "auto", ranks, changed))
     if not cells:
         raise ConfigError(
             "the selection has no cell: no selected case lists that model and strategy "
             "(name the case outright, without *, to try any combination)"
         )
     return cells
+
+
+def variant_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:
+    """What a run's settings change in what is measured: such a measurement never replaces the usual one."""
+    usual = RunSettings()
+    words = []
+    for name in ("scale", "weights", "steps", "seed", "tp_size"):
+        value = getattr(settings, name)
+        if value != getattr(usual, name):
+            words.append(f"{name}={getattr(value, 'value', value)}")
+    for group, changes in sorted(patches.items()):
+        words += [f"{group}.{'.'.join(keys)}={json.dumps(value)}" for keys, value in changes]
+    return tuple(words)
 
 
 def _axis(listed: list[str], asked: list[str] | None, outright: bool) -> list[str]:

@@ -19,8 +19,9 @@ class Selection:
     case: list[str] = field(default_factory=lambda: ["*"])
     model: list[str] | None = None
     strategy: list[str] | None = None
+    ranks: list[int] | None = None
     stack: list[str] = field(default_factory=lambda: ["current"])
-    hardware: str = "auto"
+    hardware: list[str] = field(default_factory=lambda: ["auto"])  # one cell a profile; auto: where each can run
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for harness.config
@@ -59,6 +60,8 @@ def parse(overrides: Iterable[str]) -> Selection:
         group, _, rest = key.partition(".")
         if key in GROUPS:
             _select(selection, key, values, text)
+        elif key == "ranks":
+            selection.ranks = _numbers(values, text)
         elif group == "flags" and rest:
             selection.flags[rest] = values
         elif group in GROUPS and rest:
@@ -72,12 +75,16 @@ def parse(overrides: Iterable[str]) -> Selection:
 
 def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
     names = [str(item) for value in values for item in (value if isinstance(value, list) else [value])]
-    if group == "hardware":
-        if len(names) != 1:
-            raise ConfigError(f"override {text!r}: one hardware profile at a time")
-        selection.hardware = names[0]
-    else:
-        setattr(selection, group, names)
+    if group == "hardware" and "auto" in names and len(names) > 1:
+        raise ConfigError(f"override {text!r}: auto takes what is there; name the profiles or leave it alone")
+    setattr(selection, group, list(dict.fromkeys(names)))
+
+
+def _numbers(values: list[Any], text: str) -> list[int]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"override {text!r}: {value!r} is no number of ranks (1, 2, 4 ...)")
+    return list(dict.fromkeys(values))
 
 
 def _plain(value: Any) -> Any:

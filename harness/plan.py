@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from packaging.requirements import Requirement
@@ -16,7 +16,7 @@ from harness.config import RunSettings
 from harness.errors import ConfigError
 from harness.hardware import Machine, Profile
 from harness.matrix import Cell, arms_of
-from harness.schema import Arm, Case
+from harness.schema import Arm, Case, Strategy
 from repros.arm_settings import arm_axis, resolve
 
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported; a bound against requests that cannot work
@@ -48,6 +48,7 @@ class ArmPlan:
 @dataclass(frozen=True)
 class CellPlan:
     cell: Cell
+    profile: Profile
     arms: tuple[ArmPlan, ...]
 
     @property
@@ -56,129 +57,150 @@ class CellPlan:
         return self.arms[0].skipped
 
 
-def plan_cells(
-    catalogue: Catalogue,
-    cells: list[Cell],
-    settings: RunSettings,
-    profile: Profile,
-    machine: Machine,
-    stacks: Mapping[str, StackLike | str],
-    code: Mapping[str, str],
-) -> list[CellPlan]:
-    """``stacks``: name -> the stack, or the reason it is not there. ``code``: case -> hash of its script and the kit.
+@dataclass(frozen=True)
+class Planner:
+    """What all cells of a run are planned with.
 
-    Raises ConfigError for a world size that the user asked for and this machine cannot hold.
+    ``profiles``: by the name that the cells use (``Cell.hardware``). ``stacks``: name -> the stack, or the reason it is
+    not there. ``code``: case -> hash of its script and the kit.
     """
-    asked = settings.world_size
-    if asked is not None:
-        if profile.accelerator == "cuda" and asked > len(profile.gpus):
-            raise ConfigError(f"world_size={asked}: hardware {profile.name} has {len(profile.gpus)} GPU(s)")
-        if profile.accelerator == "cpu" and asked * MEMORY_PER_RANK_GB > machine.memory_gb:
-            fits = int(machine.memory_gb / MEMORY_PER_RANK_GB)
-            raise ConfigError(f"world_size={asked}: this machine's {machine.memory_gb:g} GiB hold at most {fits} ranks")
-    plans = []
-    for cell in cells:
-        case = catalogue.cases[cell.case]
-        names = arms_of(case, settings.arms)
-        arms = [_plan_arm(catalogue, cell, case, arm, settings, profile, stacks, code) for arm in names]
+
+    catalogue: Catalogue
+    settings: RunSettings
+    profiles: Mapping[str, Profile]
+    machine: Machine
+    stacks: Mapping[str, StackLike | str]
+    code: Mapping[str, str]
+
+    def plan(self, cells: Iterable[Cell]) -> list[CellPlan]:
+        """Raises ConfigError for a number of ranks that this machine cannot hold whatever else there is."""
+        return [self._cell(cell) for cell in cells]
+
+    def _cell(self, cell: Cell) -> CellPlan:
+        if cell.ranks * MEMORY_PER_RANK_GB > self.machine.memory_gb:
+            fits = int(self.machine.memory_gb / MEMORY_PER_RANK_GB)
+            raise ConfigError(f"ranks={cell.ranks}: this machine's {self.machine.memory_gb:g} GiB hold at most {fits}")
+        case = self.catalogue.cases[cell.case]
+        arms = [self._arm(cell, case, name) for name in arms_of(case, self.settings.arms)]
         first = arms[0].skipped
         if first:  # without the broken arm a fix proves nothing: the cell is skipped as a whole
-            arms = [arm if arm.skipped else _skip(arm, first) for arm in arms]
-        plans.append(CellPlan(cell, tuple(arms)))
-    return plans
+            arms = [arm if arm.skipped else replace(arm, skipped=first) for arm in arms]
+        else:
+            arms = [arms[0], *(_unless_equal(arm, arms[0], case) for arm in arms[1:])]
+        return CellPlan(cell, self.profiles[cell.hardware], tuple(arms))
+
+    def _arm(self, cell: Cell, case: Case, arm: str) -> ArmPlan:
+        raw, profile, run = self.catalogue.raw["case"][cell.case], self.profiles[cell.hardware], self.settings
+        model = arm_axis(raw, arm, "model", cell.model)
+        strategy = arm_axis(raw, arm, "strategy", cell.strategy)
+        spec = case.arms[arm]
+        stack_name = spec.stack or cell.stack
+        stack = self.stacks.get(stack_name, f"stack {stack_name} is not built")
+        settings = resolve(
+            raw,
+            arm,
+            model=self.catalogue.raw["model"][model],
+            strategy=self.catalogue.raw["strategy"][strategy],
+            flags=dict(cell.flags),
+            scale=run.scale.value,
+            weights=run.weights.value,
+            world_size=cell.ranks,
+            tp_size=run.tp_size,
+            steps=run.steps,
+            seed=run.seed,
+            device=profile.accelerator,
+            backend=profile.backend,
+        )
+        if profile.shared:
+            settings["devices"] = 1
+        versions = {} if isinstance(stack, str) else dict(stack.versions)
+        return ArmPlan(
+            cell=cell,
+            arm=arm,
+            stack=stack_name,
+            settings=settings,
+            world_size=settings["world_size"],
+            gpus=settings["devices"] if profile.accelerator == "cuda" else 0,
+            deadline=run.deadline or case.launch.deadline,
+            repeat=run.repeat or case.repeat,
+            skipped=self._skip_reason(cell, case, spec, settings, stack),
+            fingerprint=fingerprint(
+                {**settings, "env": {**case.launch.env, **spec.env}}, self.code.get(case.slug, ""), versions, profile
+            ),
+        )
+
+    def _skip_reason(
+        self, cell: Cell, case: Case, arm: Arm, settings: Mapping[str, Any], stack: StackLike | str
+    ) -> str | None:
+        """Why this arm cannot run here by its declared needs, or None."""
+        profile = self.profiles[cell.hardware]
+        model = self.catalogue.models[settings["model"]["slug"]]
+        strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
+        wrong = wrong_ranks(case, cell.ranks) or wrong_hardware(case, settings, strategy, profile)
+        if wrong:
+            return wrong
+        if case.needs.divisible:
+            uneven = indivisible(strategy, settings)
+            if uneven:
+                return uneven
+        if isinstance(stack, str):
+            return f"needs stack {arm.stack}: {stack}" if arm.stack else stack
+        needed = [*case.needs.requires, *arm.requires, *model.requires, *strategy.requires]
+        broken = getattr(stack, "missing", {})
+        unmet = [
+            broken.get(Requirement(item).name) or text
+            for item, text in ((item, unmet_requirement(item, stack.versions)) for item in needed)
+            if text
+        ]
+        if not unmet:
+            return None
+        known = f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else ""
+        why = f" ({case.needs.why})" if case.needs.why else ""
+        return f"stack {stack.name}: needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
 
 
-def _skip(arm: ArmPlan, reason: str) -> ArmPlan:
-    from dataclasses import replace
-
-    return replace(arm, skipped=reason)
-
-
-def _plan_arm(
-    catalogue: Catalogue,
-    cell: Cell,
-    case: Case,
-    arm: str,
-    run: RunSettings,
-    profile: Profile,
-    stacks: Mapping[str, StackLike | str],
-    code: Mapping[str, str],
-) -> ArmPlan:
-    raw = catalogue.raw["case"][cell.case]
-    model = arm_axis(raw, arm, "model", cell.model)
-    strategy = arm_axis(raw, arm, "strategy", cell.strategy)
-    spec = case.arms[arm]
-    stack_name = spec.stack or cell.stack
-    stack = stacks.get(stack_name, f"stack {stack_name} is not built")
-    settings = resolve(
-        raw,
-        arm,
-        model=catalogue.raw["model"][model],
-        strategy=catalogue.raw["strategy"][strategy],
-        flags=dict(cell.flags),
-        scale=run.scale.value,
-        weights=run.weights.value,
-        world_size=run.world_size or profile.world_size,
-        tp_size=run.tp_size,
-        steps=run.steps,
-        seed=run.seed,
-        device=profile.accelerator,
-        backend=profile.backend,
-    )
-    world_size = settings["world_size"]
-    gpus = world_size if profile.accelerator == "cuda" else 0
-    skipped = _skip_reason(catalogue, case, spec, model, strategy, stack, world_size, profile)
-    versions = {} if isinstance(stack, str) else dict(stack.versions)
-    env = {**case.launch.env, **spec.env}
-    return ArmPlan(
-        cell=cell,
-        arm=arm,
-        stack=stack_name,
-        settings=settings,
-        world_size=world_size,
-        gpus=gpus,
-        deadline=run.deadline or case.launch.deadline,
-        repeat=run.repeat or case.repeat,
-        skipped=skipped,
-        fingerprint=fingerprint({**settings, "env": env}, code.get(case.slug, ""), versions, profile),
-    )
+def wrong_ranks(case: Case, ranks: int) -> str | None:
+    """Why the case says nothing with so many ranks, or None."""
+    if ranks < case.min_ranks:
+        return f"means something from {case.min_ranks} ranks on; ranks={ranks}"
+    if ranks != case.launch.world_size and not case.scales:
+        return f"is about {case.launch.world_size} rank(s) (the case does not declare `scales`); ranks={ranks}"
+    return None
 
 
-def _skip_reason(
-    catalogue: Catalogue,
-    case: Case,
-    arm: Arm,
-    model: str,
-    strategy: str,
-    stack: StackLike | str,
-    world_size: int,
-    profile: Profile,
-) -> str | None:
-    """Why this arm cannot run here by its declared needs, or None."""
-    if case.needs.gpus > len(profile.gpus):
-        have = f"hardware {profile.name} has {len(profile.gpus) or 'none'}"
+def wrong_hardware(case: Case, settings: Mapping[str, Any], strategy: Strategy, profile: Profile) -> str | None:
+    """Why an arm with these settings cannot run on this hardware, or None."""
+    have = f"hardware {profile.name} has {len(profile.gpus) or 'none'}"
+    if case.needs.gpus > len(profile.gpus) or (case.needs.gpus and profile.shared):
         return f"needs {case.needs.gpus} GPUs; {have}" + (f" ({case.needs.why})" if case.needs.why else "")
-    if profile.accelerator == "cuda" and world_size > len(profile.gpus):
-        return f"needs {world_size} GPUs (one a rank); hardware {profile.name} has {len(profile.gpus)}"
-    if isinstance(stack, str):
-        return f"needs stack {arm.stack}: {stack}" if arm.stack else stack
-    needed = [
-        *case.needs.requires,
-        *arm.requires,
-        *catalogue.models[model].requires,
-        *catalogue.strategies[strategy].requires,
-    ]
-    broken = getattr(stack, "missing", {})
-    unmet = [
-        broken.get(Requirement(item).name) or text
-        for item, text in ((item, unmet_requirement(item, stack.versions)) for item in needed)
-        if text
-    ]
-    if not unmet:
+    if profile.accelerator != "cuda":
         return None
-    known = f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else ""
-    why = f" ({case.needs.why})" if case.needs.why else ""
-    return f"stack {stack.name}: needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
+    if case.accelerator == "cpu":
+        return f"runs on the CPU only (accelerator: cpu); hardware {profile.name} is for GPUs"
+    if profile.shared and not (case.shared and strategy.shared):
+        which = "the case" if not case.shared else f"strategy {strategy.slug}"
+        return f"ranks that share one GPU: {which} does not declare `shared`"
+    if settings["devices"] > len(profile.gpus):
+        return f"needs {settings['devices']} GPUs; {have}"
+    return None
+
+
+def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> str | None:
+    """Why tensor parallelism over so many ranks does not exist for the model, or None."""
+    size, config = settings["tp_size"], settings["model"]["config"]
+    for key in strategy.divides:
+        if config.get(key, 0) % size:
+            return f"{config[key]} {key.removeprefix('num_').replace('_', ' ')} do not divide over {size} ranks"
+    return None
+
+
+def _unless_equal(arm: ArmPlan, broken: ArmPlan, case: Case) -> ArmPlan:
+    """A sweep can make an arm the broken one itself (`four-ranks` with ranks=4): that proves nothing."""
+    own = {**arm.settings, "arm": broken.arm}
+    same = own == broken.settings and arm.stack == broken.stack and not case.arms[arm.arm].env
+    if arm.skipped or not same:
+        return arm
+    return replace(arm, skipped=f"with ranks={broken.world_size} it is the arm {broken.arm}")
 
 
 def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:

@@ -30,6 +30,8 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "model": document["model"],
         "strategy": document["strategy"],
         "flags": document["flags"],
+        "ranks": document["ranks"],
+        "variant": document["variant"],
         "stack": document["stack"]["name"],
         "hardware": document["hardware"]["profile"],
         "arm": name,

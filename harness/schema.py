@@ -64,6 +64,7 @@ class Signature(Strict):
     logger: str | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
+    accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
     ranks: Literal["any", "all"] = "any"
 
     @field_validator("message", "logger")
@@ -108,8 +109,9 @@ class Arm(Strict):
     model: str | None = None
     strategy: str | None = None
     stack: str | None = None
-    world_size: int | None = Field(default=None, ge=1)
+    world_size: int | None = Field(default=None, ge=1)  # this arm's own number of ranks: wins over the cell's
     tp_size: int | None = Field(default=None, ge=1)
+    devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     env: dict[str, str] = {}
     requires: list[str] = []  # what this arm needs beyond the case
 
@@ -117,8 +119,9 @@ class Arm(Strict):
 
 
 class Launch(Strict):
-    world_size: int = Field(default=2, ge=1)
-    tp_size: int = Field(default=1, ge=1)
+    world_size: int = Field(default=2, ge=1)  # the case's own number of ranks
+    tp_size: int = Field(default=1, ge=1)  # of strategies other than tp, which goes over all ranks
+    devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     deadline: float = Field(default=120, gt=0)  # seconds; an attempt that takes longer is a hang
     imports: list[str] = []  # what a warm server imports ahead for this case
     cold: str | None = None  # why this case must start from a fresh interpreter
@@ -130,6 +133,7 @@ class Launch(Strict):
 class Needs(Strict):
     requires: list[str] = []  # requirements that the stack must meet
     gpus: int = Field(default=0, ge=0)
+    divisible: bool = True  # tp_size must divide the heads; False: that is what the case is about, or it sets its own
     stack: str | None = None  # the shipped stack on which the case is known to fire
     why: str = ""
 
@@ -166,6 +170,7 @@ class Prediction(Strict):
     case: str | None = None
     model: str | None = None
     strategy: str | None = None
+    ranks: int | None = Field(default=None, ge=1)
     stack: str | None = None
     hardware: str | None = None
     verdict: VerdictName | list[VerdictName] | None = None
@@ -249,6 +254,10 @@ class Case(Strict):
     simulated: str | None = None  # why this is a simulation; shown wherever the case is
     script: str | None = None  # in repros/; default: the slug with underscores
     proof: Proof
+    accelerator: Literal["cpu"] | None = None  # cpu: it never touches a GPU, or cannot show itself on one
+    shared: bool = False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
+    min_ranks: int = Field(default=2, ge=1)  # with fewer ranks it says nothing
+    scales: bool = False  # whether more ranks than its own (launch.world_size) ask the same question
     steps: int = Field(default=3, ge=1)
     repeat: int = Field(default=1, ge=1)
     needs: Needs = Needs()
@@ -278,6 +287,8 @@ class Case(Strict):
                 raise ValueError("a failure needs at least one fix arm beside 'broken'")
         elif list(self.arms) != ["control"]:
             raise ValueError("a control has exactly one arm, named 'control'")
+        if self.launch.world_size < self.min_ranks:
+            raise ValueError(f"launch.world_size {self.launch.world_size} is below min_ranks {self.min_ranks}")
         for name, arm in self.arms.items():
             for flag, value in arm.flags.items():
                 if flag not in self.flags:
@@ -303,6 +314,8 @@ class Strategy(Strict):
     slug: str
     title: str
     requires: list[str] = []
+    divides: list[str] = []  # keys of a model's configuration that tp_size must divide
+    shared: bool = False  # its collectives exist in gloo for CUDA tensors too
     options: dict[str, Any] = {}
 
 
@@ -325,4 +338,4 @@ class Hardware(Strict):
     gpus: int = Field(default=0, ge=0)
     gpu_name: str | None = None
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    world_size: int | None = Field(default=None, ge=1)
+    shared: bool = False  # all ranks of an attempt on one GPU

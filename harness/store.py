@@ -95,7 +95,7 @@ class Store:
                 or "started" not in document["provenance"]
             ):
                 raise ValueError("not a cell document of schema 1")
-            return document
+            return _brought_up(document)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -122,6 +122,15 @@ class Store:
             if document is not None:
                 document["path"] = str(path)
                 yield document
+
+
+def _brought_up(document: Document) -> Document:
+    """A document from before ranks were an axis: its cell had as many as its first arm."""
+    if "ranks" not in document:
+        broken: dict[str, Any] = next(iter(document["arms"].values()), {})
+        document["ranks"] = broken.get("settings", {}).get("world_size", 2)
+        document["variant"] = []
+    return document
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Iterable, Mapping
 
 # An arm may change an axis (that *is* the fix, for some failures) as well as flags; these are the axes it may name.
-ARM_AXES = ("model", "strategy", "world_size", "tp_size", "stack")
+ARM_AXES = ("model", "strategy", "world_size", "tp_size", "devices", "stack")
 
 Json = dict[str, Any]
 
@@ -24,6 +24,11 @@ def merged(*layers: Mapping[str, Any] | None) -> Json:
             else:
                 out[key] = value
     return out
+
+
+def first(*values: Any) -> Any:
+    """The first value that is given."""
+    return next(value for value in values if value is not None)
 
 
 def flag_defaults(case: Mapping[str, Any]) -> Json:
@@ -63,10 +68,14 @@ def resolve(
 
     ``model`` and ``strategy`` are the mappings of the options that apply to this arm (the caller has already followed
     ``arm_axis``); ``flags`` are the cell's own flags, which the arm's flags override. ``run`` holds what the launch
-    adds (world_size, backend, device, seed, steps ...).
+    adds (world_size, backend, device, seed, steps ...). Of sizes the arm's own comes first (it *is* what the arm
+    changes), then the cell's, then the case's.
     """
     spec = case["arms"][arm]
     launch = case.get("launch") or {}
+    world_size = first(spec.get("world_size"), run.pop("world_size", None), launch.get("world_size"), 2)
+    # Tensor parallelism is over all ranks, unless somebody says otherwise.
+    own_tp = world_size if strategy.get("slug") == "tp" else launch.get("tp_size")
     out: Json = {
         "case": case["slug"],
         "arm": arm,
@@ -77,8 +86,10 @@ def resolve(
         },
         "flags": merged(flag_defaults(case), flags, spec.get("flags")),
         "proof": case.get("proof") or {},
-        "world_size": spec.get("world_size") or run.pop("world_size", None) or launch.get("world_size", 2),
-        "tp_size": spec.get("tp_size") or run.pop("tp_size", None) or launch.get("tp_size", 1),
+        "world_size": world_size,
+        "tp_size": first(spec.get("tp_size"), run.pop("tp_size", None), own_tp, 1),
+        # Devices that the attempt has and each of its ranks sees: one a rank, unless a rank splits its model.
+        "devices": first(spec.get("devices"), launch.get("devices"), world_size),
         "process_group": launch.get("process_group", True),
         "teardown": launch.get("teardown", False),
         "seed": 0,

@@ -19,7 +19,7 @@ def map_arguments(run: Run, source: torch.nn.Module) -> dict[str, Any]:
     """from_pretrained's arguments for the flag ``device_map``."""
     chosen = run.flags["device_map"]
     if chosen == "rank":
-        return {"device_map": {"": run.local_rank if run.device_kind == "cuda" else "cpu"}}
+        return {"device_map": {"": run.device.index if run.device_kind == "cuda" else "cpu"}}
     if chosen not in ("auto", "balanced"):
         return {}
     if run.device_kind == "cuda":

@@ -35,7 +35,7 @@ def weights(model: torch.nn.Module) -> Tensors:
 
 def body(run: Run) -> None:
     if run.device_kind == "cuda":
-        torch.cuda.set_device(run.local_rank)
+        torch.cuda.set_device(run.device)
     source = build(run)
     source.config.use_cache = False
     want, want_losses = reference(run, source, ranks=run.world_size if run.flags["engine"] else 1)
@@ -50,7 +50,11 @@ def body(run: Run) -> None:
     mapped = {"device_map": "auto"} if run.flags["device_map"] == "auto" else {}
     model: Any = load(run, folder, **mapped).train()
     model.config.use_cache = False
-    run.fact("hf_device_map", getattr(model, "hf_device_map", None))
+    places = getattr(model, "hf_device_map", None)
+    run.fact("hf_device_map", places)
+    if mapped:  # on one GPU the map has one entry, and what is shown is not this case
+        spans = len(set((places or {}).values()))
+        run.check("split", spans > 1, got=spans, want=run.devices)
     if not mapped and live is None:
         model.to(run.device)
     if run.flags["hooks"] == "removed":

@@ -36,7 +36,7 @@ def body(run: Run) -> None:
     if run.flags["device_map"] == "auto":
         options["device_map"] = "auto"
     elif run.flags["device_map"] == "rank":
-        options["device_map"] = {"": run.local_rank if run.device_kind == "cuda" else "cpu"}
+        options["device_map"] = {"": run.device.index if run.device_kind == "cuda" else "cpu"}
     model = load(run, folder, **options).to(run.device).eval()  # <- refuses both together
     parts = sharded(model, shapes)
     with torch.no_grad():

@@ -22,7 +22,7 @@ def body(run: Run) -> None:
     live: Any = HfDeepSpeedConfig(settings) if not run.flags["load_first"] else None
     options: dict[str, Any] = {
         "auto": {"device_map": "auto"},
-        "rank": {"device_map": {"": run.local_rank if run.device_kind == "cuda" else "cpu"}},
+        "rank": {"device_map": {"": run.device.index if run.device_kind == "cuda" else "cpu"}},
         "low-cpu-mem": {"low_cpu_mem_usage": True},
         "none": {},
     }[run.flags["device_map"]]

@@ -121,7 +121,7 @@ def document(
     """A stored cell. ``arms``: arm -> [(outcome, observation)], or the reason why it was skipped."""
     made: dict[str, Any] = {
         "schema": 1, "case": "some-case", "title": "a case", "kind": "failure", "simulated": None, "references": [],
-        "model": "m", "strategy": "fsdp", "flags": {}, "scale": "tiny", "weights": "random",
+        "model": "m", "strategy": "fsdp", "flags": {}, "ranks": 2, "variant": [], "scale": "tiny", "weights": "random",
         "stack": {"name": "current", "python": "3.11.7", "versions": {"torch": "2.13.0", "transformers": "5.23.0"}},
         "hardware": {"profile": "cpu", "accelerator": "cpu", "gpus": [], "cpu": "a cpu", "cores": 2, "memory_gb": 8.0,
                      "driver": None, "os": "Linux"},

@@ -41,6 +41,7 @@ def attempt_of(
         "steps": 1,
         "seed": 0,
         "tp_size": 1,
+        "devices": world_size,
         "process_group": script == "collective.py",
         "teardown": False,
         "device": "cpu",

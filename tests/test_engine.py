@@ -18,7 +18,8 @@ from harness.errors import ResultsError
 from harness.exit_code import bisect_exit, exit_code
 from harness.hardware import Gpu, Machine, Profile
 from harness.launch.attempt import Attempt
-from harness.plan import CellPlan, plan_cells
+from harness.placing import place
+from harness.plan import CellPlan, Planner
 from harness.rows import arm_rows
 from harness.running.attempts import Attempts
 from harness.running.engine import Engine, Event, Later, Summary
@@ -30,7 +31,7 @@ CATALOGUE = catalogue.load()
 STACK = Stack(
     "current", "/usr/bin/python3", {"python": "3.11.0", "torch": "2.13.0", "transformers": "5.23.0"}, (), "k" * 16
 )
-ON_CPU = Profile("cpu", "cpu", "gloo", (), None)
+ON_CPU = Profile("cpu", "cpu", "gloo")
 FIRES = {
     "type": "RuntimeError", "module": "builtins", "bases": ["Exception"], "cause": None,
     "message": "The size of tensor a (512) must match the size of tensor b (1024) at non-singleton dimension 2",
@@ -95,15 +96,17 @@ def engine_of(
 ) -> Iterator[tuple[Engine, list[CellPlan]]]:  # fmt: skip
     machine = Machine((), None, "cpu", 2, 24.0, "linux")
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
-    plans = plan_cells(CATALOGUE, cells, settings, profile, machine, {"current": STACK}, {})
+    plans = Planner(CATALOGUE, settings, {profile.name: profile}, machine, {"current": STACK}, {}).plan(
+        place(CATALOGUE, cells, [profile], auto=False).cells
+    )
     store = Store(tmp_path / "results")
     store.open()
     try:
         with Leases(tmp_path / "state", "run") as leases:
             attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, leases, tmp_path / "run", keep=False)
             engine = Engine(
-                CATALOGUE, settings, profile, machine, {"current": STACK}, store, attempts, {"seed": 0}, history or {},
-                on_event,
+                CATALOGUE, settings, [profile], machine, {"current": STACK}, store, attempts, {"seed": 0},
+                history or {}, on_event,
             )  # fmt: skip
             yield engine, plans
     finally:
@@ -243,7 +246,7 @@ def test_gpus_that_another_run_holds_are_waited_for_and_it_is_said(tmp_path: Pat
             held.close()  # the other run's attempt ends
 
     launcher = Fake()
-    profile = Profile("gpu2", "cuda", "nccl", gpus, None)
+    profile = Profile("gpu2", "cuda", "nccl", gpus)
     with engine_of(tmp_path, launcher, settings, on_event=watch, profile=profile) as (engine, plans):
         summary = engine.run(plans, threading.Event())
     assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and launcher.launched == ["broken", "root-call"]

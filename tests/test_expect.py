@@ -50,6 +50,11 @@ def test_an_expectation_applies_by_arm_hardware_and_versions() -> None:
     [
         ([], 'm/fsdp/call="root"', True),
         (["m/fsdp"], "m/fsdp", True),
+        ([], "m/fsdp/ranks=4", False),
+        (["m/fsdp"], "m/fsdp/ranks=4", False),
+        (["m/fsdp/ranks=4"], "m/fsdp/ranks=4", True),
+        (["m/fsdp/ranks=4"], "m/fsdp/scale=full", False),
+        (["m/fsdp/ranks=4"], 'm/fsdp/ranks=4/call="root"', False),
         (["x/ddp", "m/fsdp"], "m/fsdp", True),
         (["m/ddp"], "m/fsdp", False),
         (["*/fsdp"], "m/fsdp", True),

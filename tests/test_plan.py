@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import catalogue, matrix, overrides
-from harness.config import RunSettings
+from harness.config import RunSettings, compose_run
 from harness.errors import ConfigError
-from harness.hardware import Gpu, Machine, Profile, settle
-from harness.plan import CellPlan, plan_cells, unmet_requirement
+from harness.hardware import Gpu, Machine, Profile, settle, settle_all
+from harness.placing import place
+from harness.plan import CellPlan, Planner, unmet_requirement
 
 CATALOGUE = catalogue.load()
 CPU = Machine((), None, "cpu", 2, 24.0, "linux")
-CPU_PROFILE = Profile("cpu", "cpu", "gloo", (), None)
+CPU_PROFILE = Profile("cpu", "cpu", "gloo")
 
 
 def gpus(count: int, name: str = "NVIDIA A100-SXM4-80GB") -> tuple[Gpu, ...]:
@@ -45,9 +46,10 @@ def plans(
     machine: Machine = CPU,
     known: catalogue.Catalogue = CATALOGUE,
 ) -> list[CellPlan]:
-    cells = matrix.enumerate_cells(known, overrides.parse(texts))
+    settings = settings or RunSettings()
+    cells = place(known, matrix.enumerate_cells(known, overrides.parse(texts)), [profile], auto=False).cells
     stacks = {"current": stack or FakeStack()}
-    return plan_cells(known, cells, settings or RunSettings(), profile, machine, stacks, {})
+    return Planner(known, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
 
 
 NORM = "case=qwen15-fsdp-norm-shard"
@@ -63,17 +65,16 @@ def test_every_arm_is_planned_with_its_settings() -> None:
 
 
 def test_fewer_gpus_than_ranks_is_a_skip_with_the_reason() -> None:
-    profile = Profile("gpu1", "cuda", "nccl", gpus(1), None)
+    profile = Profile("gpu1", "cuda", "nccl", gpus(1))
     plan = plans(NORM, profile=profile)[0]
     assert plan.skipped and "needs 2 GPUs" in plan.skipped and "has 1" in plan.skipped
 
 
-def test_a_world_size_that_was_asked_for_and_cannot_be_is_an_error() -> None:
-    profile = Profile("gpu2", "cuda", "nccl", gpus(2), None)
-    with pytest.raises(ConfigError, match="world_size=3"):
-        plans(NORM, settings=RunSettings(world_size=3), profile=profile)
-    with pytest.raises(ConfigError, match="at most"):
-        plans(NORM, settings=RunSettings(world_size=4096))
+def test_more_ranks_than_the_machine_can_hold() -> None:
+    profile = Profile("gpu2", "cuda", "nccl", gpus(2))
+    assert "needs 4 GPUs; hardware gpu2 has 2" in str(plans(NORM, "ranks=4", profile=profile)[0].skipped)
+    with pytest.raises(ConfigError, match=r"ranks=4096.*at most"):
+        plans(NORM, "ranks=4096")
 
 
 def test_missing_package_names_what_is_missing() -> None:
@@ -88,7 +89,7 @@ def test_a_stack_that_is_not_there_skips_with_its_reason() -> None:
 
 
 def test_when_the_broken_arm_is_skipped_the_whole_cell_is() -> None:
-    profile = Profile("gpu1", "cuda", "nccl", gpus(1), None)
+    profile = Profile("gpu1", "cuda", "nccl", gpus(1))
     assert all(arm.skipped for plan in plans(profile=profile) for arm in plan.arms if plan.skipped)
 
 
@@ -137,3 +138,98 @@ def test_a_gpu_profile_on_a_cpu_machine_is_a_clear_error() -> None:
         settle("gpu22", CATALOGUE.hardware, CPU)
     with pytest.raises(ConfigError, match="8 A100 GPUs"):
         settle("a100x8", CATALOGUE.hardware, replace(CPU, gpus=gpus(8, "NVIDIA H200")))
+
+
+CARDS = [pytest.param(8, "NVIDIA A100-SXM4-80GB", id="a100x8"), pytest.param(4, "NVIDIA H200", id="gpu4")]
+
+
+def on(count: int, name: str, *texts: str) -> list[CellPlan]:
+    """What `auto` plans on a node with so many cards."""
+    machine = replace(CPU, gpus=gpus(count, name))
+    profiles = settle_all(["auto"], CATALOGUE.hardware, machine)
+    cells = place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True).cells
+    by_name = {profile.name: profile for profile in profiles}
+    return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(cells)
+
+
+@pytest.mark.parametrize("count, name", CARDS)
+def test_on_a_large_node_every_arm_has_its_own_number_of_ranks(count: int, name: str) -> None:
+    """Before, a profile's world size was written over the arm's: `single-process` and `tp-2` had eight ranks."""
+    for plan in on(count, name):
+        case = CATALOGUE.cases[plan.cell.case]
+        assert plan.cell.ranks == case.launch.world_size
+        for arm in plan.arms:
+            assert arm.world_size == (case.arms[arm.arm].world_size or case.launch.world_size)
+            if arm.settings["strategy"]["slug"] == "tp":
+                assert arm.settings["tp_size"] == arm.world_size
+
+
+def test_a_sweep_of_ranks_keeps_what_an_arm_or_a_case_pins() -> None:
+    eight = plans(NORM, "ranks=8")[0]
+    sizes = {arm.arm: arm.world_size for arm in eight.arms}
+    assert sizes["broken"] == sizes["ddp"] == 8 and sizes["three-ranks"] == 3 and sizes["four-ranks"] == 4
+    four = {arm.arm: arm.skipped for arm in plans(NORM, "ranks=4")[0].arms}
+    assert four["four-ranks"] == "with ranks=4 it is the arm broken" and four["three-ranks"] is None
+    pinned = plans("case=tp-heads-not-divisible", "ranks=8")[0]
+    assert pinned.skipped and "is about 4 rank(s)" in pinned.skipped
+
+
+@given(st.sampled_from(sorted(CATALOGUE.cases)), st.sampled_from([1, 2, 3, 4, 8]))
+def test_too_few_ranks_are_a_skip_and_never_a_verdict(case: str, ranks: int) -> None:
+    found, own = CATALOGUE.cases[case], CATALOGUE.cases[case].launch.world_size
+    for plan in plans(f"case={case}", f"ranks={ranks}"):
+        if ranks < found.min_ranks:
+            assert plan.skipped == f"means something from {found.min_ranks} ranks on; ranks={ranks}"
+        elif ranks != own and not found.scales:
+            assert plan.skipped and "does not declare `scales`" in plan.skipped
+        for arm in plan.arms:
+            assert arm.skipped or arm.world_size == (found.arms[arm.arm].world_size or ranks)
+
+
+def test_a_control_that_cannot_exist_is_skipped_by_its_heads() -> None:
+    plan = plans("case=train-step", "strategy=tp", "model=qwen2.5-0.5b", "ranks=8")[0]
+    assert plan.skipped == "14 attention heads do not divide over 8 ranks"
+    assert plans("case=train-step", "strategy=tp", "model=qwen1.5-1.8b", "ranks=8")[0].skipped is None
+    assert plans("case=tp-heads-not-divisible")[0].skipped is None  # that is what it is about
+
+
+def test_devices_are_counted_apart_from_ranks() -> None:
+    by_name = {arm.arm: arm for arm in plans("case=qwen-device-map-devices", profile=TWO)[0].arms}
+    assert (by_name["hooks-removed"].world_size, by_name["hooks-removed"].gpus) == (1, 2)
+    assert (by_name["whole"].world_size, by_name["whole"].gpus) == (1, 1)
+    single = {arm.arm: arm for arm in plans("case=device-map-distributed", profile=TWO)[0].arms}["single-process"]
+    assert (single.world_size, single.gpus) == (1, 2)
+
+
+TWO = Profile("gpu2", "cuda", "nccl", gpus(2))
+
+
+def test_what_never_touches_a_gpu_is_measured_on_the_cpu_of_a_gpu_node() -> None:
+    for plan in on(8, "NVIDIA A100-SXM4-80GB", "case=qwen-remote-code-*,fsdp-cpu-offload-state-dict"):
+        assert plan.cell.hardware == plan.profile.name == "cpu" and all(arm.gpus == 0 for arm in plan.arms)
+    assert "runs on the CPU only" in str(plans("case=qwen-remote-code-run", profile=TWO)[0].skipped)
+
+
+def test_one_card_measures_what_it_can_and_the_cpu_the_rest() -> None:
+    found = on(1, "NVIDIA H200")
+    where = {(plan.cell.case, plan.cell.strategy): plan.cell.hardware for plan in found}
+    assert where["train-step", "ddp"] == "gpu1-shared" and where["train-step", "fsdp"] == "cpu"
+    shared = [arm for plan in found if plan.cell.hardware == "gpu1-shared" for arm in plan.arms if not arm.skipped]
+    assert shared and all(arm.gpus == 1 and arm.settings["backend"] == "gloo" for arm in shared)
+    assert {arm.settings["strategy"]["slug"] for arm in shared} == {"ddp"}
+    measured = [plan for plan in found if not plan.skipped]
+    assert len(measured) >= len([plan for plan in plans() if not plan.skipped])
+
+
+def test_sweeps_have_documents_of_their_own() -> None:
+    def keys(*texts: str) -> set[str]:
+        selection = overrides.parse(["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts])
+        variant = matrix.variant_of(compose_run(selection.run), selection.patches)
+        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, variant)}
+
+    sweeps = [
+        ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"], ["tp_size=2"],
+    ]  # fmt: skip
+    found = [keys(*texts) for texts in sweeps]
+    assert keys() == keys("ranks=2") == keys("repeat=3", "jobs=1") == {"train-step/qwen1.5-0.5b-ddp"}
+    assert len(set().union(*found)) == 8 and all(key.count("/") == 1 for some in found for key in some)

@@ -21,7 +21,7 @@ from harness.running.leases import Leases
 from harness.stacks import Stack
 
 CARDS = tuple(Gpu(index, A100, f"GPU-{index}", 81920, "8.0") for index in range(2))
-TWO = Profile("gpu2", "cuda", "nccl", CARDS, None)
+TWO = Profile("gpu2", "cuda", "nccl", CARDS)
 MACHINE = Machine(CARDS, "535.129.03", "cpu", 2, 24.0, "linux", cuda="12.2")
 STACK = Stack("current", "/venv/bin/python", {"torch": "2.13.0"})
 
@@ -126,7 +126,7 @@ def test_the_table_of_drivers() -> None:
 
 def test_the_probe_in_this_environment_says_what_torch_is(tmp_path: Path) -> None:
     stack = Stack("current", sys.executable, {}, key="here")
-    cpu = ask(stack, Profile("cpu", "cpu", "gloo", (), None), [], "probe-test")
+    cpu = ask(stack, Profile("cpu", "cpu", "gloo"), [], "probe-test")
     assert cpu["stage"] == "done" and cpu["torch"] and cpu["gloo"] is True and "init_error" not in cpu
     gone = ask(replace(stack, python=str(tmp_path / "none")), TWO, [0], "probe-test")
     assert "could not be started" in problem(gone, stack, TWO, MACHINE)  # type: ignore[operator]

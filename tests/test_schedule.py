@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from harness import catalogue, matrix, overrides
 from harness.config import RunSettings
 from harness.hardware import Machine, Profile
-from harness.plan import plan_cells
+from harness.placing import place
+from harness.plan import Planner
 from harness.running.recorded import UNKNOWN_S, expect, recorded
 from harness.running.schedule import MOST_PER_CORE, Capacity, Task, in_order, lower_bound, makespan, pick
 from harness.stacks import Stack
@@ -110,16 +111,9 @@ def test_what_was_never_measured_counts_as_long_but_never_longer_than_its_deadli
     found = catalogue.load()
     cells = matrix.enumerate_cells(found, overrides.parse(["case=qwen15-fsdp-norm-shard"]))
     stack = Stack("current", "/usr/bin/python3", {"python": "3.11", "torch": "2.13.0", "transformers": "5.23.0"})
-    machine = Machine((), None, "cpu", 2, 24.0, "linux")
-    plans = plan_cells(
-        found,
-        cells,
-        RunSettings(deadline=60.0),
-        Profile("cpu", "cpu", "gloo", (), None),
-        machine,
-        {"current": stack},
-        {},
-    )
+    machine, cpu = Machine((), None, "cpu", 2, 24.0, "linux"), Profile("cpu", "cpu", "gloo")
+    planner = Planner(found, RunSettings(deadline=60.0), {"cpu": cpu}, machine, {"current": stack}, {})
+    plans = planner.plan(place(found, cells, [cpu], auto=False).cells)
     arm = plans[0].arms[0]
     assert expect({}, "new", arm).seconds == UNKNOWN_S
     known = recorded([document(1.0, {"broken": [40.0]})])

@@ -139,7 +139,7 @@ class Prober:
             raise Stopped("interrupted", 130)
         document = summary.documents[0]
         store = Store(session.results_folder(prepared.settings))
-        path = store.path_of(prepared.profile.name, document["stack"]["label"], document["key"])
+        path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["key"])
         arms = document["arms"]
         return Point(
             target,

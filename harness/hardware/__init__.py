@@ -11,9 +11,9 @@ around    what else a run on GPUs depends on: /dev/shm, ptrace
 
 from harness.hardware.machine import Machine, cgroup_limits, detect
 from harness.hardware.nvml import CardState, Gpu, GpuProcess, LeftOut, Xids, states
-from harness.hardware.profile import HardwareError, Profile, settle
+from harness.hardware.profile import HardwareError, Profile, settle, settle_all
 
 __all__ = [
     "CardState", "Gpu", "GpuProcess", "HardwareError", "LeftOut", "Machine", "Profile", "Xids", "cgroup_limits",
-    "detect", "settle", "states",
+    "detect", "settle", "settle_all", "states",
 ]  # fmt: skip

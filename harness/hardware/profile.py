@@ -22,8 +22,8 @@ class Profile:
     name: str
     accelerator: str  # cpu or cuda
     backend: str
-    gpus: tuple[Gpu, ...]
-    world_size: int | None
+    gpus: tuple[Gpu, ...] = ()
+    shared: bool = False  # all ranks of an attempt on one GPU
 
     def words(self) -> str:
         """For the first line of a run: ``gpu2 (2 x NVIDIA H200), backend nccl``."""
@@ -45,7 +45,7 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
         name = _name_of(known, machine)
     spec = known[name]
     if spec.accelerator == "cpu":
-        return Profile(name, "cpu", "gloo", (), spec.world_size)
+        return Profile(name, "cpu", "gloo")
     fitting = [gpu for gpu in machine.gpus if _fits(spec, gpu)]
     if len(fitting) < spec.gpus:
         kind = f"{spec.gpu_name} " if spec.gpu_name else ""
@@ -58,7 +58,19 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
             + "hardware=auto takes what is there; hardware=cpu runs with gloo on any machine"
         )
     backend = "nccl" if spec.backend == "auto" else spec.backend
-    return Profile(name, "cuda", backend, tuple(fitting[: spec.gpus]), spec.world_size)
+    return Profile(name, "cuda", backend, tuple(fitting[: spec.gpus]), spec.shared)
+
+
+def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machine) -> list[Profile]:
+    """The profiles of a run, the widest first. ``auto`` is all that this machine can be: its GPUs, one GPU shared by
+    several ranks where there is no second one, and its CPU."""
+    if list(names) != ["auto"]:
+        return [settle(name, known, machine) for name in names]
+    first = settle("auto", known, machine)
+    if first.accelerator == "cpu":
+        return [first]
+    one = [spec.slug for spec in known.values() if spec.shared and len(machine.gpus) == spec.gpus]
+    return [first, *(settle(name, known, machine) for name in (*one, "cpu"))]
 
 
 def _fits(spec: Hardware, gpu: Gpu) -> bool:
@@ -78,7 +90,7 @@ def _name_of(known: dict[str, Hardware], machine: Machine) -> str:
     fits = [
         spec
         for spec in known.values()
-        if spec.accelerator == "cuda" and sum(_fits(spec, gpu) for gpu in machine.gpus) >= spec.gpus
+        if spec.accelerator == "cuda" and not spec.shared and sum(_fits(spec, gpu) for gpu in machine.gpus) >= spec.gpus
     ]
     if not fits:
         have = counted([gpu.name for gpu in machine.gpus])

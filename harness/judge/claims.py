@@ -40,6 +40,7 @@ class Evidence:
     arm: str
     model: str
     strategy: str
+    ranks: str
     stack: str
     hardware: str
     setting: str  # flags, scale, weights and whether it is simulated, in words
@@ -119,7 +120,9 @@ def _newest(found: list[Evidence], documents: list[Document]) -> list[Evidence]:
         hardware = mapping(document.get("hardware"))
         gpus = sorted(text(gpu.get("name")) for gpu in items(hardware.get("gpus")))
         versions = sorted((str(k), str(v)) for k, v in mapping(mapping(document.get("stack")).get("versions")).items())
-        key = repr((item.model, item.strategy, item.setting, item.hardware, hardware.get("cpu"), gpus, versions))
+        key = repr(
+            (item.model, item.strategy, item.ranks, item.setting, item.hardware, hardware.get("cpu"), gpus, versions)
+        )
         if key not in kept or (kept[key].holds is None and item.holds is not None):
             kept[key] = item
     return list(kept.values())
@@ -130,6 +133,7 @@ def _is_about(prediction: Prediction, document: Document) -> bool:
     axes = (
         (prediction.model, document.get("model")),
         (prediction.strategy, document.get("strategy")),
+        (prediction.ranks, document.get("ranks")),
         (prediction.stack, stack.get("name")),
         (prediction.hardware, hardware.get("profile")),
     )
@@ -145,6 +149,7 @@ def _evidence(prediction: Prediction, case: str, document: Document, grounds: Gr
     versions = mapping(stack.get("versions"))
     known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
     setting = [f"{name}={value}" for name, value in mapping(document.get("flags")).items()]
+    setting += [text(word) for word in document.get("variant") or () if not text(word).startswith("ranks=")]
     setting += [text(document.get("scale")), f"{text(document.get('weights'))} weights"]
     if document.get("simulated"):
         setting.append("simulated")
@@ -155,6 +160,7 @@ def _evidence(prediction: Prediction, case: str, document: Document, grounds: Gr
         arm=prediction.arm,
         model=text(document.get("model")),
         strategy=text(document.get("strategy")),
+        ranks=f"{document.get('ranks')} ranks",
         stack=text(stack.get("name")) + (f" ({known})" if known else ""),
         hardware=text(mapping(document.get("hardware")).get("profile")),
         setting=" ".join(setting),
@@ -271,7 +277,8 @@ def _predicted(prediction: Prediction) -> str:
 
 def _scope(prediction: Prediction, case: str) -> str:
     """What would have to be measured, in words."""
-    axes = (prediction.model, prediction.strategy, prediction.stack, prediction.hardware)
+    ranks = f"ranks={prediction.ranks}" if prediction.ranks else None
+    axes = (prediction.model, prediction.strategy, ranks, prediction.stack, prediction.hardware)
     return " ".join([f"{case}, arm {prediction.arm}", *(f"[{axis}]" for axis in axes if axis)])
 
 

@@ -231,6 +231,7 @@ class Attempt:
         self.deadline = number(attempt.get("deadline_s"))
         self.strategy = text(mapping(mapping(attempt.get("settings")).get("strategy")).get("slug"))
         self.planned = mapping(attempt.get("versions"))  # the releases that it was planned with
+        self.accelerator = text(mapping(attempt.get("settings")).get("device"))
         self.infra = data.get("infra")
         found = [Rank(item, position) for position, item in enumerate(items(data.get("ranks")))]
         self.ranks = sorted(found, key=lambda rank: rank.rank)

@@ -103,9 +103,9 @@ def said_of_met(verdict: Verdict, expectation: Expectation | None) -> str:
 
 def _cells(case: Case, listed: list[str], where: str) -> int | None:
     """How specifically the list names the cell: 2 by name, 1 by a pattern, 0 for every cell; None when it does not."""
-    if not listed:
-        return 0
     name, flags = _split(case, where)
+    if not listed:
+        return 0 if flags.keys() <= case.flags.keys() else None  # with other ranks or sizes it is another cell
     scores = []
     for item in listed:
         pattern, wanted = _split(case, item)
@@ -121,8 +121,8 @@ def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
     last = ""
     for part in parts[2:]:
         name, equals, value = part.partition("=")
-        if equals and name in case.flags:
-            last = name
+        if equals and (name in case.flags or not last):  # first what varies in every case (ranks, scale), then flags
+            last = name if name in case.flags else ""
             flags[name] = value
         elif last:  # a value that itself holds a slash
             flags[last] += "/" + part

@@ -48,6 +48,8 @@ def match_attempt(
 ) -> Match | None:
     """``matches`` for an observation that was read already (``failures`` are the attempt's)."""
     found: dict[int, str] = {}
+    if signature.accelerator and attempt.accelerator and signature.accelerator != attempt.accelerator:
+        return None  # what it names cannot happen there
     if signature.kind == "hang":
         found = _hang(signature, attempt, failures)
     elif signature.kind in ("oracle", "log") or failures.primary:

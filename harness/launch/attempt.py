@@ -56,7 +56,7 @@ class Attempt:
     world_size: int
     deadline_s: float
     env: dict[str, str] = field(default_factory=dict)  # of the case, the arm and the stack
-    gpus: tuple[str, ...] = ()  # leased devices (UUIDs), one per rank; empty: CPU
+    gpus: tuple[str, ...] = ()  # leased devices (UUIDs), all seen by every rank; empty: CPU
     imports: tuple[str, ...] = ()  # what a warm server imports ahead
     cold: str | None = None  # why this attempt must start from a fresh interpreter
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
@@ -254,6 +254,8 @@ def torchrun_line(attempt: Attempt) -> str:
     for name, default in (("scale", "tiny"), ("weights", "random")):
         value = settings["model"].get(name, default)
         words += [f"--{name}", value] if value != default else []
+    follows = attempt.world_size if settings["strategy"]["slug"] == "tp" else 1
+    words += ["--tp-size", str(settings["tp_size"])] if settings["tp_size"] != follows else []
     words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
     for name, value in settings["flags"].items():
         # The script reads the value as YAML: a plain word stays one, anything else is written as JSON.

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +95,7 @@ class Engine:
         self,
         catalogue: Catalogue,
         settings: RunSettings,
-        profile: Profile,
+        profiles: Sequence[Profile],
         machine: Machine,
         stacks: Mapping[str, Stack],
         store: Store,
@@ -106,7 +106,6 @@ class Engine:
     ) -> None:
         self.catalogue = catalogue
         self.settings = settings
-        self.profile = profile
         self.machine = machine
         self.stacks = stacks
         self.store = store
@@ -114,9 +113,11 @@ class Engine:
         self.provenance = provenance
         self.history = history
         self.on_event = on_event
-        self.capacity = schedule.Capacity(machine.cores, len(profile.gpus), machine.memory_gb, settings.jobs)
+        gpus = {gpu.uuid: gpu for profile in profiles for gpu in profile.gpus}
+        self.capacity = schedule.Capacity(machine.cores, len(gpus), machine.memory_gb, settings.jobs)
         self._took = recorded(document for found in history.values() for document in found)
-        self._free = [gpu.uuid for gpu in profile.gpus]
+        self._free = list(gpus)
+        self._names = {uuid: f"gpu{gpu.index}" for uuid, gpu in gpus.items()}
         self._cells: list[_Cell] = []
         self._waiting: list[Task] = []
         self._running: dict[Future[Result], tuple[Task, list[str]]] = {}
@@ -138,8 +139,8 @@ class Engine:
             summary.problem = str(error)
         summary.interrupted = stop.is_set() and summary.problem is None
         summary.wall_s = time.monotonic() - began
-        order = {cell.document["key"] + cell.plan.cell.stack: index for index, cell in enumerate(self._cells)}
-        summary.documents.sort(key=lambda d: order.get(d["key"] + d["stack"]["name"], 0))
+        order = {id(cell.document): index for index, cell in enumerate(self._cells)}
+        summary.documents.sort(key=lambda document: order.get(id(document), 0))
         return summary
 
     def _open(self, plans: list[CellPlan], resume: bool) -> None:
@@ -161,12 +162,12 @@ class Engine:
         stack = self.stacks.get(plan.cell.stack)
         versions = dict(stack.versions) if stack else {}
         label = stack_label(versions, stack.label_key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
-        key = plan.cell.key + self._scale_suffix()
-        path = self.store.path_of(self.profile.name, label, key)
+        key = plan.cell.key
+        path = self.store.path_of(plan.profile.name, label, key)
         shown = {name: versions[name] for name in RELEVANT if name in versions}
         described = {"name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label}
         started = {**self.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
-        document = documents.new(plan, case, self.profile, self.machine, described, started)
+        document = documents.new(plan, case, self.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
         if stack and stack.probe:
             document["hardware"]["probe"] = dict(stack.probe)
@@ -181,11 +182,6 @@ class Engine:
         plan = arm_of(cell.plan, arm)
         took = expect(self._took, cell.document["key"], plan)
         return Task(number, arm, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
-
-    def _scale_suffix(self) -> str:
-        """Full-size or real-weight measurements are cells of their own: they must not replace the tiny ones."""
-        scale, weights = self.settings.scale.value, self.settings.weights.value
-        return "" if (scale, weights) == ("tiny", "random") else f"-{scale}-{weights}"
 
     def _work(self, stop: threading.Event, resume: bool, later: list[Later]) -> None:
         most = self.settings.jobs or max(len(self._free), schedule.MOST_PER_CORE * self.machine.cores)
@@ -225,8 +221,7 @@ class Engine:
         gpus = free[: task.gpus]
         self._free = [uuid for uuid in self._free if uuid not in gpus]
         plan = self._cells[task.cell].plan
-        names = {gpu.uuid: f"gpu{gpu.index}" for gpu in self.profile.gpus}
-        device = ",".join(names[uuid] for uuid in gpus) or "cpu"
+        device = ",".join(self._names[uuid] for uuid in gpus) or "cpu"
         self.on_event(Event("start", plan, task.arm, task.index, seconds=task.seconds, device=device))
         future = pool.submit(self.attempts.make, plan, task.arm, gpus, stop)
         self._running[future] = (task, gpus)

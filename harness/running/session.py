@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import catalogue as catalogues
-from harness import hardware, matrix, overrides, provenance
+from harness import hardware, matrix, overrides, placing, provenance
 from harness.catalogue import Catalogue
 from harness.config import RunSettings, compose_run
 from harness.errors import ConfigError, MeasureError
@@ -36,12 +36,18 @@ _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first lin
 class Session:
     catalogue: Catalogue
     settings: RunSettings
-    profile: Profile
+    profiles: list[Profile]  # side by side; each cell is measured on one of them
     machine: Machine
     stacks: dict[str, Stack]
     plans: list[CellPlan]
     unavailable: dict[str, str]  # stack -> why it is not there
     later: list[Later] = field(default_factory=list)  # what the run builds while it measures the rest
+    elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
+
+    @property
+    def profile(self) -> Profile:
+        """The one that most is asked of: the GPUs, where there are some."""
+        return self.profiles[0]
 
     @property
     def ranks(self) -> list[int]:
@@ -59,7 +65,8 @@ class Session:
             versions = self.stacks[name].versions
             shown = ", ".join(f"{package} {versions[package]}" for package in _SHOWN if package in versions)
             stacks.append(f"{name} ({shown})")
-        return f"hardware {self.profile.words()}; {ranks} an attempt; stack {', '.join(stacks) or 'none'}"
+        where = " | ".join(profile.words() for profile in self.profiles)
+        return f"hardware {where}; {ranks} an attempt; stack {', '.join(stacks) or 'none'}"
 
     def notes(self) -> list[str]:
         """What a person should know of the machine before the run: cards that are left out, what may go wrong."""
@@ -81,15 +88,17 @@ def prepare(
     catalogue = catalogues.load(patches=selection.patches)
     settings = compose_run(selection.run)
     machine = hardware.detect()
-    profile = hardware.settle(selection.hardware, catalogue.hardware, machine)
-    selection.hardware = profile.name
-    cells = matrix.enumerate_cells(catalogue, selection)
+    profiles = hardware.settle_all(selection.hardware, catalogue.hardware, machine)
+    named = matrix.enumerate_cells(catalogue, selection, matrix.variant_of(settings, selection.patches))
+    placed = placing.place(catalogue, named, profiles, auto=selection.hardware == ["auto"])
+    cells = placed.cells
     if settings.arms:
         known = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
         settings.arms = overrides.expand("arm", settings.arms, known)
-    wanted = Wanted(catalogue, settings, profile, machine, build_stacks, dict(given or {}))
-    if build_stacks and profile.accelerator != "cpu":
-        wanted.probe = Prober(profile, machine, cache_dir() / "state")
+    by_name = {profile.name: profile for profile in profiles}
+    wanted = Wanted(catalogue, settings, by_name, machine, build_stacks, dict(given or {}))
+    if build_stacks and profiles[0].accelerator != "cpu":
+        wanted.probe = Prober(profiles[0], machine, cache_dir() / "state")
     wanted.find(cells)
     missing = {cell: wanted.missing(cell) for cell in cells}
     now = [cell for cell in cells if not (overlap and missing[cell])]
@@ -100,7 +109,8 @@ def prepare(
     if asked and len(asked) == len(selection.stack):
         kind = MeasureError if asked[0] in wanted.unusable else ConfigError
         raise kind(f"stack={asked[0]}: {wanted.unavailable[asked[0]]}")
-    prepared = Session(catalogue, settings, profile, machine, wanted.stacks, plans, wanted.unavailable)
+    prepared = Session(catalogue, settings, profiles, machine, wanted.stacks, plans, wanted.unavailable)
+    prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]
         prepared.later.append(Later(what, len(group), partial(wanted.plan, group)))
@@ -141,7 +151,7 @@ def execute(
             try:
                 attempts = Attempts(session.catalogue, session.stacks, launcher, leases, run_dir, session.settings.keep)
                 engine = Engine(
-                    session.catalogue, session.settings, session.profile, session.machine, session.stacks, store,
+                    session.catalogue, session.settings, session.profiles, session.machine, session.stacks, store,
                     attempts, provenance.provenance(session.settings.seed), known, on_event,
                 )  # fmt: skip
                 summary = engine.run(session.plans, stop, resume, session.later)

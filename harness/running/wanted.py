@@ -10,7 +10,7 @@ from harness import matrix, provenance
 from harness.catalogue import Catalogue
 from harness.config import RunSettings
 from harness.hardware import Machine, Profile
-from harness.plan import CellPlan, plan_cells
+from harness.plan import CellPlan, Planner
 from harness.stacks import Stack, StackError, check, extensions, resolve
 from harness.stacks import stacks as known_stacks
 
@@ -21,7 +21,7 @@ class Wanted:
 
     catalogue: Catalogue
     settings: RunSettings
-    profile: Profile
+    profiles: Mapping[str, Profile]  # by name
     machine: Machine
     build: bool  # whether stacks may be built, and ops compiled
     stacks: dict[str, Stack]
@@ -71,7 +71,7 @@ class Wanted:
                 usable[name] = _prepared(usable[name])
         code = provenance.code_hashes(self.catalogue)
         found: Mapping[str, Stack | str] = {**usable, **self.unavailable}
-        return plan_cells(self.catalogue, cells, self.settings, self.profile, self.machine, found, code)
+        return Planner(self.catalogue, self.settings, self.profiles, self.machine, found, code).plan(cells)
 
     def _resolve(self, name: str) -> None:
         try:
@@ -98,7 +98,7 @@ class Wanted:
 
     def _compiles(self, cell: matrix.Cell) -> bool:
         """Whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
-        if not self.build or self.profile.accelerator != "cpu":
+        if not self.build or self.profiles[cell.hardware].accelerator != "cpu":
             return False
         case = self.catalogue.cases[cell.case]
         arms = [case.arms[name] for name in matrix.arms_of(case, self.settings.arms)]

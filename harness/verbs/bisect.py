@@ -205,7 +205,7 @@ class Bisect:
     def data(self, command: str) -> dict[str, Any]:
         case, cell = self.prober.case, self.prober.cell
         machine = hardware.detect()
-        profile = hardware.settle(cell.hardware, load().hardware, machine)
+        profile = hardware.settle_all([cell.hardware], load().hardware, machine)[0]
         guilty = None
         if self.blame is not None:
             guilty = {key: getattr(self.blame, key) for key in ("members", "unproven", "changed", "notes", "tried")}

@@ -51,7 +51,8 @@ def main(args: argparse.Namespace) -> int:
         for plan in prepared.plans
     ]  # fmt: skip
     data = {
-        "machine": machine.to_json(), "hardware": profile.name, "backend": profile.backend, "torch": torch,
+        "machine": machine.to_json(), "hardware": [each.name for each in prepared.profiles],
+        "backend": profile.backend, "torch": torch,
         "gpus": [asdict(gpu) | asdict(states[gpu.uuid]) for gpu in machine.gpus], "without_peer_access": apart,
         "shm_mb": shm, "ptrace": blind is None, "problems": problems, "notes": notes,
         "stack": {"name": stack.name, "versions": dict(stack.versions)}, "cells": rows,
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     _print_gpus(machine, states, apart)
     shared = "none" if shm is None else f"{shm} MiB"
     print(f"/dev/shm: {shared}; stacks of hung ranks: {'faulthandler' if blind else 'py-spy'}")
-    print(f"hardware profile: {profile.words()}; torch: {json.dumps(torch)}")
+    print(f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; torch: {json.dumps(torch)}")
     shown = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print(f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(shown)}")
     for text in problems:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from harness import catalogue as catalogues
 from harness import matrix, overrides
+from harness.config import RunSettings, compose_run
 from harness.report import print_json, print_table
 
 
 def main(args: argparse.Namespace) -> int:
     selection = overrides.parse(args.overrides)
     catalogue = catalogues.load(patches=selection.patches)
-    if selection.run:
-        from harness.config import compose_run
-
-        compose_run(selection.run)  # says what is wrong with them
-    cells = matrix.enumerate_cells(catalogue, selection)
+    variant = matrix.variant_of(compose_run(selection.run) if selection.run else RunSettings(), selection.patches)
+    cells = [
+        replace(cell, hardware=profile)
+        for cell in matrix.enumerate_cells(catalogue, selection, variant)
+        for profile in selection.hardware
+    ]
     rows: list[dict[str, Any]] = []
     for cell in cells:
         case = catalogue.cases[cell.case]
         rows.append(
             {
                 "case": cell.case, "kind": case.kind, "title": case.title, "references": case.references,
-                "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "stack": cell.stack,
+                "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "ranks": cell.ranks,
+                "stack": cell.stack,
                 "hardware": cell.hardware, "arms": list(case.arms), "simulated": case.simulated,
                 "needs": {"requires": case.needs.requires, "gpus": case.needs.gpus, "stack": case.needs.stack},
             }

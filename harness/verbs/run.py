@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
     profile = prepared.profile
     totals = {
-        "hardware": profile.name,
+        "hardware": [each.name for each in prepared.profiles],
         "accelerator": profile.accelerator,
         "backend": profile.backend,
         "devices": [gpu.name for gpu in profile.gpus],
@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
         "problem": summary.problem,
         "results": str(session.results_folder(prepared.settings)),
         "verdicts": rows.counts(found),
+        "elsewhere": prepared.elsewhere,
     }
     if args.json:
         print_json({"rows": found, "summary": totals})
@@ -59,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
             f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
             f"({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s; documents in {totals['results']}"
         )
+        for why, count in prepared.elsewhere.items():
+            print(f"{count} cells measured elsewhere than on {prepared.profiles[0].name}: {why}")
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:
@@ -86,8 +89,10 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
     items: list[dict[str, Any]] = [
         {
             "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
-            "flags": dict(plan.cell.flags), "stack": arm.stack, "hardware": plan.cell.hardware, "arm": arm.arm,
-            "world_size": arm.world_size, "attempts": arm.repeat, "deadline_s": arm.deadline, "skipped": arm.skipped,
+            "flags": dict(plan.cell.flags), "ranks": plan.cell.ranks, "stack": arm.stack,
+            "hardware": plan.cell.hardware, "arm": arm.arm, "world_size": arm.world_size, "devices": arm.gpus,
+            "attempts": arm.repeat,
+            "deadline_s": arm.deadline, "skipped": arm.skipped,
         }
         for plan in prepared.plans
         for arm in plan.arms
@@ -95,10 +100,13 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
     if as_json:
         print_json(items)
         return 0
-    columns = ["case", "model", "strategy", "arm", "stack", "ranks", "attempts", "skipped"]
+    columns = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
     table = [
-        [i["case"], i["model"], i["strategy"], i["arm"], i["stack"], i["world_size"], i["attempts"], i["skipped"]]
+        [
+            i["case"], i["model"], i["strategy"], i["arm"], i["stack"], i["hardware"], i["world_size"], i["devices"],
+            i["attempts"], i["skipped"],
+        ]
         for i in items
-    ]
+    ]  # fmt: skip
     print_table("", columns, table)
     return 0

@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _change(arm: Any) -> str:
     parts = [f"{name}={value}" for name, value in {**arm.flags, **arm.options}.items()]
-    for axis in ("model", "strategy", "stack", "world_size", "tp_size"):
+    for axis in ("model", "strategy", "stack", "world_size", "tp_size", "devices"):
         if getattr(arm, axis) is not None:
             parts.append(f"{axis}={getattr(arm, axis)}")
     return ", ".join(parts + [f"{name}={value}" for name, value in arm.env.items()])

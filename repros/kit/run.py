@@ -55,11 +55,11 @@ class Run:
         self.steps: int = settings["steps"]
         self.seed: int = settings["seed"]
         self.tp_size: int = settings["tp_size"]
+        self.devices: int = settings["devices"]  # GPUs that each rank sees
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
-        self.device_kind = _device_kind(settings["device"], local_world)
+        self.device_kind = _device_kind(settings["device"], self.devices)
         self.backend: str = settings["backend"]
         if self.backend == "auto":
             self.backend = "nccl" if self.device_kind == "cuda" else "gloo"
@@ -69,7 +69,9 @@ class Run:
     def device(self) -> torch.device:
         import torch
 
-        return torch.device("cuda", self.local_rank) if self.device_kind == "cuda" else torch.device("cpu")
+        if self.device_kind != "cuda":
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank % self.devices)  # one a rank, unless several share one
 
     def phase(self, name: str) -> None:
         """Names what the rank is doing now; kept in the record, so that an error says where it happened."""
@@ -104,7 +106,7 @@ class Run:
         if self.device_kind == "cuda":
             import torch
 
-            torch.cuda.set_device(self.local_rank)
+            torch.cuda.set_device(self.device)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29555")
         os.environ.setdefault("RANK", "0")
@@ -112,12 +114,12 @@ class Run:
         dist.init_process_group(self.backend)
 
 
-def _device_kind(wanted: str, local_world: int) -> str:
+def _device_kind(wanted: str, devices: int) -> str:
     if wanted != "auto":
         return wanted
     import torch
 
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_world else "cpu"
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= devices else "cpu"
 
 
 def _environment(settings: dict[str, Any]) -> None:
@@ -173,6 +175,7 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--scale", choices=["tiny", "full"], default="tiny")
     parser.add_argument("--weights", choices=["random", "hub"], default="random")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--tp-size", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE")
@@ -192,9 +195,15 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
             have = ", ".join(case.get("flags") or {})
             parser.error(f"{case_file.name} declares no flag {name!r} (it declares: {have})")
         flags[name] = yaml.safe_load(value)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    pinned = case["arms"][args.arm].get("world_size")
+    if pinned and pinned != ranks:
+        parser.error(f"arm {args.arm} is about {pinned} rank(s): torchrun --nproc-per-node {pinned} ...")
     return resolve(
         case,
         args.arm,
+        world_size=ranks,
+        tp_size=args.tp_size,
         model=option("model", arm_axis(case, args.arm, "model", args.model)),
         strategy=option("strategy", arm_axis(case, args.arm, "strategy", args.strategy)),
         flags=flags,
