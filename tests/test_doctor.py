@@ -74,7 +74,7 @@ def test_doctor_has_a_problem_where_a_run_would_end(tmp_path: Path) -> None:
     meant = repro(tmp_path, FakeNvml([Card()]), *words, env={"CUDA_VISIBLE_DEVICES": "all"})
     assert meant.returncode == 3, meant.stderr
     said = json.loads(meant.stdout)
-    assert "'all' is a word of NVIDIA_VISIBLE_DEVICES" in said["problems"][0] and said["hardware"] == "cpu"
+    assert "'all' is a word of NVIDIA_VISIBLE_DEVICES" in said["problems"][0] and said["hardware"] == ["cpu"]
     assert said["cells"], "what can run on the CPU is told all the same"
     unusable = repro(tmp_path, FakeNvml([Card()]), *words)
     assert unusable.returncode == 3 and "a build without CUDA" in json.loads(unusable.stdout)["problems"][0]
@@ -102,7 +102,7 @@ def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where
     )
     assert "torch 2.13" in first and second.startswith("note: persistence mode is off on GPU 0")
     summary = json.loads(done.stdout)["summary"]
-    assert (summary["hardware"], summary["backend"], summary["ranks"]) == ("gpu2", "nccl", [2])
+    assert (summary["hardware"], summary["backend"], summary["ranks"]) == (["gpu2"], "nccl", [2])
     (stored,) = documents(tmp_path)
     assert stored["hardware"]["probe"]["cuda"] == "13.0"
     outcomes = [attempt["outcome"] for arm in stored["arms"].values() for attempt in arm["attempts"]]
