@@ -65,7 +65,7 @@ def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
     assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
     assert "peer access: none between 0-3, 1-3" in shown
     assert "/dev/shm: " in shown and "stacks of hung ranks: " in shown
-    assert "hardware profile: gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl" in shown
+    assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
     assert "note: persistence mode is off on GPU 0" in shown
 
 
@@ -94,17 +94,30 @@ def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where
     """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
     python = python_that_says(tmp_path, *lines(gpus=2))
     words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
-    done = repro(tmp_path, FakeNvml([Card(persistence=False), Card()]), *words, "--json")
+    done = repro(tmp_path, FakeNvml([Card(persistence=False), Card()]), *words, "hardware=gpu2", "--json")
     assert done.returncode == 3, done.stdout + done.stderr
     first, second = done.stderr.splitlines()[:2]
-    assert first.startswith(
-        "repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl; 2 ranks an attempt; stack "
-    )
+    assert first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")
     assert "torch 2.13" in first and second.startswith("note: persistence mode is off on GPU 0")
     summary = json.loads(done.stdout)["summary"]
-    assert (summary["hardware"], summary["backend"], summary["ranks"]) == (["gpu2"], "nccl", [2])
+    cards = ["NVIDIA A100-SXM4-80GB"] * 2
+    assert summary["profiles"] == [
+        {"profile": "gpu2", "accelerator": "cuda", "backend": "nccl", "devices": cards, "ranks": [2]}
+    ]
     (stored,) = documents(tmp_path)
     assert stored["hardware"]["probe"]["cuda"] == "13.0"
     outcomes = [attempt["outcome"] for arm in stored["arms"].values() for attempt in arm["attempts"]]
     assert outcomes and {outcome["outcome"] for outcome in outcomes} == {"infra"}
     assert all(outcome["reason"].startswith("device: rank ") for outcome in outcomes)
+
+
+def test_cells_that_stay_on_the_cpu_beside_gpus_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.hardware.probe import Prober
+    from harness.running import session
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    FakeNvml([Card(), Card()]).install(monkeypatch)
+    monkeypatch.setattr("harness.stacks.extensions.prepare", lambda stack: None)
+    monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe for the CPU's cells"))
+    prepared = session.prepare(["case=qwen-remote-code-import"])
+    assert {plan.profile.name for plan in prepared.plans} == {"cpu"}

@@ -169,7 +169,7 @@ class Engine:
         started = {**self.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
         document = documents.new(plan, case, self.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
-        if stack and stack.probe:
+        if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = dict(stack.probe)
         older = self.store.read(path) if resume else None
         if older is not None:

@@ -49,24 +49,25 @@ class Session:
         """The one that most is asked of: the GPUs, where there are some."""
         return self.profiles[0]
 
-    @property
-    def ranks(self) -> list[int]:
-        """How many ranks attempts have, each size once."""
-        return sorted({arm.world_size for plan in self.plans for arm in plan.arms if not arm.skipped})
+    def sizes(self, profile: Profile) -> list[int]:
+        """How many ranks its attempts have, each size once."""
+        plans = [plan for plan in self.plans if plan.profile.name == profile.name]
+        return sorted({arm.world_size for plan in plans for arm in plan.arms if not arm.skipped})
 
     def headline(self) -> str:
         """Where a run is about to run: its first line."""
-        sizes = self.ranks
-        ranks = " to ".join(str(size) for size in dict.fromkeys([sizes[0], sizes[-1]])) if sizes else "no"
-        ranks += " rank" if sizes == [1] else " ranks"
+        where = []
+        for profile in self.profiles:
+            sizes = self.sizes(profile)
+            ranks = " to ".join(str(size) for size in dict.fromkeys([sizes[0], sizes[-1]])) if sizes else "no"
+            where.append(f"{profile.words()}, {ranks} rank{'' if sizes == [1] else 's'}")
         used = {plan.cell.stack for plan in self.plans}
         stacks = []
         for name in sorted(used & self.stacks.keys()):
             versions = self.stacks[name].versions
             shown = ", ".join(f"{package} {versions[package]}" for package in _SHOWN if package in versions)
             stacks.append(f"{name} ({shown})")
-        where = " | ".join(profile.words() for profile in self.profiles)
-        return f"hardware {where}; {ranks} an attempt; stack {', '.join(stacks) or 'none'}"
+        return f"hardware {' | '.join(where)}; stack {', '.join(stacks) or 'none'}"
 
     def notes(self) -> list[str]:
         """What a person should know of the machine before the run: cards that are left out, what may go wrong."""

@@ -46,8 +46,7 @@ class Wanted:
                 self.unbuilt.add(name)
             else:
                 self.unavailable[name] = f"it is not built here: `repro stack build {name}`"
-        for name in sorted(self.stacks):
-            self._ask(name)
+        self._ask(cells)
 
     def missing(self, cell: matrix.Cell) -> str | None:
         """What takes minutes to make and must be there before the cell can be planned, or None."""
@@ -64,7 +63,7 @@ class Wanted:
         for name in sorted(named & self.unbuilt):
             self.unbuilt.discard(name)
             self._resolve(name)
-            self._ask(name)
+        self._ask(cells)
         usable: dict[str, Stack] = dict(self.stacks)
         if any(self._compiles(cell) for cell in cells):
             for name in (named | self._stacks_of_arms(cells)) & usable.keys():
@@ -79,17 +78,19 @@ class Wanted:
         except StackError as error:
             self.unavailable[name] = str(error)
 
-    def _ask(self, name: str) -> None:
-        """Whether the stack's torch can use the cards: nothing of it is launched where it cannot."""
-        if self.probe is None or name not in self.stacks:
+    def _ask(self, cells: list[matrix.Cell]) -> None:
+        """Can the torch of these cells' stacks use the cards? Nothing of a stack is launched where it cannot."""
+        on_gpus = [cell for cell in cells if self.profiles[cell.hardware].accelerator != "cpu"]
+        if self.probe is None or not on_gpus:
             return
-        found, problem = self.probe(self.stacks[name])
-        if problem is None:
-            self.stacks[name] = replace(self.stacks[name], probe=found)
-            return
-        del self.stacks[name]
-        self.unavailable[name] = problem
-        self.unusable.add(name)
+        for name in sorted(({cell.stack for cell in on_gpus} | self._stacks_of_arms(on_gpus)) & self.stacks.keys()):
+            found, problem = self.probe(self.stacks[name])
+            if problem is None:
+                self.stacks[name] = replace(self.stacks[name], probe=found)
+                continue
+            del self.stacks[name]
+            self.unavailable[name] = problem
+            self.unusable.add(name)
 
     def _stacks_of_arms(self, cells: Iterable[matrix.Cell]) -> set[str]:
         cases = [self.catalogue.cases[slug] for slug in {cell.case for cell in cells}]

@@ -32,13 +32,18 @@ def main(args: argparse.Namespace) -> int:
         summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
     found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
     per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
-    profile = prepared.profile
     totals = {
-        "hardware": [each.name for each in prepared.profiles],
-        "accelerator": profile.accelerator,
-        "backend": profile.backend,
-        "devices": [gpu.name for gpu in profile.gpus],
-        "ranks": prepared.ranks,
+        "hardware": [profile.name for profile in prepared.profiles],
+        "profiles": [
+            {
+                "profile": profile.name,
+                "accelerator": profile.accelerator,
+                "backend": profile.backend,
+                "devices": [gpu.name for gpu in profile.gpus],
+                "ranks": prepared.sizes(profile),
+            }
+            for profile in prepared.profiles
+        ],
         "stacks": {stack.name: dict(stack.versions) for stack in prepared.stacks.values()},
         "attempts": summary.attempts,
         "reused": summary.reused,
