@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.device_errors import of_device
+from harness.judge import looks
+from harness.judge.evidence import Attempt as Observed
 from harness.launch.attempt import Attempt, torchrun_line
 from harness.launch.watch import Watched, read_launch
 
@@ -34,12 +36,9 @@ def observation(
     launch = read_launch(attempt.launch_file)
     told = {int(entry["rank"]): entry for entry in launch["ranks"]}
     ranks = [_rank(attempt, rank, told.get(rank, {}), seen) for rank in range(attempt.world_size)]
-    return {
-        "schema": 1,
-        "attempt": _attempt(attempt, launcher, command, seen),
-        "infra": _infra(launch, ranks, seen, attempt, worker_exit),
-        "ranks": ranks,
-    }
+    found = {"schema": 1, "attempt": _attempt(attempt, launcher, command, seen), "infra": None, "ranks": ranks}
+    found["infra"] = _infra(launch, ranks, seen, attempt, worker_exit) or _slow(found)
+    return found
 
 
 def not_started(attempt: Attempt, launcher: str, command: list[str], started: float, problem: str | None) -> Json:
@@ -64,11 +63,20 @@ def _attempt(attempt: Attempt, launcher: str, command: list[str], seen: Watched)
         "cpu_s": seen.cpu_s,
         "deadline_s": attempt.deadline_s,
         "timed_out": seen.timed_out,
+        "working_s": seen.working_s,
+        "hang": _hang(seen),
         "interrupted": seen.interrupted,
         "leftover": list(seen.leftover),
         "seed": attempt.settings.get("seed", 0),
         "settings": attempt.settings,
     }
+
+
+def _hang(seen: Watched) -> Json | None:
+    """How the launcher came to end an attempt that did not end by itself."""
+    if not seen.timed_out:
+        return None
+    return {"starting": seen.starting, "never_meet": seen.never_meet, "limit_s": round(seen.limit_s, 3)}
 
 
 def _rank(attempt: Attempt, rank: int, told: Json, seen: Watched) -> Json:
@@ -82,8 +90,18 @@ def _rank(attempt: Attempt, rank: int, told: Json, seen: Watched) -> Json:
         "ended_by": ended_by,
         "record": read_record(attempt.records / f"rank-{rank}.json"),
         "log_tail": tail(attempt.logs / f"rank-{rank}.log"),
-        "stack": seen.stacks.get(rank) or _crash_stack(attempt.records / f"stacks-{rank}.txt"),
+        **_looks(attempt, rank, seen),
     }
+
+
+def _looks(attempt: Attempt, rank: int, seen: Watched) -> Json:
+    """Where the rank stood: its last backtrace, and, where it was looked at, what its looks saw."""
+    looks = seen.looks.get(rank, [])
+    stack = looks[-1].backtrace if looks else seen.stacks.get(rank)
+    found: Json = {"stack": stack or _crash_stack(attempt.records / f"stacks-{rank}.txt")}
+    if looks:
+        found |= {"looks": [look.seen for look in looks], "collectives": looks[-1].collectives}
+    return found
 
 
 def read_record(path: Path) -> Json | None:
@@ -123,7 +141,8 @@ def _infra(launch: Json, ranks: list[Json], seen: Watched, attempt: Attempt, wor
     log = tail(attempt.logs / "launcher.log", lines=15)
     if not launch["ranks"]:
         if seen.timed_out:
-            return {"kind": "launch", "message": f"no rank was up at the deadline ({attempt.deadline_s:g} s)\n{log}"}
+            limit = seen.limit_s or attempt.deadline_s
+            return {"kind": "launch", "message": f"no rank was up at the deadline ({limit:g} s)\n{log}"}
         return {"kind": "launch", "message": f"no rank was started; the launcher's worker {_ended(worker_exit)}\n{log}"}
     if not launch.get("finished") and not seen.timed_out:
         return {"kind": "lost", "message": f"the launcher's worker {_ended(worker_exit)} before its ranks did\n{log}"}
@@ -132,6 +151,11 @@ def _infra(launch: Json, ranks: list[Json], seen: Watched, attempt: Attempt, wor
         if found:
             return {"kind": found[0], "message": f"rank {rank['rank']}: {found[1]}"}
     return None
+
+
+def _slow(found: Json) -> Json | None:
+    slow = looks.no_hang(Observed(found))
+    return None if slow is None else {"kind": slow[0], "message": slow[1]}
 
 
 def _ended(code: int | None) -> str:

@@ -50,6 +50,18 @@ class Frame(Strict):
     _check = field_validator("module", "function")(_regex)
 
 
+class Collective(Strict):
+    """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder shows it."""
+
+    kinds: list[str] = Field(min_length=1)  # regular expressions, each for one kind that was entered: allgather ...
+    missing: bool | None = None  # whether some rank never entered it
+
+    @field_validator("kinds")
+    @classmethod
+    def _regexes(cls, value: list[str]) -> list[str]:
+        return [_regex(item) for item in value]
+
+
 class Signature(Strict):
     """How one known failure shows itself. Which keys apply depends on ``kind``; see docs/cases.md."""
 
@@ -61,6 +73,7 @@ class Signature(Strict):
     variants: dict[str, str] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
     package: str | None = None  # exception: package of the innermost frame; log: package the record comes from
     frames: list[Frame] = []  # exception, hang and signal: each must match one of the frames
+    collective: Collective | None = None  # hang: in what the ranks disagree, beside the frames
     logger: str | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
@@ -83,12 +96,14 @@ class Signature(Strict):
             "exception": ("type", "package"),
             "log": ("message", "package"),
             "oracle": ("check",),
-            "hang": ("frames",),
+            "hang": () if self.collective else ("frames",),
             "signal": ("signal",),
         }[self.kind]
         missing = [key for key in needed if not getattr(self, key)]
         if missing:
             raise ValueError(f"a signature of kind {self.kind} needs {', '.join(missing)}")
+        if self.collective and self.kind != "hang":
+            raise ValueError(f"collective says where ranks hang; a signature of kind {self.kind} has none")
         if self.kind == "exception" and not (self.message or self.variants):
             raise ValueError("a signature of kind exception needs message or variants")
         return self
@@ -122,7 +137,7 @@ class Launch(Strict):
     world_size: int = Field(default=2, ge=1)  # the case's own number of ranks
     tp_size: int = Field(default=1, ge=1)  # of strategies other than tp, which goes over all ranks
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
-    deadline: float = Field(default=120, gt=0)  # seconds; an attempt that takes longer is a hang
+    deadline: float = Field(default=120, gt=0)  # seconds of work, start-up apart; then it hangs, or is too slow
     imports: list[str] = []  # what a warm server imports ahead for this case
     cold: str | None = None  # why this case must start from a fresh interpreter
     process_group: bool = True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself

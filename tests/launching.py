@@ -42,7 +42,7 @@ def attempt_of(
         "seed": 0,
         "tp_size": 1,
         "devices": world_size,
-        "process_group": script == "collective.py",
+        "process_group": script in ("collective.py", "waits.py"),
         "teardown": False,
         "device": "cpu",
         "backend": "gloo",

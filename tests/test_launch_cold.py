@@ -17,7 +17,7 @@ import pytest
 import yaml
 from launching import FAULTS, Json, attempt_of, free, gone, launched, launched_until, wait_for
 
-from harness.launch import ColdLauncher, processes, stacks
+from harness.launch import ColdLauncher, backtraces, processes
 from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, torchrun_line
 from harness.launch.watch import read_launch
 from harness.running.leases import Leases, clear_leftovers
@@ -74,7 +74,7 @@ def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path) -> None:
 def test_stacks_come_from_faulthandler_where_py_spy_may_not_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
+    monkeypatch.setattr(backtraces, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
     seen = launched_until(ColdLauncher(), attempt_of(tmp_path / "a", "stuck_in_here"), stuck=2)
     for rank in seen["ranks"]:
         assert rank["stack"].startswith("# faulthandler (py-spy: Permission Denied)")

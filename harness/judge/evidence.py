@@ -133,21 +133,34 @@ def _raised(data: Mapping[str, Any]) -> Raised:
     return Raised(kind, frozenset(names - {"", "."}), text(data.get("message")), places)
 
 
-def stack_places(stack: str) -> tuple[Place, ...]:
-    """The frames of a hung rank, as py-spy or faulthandler print them: innermost first, the main thread first."""
-    main: list[Place] = []
-    others: list[Place] = []
-    current = main
+class Thread(NamedTuple):
+    """One thread of a backtrace: its frames as they were printed (with their lines), and as places, innermost first."""
+
+    main: bool
+    lines: tuple[str, ...]
+    places: tuple[Place, ...]
+
+
+def threads_of(stack: str) -> list[Thread]:
+    """The threads of a rank, as py-spy or faulthandler print them, the main thread first."""
+    found: list[tuple[bool, list[str], list[Place]]] = [(True, [], [])]
     for line in stack.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             # faulthandler calls the thread that was interrupted the current one; py-spy names the main thread
-            current = main if line.startswith("Current") or "MainThread" in line else others
+            found.append((line.startswith("Current") or "MainThread" in line, [], []))
             continue
-        found = _FAULTHANDLER.match(line) or _PYSPY.match(line)
-        if found:
+        frame = _FAULTHANDLER.match(line) or _PYSPY.match(line)
+        if frame:
+            found[-1][1].append(line.strip())
             # py-spy gives the qualified name where it can (f.<locals>.wrapper), records and faulthandler the plain one
-            current.append(Place("", found["file"], found["function"].rpartition(".")[2]))
-    return tuple(main + others)
+            found[-1][2].append(Place("", frame["file"], frame["function"].rpartition(".")[2]))
+    threads = [Thread(main, tuple(lines), tuple(places)) for main, lines, places in found if lines]
+    return sorted(threads, key=lambda thread: not thread.main)
+
+
+def stack_places(stack: str) -> tuple[Place, ...]:
+    """The frames of a hung rank: innermost first, the main thread first."""
+    return tuple(place for thread in threads_of(stack) for place in thread.places)
 
 
 class Rank:
@@ -164,6 +177,9 @@ class Rank:
         self.done = self.record.get("done") is True
         self.log_tail = text(data.get("log_tail"))
         self.stack = text(data.get("stack"))
+        self.collectives = mapping(data.get("collectives"))  # what its witness answered last
+        looks = data.get("looks")
+        self.looks = items(looks) if isinstance(looks, (list, tuple)) else None  # None: it was not looked at
         self.at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
 
     @cached_property
@@ -193,6 +209,14 @@ class Rank:
     @cached_property
     def stuck(self) -> tuple[Place, ...]:
         return stack_places(self.stack)
+
+    @cached_property
+    def called(self) -> tuple[Place, ...]:
+        """The frames of the calls whose collectives this rank waits in, by torch's flight recorder. On a GPU the host
+        has gone on from there, to stand in a synchronize."""
+        waiting = [item for item in items(self.collectives.get("collectives")) if item.get("waits") is True]
+        frames = [frame for item in waiting for frame in item.get("frames") or () if isinstance(frame, (list, tuple))]
+        return tuple(Place("", text(frame[0]), text(frame[1])) for frame in frames if len(frame) == 2)
 
 
 class Note(NamedTuple):
@@ -229,6 +253,7 @@ class Attempt:
         self.timed_out = attempt.get("timed_out") is True
         self.interrupted = attempt.get("interrupted") is True
         self.deadline = number(attempt.get("deadline_s"))
+        self.hang = mapping(attempt.get("hang"))  # how the launcher found the hang; an older one did not say
         self.strategy = text(mapping(mapping(attempt.get("settings")).get("strategy")).get("slug"))
         self.planned = mapping(attempt.get("versions"))  # the releases that it was planned with
         self.accelerator = text(mapping(attempt.get("settings")).get("device"))

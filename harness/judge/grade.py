@@ -2,10 +2,11 @@
 
 The order of judgement, first match wins:
 
-1. the infrastructure failed, the user interrupted it, or the stack was another   -> infra
+1. the infrastructure failed, the user interrupted it, the stack was another, or
+   ranks were still starting or moved when the time was over                      -> infra
 2. a signature of the case itself is recognised (also on a run that finished)     -> fires
 3. another case's failure is recognised                                           -> other_error, which names it
-4. the deadline passed                                                            -> hang
+4. the deadline passed, or two looks showed that the ranks can never go on        -> hang
 5. an exception, a signal, an exit code that is not 0, a rank without done marker -> other_error
 6. a check that the proof requires was not made                                   -> other_error (no proof)
 7. a check failed                                                                 -> other_error (silent)
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
+from harness.judge import looks
 from harness.judge.evidence import Attempt, Rank, mapping, text
 from harness.judge.peers import Failure, Failures, died_of, failures_of
 from harness.judge.signature import match_attempt
@@ -118,8 +120,10 @@ def _judge(
         return "other_error", f"known failure {others[0].case}: {_line(others[0].message)}"
     first = failures.first
     if attempt.timed_out:
+        never = text(attempt.hang.get("never_meet"))
         limit = f" of {attempt.deadline:g} s" if attempt.deadline is not None else ""
-        return "hang", f"the deadline{limit} passed" + (f"; {_failed(first)}" if first else _where_stuck(attempt))
+        why = f"its ranks can never go on: {never}" if never else f"the deadline{limit} passed"
+        return "hang", why + (f"; {_failed(first)}" if first and not first.secondary else _where_stuck(attempt))
     if first:
         return "other_error", _failed(first)
     for rank in attempt.ranks:
@@ -185,7 +189,8 @@ def _infra(attempt: Attempt) -> str | None:
         return f"{text(problem.get('kind')) or 'unknown'}: {_line(text(problem.get('message')))}"
     if not attempt.ranks:
         return "lost: the observation holds no rank"
-    return None
+    slow = looks.no_hang(attempt)
+    return None if slow is None else f"{slow[0]}: {slow[1]}"
 
 
 def _stack_changed(attempt: Attempt, planned: Mapping[str, Any]) -> str | None:

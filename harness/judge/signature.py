@@ -7,7 +7,9 @@ What counts, per kind:
   raised counts, not what was being handled meanwhile, unless the one raised merely wraps the other (repeats its text).
 - ``log``: a warning or log record that the package made.
 - ``oracle``: a check of that name that failed on a rank which finished.
-- ``hang``: the deadline passed, and each declared frame is on some rank's stack.
+- ``hang``: the attempt hung, and each declared frame is in some rank's backtrace, or in the call of a collective that
+  it waits in (torch's flight recorder; with NCCL the host has gone on from there). Where the recorder shows that ranks
+  entered different collectives, and the signature says which, that must agree, too.
 - ``signal``: a rank died of it by itself, with the declared frames on its stack.
 
 A failure that only follows from another rank's (harness/judge/peers.py) never matches.
@@ -21,9 +23,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from harness.judge.collectives import Mismatch, mismatches, standing
 from harness.judge.evidence import Attempt, Place, Raised, Rank, text, within
 from harness.judge.peers import Failures, died_of, failures_of
-from harness.schema import Frame, Signature
+from harness.schema import Collective, Frame, Signature
 
 _compiled = lru_cache(maxsize=None)(re.compile)
 
@@ -147,7 +150,7 @@ def _has_frame(frame: Frame, places: Iterable[Place]) -> bool:
 
 
 def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[int, str]:
-    """Ranks on whose stack a declared frame stands; empty unless every declared frame stands on some rank's.
+    """Ranks that stand at a declared frame; empty unless each is found on some rank.
 
     A rank that waits for another one which failed is not a hang of its own.
     """
@@ -155,11 +158,25 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
     if not attempt.timed_out or broke:
         return {}
     found: dict[int, str] = {}
+    if signature.collective:
+        met = mismatches(standing(rank.rank, False, "", rank.collectives) for rank in attempt.ranks)
+        if met:
+            one = next((each for each in met if _is_mismatch(signature.collective, each)), None)
+            if one is None:
+                return {}
+            found = dict.fromkeys(one.ops, str(one))
     for frame in signature.frames:
-        stuck = [rank for rank in attempt.ranks if _has_frame(frame, rank.stuck)]
+        stuck = [rank for rank in attempt.ranks if _has_frame(frame, (*rank.stuck, *rank.called))]
         if not stuck:
             return {}
         for rank in stuck:
-            inner = next((place for place in rank.stuck if _has_frame(frame, [place])), None)
+            inner = next(place for place in (*rank.stuck, *rank.called) if _has_frame(frame, [place]))
             found.setdefault(rank.rank, f"stuck in {inner}")
     return found
+
+
+def _is_mismatch(wanted: Collective, seen: Mismatch) -> bool:
+    """Whether ranks disagree in the way that a signature names: each pattern is one of the kinds that were entered."""
+    if wanted.missing is not None and wanted.missing != bool(seen.missing):
+        return False
+    return all(any(_compiled(kind).fullmatch(family) for family in seen.kinds) for kind in wanted.kinds)

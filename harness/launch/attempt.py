@@ -7,6 +7,7 @@ The files of an attempt (all under ``Attempt.directory``):
     launch.json          what that worker answers: {"ranks": [{"rank", "pid", "exit_code", "signal", "ended_by"}],
                          "error": null | {"kind", "message"}}; written when the ranks are up, and again at the end
     records/rank-N.json  kit/record.py         records/stacks-N.txt  kit's faulthandler
+    records/phases-N.txt, ask-N, collectives-N.json  kit/witness.py: what a rank shows while it runs
     logs/rank-N.log      all output of a rank  logs/launcher.log     all output of the worker
     work/ tmp/ cache/    private to the attempt, always removed with it
 """
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+
+from harness.launch.limits import costs
 
 Json = dict[str, Any]
 
@@ -54,12 +57,13 @@ class Attempt:
     settings: Json
     python: str  # interpreter of the stack
     world_size: int
-    deadline_s: float
+    deadline_s: float  # for its work: from when every rank is past init_process_group
     env: dict[str, str] = field(default_factory=dict)  # of the case, the arm and the stack
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), all seen by every rank; empty: CPU
     imports: tuple[str, ...] = ()  # what a warm server imports ahead
     cold: str | None = None  # why this attempt must start from a fresh interpreter
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
+    start_limit_s: float | None = None  # for starting; None: what the accelerator allows (harness/launch/limits.py)
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
 
     @property
@@ -113,7 +117,14 @@ class Attempt:
             "world_size": self.world_size,
             "device": self.device,
             "backend": self.backend,
+            "limit_s": self.limit_s,
         }
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the launcher has ended it whatever happens: what NCCL's own limits must not undercut."""
+        cost = costs(self.device)
+        return cost.start_limit(self.world_size) + cost.work_limit(self.deadline_s, self.world_size)
 
     def spec(self, port: int = 0) -> Json:
         """What a worker inside the stack is told. ``env`` is only what is private to the attempt (see environment)."""

@@ -1,7 +1,11 @@
-"""Watching one attempt until it ends, and ending it: deadline, Ctrl-C, and whatever it leaves behind.
+"""Watching one attempt until it ends, and ending it: deadline, hang, Ctrl-C, and whatever it leaves behind.
 
 Used by every launcher. The launcher says when the attempt has finished and which processes it starts from; this module
-decides when to end it, collects the stacks of a hang first, and sees to it that nothing survives.
+decides when to end it, looks at a hang first, and sees to it that nothing survives.
+
+A hang is no progress between two looks at the ranks (harness/judge/looks.py). At the deadline ranks are looked at
+twice. Before it, when they have been quiet for a while: such an attempt is ended early, but only where two looks agree
+that nobody moves and that they can never meet (harness/judge/collectives.py). Anything short of that waits on.
 """
 
 from __future__ import annotations
@@ -17,12 +21,20 @@ from typing import Any
 
 import psutil
 
-from harness.launch import processes, shm, stacks
+from harness.judge import collectives
+from harness.judge import looks as judge
+from harness.launch import backtraces, limits, looks, processes, shm
 from harness.launch.attempt import ATTEMPT_TOKEN, Attempt, environment
 from harness.launch.baton import Batons
 
 POLL_S = 0.05
 LOOK_S = 1.0  # how often the tree, its memory files and the size of the logs are looked at
+APART_S = 2.5  # between two looks that are compared
+QUIET_S = 3.0  # ranks that used no CPU time for so long are worth a closer look
+QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbeats, this watch's own looks
+GPU_EVERY_S = 10.0  # ranks that wait on a GPU spin: they are looked at now and then, quiet or not
+PATIENCE = 2.0  # after looks that found no hang, the next ones wait so many times longer
+TRIES = 3  # pairs of looks at the deadline, at most
 MAX_LOG = 64 << 20  # a longer log is cut: a rank that prints without end must not fill the disk
 KEPT = 64 << 10
 CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
@@ -34,7 +46,12 @@ class Watched:
 
     started: float
     ended: float = 0.0
-    timed_out: bool = False
+    timed_out: bool = False  # it was ended because it took too long, or hung
+    starting: bool = False  # ... while ranks were still starting
+    never_meet: str | None = None  # ... before its deadline: why its ranks could not go on
+    working_s: float | None = None  # from the start until every rank was at its work
+    limit_s: float = 0.0  # the limit that was in force at the end
+    looks: dict[int, list[looks.Look]] = field(default_factory=dict)  # of ranks, at a hang or the deadline
     interrupted: bool = False
     running: set[int] = field(default_factory=set)  # ranks that still ran when the controller began to end the attempt
     stacks: dict[int, str] = field(default_factory=dict)
@@ -65,8 +82,16 @@ class Watch:
         self._cpu: dict[psutil.Process, float] = {}
         self._began = self._looked = time.monotonic()
         self._ranks: dict[int, psutil.Process] = {}
+        self._announced = 0
         self._alone = False  # the worker, to which all orphans come, says that it has no descendant any more
         self._batons: Batons | None = None
+        self._costs = limits.costs(attempt.device)
+        self._working: float | None = None  # when (monotonic) every rank was at its work
+        self._quiet: float | None = None  # since when (monotonic) no rank has used CPU time
+        self._used = 0.0
+        self._round: dict[int, looks.Look] | None = None  # the first look of a pair
+        self._next_round = 0.0
+        self._pause = APART_S
 
     def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
         """Until ``finished`` (called with seconds that it may wait), the deadline, or ``stop``; then end everything.
@@ -75,6 +100,9 @@ class Watch:
         """
         try:
             self._wait(finished, stop)
+            if self.result.timed_out:
+                self._look_twice()
+                self._last_moment(finished)
             if self.result.timed_out or self.result.interrupted:
                 self._end_early(finished)
         finally:
@@ -90,12 +118,108 @@ class Watch:
             if stop.is_set():
                 self.result.interrupted = True
                 return
-            if time.monotonic() - self._began > self.attempt.deadline_s:
+            if self._over():
                 self.result.timed_out = True
                 return
             if time.monotonic() - self._looked > LOOK_S:
                 self.look()
+                self._at_work()
                 self._looked = time.monotonic()
+                if self._hangs():
+                    self.result.timed_out = True
+                    return
+
+    def _over(self) -> bool:
+        """Whether its time is over: that for starting, or, once every rank is at its work, that for the work."""
+        if self._working is None:
+            own = self.attempt.start_limit_s
+            self.result.limit_s = self._costs.start_limit(self.attempt.world_size) if own is None else own
+            self.result.starting = time.monotonic() - self._began > self.result.limit_s and not self._at_work()
+            return self.result.starting
+        self.result.limit_s = self._costs.work_limit(self.attempt.deadline_s, self.attempt.world_size)
+        return time.monotonic() - self._working > self.result.limit_s
+
+    def _at_work(self) -> bool:
+        """Whether every rank is past its start (or has ended); the clock of the deadline runs from then on."""
+        ranks = self.ranks()
+        if self._working is not None or self._announced < self.attempt.world_size:
+            return self._working is not None
+        latest = 0.0
+        for rank in range(self.attempt.world_size):
+            since = [at for at, name in looks.phases(self.attempt.records, rank) if name not in limits.STARTING]
+            if not since and rank in ranks and processes.alive(ranks[rank]):
+                return False
+            latest = max([latest, *since[:1]])
+        ago = max(0.0, time.time() - latest) if latest else 0.0
+        self._working = max(self._began, time.monotonic() - ago)
+        self.result.working_s = round(self._working - self._began, 3)
+        return True
+
+    def _hangs(self) -> bool:
+        """Whether the attempt hangs for ever, by two looks some time apart. Looks only where it is quiet."""
+        now, spins = time.monotonic(), self.attempt.device == "cuda"
+        if self._working is None or self.attempt.world_size < 2:
+            return False
+        if not spins and (self._quiet is None or now - self._quiet < QUIET_S):
+            self._round = None  # somebody works
+            return False
+        if now < self._next_round:
+            return False
+        pause = GPU_EVERY_S if spins else self._pause
+        if self._round is None:
+            self._round = self._take(full=not spins)
+            if self._why_never(self._round, spins) is None:
+                self._round, self._next_round, self._pause = None, now + pause, self._pause * PATIENCE
+                return False
+            self._round = self._take() if spins else self._round
+            self._next_round = time.monotonic() + APART_S
+            return False
+        second = self._take()
+        pairs = {rank: (self._round[rank].seen, look.seen) for rank, look in second.items()}
+        first, self._round = self._round, None
+        self._next_round, self._pause = now + pause, self._pause * PATIENCE
+        if judge.of_attempt(pairs) != "stuck":
+            return False
+        why = self._why_never(second, spins)
+        if why is None or self._why_never(first, spins) is None:
+            return False
+        self.result.never_meet = why
+        self.result.looks = {rank: [first[rank], look] for rank, look in second.items()}
+        return True
+
+    def _take(self, full: bool = True) -> dict[int, looks.Look]:
+        return looks.take(
+            self.ranks(), self.attempt.world_size, self.attempt.records, self._began,
+            self.attempt.device == "cuda", full,
+        )  # fmt: skip
+
+    @staticmethod
+    def _why_never(seen: looks.Round, spins: bool) -> str | None:
+        return collectives.never_meet([look.standing(rank) for rank, look in seen.items()], spins)
+
+    def _last_moment(self, finished: Callable[[float], bool]) -> None:
+        """Ranks that ended by themselves while they were looked at were not too slow."""
+        if self._announced == self.attempt.world_size and not any(map(processes.alive, self._ranks.values())):
+            limit = time.monotonic() + processes.KILL_S
+            while time.monotonic() < limit and not finished(POLL_S):
+                pass
+            self.result.timed_out, self.result.looks = False, {}
+
+    def _look_twice(self) -> None:
+        """At the deadline: do the ranks move? Ranks that moved once may have done so just before they hung."""
+        if self.result.looks or self._working is None:
+            return
+        seen: dict[int, list[looks.Look]] = {}
+        for number in range(TRIES + 1):
+            if number:
+                time.sleep(APART_S)
+            for rank, look in self._take().items():
+                seen.setdefault(rank, []).append(look)
+            if number:
+                answer = judge.of_attempt({rank: (each[-2].seen, each[-1].seen) for rank, each in seen.items()})
+                if answer == "stuck" or (answer == "progress" and number > 1):
+                    break
+        self.result.looks = {rank: each[-2:] for rank, each in seen.items()}
 
     def look(self) -> None:
         """Remember what there is now: it may lose its parent, or its environment, before the end."""
@@ -108,16 +232,28 @@ class Watch:
                 self._cpu[target] = times.user + times.system
             except psutil.Error:
                 continue
+        self._listen(sum(self._cpu.values()))
         self.memory |= shm.in_use_by(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
         self._batons = self._batons or Batons(Path(environment(self.attempt)["TORCH_EXTENSIONS_DIR"]))
         self._batons.look()  # a rank of this attempt may wait for one that is dead
 
+    def _listen(self, used: float) -> None:
+        """Note since when the attempt has been quiet. A look at its processes costs none of their CPU time."""
+        now = time.monotonic()
+        if used - self._used > QUIET_CPU * self.attempt.world_size * max(now - self._looked, LOOK_S):
+            self._quiet = None
+        elif self._quiet is None:
+            self._quiet = self._looked
+        self._used = used
+
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks' processes, as the worker announced them."""
-        if len(self._ranks) < self.attempt.world_size:
-            for entry in read_launch(self.attempt.launch_file)["ranks"]:
+        if self._announced < self.attempt.world_size:
+            told = read_launch(self.attempt.launch_file)["ranks"]
+            self._announced = len(told)
+            for entry in told:  # some may have ended before they were looked for
                 target = processes.process(entry.get("pid"))
                 # A rank that ended long ago may have given its number to a stranger.
                 if target is not None and target.create_time() >= self.result.started - 5:
@@ -135,12 +271,12 @@ class Watch:
         return self._living()
 
     def _end_early(self, finished: Callable[[float], bool]) -> None:
-        """Stacks first, then the ranks and all below them, then the worker: so it can still say how they ended."""
+        """The ranks and all below them, then the worker: so it can still say how they ended."""
         self.look()
         alive = {rank: target for rank, target in self.ranks().items() if processes.alive(target)}
         self.result.running = set(alive)
-        if self.result.timed_out:
-            self.result.stacks = stacks.collect({rank: t.pid for rank, t in alive.items()}, self.attempt.records)
+        if self.result.timed_out and not self.result.looks:
+            self.result.stacks = backtraces.collect({rank: t.pid for rank, t in alive.items()}, self.attempt.records)
         if self._ranks:
             worker = {self.root} if self.root else set()
             processes.end(lambda: self._find() - worker)

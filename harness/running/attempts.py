@@ -8,7 +8,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from harness.running.leases import Leases
 from harness.schema import Case
 from harness.stacks import Stack
 from harness.store import RELEVANT
+
+LONGER = 3.0  # what the deadline of an attempt that was too slow is multiplied with, once
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Attempts:
         try:
             attempt = self._attempt(self.catalogue.cases[plan.cell.case], found, gpus)
             with self.leases.hold(gpus, stop):
-                observation = self.launcher.launch(attempt, stop)
+                observation = self._launched(attempt, stop)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
             observation = fault(found, error)
         else:
@@ -50,6 +52,20 @@ class Attempts:
             have = self.stacks[found.stack].versions
             observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
         return observation, time.monotonic() - began
+
+    def _launched(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
+        """Launched; once more with a longer deadline where ranks were still at work when time was over."""
+        observation = self.launcher.launch(attempt, stop)
+        infra = observation.get("infra") or {}
+        if infra.get("kind") != "too slow" or stop.is_set():
+            return observation
+        name = f"{attempt.id}-longer"
+        longer = replace(
+            attempt, id=name, directory=attempt.directory.with_name(name), deadline_s=LONGER * attempt.deadline_s
+        )
+        again = self.launcher.launch(longer, stop)
+        again["attempt"]["retried"] = f"too slow: {infra['message']}; deadline {longer.deadline_s:g} s"
+        return again
 
     def _attempt(self, case: Case, plan: ArmPlan, gpus: list[str]) -> Attempt:
         stack = self.stacks[plan.stack]

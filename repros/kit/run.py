@@ -26,12 +26,14 @@ import sys
 import tempfile
 import time
 import traceback
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from arm_settings import arm_axis, resolve
 from kit.record import Record, clip, describe_exception
+from kit.witness import MARGIN_S, OURS, Witness, nccl_environment
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +45,10 @@ PEER_GRACE_S = 2.0  # how long a rank that failed waits for the others to write 
 class Run:
     """What a script works with: settings, this rank's place, and the record it fills."""
 
-    def __init__(self, settings: dict[str, Any], record: Record) -> None:
+    def __init__(self, settings: dict[str, Any], record: Record, witness: Witness | None = None) -> None:
         self.settings = settings
         self.record = record
+        self.witness = witness
         self.case: str = settings["case"]
         self.arm: str = settings["arm"]
         self.flags: dict[str, Any] = settings["flags"]
@@ -76,6 +79,8 @@ class Run:
     def phase(self, name: str) -> None:
         """Names what the rank is doing now; kept in the record, so that an error says where it happened."""
         self.record.data["phase"] = name
+        if self.witness is not None:
+            self.witness.phase(name)
 
     def metric(self, name: str, value: float) -> None:
         self.record.data["metrics"][name] = value
@@ -111,7 +116,12 @@ class Run:
         os.environ.setdefault("MASTER_PORT", "29555")
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("WORLD_SIZE", "1")
-        dist.init_process_group(self.backend)
+        limit_s = self.settings.get("limit_s")
+        if limit_s is None or "nccl" not in self.backend:
+            dist.init_process_group(self.backend)
+        else:
+            # The launcher decides what a hang is; NCCL's own limit (10 minutes) must not come first at full size.
+            dist.init_process_group(self.backend, timeout=timedelta(seconds=max(600.0, limit_s + MARGIN_S)))
 
 
 def _device_kind(wanted: str, devices: int) -> str:
@@ -239,22 +249,40 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
     record = Record(Path(record_dir) / f"rank-{rank}.json" if record_dir else None, rank, world)
     record.capture.install()
     record.write()
+    witness = _witness(settings, rank)
     code = 1
     try:
-        run = Run(settings, record)
+        run = Run(settings, record, witness)
         if settings["process_group"]:
             run.phase("init_process_group")
             run.init_process_group()
         run.phase("body")
         body(run)
         record.data["done"] = True
-        record.data["phase"] = "end"
+        run.phase("end")
         code = 0
     except BaseException as error:
         record.data["exception"] = describe_exception(error)
         traceback.print_exc()
     _finish(record, settings, code)
     return code
+
+
+def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
+    """What the launcher sees of this rank while it runs; none by hand."""
+    if not settings.get("record_dir"):
+        return None
+    records = Path(settings["record_dir"])
+    if settings["device"] != "cpu":
+        for name, value in nccl_environment(_release("torch"), settings.get("limit_s", 0.0), records).items():
+            if name in OURS:
+                os.environ[name] = value
+            else:
+                os.environ.setdefault(name, value)
+    witness = Witness(records, rank)
+    if not settings["teardown"]:  # how the process ends is tested there: with no thread but the case's own
+        witness.start()
+    return witness
 
 
 def _finish(record: Record, settings: dict[str, Any], code: int) -> None:

@@ -1,4 +1,4 @@
-"""Where hung ranks are stuck: their Python stacks as text, collected before they are ended."""
+"""Where ranks stand: the backtraces of their Python threads, as text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ DUMP_S = 15.0
 
 
 def collect(pids: dict[int, int], records: Path) -> dict[int, str]:
-    """The stacks of each rank (rank -> pid). The first line says which way they were obtained."""
+    """The backtraces of each rank (rank -> pid). The first line says which way they were obtained."""
     with ThreadPoolExecutor(max_workers=max(1, min(4, len(pids)))) as pool:
         return dict(zip(pids, pool.map(lambda item: _stack(item[0], item[1], records), pids.items())))
+
+
+def obtained(text: str) -> bool:
+    """Whether it is a backtrace, and not the reason why there is none."""
+    return not text.startswith("# no stack")
 
 
 def _stack(rank: int, pid: int, records: Path) -> str:
@@ -50,15 +55,17 @@ def _faulthandler(rank: int, pid: int, records: Path, why: str) -> str:
     path = records / f"stacks-{rank}.txt"
     if not path.exists():
         return f"# no stack ({why}; the rank had not reached the kit)"
+    earlier = path.stat().st_size  # what it wrote at an earlier look
     try:
         os.kill(pid, signal.SIGUSR1)
     except OSError as error:
         return f"# no stack ({why}; {error})"
-    before, limit = -1, time.monotonic() + 3
+    before, limit = earlier, time.monotonic() + 3
     while time.monotonic() < limit:
         time.sleep(0.1)
         size = path.stat().st_size
-        if size and size == before:
-            return f"# faulthandler ({why})\n{path.read_text(encoding='utf-8', errors='replace')}"
+        if size > earlier and size == before:
+            written = path.read_bytes()[earlier:].decode(errors="replace")
+            return f"# faulthandler ({why})\n{written}"
         before = size
     return f"# no stack ({why}; faulthandler did not answer)"
