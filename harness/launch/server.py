@@ -26,11 +26,13 @@ TOKEN_ROOM = 200  # bytes for an attempt's id: ranks overwrite the server's toke
 
 
 class Refused(Exception):
-    """The server did not come up. ``kind``: import, thread, cuda, launch, died or stopped."""
+    """The server did not come up. ``kind``: import, thread, cuda, launch, died or stopped; ``module``: what it was
+    importing."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, module: str = "") -> None:
         super().__init__(message)
         self.kind = kind
+        self.module = module
 
 
 class Request:
@@ -56,14 +58,17 @@ class Server:
         where: Path,
         own: tuple[str, ...] = (),
         stop: threading.Event | None = None,
+        late: tuple[str, ...] = (),
     ) -> None:
         """Returns when the packages are imported. ``own``: environment variables that name folders of this server.
+        ``late``: packages that it leaves for the ranks to import.
 
         Its files are in a folder of its own in ``where``: the run's, which the next run clears if this one is killed.
         """
         where.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-", dir=where))
-        self.command = [python, str(WORKER), *imports]
+        self.command = [python, str(WORKER), *imports, *(["--late", *late] if late else [])]
+        self.late = late
         self.ready: Json = {}
         self.attempts = 0
         self.users = 0  # attempts that hold it now; kept by the pool
@@ -105,7 +110,8 @@ class Server:
             if time.monotonic() > limit:
                 raise Refused("import", f"the warm server was not ready after {IMPORT_S:g} s")
         if self.ready.get("event") != "ready":
-            raise Refused(self.ready.get("kind", "died"), self.ready.get("message") or self._why())
+            kind, message = self.ready.get("kind", "died"), self.ready.get("message") or self._why()
+            raise Refused(kind, message, self.ready.get("module", ""))
 
     @property
     def pid(self) -> int | None:

@@ -19,6 +19,7 @@ from harness.launch.server import TOKEN_ROOM, Refused, Request, Server
 from harness.launch.watch import Watch, Watched
 
 MAX_IDLE = 10  # servers kept although no attempt uses them: the next attempt of their kind costs no start
+MOST_LATE = 3  # packages that a server leaves for the ranks; each costs a start of the server
 IDLE_FREE = 4 << 30  # bytes of memory that must be left for that: each holds a few hundred MB
 
 # Read when they are used, not at import: they need no server of their own.
@@ -87,6 +88,10 @@ class WarmLauncher:
             request.ended.wait(10.0)
         seen.cpu_s = round(max(seen.cpu_s, request.cpu_s), 3)
         observation = observe.observation(attempt, self.name, server.command, seen, worker_exit=request.exit_code)
+        if server.late:
+            observation["attempt"]["late"] = list(server.late)
+        if server.ready.get("probed"):
+            observation["attempt"]["probed"] = server.ready["probed"]
         if request.problem and not seen.interrupted:
             observation["infra"] = request.problem
         return observation
@@ -102,7 +107,7 @@ class WarmLauncher:
             server = self._take(key)
             if server is None:
                 try:
-                    server = Server(attempt.python, attempt.imports, env, attempt.directory.parent, own, stop)
+                    server = started(attempt, env, own, stop)
                 except Refused as refused:
                     with self._lock:
                         # One that was killed on the way says nothing about the next; one that always is, does.
@@ -150,6 +155,20 @@ class WarmLauncher:
         server.close()
         with self._lock:
             self._ended_cpu_s += server.cpu_s
+
+
+def started(attempt: Attempt, env: dict[str, str], own: tuple[str, ...], stop: threading.Event) -> Server:
+    """A server with everything imported that survives a fork. A package that initialises CUDA at import is left for
+    the ranks, with whatever else imports it: the rest of the stack still need not be imported anew for each rank."""
+    late: tuple[str, ...] = ()
+    while True:
+        try:
+            return Server(attempt.python, attempt.imports, env, attempt.directory.parent, own, stop, late)
+        except Refused as refused:
+            package = refused.module.partition(".")[0]
+            if refused.kind != "cuda" or package in ("", "torch", *late) or len(late) == MOST_LATE:
+                raise
+            late = (*late, package)
 
 
 def why_cold(attempt: Attempt) -> str | None:

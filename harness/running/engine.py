@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Summary:
     reused: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
+    cold: Counter[str] = field(default_factory=Counter)  # why attempts of the warm launcher started from cold
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)  # stored documents that say something else than they show
     problem: str | None = None  # what stopped the run early (a full disk), or None
@@ -239,6 +241,8 @@ class Engine:
         case = self.catalogue.cases[cell.plan.cell.case]
         documents.add_attempt(cell.document, task.arm, observation, case, self.catalogue.cases)
         self._summary.attempts += 1
+        if observation["attempt"].get("cold"):
+            self._summary.cold[str(observation["attempt"]["cold"]).splitlines()[0]] += 1
         self._summary.cpu_s += float(observation["attempt"].get("cpu_s") or 0)
         shown = cell.document["arms"][task.arm]["attempts"][-1]["outcome"]
         self.on_event(

@@ -50,6 +50,7 @@ def main(args: argparse.Namespace) -> int:
         "cpu_s": round(summary.cpu_s, 1),
         "cpu_s_per_attempt": round(per_attempt, 2),
         "wall_s": round(summary.wall_s, 1),
+        "cold": dict(summary.cold),
         "interrupted": summary.interrupted,
         "problem": summary.problem,
         "results": str(session.results_folder(prepared.settings)),
@@ -67,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
         )
         for why, count in prepared.elsewhere.items():
             print(f"{count} cells measured elsewhere than on {prepared.profiles[0].name}: {why}")
+        for why, count in summary.cold.most_common():
+            print(f"{count} of them started from cold: {why}")
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:

@@ -1,6 +1,8 @@
 """The warm server: imports a stack's packages once, and forks the processes of each attempt from what it imported.
 
-    python warm_server.py [PACKAGE ...]          requests on stdin, replies on stdout: one JSON object a line
+    python warm_server.py [PACKAGE ...] [--late PACKAGE ...]
+
+Requests come on stdin, replies go to stdout, one JSON object a line:
 
     <- {"event": "ready", ...} | {"event": "refused", "kind": "import"|"thread"|"cuda", "module": ..., "message": ...}
     -> {"id": ID, "spec": {...}, "launch": FILE}   (spec: that of harness/launch/attempt.py, and "cwd")
@@ -31,6 +33,7 @@ from typing import Any
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, FOLDER)
 import warm_attempt  # noqa: E402
+from probes import Probes  # noqa: E402
 
 # No rank's import may find what lies beside this file.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
@@ -86,13 +89,27 @@ class Refused(Exception):
         self.reply = {"event": "refused", "kind": kind, "module": module, "message": message}
 
 
-def import_ahead(packages: list[str]) -> list[str]:
-    """Import everything; returns what an older release does not have. Refuses what a fork could not survive."""
-    missing = []
+def import_ahead(packages: list[str], late: list[str]) -> tuple[list[str], list[str]]:
+    """Import everything but what is ``late``, which the ranks import. Refuses what a fork could not survive.
+
+    Returns what an older release does not have, and what was asked of a GPU meanwhile (harness/worker/probes.py).
+    """
     wanted = [(name, name == "torch") for name in BASE]
     for package in packages:
         wanted.append((package, True))
         wanted += [(name, False) for name in LAZY.get(package, [])]
+    wanted = [each for each in wanted if each[0] not in late and each[0].partition(".")[0] not in late]
+    missing = import_all(wanted[:1])
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # no rank will see a GPU
+        return missing + import_all(wanted[1:]), []
+    torch: Any = sys.modules["torch"]
+    with Probes(torch.cuda) as probes:
+        missing += import_all(wanted[1:])
+    return missing, probes.answered
+
+
+def import_all(wanted: list[tuple[str, bool]]) -> list[str]:
+    missing = []
     for name, needed in wanted:
         try:
             importlib.import_module(name)
@@ -107,7 +124,6 @@ def import_ahead(packages: list[str]) -> list[str]:
             raise Refused("import", name, f"{type(error).__name__}: {error}") from error
         check_threads(name)
         check_cuda(name)
-    compute_ahead()
     return missing
 
 
@@ -273,7 +289,9 @@ class Server:
         self.sweep()
 
 
-def main(packages: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    split = arguments.index("--late") if "--late" in arguments else len(arguments)
+    packages, late = arguments[:split], arguments[split + 1 :]
     started = time.perf_counter()
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -285,7 +303,8 @@ def main(packages: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the controller's to handle
     gc.disable()  # imports make hardly any garbage, and looking for it takes a fifth of their time
     try:
-        missing = import_ahead(packages)
+        missing, probed = import_ahead(packages, late)
+        compute_ahead()
     except Refused as refused:
         traceback.print_exc()
         server.reply(**refused.reply)
@@ -297,7 +316,7 @@ def main(packages: list[str]) -> int:
     times = os.times()
     try:
         server.reply(
-            event="ready", pid=os.getpid(), missing=missing, rss_mb=rss_mb(),
+            event="ready", pid=os.getpid(), missing=missing, probed=probed, rss_mb=rss_mb(),
             wall_s=round(time.perf_counter() - started, 3), cpu_s=round(times.user + times.system, 3),
         )  # fmt: skip
         server.serve()
