@@ -109,7 +109,7 @@ def launched_until(launcher: Launcher, attempt: Attempt, stuck: int) -> Json:
     """The deadline comes when so many ranks are stuck: tests need not guess how slow the machine is."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(launched, launcher, attempt)
-        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == stuck)
+        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == stuck, 300)
         time.sleep(0.3)
         object.__setattr__(attempt, "deadline_s", 0.0)
-        return future.result(timeout=60)
+        return future.result(timeout=300)
