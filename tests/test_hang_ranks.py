@@ -13,6 +13,7 @@ from launching import Json, attempt_of, launched
 
 from harness.judge import looks
 from harness.judge.evidence import Attempt
+from harness.launch import watch
 from harness.launch.warm import WarmLauncher
 
 pytestmark = pytest.mark.ranks
@@ -49,7 +50,21 @@ def test_ranks_that_can_never_meet_are_ended_before_the_deadline(tmp_path: Path,
             assert "waits.py" in rank["stack"]
     group = seen["other_collective"]["ranks"][1]["collectives"]
     assert group["groups"]["0"] == [0, 1] and group["collectives"][-1]["waits"]
-    assert any(frame[1] == "barrier" for frame in group["collectives"][-1]["frames"])
+
+
+def test_a_rank_says_the_frames_of_the_call_that_it_waits_in(
+    tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host has gone on from there, so that the backtrace does not show it."""
+    take = watch.looks.take
+
+    def take_with_frames(*arguments: Any) -> Any:
+        return watch.looks.with_frames(take(*arguments), arguments[2])
+
+    monkeypatch.setattr(watch.looks, "take", take_with_frames)
+    seen = launched(warm, attempt_of(tmp_path / "a", "other_collective", "waits.py", deadline=FOREVER))
+    called = [[place.function for place in rank.called] for rank in Attempt(seen).ranks]
+    assert "all_gather" in called[0] and "barrier" in called[1] and "other_collective" in called[1]
 
 
 def test_ranks_that_are_only_slow_are_never_ended_early(tmp_path: Path, warm: WarmLauncher) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from harness.launch import backtraces, processes
 Json = dict[str, Any]
 
 ANSWER_S = 1.0  # a rank's witness answers in milliseconds, unless something holds the interpreter's lock
+FRAMES_S = 30.0  # ... and its torch may import for seconds before it can say the frames of a call
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,20 @@ def phases(records: Path, rank: int) -> list[tuple[float, str]]:
     return found
 
 
-def _answers(ranks: set[int], records: Path) -> dict[int, Json]:
+def with_frames(last: Mapping[int, Look], records: Path) -> dict[int, Look]:
+    """The same looks, with the frames of the calls that the ranks wait in: on a GPU no backtrace has them."""
+    waiting = {rank for rank, look in last.items() if look.standing(rank).pending}
+    told = _answers(waiting, records, b"f", FRAMES_S)
+    return {rank: replace(look, collectives=told.get(rank, look.collectives)) for rank, look in last.items()}
+
+
+def _answers(ranks: set[int], records: Path, question: bytes = b"?", limit_s: float = ANSWER_S) -> dict[int, Json]:
     """What the ranks' witnesses say of their collectives, of those that answer; all are asked at once."""
     files = {rank: records / f"collectives-{rank}.json" for rank in ranks}
     before = {rank: _changed(path) for rank, path in files.items()}
-    asked = {rank: path for rank, path in files.items() if _ask(records / f"ask-{rank}")}
+    asked = {rank: path for rank, path in files.items() if _ask(records / f"ask-{rank}", question)}
     out: dict[int, Json] = {}
-    limit = time.monotonic() + ANSWER_S
+    limit = time.monotonic() + limit_s
     while len(out) < len(asked) and time.monotonic() < limit:
         for rank in asked.keys() - out.keys():
             if _changed(asked[rank]) != before[rank]:
@@ -141,13 +149,13 @@ def _answers(ranks: set[int], records: Path) -> dict[int, Json]:
     return out
 
 
-def _ask(pipe: Path) -> bool:
+def _ask(pipe: Path, question: bytes) -> bool:
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody listens
     except OSError:
         return False
     try:
-        return os.write(fd, b"?") == 1
+        return os.write(fd, question) == 1
     except OSError:
         return False
     finally:

@@ -103,6 +103,9 @@ class Watch:
             if self.result.timed_out:
                 self._look_twice()
                 self._last_moment(finished)
+            if self.result.looks and self.attempt.device == "cuda":
+                last = looks.with_frames({r: each[-1] for r, each in self.result.looks.items()}, self.attempt.records)
+                self.result.looks = {rank: [each[0], last[rank]] for rank, each in self.result.looks.items()}
             if self.result.timed_out or self.result.interrupted:
                 self._end_early(finished)
         finally:

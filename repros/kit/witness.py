@@ -20,6 +20,7 @@ from typing import Any
 Json = dict[str, Any]
 Release = tuple[int, ...]
 
+FRAMES_TOO = b"f"  # asks for the frames of calls, too: torch may import for seconds before it can say them
 KEPT = 16  # collectives reported beside those that still wait: the newest
 FRAMES = 40  # of the call of a collective that waits, innermost first
 RECORDED = "2000"  # collectives that torch remembers per rank (its tutorial's figure)
@@ -71,9 +72,10 @@ class Witness:
         threading.Thread(target=self._serve, args=(asked,), name="kit-witness", daemon=True).start()
 
     def _serve(self, asked: int) -> None:
-        while os.read(asked, 512):
+        while True:
+            question = os.read(asked, 512)
             try:
-                answer = collectives()
+                answer = collectives(with_frames=FRAMES_TOO in question)
             except Exception as error:  # a rank never fails because it was looked at
                 answer = {"error": f"{type(error).__name__}: {error}"}
             temporary = f"{self.answer_file}.tmp"
@@ -82,9 +84,9 @@ class Witness:
             os.replace(temporary, self.answer_file)
 
 
-def collectives() -> Json:
+def collectives(with_frames: bool = False) -> Json:
     """What this rank's process groups are, and the collectives that it has entered and that torch still remembers."""
-    dump = recorded()
+    dump = recorded(with_frames)
     if dump is None:
         return {"groups": {}, "collectives": None, "complete": False}
     entries = dump["entries"]
@@ -92,7 +94,7 @@ def collectives() -> Json:
     return {"groups": groups(dump.get("pg_config") or {}), "collectives": trimmed(entries), "complete": complete}
 
 
-def recorded() -> Json | None:
+def recorded(with_frames: bool) -> Json | None:
     """The flight recorder's dump; None where this torch has none, it is switched off or holds nothing."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     as_json = _first(c10d, "_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -100,8 +102,7 @@ def recorded() -> Json | None:
     if as_json is None:
         return _plain(as_pickle() if as_pickle else None)
     dump = _plain(as_json())
-    if dump is not None and as_pickle is not None:
-        # Only the pickle has frames, and looking up those of thousands of finished collectives takes seconds.
+    if dump is not None and as_pickle is not None and with_frames:  # only the pickle has them
         active = _plain(as_pickle(onlyActive=True)) or {"entries": []}
         frames = {entry.get("record_id"): entry.get("frames") for entry in active["entries"]}
         for entry in dump["entries"]:
