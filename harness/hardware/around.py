@@ -41,7 +41,7 @@ def gpus_named(indices: Sequence[int]) -> str:
 
 def no_stacks() -> str | None:
     """Why py-spy cannot look into a process of ours (a hang's stacks then come from faulthandler); None when it can."""
-    from harness.launch.stacks import py_spy
+    from harness.launch.backtraces import py_spy
 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:
