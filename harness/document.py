@@ -124,7 +124,8 @@ def settle(
             outcomes[name] = [grade.skipped(arm["skipped"])]
         else:
             outcomes[name] = [grade.Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
-    judged = verdict.judge(case, outcomes, history, document["stack"]["versions"])
+    settings = document["arms"].get("broken", {}).get("settings")
+    judged = verdict.judge(case, outcomes, history, document["stack"]["versions"], settings)
     document["verdicts"] = {}
     for name, found in judged.items():
         at = (name, document["stack"]["versions"], document["hardware"]["profile"])

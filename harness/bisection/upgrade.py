@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.bisection.labels import CLEAN, FIRES, Answer, answer
+from harness.judge.comparable import comparable
 from harness.judge.evidence import mapping
 
 # For the worse, for the better, neither: in the order in which a reader wants them.
@@ -74,7 +75,10 @@ def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Chan
     first = next(iter(after["arms"]), "")
     for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
         found: Change | str | None = None
-        if one.label is None or other.label is None:
+        unlike = comparable(*(mapping(mapping(d["arms"]).get(arm)).get("settings") or {} for d in (before, after)))
+        if unlike:
+            found = f"not measured alike: {unlike}"
+        elif one.label is None or other.label is None:
             sides = [f"{word}: {a.detail}" for word, a in (("from", one), ("to", other)) if a.label is None]
             found = "; ".join(sides)
         else:

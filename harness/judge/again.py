@@ -95,7 +95,8 @@ def verdicts_of(document: Mapping[str, Any], case: Case, older: Iterable[Mapping
             outcomes[name] = [grade.skipped(str(arm["skipped"]))]
         else:
             outcomes[name] = [Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
-    judged = verdict.judge(case, outcomes, older, document["stack"]["versions"])
+    settings = mapping(mapping(document["arms"].get("broken")).get("settings"))
+    judged = verdict.judge(case, outcomes, older, document["stack"]["versions"], settings)
     return {name: asdict(found) for name, found in judged.items()}
 
 

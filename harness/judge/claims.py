@@ -12,10 +12,11 @@ that failed under a strategy which does not run on this stack and hardware at al
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from harness.judge import conditions
+from harness.judge.comparable import comparable_documents
 from harness.judge.conditions import Point
 from harness.judge.evidence import items, mapping, number, text
 from harness.judge.grade import Outcome
@@ -91,7 +92,7 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]], gr
     for prediction in claim.predicts:
         slug = prediction.case or case.slug
         about = [d for d in by_case.get(slug, ()) if _is_about(prediction, d)]
-        found += _newest([_evidence(prediction, slug, document, grounds) for document in about], about)
+        found += _newest([_unless_alike(prediction, slug, d, about, grounds) for d in about], about)
         if not about:
             absent.append(f"no stored measurement of {_scope(prediction, slug)}")
     decided = [item for item in found if item.holds is not None]
@@ -170,6 +171,23 @@ def _evidence(prediction: Prediction, case: str, document: Document, grounds: Gr
         when=prediction.when,
         versions={str(name): str(version) for name, version in versions.items()},
     )
+
+
+def _unless_alike(
+    prediction: Prediction, case: str, document: Document, about: Sequence[Document], grounds: Grounds
+) -> Evidence:
+    """The document's word, unless it was measured otherwise than the newest of its cell on this hardware."""
+    said = _evidence(prediction, case, document, grounds)
+    newest = next(d for d in about if _same_cell(d, document))
+    arms = dict.fromkeys([prediction.arm, prediction.against or "broken"])
+    why = comparable_documents(document, newest, arms)
+    return said if why is None else replace(said, holds=None, measured=f"left out: {why.removeprefix('arm ')}")
+
+
+def _same_cell(one: Document, other: Document) -> bool:
+    axes = ("model", "strategy", "flags", "scale", "weights", "ranks", "variant")
+    profiles = [mapping(document.get("hardware")).get("profile") for document in (one, other)]
+    return profiles[0] == profiles[1] and all(one.get(axis) == other.get(axis) for axis in axes)
 
 
 def _decide(prediction: Prediction, case: str, document: Document) -> tuple[bool | None, str]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from harness.judge.comparable import comparable
 from harness.judge.evidence import items, mapping, text
 from harness.judge.grade import Outcome
 from harness.judge.met import Met, all_met
@@ -75,15 +76,16 @@ def judge(
     outcomes: Mapping[str, Sequence[Outcome]],
     history: Iterable[Mapping[str, Any]] = (),
     versions: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Verdict]:
     """One verdict per fix arm of a failure, or of a control's one arm; arms that ``outcomes`` lacks have none.
 
     ``history`` are stored documents of the same cell on other stacks; with ``versions`` (this stack's) only those of an
-    older stack count.
+    older stack count, and with ``settings`` (of the broken arm) only those that were measured alike.
     """
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
-    fired = _fired_before(history, versions)
+    fired = _fired_before(history, versions, settings or {})
     broken = outcomes.get("broken", ())
     fixes = [arm for arm in case.arms if arm != "broken" and arm in outcomes]
     return {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
@@ -91,7 +93,7 @@ def judge(
 
 def judge_pair(case: str, broken: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
     """An arm judged against any other one in the broken arm's place."""
-    return _fix(case, broken, fix, None)
+    return _fix(case, broken, fix, Fired())
 
 
 def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -109,7 +111,7 @@ def firing(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
 
 
-def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], fired: str | None) -> Verdict:
+def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], fired: Fired) -> Verdict:
     broken, fix = evidence(broken_all), evidence(fix_all)
     base = _counts(broken, fix)
     lost = len(broken_all) - len(broken) + len(fix_all) - len(fix)
@@ -137,7 +139,9 @@ def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], f
     if before == "clean":
         if after != "clean":
             return verdict("FIX_HARMFUL", f"broken is clean, the fix fails: {fix[0].reason}", fix)
-        return verdict("UPSTREAM_FIXED", f"{both}; it fired in {fired}") if fired else verdict("NOT_FIRING", both)
+        if fired.where:
+            return verdict("UPSTREAM_FIXED", f"{both}; it fired in {fired.where}")
+        return verdict("NOT_FIRING", both + (f"; not compared with {fired.otherwise}" if fired.otherwise else ""))
     if after == "clean":
         return verdict("FIX_HOLDS", both)
     if after == "fires":
@@ -195,8 +199,18 @@ def _nothing(outcomes: Sequence[Outcome]) -> str:
     return "; ".join(reasons)
 
 
-def _fired_before(history: Iterable[Mapping[str, Any]], versions: Mapping[str, str] | None) -> str | None:
-    """The older stack on which the broken arm fired, in words, or None."""
+@dataclass(frozen=True)
+class Fired:
+    """The older stack on which the broken arm fired, in words; and one where it did, but was measured otherwise."""
+
+    where: str | None = None
+    otherwise: str | None = None
+
+
+def _fired_before(
+    history: Iterable[Mapping[str, Any]], versions: Mapping[str, str] | None, settings: Mapping[str, Any]
+) -> Fired:
+    otherwise = None
     for document in history:
         stack = mapping(document.get("stack"))
         attempts = items(mapping(mapping(document.get("arms")).get("broken")).get("attempts"))
@@ -206,8 +220,12 @@ def _fired_before(history: Iterable[Mapping[str, Any]], versions: Mapping[str, s
         theirs = mapping(stack.get("versions"))
         if versions is None or is_older(theirs, versions):
             shown = ", ".join(f"{name} {theirs[name]}" for name in ("torch", "transformers") if name in theirs)
-            return f"{text(stack.get('name')) or 'an older stack'}" + (f" ({shown})" if shown else "")
-    return None
+            where = f"{text(stack.get('name')) or 'an older stack'}" + (f" ({shown})" if shown else "")
+            why = comparable(settings, mapping(mapping(mapping(document.get("arms")).get("broken")).get("settings")))
+            if why is None:
+                return Fired(where)
+            otherwise = otherwise or f"{where}, where it fired: {why}"
+    return Fired(None, otherwise)
 
 
 def is_older(versions: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
