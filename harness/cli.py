@@ -59,6 +59,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         if verb == "accept":
             sub.add_argument("--reason", required=True, help="why these verdicts are now the expected ones")
             sub.add_argument("--from", dest="source", metavar="DIR", help="results folder (default: results/scratch)")
+            told = "also publish verdicts that may as well be a mistake (may be given for each)"
+            sub.add_argument("--take", action="append", default=[], choices=("CHANGED", "FIX_HARMFUL"), help=told)
         if verb == "claims":
             sub.add_argument("--from", dest="source", metavar="DIR", help="read only this results folder")
     return parser

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.hardware import Machine
 from harness.judge import expect, grade, verdict
+from harness.judge.comparable import machine
 from harness.plan import CellPlan
 from harness.schema import Case
 
@@ -71,23 +72,33 @@ def new(
 def take_over(
     document: Document, older: Mapping[str, Any], plan: CellPlan, case: Case, cases: Mapping[str, Case]
 ) -> None:
-    """Resume: attempts already recorded with the same fingerprint are kept, also more of them than are asked for.
+    """Resume: attempts already recorded are kept where they are still the answer, also more of them than are asked for.
 
-    What they showed stays; how it is judged may have changed since (a signature was mended), so all are judged again.
+    They are where they were made on this machine under the fingerprint that the arm has now, asked for or not; an arm's
+    recorded fingerprint must be the one that its attempts were made under. What they showed stays; how it is judged may
+    have changed since (a signature was mended), so all are judged again. Where something is left behind, the older
+    document stays as it is in the history, and this one says where it comes from itself.
     """
-    judged = {
-        name: {**arm, "attempts": [_judged_again(attempt, case, name, cases) for attempt in arm["attempts"]]}
-        for name, arm in older["arms"].items()
-    }
-    for arm in plan.arms:
-        before = judged.get(arm.arm)
-        if before and before.get("fingerprint") == arm.fingerprint and not arm.skipped:
-            kept = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra"]
-            document["arms"][arm.arm]["attempts"] = kept
-    for name, recorded in judged.items():
-        document["arms"].setdefault(name, recorded)  # arms that this run was not asked for stay recorded
-    if any(arm["attempts"] for arm in document["arms"].values()):
+    now = {arm.arm: arm.fingerprint for arm in plan.arms if not arm.skipped} | dict(plan.unasked)
+    here = machine(older) == machine(document)
+    whole = True
+    for name, before in older["arms"].items():
+        made = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra"]
+        same = here and before.get("fingerprint") == now.get(name) and name in case.arms
+        kept = [_judged_again(a, case, name, cases) for a in made if same and made_under(a) in (None, now[name])]
+        whole = whole and len(kept) == len(made)
+        if name in document["arms"]:
+            document["arms"][name]["attempts"] = kept
+        elif same and (kept or before["skipped"]):
+            document["arms"][name] = {**before, "attempts": kept}
+    if whole and any(arm["attempts"] for arm in document["arms"].values()):
         document["provenance"] = {**older["provenance"], "ended": None}
+
+
+def made_under(attempt: Mapping[str, Any]) -> str | None:
+    """The fingerprint that an attempt was launched with; None where it is from before that was stored."""
+    found = attempt["observation"]["attempt"].get("fingerprint")
+    return str(found) if found else None
 
 
 def add_attempt(
@@ -142,6 +153,4 @@ def settle(
 
 
 def _judged_again(attempt: Mapping[str, Any], case: Case, arm: str, cases: Mapping[str, Case]) -> Mapping[str, Any]:
-    if arm not in case.arms:
-        return attempt  # the case has no such arm any more
     return {**attempt, "outcome": asdict(grade.grade(case, arm, attempt["observation"], cases))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from packaging.requirements import Requirement
@@ -50,6 +50,9 @@ class CellPlan:
     cell: Cell
     profile: Profile
     arms: tuple[ArmPlan, ...]
+    # Fingerprints of the arms that were not asked for, as they would be launched now (of those whose stack is there):
+    # what is recorded of them stays only while it is still the answer.
+    unasked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def skipped(self) -> str | None:
@@ -87,7 +90,9 @@ class Planner:
             arms = [arm if arm.skipped else replace(arm, skipped=first) for arm in arms]
         else:
             arms = [arms[0], *(_unless_equal(arm, arms[0], case) for arm in arms[1:])]
-        return CellPlan(cell, self.profiles[cell.hardware], tuple(arms))
+        others = [self._arm(cell, case, name) for name in case.arms if name not in {arm.arm for arm in arms}]
+        unasked = {arm.arm: arm.fingerprint for arm in others if not isinstance(self.stacks.get(arm.stack, ""), str)}
+        return CellPlan(cell, self.profiles[cell.hardware], tuple(arms), unasked)
 
     def _arm(self, cell: Cell, case: Case, arm: str) -> ArmPlan:
         raw, profile, run = self.catalogue.raw["case"][cell.case], self.profiles[cell.hardware], self.settings

@@ -118,6 +118,15 @@ def test_an_arm_on_a_stack_of_its_own_has_versions_of_its_own() -> None:
     assert named(stored)[0] == ["INCONCLUSIVE"]
 
 
+def test_an_edited_fingerprint_leaves_the_document_out() -> None:
+    stored = cell(fix=observation(ok(0), ok(1), fingerprint="f1"))
+    stored["arms"]["fix"]["fingerprint"] = "f1"
+    assert named(stored) == (["FIX_HOLDS"], [])
+    stored["arms"]["fix"]["fingerprint"] = "f2"
+    verdicts, notes = named(stored)
+    assert verdicts == [] and "arm fix has the fingerprint f2, and an attempt was made under f1" in notes[0]
+
+
 def test_cases_and_arms_that_are_gone_are_not_read() -> None:
     assert named(cell(case="gone")) == ([], [])
     stored = cell()

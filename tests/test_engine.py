@@ -197,6 +197,48 @@ def test_resuming_with_fewer_arms_loses_none(tmp_path: Path) -> None:
     assert len(stored["arms"]["summon"]["attempts"]) == 1
 
 
+def stored_of(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    path = next(path for path in sorted(tmp_path.glob("results/cpu/**/*.json")))
+    return path, json.loads(path.read_text())
+
+
+def test_an_arm_that_was_not_asked_for_stays_only_while_it_would_be_launched_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, Fake())
+    slug = "qwen15-fsdp-norm-shard"
+    case, raw = CATALOGUE.cases[slug], CATALOGUE.raw["case"][slug]
+    summon = case.arms["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})
+    monkeypatch.setitem(CATALOGUE.cases, slug, case.model_copy(update={"arms": {**case.arms, "summon": summon}}))
+    monkeypatch.setitem(CATALOGUE.raw["case"], slug, raw)
+    nothing = Fake()
+    run(tmp_path, nothing, arms=("root-call",), resume=True)
+    _, document = stored_of(tmp_path)
+    assert nothing.launched == [] and list(document["arms"]) == ["broken", "root-call"]
+    assert list(document["verdicts"]) == ["root-call"]
+    (older,) = (tmp_path / "results" / "history").rglob("*.json")
+    assert "summon" in json.loads(older.read_text())["arms"], "nothing recorded is lost"
+
+
+@pytest.mark.parametrize("edited", ["fingerprint", "attempt", "machine"])
+def test_what_is_resumed_was_made_under_the_fingerprint_that_stands_there_and_on_this_machine(
+    tmp_path: Path, edited: str
+) -> None:
+    run(tmp_path, Fake())
+    path, document = stored_of(tmp_path)
+    arm = document["arms"]["summon"]
+    if edited == "fingerprint":
+        arm["fingerprint"] = "0" * 16
+    elif edited == "attempt":
+        arm["attempts"][0]["observation"]["attempt"]["fingerprint"] = "0" * 16
+    else:
+        document["hardware"]["cpu"] = "another"
+    path.write_text(json.dumps(document))
+    again = Fake()
+    run(tmp_path, again, resume=True)
+    assert again.launched == (["broken", "root-call", "summon"] if edited == "machine" else ["summon"])
+
+
 def test_interrupted_attempts_are_no_answers(tmp_path: Path) -> None:
     def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
         if attempt.settings["arm"] == "root-call":

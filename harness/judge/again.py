@@ -101,7 +101,13 @@ def verdicts_of(document: Mapping[str, Any], case: Case, older: Iterable[Mapping
 
 
 def contradiction(document: Mapping[str, Any]) -> str | None:
-    """Where a document's versions and the folder that it lies in do not agree, in words; else None."""
+    """Where a document's versions and the folder that it lies in, or an arm's fingerprint and those of its attempts, do
+    not agree, in words; else None."""
+    for name, arm in mapping(document.get("arms")).items():
+        for attempt in items(arm.get("attempts")):
+            made = mapping(mapping(attempt.get("observation")).get("attempt")).get("fingerprint")
+            if made is not None and made != arm.get("fingerprint"):
+                return f"arm {name} has the fingerprint {arm.get('fingerprint')}, and an attempt was made under {made}"
     stack = mapping(document.get("stack"))
     versions, label = mapping(stack.get("versions")), text(stack.get("label"))
     path = text(document.get("path"))

@@ -50,6 +50,7 @@ class Attempts:
         else:
             # What the ranks must turn out to have run on: a package may be replaced while a run is at work.
             have = self.stacks[found.stack].versions
+            observation["attempt"]["fingerprint"] = found.fingerprint
             observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
         return observation, time.monotonic() - began
 

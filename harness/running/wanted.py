@@ -38,7 +38,8 @@ class Wanted:
         for name in sorted(named - self.stacks.keys()):
             check(name)
         # A stack that only one arm wants is used when it is there; building it is `repro stack build`'s business.
-        for name in sorted((named | self._stacks_of_arms(cells)) - self.stacks.keys()):
+        # So is that of an arm which was not asked for: what is recorded of it is kept while it would be launched alike.
+        for name in sorted((named | self._stacks_of_arms(cells, every=True)) - self.stacks.keys()):
             # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
             if states.get(name) in ("here", "built") or (name not in states and not self.build):
                 self._resolve(name)
@@ -92,9 +93,10 @@ class Wanted:
             self.unavailable[name] = problem
             self.unusable.add(name)
 
-    def _stacks_of_arms(self, cells: Iterable[matrix.Cell]) -> set[str]:
+    def _stacks_of_arms(self, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:
         cases = [self.catalogue.cases[slug] for slug in {cell.case for cell in cells}]
-        arms = [case.arms[name] for case in cases for name in matrix.arms_of(case, self.settings.arms)]
+        asked = None if every else self.settings.arms
+        arms = [case.arms[name] for case in cases for name in matrix.arms_of(case, asked)]
         return {arm.stack for arm in arms if arm.stack}
 
     def _compiles(self, cell: matrix.Cell) -> bool:

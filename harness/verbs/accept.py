@@ -20,6 +20,7 @@ from harness.config import compose_run
 from harness.errors import ResultsError
 from harness.judge.again import judged_again
 from harness.judge.expect import write_expectations
+from harness.judge.publishable import refusals
 from harness.paths import BASELINE, CONF, ROOT, cache_dir
 from harness.report import print_json, print_notes
 from harness.running import session
@@ -43,6 +44,9 @@ def main(args: argparse.Namespace) -> int:
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     if not documents:
         raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
+    refused = refusals(documents, args.take)
+    if refused:
+        raise ResultsError("\n  ".join([f"{source}: not published:", *refused[:SHOWN], *_more(refused)]))
     published = sum(
         _accept(catalogue.cases[case], [d for d in documents if d["case"] == case], held, args.reason)
         for case in sorted({str(d["case"]) for d in documents})
@@ -57,6 +61,13 @@ def main(args: argparse.Namespace) -> int:
             print(f"left out {len(stored) - len(documents)} cells of which only some arms were measured")
         print("review and commit: the documents, and the `expect:` blocks in conf/case")
     return 0
+
+
+SHOWN = 20  # refusals
+
+
+def _more(refused: list[str]) -> list[str]:
+    return [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
 
 
 # Where one attempt had its files; the same for all of them once it is published.
