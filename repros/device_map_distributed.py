@@ -57,8 +57,8 @@ def train(run: Run, model: Any) -> Any:
     """Train ``model`` and say in the record what it was wrapped in; returns what holds it."""
     through = run.flags["through"]
     stage = int(run.options.get("stage", 0))
-    # DeepSpeed begins with a loss scale of 2^16 and leaves out the steps in which that overflows, as qwen-14b's first two
-    # do: the weights are then short of two updates of four, which is no wrong gradient.
+    # DeepSpeed begins with a loss scale of 2^16 and leaves out the steps in which that overflows, as qwen-14b's first
+    # two do: the weights are then short of two updates of four, which is no wrong gradient.
     half = {"fp16": {"enabled": True, "initial_scale_power": 8}} if run.flags["precision"] == "fp16" else {}
     settings = config(run, stage, gradient_clipping=0.0, **half) if stage else None
     if stage:
