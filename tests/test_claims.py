@@ -378,3 +378,11 @@ def test_what_a_strategy_says_that_it_needs_of_the_hardware_counts_likewise() ->
 
     assert status(fsdp2=Needy) == "untested"
     assert status(ddp=Needy) == status() == "refuted"
+
+
+def test_why_nothing_was_decided_is_said_in_a_few_words() -> None:
+    lost = [document({"broken": f"needs {n} GPUs", "fix": f"needs {n} GPUs and " + "x" * 300}, model=str(n))
+            for n in range(9)]  # fmt: skip
+    found = row(claiming(HOLDS), *lost)
+    assert found.detail.startswith("skipped: needs 0 GPUs and xxx") and found.detail.endswith("…; and 6 more")
+    assert len(found.detail) < 600 and len(found.evidence) == 9

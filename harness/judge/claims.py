@@ -98,13 +98,23 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]], gr
     decided = [item for item in found if item.holds is not None]
     open_ = list(dict.fromkeys([*(item.measured for item in found if item.holds is None), *absent]))
     if not decided:
-        return row("untested", "; ".join(open_), found)
+        return row("untested", _reasons(open_), found)
     true = [item for item in decided if item.holds]
     false = [item for item in decided if not item.holds]
     if true and false:
         return row("conditional", conditions.condition([_point(item) for item in decided]), found)
-    rest = f"; not decided: {'; '.join(open_)}" if open_ else ""
+    rest = f"; not decided: {_reasons(open_)}" if open_ else ""
     return row("refuted" if false else "upheld", _by(decided) + rest, found)
+
+
+REASONS, LONGEST = 3, 160  # why measurements decided nothing: so many are shown, in so many characters each
+
+
+def _reasons(open_: list[str]) -> str:
+    """Why nothing was decided, in a few words: the evidence has all of it."""
+    shown = dict.fromkeys(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in open_)
+    more = f"; and {len(shown) - REASONS} more" if len(shown) > REASONS else ""
+    return "; ".join(list(shown)[:REASONS]) + more
 
 
 def _by(decided: list[Evidence]) -> str:
