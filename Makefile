@@ -13,7 +13,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro-matrix nightly test lint bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly test lint bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -30,6 +30,9 @@ $(READY): pyproject.toml requirements/tested.txt
 
 repro-matrix: $(READY) ## the main job: every known failure, with and without each fix (on CPU when there is no GPU)
 	@$(BIN)/repro matrix $(ARGS)
+
+gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as one folder to commit (8 minutes)
+	@$(BIN)/repro gpu-proof $(ARGS)
 
 nightly: $(READY) ## the main job as CI runs it at night: three attempts an arm
 	@$(BIN)/repro matrix repeat=3 $(ARGS)

@@ -24,6 +24,7 @@ VERBS = {
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),
     "doctor": ("doctor", "what this machine can run, and why not the rest"),
+    "gpu-proof": ("gpu_proof", "the first minutes on a GPU machine: what works here, as one folder to commit"),
     "accept": ("accept", "publish measured results as the baseline and as the cases' expectations"),
 }
 
@@ -50,6 +51,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
             sub.add_argument("case", metavar="CASE", help="the case's slug (`repro list` shows them)")
         sub.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES)
         sub.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+        if verb == "gpu-proof" and wanted == verb:
+            importlib.import_module("harness.verbs.gpu_proof").configure(sub)
         if verb in ("run", "matrix"):
             sub.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
             sub.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")

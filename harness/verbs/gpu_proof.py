@@ -1,0 +1,246 @@
+"""`repro gpu-proof`: the first minutes on a GPU machine, as one folder to commit.
+
+Steps: the environment; every cell that a GPU here can show, once; the same attempts from cold (torchrun) as from the
+warm servers; a real hang and what is known of it; memory planned against measured. Each has its share of the minutes,
+is said to be cut where they were too few, and is recorded before the next one begins, whatever becomes of it. Nothing
+asks the network: on a machine with a torch of its own give `stack=python:/path/to/python`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness import rows
+from harness.errors import ConfigError, MeasureError, ReproError
+from harness.exit_code import DIFFERS, TOO_LITTLE, exit_code
+from harness.hardware import around, states
+from harness.paths import RESULTS
+from harness.report import print_json, print_table
+from harness.running import session
+from harness.store import stack_label, write_json
+
+Json = dict[str, Any]
+SHARES = {"cells": 0.55, "cold": 0.25, "hang": 0.1}  # of the minutes; the other steps take seconds
+COLD = ("case=train-step", "model=qwen1.5-0.5b")  # one attempt of each strategy that these cards can run
+HANG = ("case=fsdp-rank0-state-dict", "arms=[broken]")  # a collective that one rank never enters
+
+
+@dataclass
+class Proof:
+    """One run of all steps. ``began`` and ``minutes`` say how long each may take."""
+
+    texts: list[str]
+    minutes: float
+    out: Path
+    steps: dict[str, Json] = field(default_factory=dict)
+    documents: list[Json] = field(default_factory=list)  # of the step `cells`
+
+    def prepare(self, *more: str) -> session.Session:
+        """The cells of a step that run on GPUs, and no others."""
+        own = {text.partition("=")[0] for text in more}
+        kept = [text for text in self.texts if text.partition("=")[0] not in own]
+        prepared = session.prepare([*kept, "repeat=1", *more])
+        return replace(prepared, plans=[plan for plan in prepared.plans if plan.profile.accelerator == "cuda"])
+
+    def measure(self, step: str, prepared: session.Session) -> tuple[list[Json], Json]:
+        """Run a step's cells within its share of the time: their documents, and what is to be said of them."""
+        settings = replace(prepared.settings, results=str(self.out / step))
+        stop = threading.Event()
+        limit = threading.Timer(SHARES[step] * self.minutes * 60, stop.set)
+        limit.daemon = True
+        limit.start()
+        try:
+            with session.interruptible(stop, lambda text: print(f"note: {text}", file=sys.stderr)):
+                summary = session.execute(
+                    replace(prepared, settings=settings), lambda event: None, stop, on_warning=lambda text: None
+                )
+        finally:
+            limit.cancel()
+        if summary.problem:
+            raise MeasureError(summary.problem)
+        found = [row for document in summary.documents for row in rows.arm_rows(document)]
+        return summary.documents, {
+            "cells": len(prepared.plans),
+            "measured": sum(any(arm["attempts"] for arm in d["arms"].values()) for d in summary.documents),
+            "attempts": summary.attempts,
+            "wall_s": round(summary.wall_s, 1),
+            "cut": summary.interrupted,
+            "verdicts": rows.counts(found),
+            "exit_code": exit_code(summary.documents, 1, stopped_early=summary.interrupted),
+        }
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.minutes <= 0:
+        raise ConfigError(f"--minutes {args.minutes:g}: must be more than 0")
+    began = time.time()
+    first = session.prepare(list(args.overrides))  # whatever is wrong with the machine or the words is said here
+    if first.profile.accelerator != "cuda":
+        raise MeasureError("gpu-proof: there is no GPU here (`repro doctor` says what is)")
+    stack = next(iter(first.stacks.values()))
+    name = f"{first.profile.name}-{stack_label(stack.versions, stack.label_key)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    proof = Proof(list(args.overrides), args.minutes, Path(args.out) if args.out else RESULTS / "gpu-proof" / name)
+    proof.out.mkdir(parents=True, exist_ok=True)
+    print(f"repro: {first.headline()}", file=sys.stderr, flush=True)
+    steps: dict[str, Callable[[], Json]] = {
+        "environment": lambda: environment(first),
+        "cells": lambda: cells(proof),
+        "cold": lambda: cold(proof),
+        "hang": lambda: hang(proof),
+        "memory": lambda: memory(proof),
+    }
+    for step, work in steps.items():
+        started = time.monotonic()
+        print(f"gpu-proof: {step} ...", file=sys.stderr, flush=True)
+        try:
+            found = work()
+        except ReproError as error:
+            found = {"problem": str(error)}
+        proof.steps[step] = {**found, "seconds": round(time.monotonic() - started, 1)}
+        write_json(proof.out / "proof.json", _summary(proof, first, began))
+    data = _summary(proof, first, began)
+    if args.json:
+        print_json(data)
+    else:
+        print_table("", ["step", "result", "seconds"], [[s, _said(f), f["seconds"]] for s, f in proof.steps.items()])
+        print(f"gpu-proof: {data['seconds']:g} s of {args.minutes * 60:g}; commit {proof.out}")
+    codes = [found.get("exit_code", 0) for found in proof.steps.values()]
+    if DIFFERS in codes:
+        return DIFFERS
+    lacking = any("problem" in found or found.get("cut") for found in proof.steps.values())
+    return TOO_LITTLE if lacking or TOO_LITTLE in codes else 0
+
+
+def _summary(proof: Proof, first: session.Session, began: float) -> Json:
+    return {
+        "schema": 1,
+        "command": " ".join(["repro gpu-proof", *proof.texts]),
+        "started": began,
+        "seconds": round(time.time() - began, 1),
+        "minutes": proof.minutes,
+        "hardware": first.headline(),
+        "steps": proof.steps,
+    }
+
+
+def environment(first: session.Session) -> Json:
+    """The machine, its cards and their state, and what every stack's torch said of them."""
+    seen = states([gpu.uuid for gpu in first.machine.gpus])
+    return {
+        "machine": first.machine.to_json(),
+        "cards": {uuid: asdict(state) for uuid, state in seen.items()},
+        "shm_mb": around.shm_mb(),
+        "notes": first.notes(),
+        "stacks": {
+            stack.name: {"versions": dict(stack.versions), "probe": stack.probe} for stack in first.stacks.values()
+        },
+    }
+
+
+def cells(proof: Proof) -> Json:
+    prepared = proof.prepare()
+    skipped: dict[str, int] = {}
+    for plan in prepared.plans:
+        if plan.skipped:
+            skipped[plan.skipped] = skipped.get(plan.skipped, 0) + 1
+    proof.documents, said = proof.measure("cells", prepared)
+    news = [row for d in proof.documents for row in rows.arm_rows(d) if row["expected"] in ("unexpected", "differs")]
+    shown = [{key: row[key] for key in ("case", "model", "strategy", "arm", "verdict", "reason")} for row in news]
+    return {**said, "elsewhere": prepared.elsewhere, "skipped": skipped, "differs": shown}
+
+
+def cold(proof: Proof) -> Json:
+    """The same attempts from fresh interpreters: what a warm server shows must be what torchrun shows."""
+    documents, said = proof.measure("cold", proof.prepare(*COLD, "launcher=torchrun"))
+    warm = {_attempt(d, name): outcome for d in proof.documents for name, outcome in _outcomes(d).items()}
+    compared, differ = 0, []
+    for document in documents:
+        for name, outcome in _outcomes(document).items():
+            other = warm.get(_attempt(document, name))
+            if other is None:
+                continue
+            compared += 1
+            if other != outcome:
+                differ.append({"cell": document["key"], "arm": name, "cold": outcome, "warm": other})
+    if not compared:
+        raise MeasureError("no attempt was made both from cold and from a warm server")
+    return {**said, "compared": compared, "differ": differ, "exit_code": DIFFERS if differ else said["exit_code"]}
+
+
+def hang(proof: Proof) -> Json:
+    """A real hang: was it recognised, how soon, and what is known of where each rank stood."""
+    prepared = proof.prepare(*HANG)
+    if not [plan for plan in prepared.plans if not plan.skipped]:
+        return {"skipped": [plan.skipped for plan in prepared.plans] or ["no profile of one card shows a hang"]}
+    documents, said = proof.measure("hang", prepared)
+    attempts = [a for d in documents for arm in d["arms"].values() for a in arm["attempts"]]
+    known = [
+        {
+            "outcome": attempt["outcome"]["outcome"],
+            "reason": attempt["outcome"]["reason"],
+            "wall_s": attempt["observation"]["attempt"]["wall_s"],
+            "backtraces": sum(bool(rank.get("stack")) for rank in attempt["observation"]["ranks"]),
+            "collectives": sum(bool(rank.get("collectives")) for rank in attempt["observation"]["ranks"]),
+        }
+        for attempt in attempts
+    ]
+    return {**said, "attempts": known}
+
+
+def memory(proof: Proof) -> Json:
+    """Peak memory on the cards beside what was planned, where there was a plan."""
+    peaks = []
+    for document in proof.documents:
+        for name, arm in document["arms"].items():
+            ranks = [rank for attempt in arm["attempts"] for rank in attempt["observation"]["ranks"]]
+            seen = [(rank.get("record") or {}).get("peak_gpu_mb") for rank in ranks]
+            peak = max((float(value) for value in seen if value), default=None)
+            if peak is not None:
+                peaks.append({"cell": document["key"], "arm": name, "peak_mb": peak, "planned": arm.get("planned")})
+    if not peaks:
+        raise MeasureError("no attempt used memory of a card")
+    return {"attempts": len(peaks), "most_mb": max(item["peak_mb"] for item in peaks), "peaks": peaks}
+
+
+def _outcomes(document: Mapping[str, Any]) -> dict[str, str]:
+    """Arm -> the outcome of its attempts, infra apart: what the machine did is no answer."""
+    return {
+        name: arm["attempts"][0]["outcome"]["outcome"]
+        for name, arm in document["arms"].items()
+        if arm["attempts"] and arm["attempts"][0]["outcome"]["outcome"] != "infra"
+    }
+
+
+def _attempt(document: Mapping[str, Any], arm: str) -> str:
+    return json.dumps([document["hardware"]["profile"], document["key"], arm])
+
+
+def _said(found: Mapping[str, Any]) -> str:
+    if "problem" in found:
+        return f"PROBLEM: {found['problem']}"
+    if "skipped" in found and "measured" not in found:
+        return f"skipped: {'; '.join(map(str, found['skipped']))}"
+    parts = []
+    if "measured" in found:
+        parts.append(f"{found['measured']} of {found['cells']} cells{', cut by the time' if found['cut'] else ''}")
+        parts += [f"{name} {count}" for name, count in found["verdicts"].items()]
+    if "compared" in found:
+        parts.append(f"{found['compared']} compared, {len(found['differ'])} differ")
+    if "most_mb" in found:
+        parts.append(f"peak {found['most_mb']:g} MiB on one card")
+    if "cards" in found:
+        parts.append(f"{len(found['cards'])} cards; " + "; ".join(found["notes"] or ["nothing unusual"]))
+    return ", ".join(parts)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for all of it (default: 8)")
+    parser.add_argument("--out", metavar="DIR", help="where it goes (default: results/gpu-proof/<name>)")

@@ -1,0 +1,90 @@
+"""`repro gpu-proof` to its last line, with cards, a probe and a launcher that are made up: no GPU takes part."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import Card, FakeNvml
+from test_engine import Fake, observation
+
+from harness import cli
+from harness.hardware.probe import Prober
+from harness.launch.attempt import Attempt
+from harness.running import session
+
+PROBE = {"torch": "2.13.0+cu130", "cuda": "13.0", "arch_list": ["sm_90"], "nccl_version": "2.29.3", "devices": []}
+
+
+class Cards(Fake):
+    """Every attempt is clean, but for the hang; ``cold_differs``: torchrun shows something else than the servers."""
+
+    def __init__(self, cold_differs: bool = False, cold: bool = False) -> None:
+        super().__init__()
+        self.wrong = cold_differs and cold
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
+        assert attempt.settings["device"] == "cuda" and attempt.gpus, "a CPU cell among the GPU's"
+        if attempt.settings["case"] == "fsdp-rank0-state-dict":
+            return observation(attempt, None, timed_out=True)
+        made = observation(attempt, None)
+        for rank in made["ranks"]:
+            rank["record"]["peak_gpu_mb"] = 512.0
+            rank["exit_code"] = 1 if self.wrong else 0
+        return made
+
+
+def proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: int, **kind: bool
+) -> tuple[int, dict[str, Any]]:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    FakeNvml([Card("NVIDIA H200") for _ in range(cards)]).install(monkeypatch)
+    monkeypatch.setattr(Prober, "__call__", lambda *_: (PROBE, None))
+    monkeypatch.setattr("harness.stacks.extensions.prepare", lambda stack: None)
+    monkeypatch.setattr(session, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
+    words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", "--json"]
+    code = cli.main([*words, "--out", str(tmp_path / "out")])
+    said = json.loads(capsys.readouterr().out)
+    assert said["steps"] == json.loads((tmp_path / "out" / "proof.json").read_text())["steps"]
+    return code, said["steps"]
+
+
+def test_two_cards_go_through_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, steps = proof(tmp_path, monkeypatch, capsys, cards=2)
+    assert list(steps) == ["environment", "cells", "cold", "hang", "memory"]
+    assert not [step for step, found in steps.items() if "problem" in found]
+    assert len(steps["environment"]["cards"]) == 2
+    assert steps["environment"]["stacks"]["current"]["probe"]["cuda"] == "13.0"
+    assert steps["cells"]["measured"] >= 6 and not steps["cells"]["cut"]
+    assert steps["cold"]["compared"] >= 6 and steps["cold"]["differ"] == []
+    assert [attempt["outcome"] for attempt in steps["hang"]["attempts"]] == ["hang"]
+    assert steps["memory"]["most_mb"] == 512.0
+    assert len(list((tmp_path / "out").rglob("*.json"))) > 10
+
+
+def test_one_card_shows_what_it_can_and_says_what_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, steps = proof(tmp_path, monkeypatch, capsys, cards=1)
+    assert steps["cells"]["measured"] == 1, "DDP, with ranks that share the card"
+    assert any("needs 2 GPUs" in why for why in steps["cells"]["elsewhere"])
+    assert steps["hang"]["skipped"] and "problem" not in steps["hang"]
+
+
+def test_cold_that_shows_something_else_is_exit_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, steps = proof(tmp_path, monkeypatch, capsys, cards=2, cold_differs=True)
+    assert code == 1 and steps["cold"]["differ"]
+
+
+def test_without_a_gpu_it_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gpu-proof", "hardware=cpu", "case=train-step", "model=qwen1.5-0.5b", "strategy=ddp"]) == 3
+    assert "there is no GPU here" in capsys.readouterr().err
+    assert cli.main(["gpu-proof", "--minutes", "0"]) == 2
