@@ -85,6 +85,7 @@ def _rank(attempt: Attempt, rank: int, told: Json, seen: Watched) -> Json:
         ended_by = "deadline" if seen.timed_out else "user"
     return {
         "rank": rank,
+        "pid": told.get("pid"),
         "exit_code": told.get("exit_code"),
         "signal": told.get("signal"),
         "ended_by": ended_by,

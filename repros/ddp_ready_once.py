@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def body(run: Run) -> None:
     model = build(run).train()
-    reference = Reference(run, model, same_batch=False)
+    reference = Reference(run, model)
     if run.flags["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": run.flags["reentrant"]})
     if run.strategy["slug"] == "ddp":
@@ -36,10 +36,8 @@ def body(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if not after:
-            after = full_parameters(run, wrapped)
-    reference.check_losses(run, losses)
-    reference.check_gradient(run, after)
+        after = after or full_parameters(run, wrapped)
+    reference.check(run, losses=losses, first=after, last=full_parameters(run, wrapped))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def with_value_head(run: Run, model: Any) -> Any:
 
 def body(run: Run) -> None:
     model = with_value_head(run, build(run).train())
-    reference = Reference(run, model, same_batch=False)
+    reference = Reference(run, model)
     if run.strategy["slug"] == "ddp":
         wrapped: Any = DDP(
             model.to(run.device),
@@ -49,10 +49,8 @@ def body(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if not after:
-            after = full_parameters(run, wrapped)
-    reference.check_losses(run, losses)
-    reference.check_gradient(run, after)
+        after = after or full_parameters(run, wrapped)
+    reference.check(run, losses=losses, first=after, last=full_parameters(run, wrapped))
 
 
 if __name__ == "__main__":

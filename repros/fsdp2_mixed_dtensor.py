@@ -9,10 +9,11 @@ from kit import Run, main
 from kit.models import build
 from kit.proof import Reference
 from kit.strategies import each_step
+from kit.together import gather
+from kit.worst import looked_at
 from kit.wrapping import full_parameters, own_batch, wrap
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 
@@ -25,17 +26,14 @@ def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, l
 
 def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
     """Under DDP every rank holds the same parameters after a step."""
-    sums = torch.tensor([value.double().sum() for value in parameters.values()], dtype=torch.float64)
-    most, least = sums.clone(), sums.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    apart = int((most != least).sum())
-    run.check("replicas_equal", apart == 0, got=f"{apart} of {len(sums)} parameters differ between ranks", want="none")
+    sums = gather(run, [float(value.double().sum()) for value in parameters.values()])
+    differ = [name for name, *ranks in zip(parameters, *sums) if any(value != ranks[0] for value in ranks)]
+    run.check("replicas_equal", got=len(differ), want=0, tolerance=0, looked_at=looked_at(parameters, differ))
 
 
 def body(run: Run) -> None:
     model = build(run)
-    reference = Reference(run, model, same_batch=False)
+    reference = Reference(run, model)
     how = run.flags["how"]
     if how == "inner_unit":
         from torch.distributed.fsdp import fully_shard
@@ -72,8 +70,7 @@ def body(run: Run) -> None:
             after = full_parameters(run, wrapped)
             if run.strategy["slug"] == "ddp":
                 check_replicas(run, after)
-    reference.check_losses(run, losses)
-    reference.check_gradient(run, after)
+    reference.check(run, losses=losses, first=after, last=full_parameters(run, wrapped))
 
 
 if __name__ == "__main__":

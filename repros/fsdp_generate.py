@@ -59,7 +59,7 @@ def body(run: Run) -> None:
     model = build(run).to(run.device).eval()
     inputs = own_batch(run)
     prompt = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    count = 8 - 3 * run.rank if run.flags["lengths"] == "uneven" else 8
+    count = 8 - 3 * (run.rank % 3) if run.flags["lengths"] == "uneven" else 8  # 8, 5 or 2
     settings: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         want, one = timed(lambda: model.generate(**prompt, **settings))
@@ -67,7 +67,7 @@ def body(run: Run) -> None:
         call = generating(run, model, prompt, {**settings, **synced})
         run.phase("generate")
         got, sharded = timed(call)
-    run.check("tokens", torch.equal(got, want), got=got.tolist(), want=want.tolist())
+    run.check("tokens", got=got.tolist(), want=want.tolist(), looked_at=f"prompt and {count} new tokens")
     run.metric("tokens", count)
     run.metric("one_process_s", one)
     run.metric("generate_s", sharded)

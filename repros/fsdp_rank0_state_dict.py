@@ -6,6 +6,7 @@ from typing import Any
 
 from kit import Run, main
 from kit.models import build
+from kit.worst import looked_at
 from kit.wrapping import wrap
 
 import torch
@@ -40,7 +41,7 @@ def body(run: Run) -> None:
     dist.barrier()  # the others wait here for the file, as a training script does
     read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
     wrong = [name for name in want if name not in read or not torch.equal(read[name], want[name])]
-    run.check("reloaded", not wrong, got=f"{len(wrong)} missing or different: {wrong[:3]}", want="none")
+    run.check("reloaded", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(want, wrong))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def with_lora(run: Run) -> Any:
 def body(run: Run) -> None:
     model = with_lora(run)
     run.fact("trainable", sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
-    reference = Reference(run, model, same_batch=False)
+    reference = Reference(run, model)
     run.phase("wrap")
     if run.strategy["slug"] == "fsdp":
         if run.flags["policy"] == "peft":
@@ -56,10 +56,8 @@ def body(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if not after:
-            after = full_parameters(run, wrapped)
-    reference.check_losses(run, losses)
-    reference.check_gradient(run, after)
+        after = after or full_parameters(run, wrapped)
+    reference.check(run, losses=losses, first=after, last=full_parameters(run, wrapped))
 
 
 if __name__ == "__main__":

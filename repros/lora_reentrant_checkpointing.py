@@ -7,7 +7,8 @@ from typing import Any
 
 from kit import Run, main
 from kit.models import build
-from kit.sgd import LR, check_losses, compare, data, reference, trained
+from kit.proof import Reference
+from kit.sgd import LR, data, trained
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -31,8 +32,8 @@ def body(run: Run) -> None:
         enable_checkpointing(run, base)
     model = get_peft_model(base, lora)
     model.load_state_dict(plain.state_dict())
-    want, want_losses = reference(run, plain)
-    start = {name: p.detach().clone() for name, p in trained(model).items()}
+    reference = Reference(run, plain, make_batch=data)
+    reference.watch(model)
     if run.flags["order"] == "lora-first":
         enable_checkpointing(run, model)
     if run.flags["input_grads"]:
@@ -50,8 +51,7 @@ def body(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    check_losses(run, losses, want_losses)
-    compare(run, {name: p.detach() for name, p in trained(model).items()}, want, start)
+    reference.check(run, losses=losses, last=trained(model))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import inspect
 
 from kit import Run, main
 from kit.models import build
-from kit.sgd import LR, check_losses, compare, data, reference, trained
+from kit.proof import Reference
+from kit.sgd import LR, data, trained
 from kit.tuning import remove_hook
 
 import torch
@@ -16,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def body(run: Run) -> None:
     model = build(run).train()
     model.config.use_cache = False
-    want, want_losses = reference(run, model)
-    start = {name: p.detach().clone() for name, p in trained(model).items()}
+    reference = Reference(run, model, make_batch=data)
     if run.flags["hook"] == "removed":
         remove_hook(model)
     run.fact("old_format", "value" in inspect.signature(model._set_gradient_checkpointing).parameters)
@@ -36,10 +36,9 @@ def body(run: Run) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     run.metric("layer_calls_per_step", recomputed["calls"] / run.steps)
-    check_losses(run, losses, want_losses)
-    compare(run, {name: p.detach() for name, p in trained(model).items()}, want, start)
+    reference.check(run, losses=losses, last=trained(model))
     calls = recomputed["calls"] / run.steps
-    run.check("recomputes", (calls > 1) == run.flags["checkpointing"], got=calls, want=1 + run.flags["checkpointing"])
+    run.check("recomputes", got=calls, want=1 + run.flags["checkpointing"], tolerance=0)
 
 
 def count_recomputation(model: torch.nn.Module) -> dict[str, int]:

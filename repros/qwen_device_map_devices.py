@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.alone import Tensors
 from kit.models import build
-from kit.sgd import Tensors, check_losses, compare, data, reference, trained
+from kit.proof import Reference
+from kit.sgd import data, trained
 from kit.stored import load, store
 from kit.tuning import Clock
 from kit.zero import config, engine, module, whole
@@ -38,8 +40,7 @@ def body(run: Run) -> None:
         torch.cuda.set_device(run.device)
     source = build(run)
     source.config.use_cache = False
-    want, want_losses = reference(run, source, ranks=run.world_size if run.flags["engine"] else 1)
-    start = {name: p.detach().clone() for name, p in trained(source).items()}
+    reference = Reference(run, source, ranks=run.world_size if run.flags["engine"] else 1, make_batch=data)
     folder = store(run, source)
     live = None
     if run.flags["zero_init"]:
@@ -62,6 +63,7 @@ def body(run: Run) -> None:
 
         remove_hook_from_module(model, recurse=True)
     moves = count_transfers(model)
+    reference.watch(model)
     if run.flags["engine"]:
         ds = engine(run, model, int(run.options["stage"]))
         forward, backward, step = ds, ds.backward, ds.step
@@ -80,8 +82,7 @@ def body(run: Run) -> None:
         clock.tick()
     clock.report()
     run.metric("transfers_per_step", moves["moves"] / run.steps)
-    check_losses(run, losses, want_losses)
-    compare(run, weights(model), want, start)
+    reference.check(run, losses=losses, last=weights(model))
     del live
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from kit import Run, main
 from kit.models import batch, build
 from kit.stored import differing, store
+from kit.worst import apart, looked_at
 
 import torch
 import torch.distributed as dist
@@ -20,21 +21,21 @@ def body(run: Run) -> None:
     run.phase("load")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
     spread = {n: v for n, v in model.state_dict().items() if hasattr(v, "to_local") and v.to_local().shape != v.shape}
-    run.check("spread", bool(spread), got=len(spread), want="tensors that each rank has a part of")
+    seen = f"{len(spread)} of {len(source)} tensors, of which each rank has a part"
+    run.check("spread", got=bool(spread), want=True, looked_at=seen)
 
     inputs = batch(run, rank=0)  # tensor parallelism: every rank sees the same batch
     with torch.no_grad():
         want, got = reference(**inputs).logits, model(**{k: v.to(model.device) for k, v in inputs.items()}).logits
     got = got.full_tensor() if hasattr(got, "full_tensor") else got
-    error = (got.cpu() - want).abs().max().item()
-    run.check("logits", error < 1e-4, got=error, want=0.0, tolerance=1e-4)
+    run.check("logits", got=apart(got, want), want=0.0, tolerance=1e-4)
 
     run.phase("save")
     out = run.work_dir / f"{run.case}-saved"
     model.save_pretrained(str(out), is_main_process=run.rank == 0)
     dist.barrier()
     wrong = differing(AutoModelForCausalLM.from_pretrained(str(out)), source)
-    run.check("weights", not wrong, got=f"{len(wrong)} differ {wrong[:3]}", want="0 differ []")
+    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kit import Run, main
 from kit.models import batch, build
-from kit.proof import RATES, Reference, check_checkpoint, sabotaged_step
+from kit.proof import RATES, Reference, check_checkpoint
+from kit.sabotage import sabotaged
 from kit.strategies import STRATEGIES, each_step, wrap
 
 import torch
@@ -16,7 +17,7 @@ def body(run: Run) -> None:
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
     reference = Reference(run, model, same_batch)
     trained = wrap(run, model, RATES[dtype])
-    losses = []
+    losses, after = [], {}
     for step in each_step(run):
         inputs = batch(run, 0 if same_batch else run.rank, step)
         if run.flags["sabotage"] == "none":
@@ -24,10 +25,9 @@ def body(run: Run) -> None:
             trained.step(loss)
             losses.append(loss.item())
         else:
-            losses.append(sabotaged_step(run, trained, inputs, run.flags["sabotage"]))
-        if step == 0:
-            reference.check_gradient(run, trained.tensors())
-    reference.check_losses(run, losses)
+            losses.append(sabotaged(run, trained, inputs, step, run.flags["sabotage"]))
+        after = after or trained.tensors()
+    reference.check(run, losses=losses, first=after, last=trained.tensors())
     check_checkpoint(run, trained, lambda: wrap(run, build(run, dtype, seed=run.seed + 1).train(), RATES[dtype]))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from kit import Run, main
 from kit.models import build
 from kit.stored import differing, load, store
+from kit.worst import looked_at
 from kit.zero import config, module, whole
 
 
@@ -37,7 +38,7 @@ def body(run: Run) -> None:
         wrong = [name for name, tensor in got.items() if not tensor.cpu().equal(state[name])]
     else:
         wrong = differing(model, state)
-    run.check("weights", not wrong, got=f"{len(wrong)} differ {wrong[:2]}", want="0 differ []")
+    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(state, wrong))
     del live
 
 

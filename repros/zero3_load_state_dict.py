@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kit import Run, main
 from kit.models import batch, build
+from kit.worst import all_apart, looked_at
 from kit.zero import engine, module, whole
 
 import torch
@@ -52,8 +53,9 @@ def body(run: Run) -> None:
 
 def check(run: Run, name: str, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
     names = [name for name, _ in model.named_parameters()]
-    error = max((got.cpu() - state[key]).abs().max().item() for key, got in zip(names, whole(model.parameters())))
-    run.check(name, error == 0.0, got=error, want=0.0, tolerance=0.0)
+    got = dict(zip(names, whole(model.parameters())))
+    off = all_apart(got, {key: state[key] for key in names})
+    run.check(name, got=off, want=0.0, tolerance=0.0, looked_at=looked_at(got))
 
 
 if __name__ == "__main__":

@@ -109,11 +109,8 @@ def test_a_hang_says_where_it_stands() -> None:
         (ok(1, exit_code=None, signal="SIGKILL", ended_by="launcher"), "finished, but was ended by the launcher"),
         (ok(1, ended_by="launcher"), "rank 1: finished, but was ended by the launcher (exit code 0)"),
         (ended(1), "rank 1: did not finish, and was ended by the launcher (SIGTERM)"),
-        (ok(1, record=record(1, checks=[])), "no proof: check logits was not made on rank 1"),
-        (ok(1, record=record(1, checks=[check("other")])), "no proof: check logits was not made on rank 1"),
         (ok(1, record=record(1, checks=[check(passed=False)])), "silent: check logits failed on rank 1 (got 0.5, want"),
         (ok(1, record=record(1, checks=[check(), check("x", False)])), "silent: check x failed on rank 1"),
-        (ok(1, record=record(1, checks=[{"name": "logits"}])), "silent: check logits failed on rank 1"),
     ],
 )
 def test_what_is_not_clean(rank: dict[str, Any], reason: str) -> None:
@@ -135,7 +132,13 @@ def test_a_rank_that_left_nothing_behind_is_missed() -> None:
 def test_proof_on_the_first_rank_only() -> None:
     first = case(proof={"kind": "saving", "checks": ["logits"], "ranks": "first"})
     assert graded(ok(0), ok(1, record=record(1, checks=[])), case=first).outcome == "clean"
-    assert graded(ok(0, record=record(0, checks=[])), ok(1), case=first).outcome == "other_error"
+    assert graded(ok(0, record=record(0, checks=[])), ok(1), case=first).outcome == "infra"
+
+
+@pytest.mark.parametrize("checks", [[], [check("other")], [{"name": "logits"}]])
+def test_no_proof_is_no_evidence(checks: list[dict[str, Any]]) -> None:
+    found = graded(ok(0), ok(1, record=record(1, checks=checks)))
+    assert found.outcome == "infra" and found.reason.startswith("no-proof: check logits")
 
 
 # --- silent failures, remarks, what belongs to one script only

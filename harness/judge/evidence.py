@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+
+from harness.judge.checks import Judged, judged
 
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
 _STANDARD = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?t?/(.+)$")
@@ -29,7 +32,10 @@ def number(value: Any) -> float | None:
     """A finite number, or None; a bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond 1e308
+        return None
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
@@ -173,7 +179,10 @@ class Rank:
         self.exit_code: int | None = code if isinstance(code, int) and not isinstance(code, bool) else None
         self.signal = text(data.get("signal"))
         self.ended_by = text(data.get("ended_by")) or "self"
-        self.record = mapping(data.get("record"))
+        record = mapping(data.get("record"))
+        self.foreign = _written_by_another(record, self.rank, data.get("pid"))
+        self.record = {} if self.foreign else record
+        self.schema = 1 if self.record.get("schema") in (1, None) else 2
         self.done = self.record.get("done") is True
         self.log_tail = text(data.get("log_tail"))
         self.stack = text(data.get("stack"))
@@ -191,8 +200,24 @@ class Rank:
         return self.chain[0] if self.chain else None
 
     @cached_property
-    def checks(self) -> list[Mapping[str, Any]]:
-        return items(self.record.get("checks"))
+    def checks(self) -> list[Judged]:
+        """What the rank checked, judged. Of several of one name each is void, but for those that failed."""
+        done_at = number(self.record.get("done_at"))
+        found = [judged(check, self.schema, done_at) for check in items(self.record.get("checks"))]
+        if self.schema == 1:
+            return found
+        count = Counter(one.name for one in found)
+        return [
+            replace(one, state="void", says=f"made {count[one.name]} times; {one.says}")
+            if count[one.name] > 1 and not one.failed
+            else one
+            for one in found
+        ]
+
+    def asked(self, checks: list[str], settings: Mapping[str, Any]) -> list[str]:
+        """The checks that this rank owes: the case's; for a record of schema 1 those asked for when it was made."""
+        then = mapping(settings.get("proof")).get("checks") if self.schema == 1 else None
+        return [name for name in then if isinstance(name, str)] if isinstance(then, list) else checks
 
     @cached_property
     def notes(self) -> list[Note]:
@@ -217,6 +242,15 @@ class Rank:
         waiting = [item for item in items(self.collectives.get("collectives")) if item.get("waits") is True]
         frames = [frame for item in waiting for frame in item.get("frames") or () if isinstance(frame, (list, tuple))]
         return tuple(Place("", text(frame[0]), text(frame[1])) for frame in frames if len(frame) == 2)
+
+
+def _written_by_another(record: Mapping[str, Any], rank: int, pid: Any) -> str:
+    """Why a record is not this rank's own; "" where it is. ``pid``: the process that was started as the rank."""
+    if record.get("rank") not in (rank, None):
+        return f"its record says rank {record.get('rank')}"
+    if isinstance(pid, int) and record.get("pid") not in (pid, None):
+        return f"its record was written by process {record.get('pid')}, the rank was process {pid}"
+    return ""
 
 
 class Note(NamedTuple):
@@ -254,7 +288,8 @@ class Attempt:
         self.interrupted = attempt.get("interrupted") is True
         self.deadline = number(attempt.get("deadline_s"))
         self.hang = mapping(attempt.get("hang"))  # how the launcher found the hang; an older one did not say
-        self.strategy = text(mapping(mapping(attempt.get("settings")).get("strategy")).get("slug"))
+        self.settings = mapping(attempt.get("settings"))
+        self.strategy = text(mapping(self.settings.get("strategy")).get("slug"))
         self.planned = mapping(attempt.get("versions"))  # the releases that it was planned with
         self.accelerator = text(mapping(attempt.get("settings")).get("device"))
         self.infra = data.get("infra")

@@ -3,14 +3,20 @@
 The order of judgement, first match wins:
 
 1. the infrastructure failed, the user interrupted it, the stack was another, or
-   ranks were still starting or moved when the time was over                      -> infra
+   ranks were still starting or moved when the time was over, or a record is not
+   its rank's own                                                                 -> infra
 2. a signature of the case itself is recognised (also on a run that finished)     -> fires
 3. another case's failure is recognised                                           -> other_error, which names it
 4. the deadline passed, or two looks showed that the ranks can never go on        -> hang
 5. an exception, a signal, an exit code that is not 0, a rank without done marker -> other_error
-6. a check that the proof requires was not made                                   -> other_error (no proof)
-7. a check failed                                                                 -> other_error (silent)
+6. a check failed                                                                 -> other_error (silent)
+7. a check that the proof requires was not made, or is void                       -> infra (no-proof)
 8. otherwise                                                                      -> clean
+
+What a failed, and what a void check is, says harness/judge/checks.py. A proof that was not made is ``infra`` and not an
+error of the arm: nothing went wrong that was looked at, the case's script or kit just did not look. It is no evidence,
+so the verdict is INCONCLUSIVE, the attempt is made again on resume, and the run ends with exit code 3: all of which
+``infra`` means already.
 
 A log record of another case's signature is recognised but does not make an attempt an error: it is only a remark.
 """
@@ -137,27 +143,52 @@ def _judge(
 
 def _proven(case: Case, attempt: Attempt) -> tuple[OutcomeName, str]:
     """Every rank finished: is there the evidence that the case asks for?"""
-    asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
-    for name in case.proof.checks:
-        without = [rank.rank for rank in asked if all(check.get("name") != name for check in rank.checks)]
-        if without:
-            return "other_error", f"no proof: check {name} was not made on {_ranks(without)}"
+    failed: dict[str, list[tuple[float, int, str]]] = {}
     for rank in attempt.ranks:
         for check in rank.checks:
-            if check.get("passed") is not True:
-                what = f"check {text(check.get('name')) or '?'} failed"
-                seen = f"got {check.get('got')}, want {check.get('want')}"
-                return "other_error", _line(f"silent: {what} on rank {rank.rank} ({seen})")
+            if check.failed:
+                failed.setdefault(check.name, []).append((check.severity, rank.rank, check.says))
+    if failed:  # the worst first, by got/tolerance
+        order = sorted(failed, key=lambda name: -max(severity for severity, _, _ in failed[name]))
+        return "other_error", "silent: " + "; ".join(_check_failed(name, failed[name]) for name in order)
+    missing = _not_proven(case, attempt)
+    if missing:
+        return "infra", f"no-proof: {missing}"
     return "clean", f"every rank finished; passed: {', '.join(case.proof.checks)}"
 
 
 def failed_checks(case: Case, attempt: Attempt) -> tuple[str, ...]:
     """The names of the checks that stand against the attempt: not made where the proof asks for them, or failed."""
     asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
-    absent = [n for n in case.proof.checks if any(all(c.get("name") != n for c in rank.checks) for rank in asked)]
-    made = [check for rank in attempt.ranks for check in rank.checks]
-    wrong = [text(check.get("name")) or "?" for check in made if check.get("passed") is not True]
+    absent = [
+        name
+        for rank in asked
+        for name in rank.asked(case.proof.checks, attempt.settings)
+        if all(check.name != name for check in rank.checks)
+    ]
+    wrong = [check.name for rank in attempt.ranks for check in rank.checks if check.failed]
     return tuple(dict.fromkeys([*absent, *wrong]))
+
+
+def _check_failed(name: str, seen: list[tuple[float, int, str]]) -> str:
+    _, _, says = max(seen, key=lambda item: item[0])
+    return f"check {name} failed on {_ranks(rank for _, rank, _ in seen)} ({_line(says)})"
+
+
+def _not_proven(case: Case, attempt: Attempt) -> str:
+    """Which check is missing or void, and on which ranks; "" when all the evidence is there."""
+    asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
+    for rank in attempt.ranks:
+        for check in rank.checks:
+            if check.state == "void":
+                return _line(f"check {check.name} on rank {rank.rank} says nothing: {check.says}")
+    names = {name: None for rank in asked for name in rank.asked(case.proof.checks, attempt.settings)}
+    for name in names:
+        owing = (rank for rank in asked if name in rank.asked(case.proof.checks, attempt.settings))
+        without = [rank.rank for rank in owing if all(check.name != name for check in rank.checks)]
+        if without:
+            return f"check {name} was not made on {_ranks(without)}"
+    return ""
 
 
 def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognised, ...]:
@@ -189,6 +220,9 @@ def _infra(attempt: Attempt) -> str | None:
         return f"{text(problem.get('kind')) or 'unknown'}: {_line(text(problem.get('message')))}"
     if not attempt.ranks:
         return "lost: the observation holds no rank"
+    for rank in attempt.ranks:
+        if rank.foreign:
+            return f"no-proof: rank {rank.rank}: {rank.foreign}"
     slow = looks.no_hang(attempt)
     return None if slow is None else f"{slow[0]}: {slow[1]}"
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from harness.judge.collectives import Mismatch, mismatches, standing
-from harness.judge.evidence import Attempt, Place, Raised, Rank, text, within
+from harness.judge.evidence import Attempt, Place, Raised, Rank, within
 from harness.judge.peers import Failures, died_of, failures_of
 from harness.schema import Collective, Frame, Signature
 
@@ -111,8 +111,8 @@ def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failure
 
 def _oracle(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
     for check in rank.checks if rank.done else ():
-        if check.get("name") == signature.check and check.get("passed") is False:
-            return f"check {text(check.get('name'))} failed (got {check.get('got')}, want {check.get('want')})"
+        if check.name == signature.check and check.failed:
+            return f"check {check.name} failed ({check.says})"
     return None
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from arm_settings import arm_axis, resolve
-from kit.record import Record, clip, describe_exception
+from kit.record import Record, clip, describe_exception, holds, plain
 from kit.witness import MARGIN_S, OURS, Witness, nccl_environment
 
 if TYPE_CHECKING:
@@ -89,17 +89,23 @@ class Run:
         """Something seen that is worth keeping (a wrapper's type, a shape): evidence, not judged."""
         self.record.data["facts"][name] = value
 
-    def check(
-        self, name: str, passed: bool, *, got: Any = None, want: Any = None, tolerance: float | None = None
-    ) -> None:
-        """One proof. A failed check does not stop the rank: it is how a silent failure becomes visible."""
+    def check(self, name: str, *, got: Any, want: Any, tolerance: float | None = None, looked_at: str = "") -> None:
+        """One proof, which the judge judges (harness/judge/checks.py). Each name once, while the body runs.
+
+        Numbers, or flat lists of them, need a ``tolerance``: every |got - want| must be within it. Everything else must
+        be equal, and ``looked_at`` says what was looked at. A failed check does not stop the rank: it is how a silent
+        failure becomes visible.
+        """
+        got, want, tolerance = plain(got), plain(want), plain(tolerance)
         self.record.data["checks"].append(
             {
                 "name": name,
-                "passed": bool(passed),
-                "got": clip(str(got), 500) if not isinstance(got, (int, float, type(None))) else got,
-                "want": clip(str(want), 500) if not isinstance(want, (int, float, type(None))) else want,
+                "got": got,
+                "want": want,
                 "tolerance": tolerance,
+                "looked_at": clip(looked_at, 500),
+                "passed": holds(got, want, tolerance),
+                "at": time.monotonic(),
             }
         )
 
@@ -258,7 +264,7 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
             run.init_process_group()
         run.phase("body")
         body(run)
-        record.data["done"] = True
+        record.data["done"], record.data["done_at"] = True, time.monotonic()
         run.phase("end")
         code = 0
     except BaseException as error:
@@ -332,7 +338,8 @@ def report(record: Record) -> None:
         lines.append(f"    raised in {where['module']}.{where['function']} during {data['phase']!r}")
     for check in data["checks"]:
         result = "ok" if check["passed"] else "FAILED"
-        lines.append(f"check {check['name']}: {result} (got {check['got']}, want {check['want']})")
+        within = "" if check["tolerance"] is None else f", tolerance {check['tolerance']}"
+        lines.append(f"check {check['name']}: {result} (got {check['got']}, want {check['want']}{within})")
     for name, value in {**data["facts"], **data["metrics"]}.items():
         lines.append(f"{name}: {value}")
     seen = sorted({f"{item['logger']}: {item['message'].splitlines()[0]}" for item in data["logs"] if item["message"]})

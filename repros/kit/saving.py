@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit.run import Run
+from kit.worst import looked_at
 
 import torch
 
@@ -47,7 +48,7 @@ def compare(
     names = {id(p): name for name, p in model.named_parameters()}
     reloaded = dict(fresh.named_parameters())
     wrong = [name for name, p in model.named_parameters() if not equal(p.detach(), reloaded[name].detach())]
-    run.check("weights", not wrong, got=f"{len(wrong)} differ {wrong[:2]}", want="0 differ []")
+    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(reloaded, wrong))
 
     order = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
     values: list[str] = []
@@ -60,11 +61,12 @@ def compare(
                 values.append(f"{where}: had {_short(had.get(key))}, reloaded {_short(has.get(key))}")
             elif dtype_of(had[key]) != dtype_of(has[key]):
                 dtypes.append(f"{where}: had {dtype_of(had[key])}, reloaded {dtype_of(has[key])}")
-    run.check("states", not values, got=f"{len(values)} differ {values[:2]}", want="0 differ []")
-    run.check("dtypes", not dtypes, got=f"{len(dtypes)} differ {dtypes[:2]}", want="0 differ []")
+    held = sum(map(len, states_of(optimizer)))
+    run.check("states", got=len(values), want=0, tolerance=0, looked_at=f"{held} states held; differ: {values[:2]}")
+    run.check("dtypes", got=len(dtypes), want=0, tolerance=0, looked_at=f"differ: {dtypes[:2]}")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     again = [{k: v for k, v in group.items() if k != "params"} for group in fresh_optimizer.param_groups]
-    run.check("groups", groups == again, got=again, want=groups)
+    run.check("groups", got=again, want=groups, looked_at="the optimizer's parameter groups")
 
 
 def _short(value: Any) -> str:

@@ -66,9 +66,13 @@ class Wrapped:
     def load(self, folder: Path) -> None:
         self.inner.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
 
+    def zeroing(self) -> list[tuple[Any, str]]:
+        """For the proof of the proofs: the methods (owner, name) by which gradients are zeroed after a step."""
+        return [(self.optimizer, "zero_grad")]
+
     def unreduced(self) -> AbstractContextManager[Any]:
         """For the proof of the proofs: a context in which the reduction of gradients between ranks is left out."""
-        from kit.proof import reductions_left_out
+        from kit.sabotage import reductions_left_out
 
         return reductions_left_out()
 
@@ -256,7 +260,7 @@ class Zero(Wrapped):
         self.module.step()
 
     def unreduced(self) -> AbstractContextManager[Any]:
-        from kit.proof import reductions_left_out
+        from kit.sabotage import reductions_left_out
 
         import deepspeed
 

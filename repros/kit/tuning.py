@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -133,14 +134,17 @@ def prepare(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
     return (accelerator, *accelerator.prepare(model, optimizer))
 
 
-def loop(run: Run, model: Any, optimizer: Any, backward: Any) -> None:
-    """The plain training loop on this rank's batches."""
+def loop(run: Run, model: Any, optimizer: Any, backward: Any) -> int:
+    """The plain training loop on this rank's batches; returns how many steps had a finite loss."""
     clock = Clock(run)
+    made = 0
     model.train()
     for inputs in batches(run):
         loss = model(**{key: value.to(run.device) for key, value in inputs.items()}).loss
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        made += math.isfinite(loss.item())
         clock.tick()
     clock.report()
+    return made

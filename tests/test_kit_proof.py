@@ -1,0 +1,245 @@
+"""The kit's check functions, one by one and without ranks: a NaN or an infinity in the *last* tensor is always seen."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.judge.checks import Judged, judged
+from harness.paths import REPROS
+
+torch = pytest.importorskip("torch", reason="needs the stack `current`")
+sys.path.insert(0, str(REPROS))
+
+from kit import proof, saving, stored  # noqa: E402
+from kit.alone import train_alone  # noqa: E402
+from kit.record import Record  # noqa: E402
+from kit.run import Run  # noqa: E402
+from kit.worst import all_apart, apart, worst  # noqa: E402
+
+BAD = [math.nan, math.inf, -math.inf]
+NUMBER = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def a_run(**changes: Any) -> Run:
+    settings = {
+        "case": "c", "arm": "control", "flags": {}, "model": {"config": {"vocab_size": 30}}, "strategy": {"slug": "x"},
+        "steps": 2, "seed": 0, "tp_size": 1, "device": "cpu", "backend": "gloo", **changes,
+    }  # fmt: skip
+    return Run(settings, Record(None, 0, 1))
+
+
+def checks_of(run: Run) -> dict[str, Judged]:
+    return {check["name"]: judged(check, 2, math.inf) for check in run.record.data["checks"]}
+
+
+# --- the worst of
+
+
+@given(st.lists(NUMBER, min_size=1), st.sampled_from(BAD[:2]), st.randoms())
+def test_nan_and_infinity_win_wherever_they_stand(errors: list[float], bad: float, random: Any) -> None:
+    errors.insert(random.randint(0, len(errors)), bad)
+    found = worst(errors)
+    assert math.isnan(found) if any(map(math.isnan, errors)) else found == math.inf
+
+
+@given(st.lists(st.floats(0, 1e300)))
+def test_the_worst_is_the_greatest_and_nothing_is_no_proof(errors: list[float]) -> None:
+    assert worst(errors) == (max(errors) if errors else math.inf)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_tensors_apart(bad: float) -> None:
+    one = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+    other = {name: tensor.clone() for name, tensor in one.items()}
+    assert all_apart(one, other) == 0
+    other["b"][1, 1] = bad
+    assert not all_apart(one, other) <= 1e300
+    assert not all_apart(other, one) <= 1e300
+    assert apart(torch.ones(2), torch.ones(3)) == math.inf
+    assert apart(torch.ones(2, device="meta"), torch.ones(2)) == math.inf
+    assert all_apart(one, {"a": one["a"]}) == math.inf and all_apart({}, {}) == math.inf
+
+
+# --- training
+
+
+class Tiny(torch.nn.Module):
+    """What the reference needs of a causal language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(30, 8)
+        self.inner = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 30)
+
+    def get_input_embeddings(self) -> Any:
+        return self.embed
+
+    def get_output_embeddings(self) -> Any:
+        return self.head
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any, use_cache: bool = False) -> Any:
+        logits = self.head(torch.tanh(self.inner(self.embed(input_ids))))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return type("Out", (), {"loss": loss})
+
+
+def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any = None) -> dict[str, Judged]:
+    """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
+    run = a_run(work_dir=str(tmp))
+    model = Tiny()
+    reference = proof.Reference(run, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=reference.lr)
+    snapshots, losses = [], []
+    for step in range(run.steps):
+        loss = model(**proof.batch(run, 0, step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        snapshots.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        if spoil:
+            spoil(snapshots[-1], step)
+    reference.check(run, losses=losses, first=snapshots[0], last=snapshots[-1])
+    return checks_of(run)
+
+
+def test_an_honest_training_passes_and_the_model_is_left_as_it_was(tmp_path: Any) -> None:
+    found = trained(None, tmp_path)
+    assert set(found) == {"batches", "steps", "loss", "start", "rounding", "gradient", "updates"}
+    assert {check.state for check in found.values()} == {"passed"}, found
+    model = Tiny()
+    before = copy.deepcopy(model.state_dict())
+    train_alone(model, lambda of, step: of(**proof.batch(a_run(), 0, step)).loss, 2, 0.1, perturbed=True)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_parameter_that_is_not_finite_is_seen_in_the_last_tensor(tmp_path: Any, bad: float, when: int) -> None:
+    def spoil(parameters: dict[str, Any], step: int) -> None:
+        if step == when:
+            parameters[list(parameters)[-1]].view(-1)[-1] = bad
+
+    found = trained(spoil, tmp_path)
+    assert found["gradient" if when == 0 else "updates"].failed, found
+    assert found["updates" if when == 0 else "gradient"].state == "passed", found
+
+
+def test_nan_everywhere_but_in_the_first_tensor_is_seen(tmp_path: Any) -> None:
+    def spoil(parameters: dict[str, Any], step: int) -> None:
+        for name in list(parameters)[1:]:
+            parameters[name].fill_(math.nan)
+
+    found = trained(spoil, tmp_path)
+    assert found["gradient"].failed and found["updates"].failed
+
+
+def test_a_parameter_that_is_missing_or_moved_by_little_more_than_rounding_is_seen(tmp_path: Any) -> None:
+    last = list(dict(Tiny().named_parameters()))[-1]
+
+    def lose(parameters: dict[str, Any], step: int) -> None:
+        parameters.pop(last)
+
+    assert trained(lose, tmp_path / "a")["updates"].failed
+
+    def nudge(parameters: dict[str, Any], step: int) -> None:
+        parameters[last] += 1e-5 * parameters[last].abs().max()
+
+    assert trained(nudge, tmp_path / "b")["updates"].failed
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    reference = proof.Reference(run, Tiny())
+    reference.check_losses(run, [reference.truth().losses[0], bad])
+    found = checks_of(run)
+    assert found["steps"].failed and found["loss"].failed
+
+
+def test_a_reference_that_is_not_finite_proves_nothing(tmp_path: Any) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    reference = proof.Reference(run, Tiny())
+    last = list(reference.start)[-1]
+    reference.truth().last[last].fill_(math.nan)
+    reference.check(run, last=reference.start)
+    assert checks_of(run)["updates"].state == "void" and checks_of(run)["rounding"].failed
+
+
+def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    reference = proof.Reference(run, Tiny())
+    for tensor in reference.truth().last.values():
+        tensor.zero_()
+    reference.check(run, last=reference.start)
+    assert checks_of(run)["updates"].state != "passed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
+    """A gradient that is off by a part: far more than rounding in float32, within it in bfloat16."""
+    run = a_run(work_dir=str(tmp_path), steps=1)
+    reference = proof.Reference(run, Tiny().to(dtype))
+    now = {name: start + (1.001 * reference.truth().last[name]).to(dtype) for name, start in reference.start.items()}
+    reference.check(run, last=now)
+    found = checks_of(run)
+    assert found["updates"].state == ("failed" if dtype == torch.float32 else "passed"), found
+    assert found["rounding"].state == "passed"
+
+
+# --- saving and loading
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_reloaded_weights_and_states_that_are_not_finite_are_seen(bad: float) -> None:
+    def made() -> tuple[Any, Any]:
+        model = Tiny()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(**proof.batch(a_run(), 0, 0)).loss.backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (fresh, fresh_optimizer) = made(), made()
+    run = a_run()
+    saving.compare(run, model, optimizer, fresh, fresh_optimizer)
+    assert {check.state for check in checks_of(run).values()} == {"passed"}
+    last = list(fresh.parameters())[-1]
+    with torch.no_grad():
+        last.view(-1)[-1] = bad
+    fresh_optimizer.state[last]["exp_avg"].view(-1)[-1] = bad
+    run = a_run()
+    saving.compare(run, model, optimizer, fresh, fresh_optimizer)
+    found = checks_of(run)
+    assert found["weights"].failed and found["states"].failed
+    names = stored.differing(fresh, copy.deepcopy(model.state_dict()))
+    assert names == [list(model.state_dict())[-1]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the kit's models are transformers'")
+@pytest.mark.parametrize("bad", BAD)
+def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def save(self, folder: Any) -> None: ...
+        def load(self, folder: Any) -> None: ...
+        def tensors(self) -> dict[str, Any]:
+            return {"a": torch.ones(2), "b": torch.tensor([1.0, self.value])}
+
+    monkeypatch.setattr(proof.dist, "barrier", lambda: None)
+    for memory, file, state in ((1.0, 1.0, "passed"), (1.0, bad, "failed"), (bad, 1.0, "failed")):
+        run = a_run(work_dir=str(tmp_path))
+        proof.check_checkpoint(run, Held(memory), lambda file=file: Held(file))  # type: ignore[arg-type,misc]
+        assert checks_of(run)["checkpoint"].state == state
