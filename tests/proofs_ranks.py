@@ -17,7 +17,7 @@ from kit import (  # noqa: E402 - a script of repros/ that lives elsewhere
     proof,
 )
 from kit.record import Record  # noqa: E402
-from kit.sabotage import SABOTAGES  # noqa: E402
+from kit.sabotage import CANNOT_BE, SABOTAGES  # noqa: E402
 
 import torch  # noqa: E402
 import train_step  # noqa: E402
@@ -47,6 +47,8 @@ def body(run: Run) -> None:
         strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
         for dtype in dtypes:
             for sabotage in wanted:
+                if slug == "tp" and sabotage in CANNOT_BE["tp"]:
+                    continue
                 checkpoint = train_step.check_checkpoint
                 if sabotage != "none":  # it is seen before, and an honest run proves the checkpoint
                     train_step.check_checkpoint = lambda *_: None
