@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,7 @@ sys.path.insert(0, str(REPROS))
 from kit import proof, saving, stored  # noqa: E402
 from kit.alone import train_alone  # noqa: E402
 from kit.record import Record  # noqa: E402
-from kit.run import Run  # noqa: E402
+from kit.run import Run, float32_facts, pin_float32  # noqa: E402
 from kit.worst import all_apart, apart, worst  # noqa: E402
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -243,3 +245,73 @@ def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monk
         run = a_run(work_dir=str(tmp_path))
         proof.check_checkpoint(run, Held(memory), lambda file=file: Held(file))  # type: ignore[arg-type,misc]
         assert checks_of(run)["checkpoint"].state == state
+
+
+# --- how float32 is computed
+
+
+def tf32(tensor: Any) -> Any:
+    """A float32 tensor as a tensor core reads it under TF32: 10 bits of mantissa, rounded to nearest."""
+    return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class AsOnGpu(torch.autograd.Function):
+    """A linear layer that asks torch's settings, as cuBLAS is told, whether to compute in TF32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return AsOnGpu.product(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        return AsOnGpu.product(grad, weight), AsOnGpu.product(flat.t(), x.flatten(0, -2))
+
+    @staticmethod
+    def product(a: Any, b: Any) -> Any:
+        return tf32(a) @ tf32(b) if torch.backends.cuda.matmul.allow_tf32 else a @ b
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_tf32_would_be_noticed_and_is_pinned_off(tmp_path: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        return AsOnGpu.apply(x, weight) + bias
+
+    run = a_run(work_dir=str(tmp_path))
+    model = Tiny()
+    reference = proof.Reference(run, model)  # computed on the CPU, which knows no TF32
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        if pinned:
+            pin_float32()
+            assert float32_facts() == {
+                "matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False,
+            }  # fmt: skip
+        for step in range(run.steps):
+            model(**proof.batch(run, 0, step)).loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= reference.lr * parameter.grad
+                    parameter.grad = None
+        reference.check(run, last=dict(model.named_parameters()))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    assert checks_of(run)["updates"].state == ("passed" if pinned else "failed"), checks_of(run)
+
+
+def test_no_environment_turns_tf32_on_in_a_rank() -> None:
+    """As NVIDIA's containers set it: torch reads the first when it is imported, cuBLAS the second."""
+    code = "import kit, torch; print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)"
+    hostile = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
+
+    def said(code: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code], env=hostile, cwd=REPROS, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert said(code) == "highest False"
+    assert said(code.replace("kit, ", "")) == "high True", "the variable means something to this torch"

@@ -172,7 +172,8 @@ def test_a_process_that_ignores_term_is_killed() -> None:
 
 
 def test_the_environment_is_the_attempts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign = ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_BYPASS_DEVICE_MAP", "PYTHONDONTWRITEBYTECODE")
+    foreign = ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_BYPASS_DEVICE_MAP", "PYTHONDONTWRITEBYTECODE",
+               "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")  # fmt: skip
     for name in foreign:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONPATH", "/controller")

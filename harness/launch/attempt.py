@@ -31,6 +31,8 @@ from harness.launch.limits import costs
 
 Json = dict[str, Any]
 
+# They decide, when torch is imported, whether float32 is computed as TF32: only an arm's own ``env`` may (kit/run.py).
+TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
 PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
 RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)
@@ -169,7 +171,7 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
     env = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES and name not in TF32
     }
     if not _same_interpreter(attempt.python):
         env.pop("PYTHONPATH", None)  # the controller's own packages must not shadow the stack's

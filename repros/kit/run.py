@@ -7,6 +7,7 @@ Import the kit before torch: some settings must be in the environment before tor
 from __future__ import annotations
 
 import os
+import sys
 
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
@@ -17,12 +18,18 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+# NVIDIA's containers turn TF32 on by these, which rounds float32 to 10 bits: every proof in float32 would fail there.
+# The harness leaves them out of a rank's environment; an arm that is about precision names them under its ``env``.
+TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+if "--settings" not in sys.argv:
+    for _name in TF32:
+        os.environ.pop(_name, None)
+
 import argparse
 import ctypes
 import faulthandler
 import json
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -156,6 +163,32 @@ def _environment(settings: dict[str, Any]) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pin_float32() -> None:
+    """float32 is computed as float32 in every rank, whatever the release or its container thinks of TF32.
+
+    A script may turn it on again; what held at the end is in the record's facts.
+    """
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None and not any(os.environ.get(name) for name in TF32):
+        torch_module.backends.cuda.matmul.allow_tf32 = False
+        torch_module.backends.cudnn.allow_tf32 = False
+        torch_module.set_float32_matmul_precision("highest")
+
+
+def float32_facts() -> dict[str, Any]:
+    """How float32 is computed in this process."""
+    facts: dict[str, Any] = {name: os.environ[name] for name in TF32 if name in os.environ}
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None:
+        try:
+            facts["matmul_precision"] = torch_module.get_float32_matmul_precision()
+            facts["cuda_matmul_tf32"] = torch_module.backends.cuda.matmul.allow_tf32
+            facts["cudnn_tf32"] = torch_module.backends.cudnn.allow_tf32
+        except RuntimeError as error:  # newer releases refuse to answer when both of their interfaces were used
+            facts["unknown"] = clip(str(error), 200)
+    return facts
+
+
 def _release(package: str) -> tuple[int, ...]:
     """(major, minor) of what is installed; () where it is not."""
     try:
@@ -258,6 +291,7 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
     witness = _witness(settings, rank)
     code = 1
     try:
+        pin_float32()
         run = Run(settings, record, witness)
         if settings["process_group"]:
             run.phase("init_process_group")
@@ -293,6 +327,7 @@ def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
 
 def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
     record.data["ended"] = time.time()
+    record.data["facts"]["float32"] = float32_facts()
     torch_module = sys.modules.get("torch")
     if settings["device"] != "cpu" and torch_module is not None and torch_module.cuda.is_initialized():
         record.data["peak_gpu_mb"] = round(torch_module.cuda.max_memory_allocated() / 2**20, 1)
