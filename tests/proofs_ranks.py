@@ -15,6 +15,7 @@ from kit import (  # noqa: E402 - a script of repros/ that lives elsewhere
     Run,
     main,
     proof,
+    sabotage,
 )
 from kit.record import Record  # noqa: E402
 from kit.sabotage import CANNOT_BE, SABOTAGES  # noqa: E402
@@ -41,18 +42,19 @@ def once(run: Run, model: torch.nn.Module, same_batch: bool) -> Reference:
 
 def body(run: Run) -> None:
     train_step.Reference = once
+    sabotage.SCALE = float(os.environ.get("PROOF_SCALE", sabotage.SCALE))  # docs/proofs.md: the smallest that is seen
     dtypes = os.environ.get("PROOF_DTYPES", "float32").split(",")
     wanted = os.environ.get("PROOF_SABOTAGES", ",".join(["none", *SABOTAGES])).split(",")
     for slug in os.environ["PROOF_STRATEGIES"].split(","):
         strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
         for dtype in dtypes:
-            for sabotage in wanted:
-                if slug == "tp" and sabotage in CANNOT_BE["tp"]:
+            for wrong in wanted:
+                if slug == "tp" and wrong in CANNOT_BE["tp"]:
                     continue
                 checkpoint = train_step.check_checkpoint
-                if sabotage != "none":  # it is seen before, and an honest run proves the checkpoint
+                if wrong != "none":  # it is seen before, and an honest run proves the checkpoint
                     train_step.check_checkpoint = lambda *_: None
-                flags = {**run.flags, "sabotage": sabotage, "dtype": dtype}
+                flags = {**run.flags, "sabotage": wrong, "dtype": dtype}
                 settings = {**run.settings, "strategy": strategy, "flags": flags}
                 record = Record(None, run.rank, run.world_size)
                 started = time.process_time()
@@ -61,7 +63,7 @@ def body(run: Run) -> None:
                 finally:
                     train_step.check_checkpoint = checkpoint
                 took = round(time.process_time() - started, 2)
-                run.fact(f"{slug}/{dtype}/{sabotage}", {"checks": record.data["checks"], "cpu_s": took})
+                run.fact(f"{slug}/{dtype}/{wrong}", {"checks": record.data["checks"], "cpu_s": took})
 
 
 main(body)

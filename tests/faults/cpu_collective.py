@@ -1,0 +1,21 @@
+"""What fsdp2_mixed_dtensor.py did: a check between ranks of a tensor that is on the CPU, whatever the ranks' device."""
+
+from __future__ import annotations
+
+from kit import Run, main
+
+import torch
+import torch.distributed as dist
+
+
+def body(run: Run) -> None:
+    sums = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    most, least = sums.clone(), sums.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    apart = int((most != least).sum())
+    run.check("replicas_equal", got=apart, want=0, tolerance=0)
+
+
+if __name__ == "__main__":
+    main(body)

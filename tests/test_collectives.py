@@ -1,0 +1,71 @@
+"""No script and no part of the kit hands a tensor of the CPU to a collective: NCCL, the only backend on a GPU machine,
+refuses it. Every script that runs on two ranks of this stack is run, in ranks as tests/collectives_ranks.py makes them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import catalogue
+from harness.paths import CONF, REPROS, ROOT
+from harness.schema import Case
+from repros.arm_settings import arm_axis, resolve
+
+yaml = pytest.importorskip("yaml")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the stack `current`"),
+]
+CATALOGUE = catalogue.load()
+# These reach a collective of their own in what is run here (by way of the kit, most of them).
+TALK = {"train-step", "ddp-module-bypass", "ddp-ready-once", "ddp-unfinished-reduction", "fsdp-tied-embeddings"}
+
+
+def conf(group: str, name: str) -> dict:
+    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def job(case: Case) -> dict | None:
+    """A case's control, or a fix of it that holds: a broken arm would not get to its checks. None: not on two ranks."""
+    raw = conf("case", case.slug)
+    if not case.launch.process_group or raw.get("launch", {}).get("teardown") or case.slug.startswith("colossalai"):
+        return None
+    holds = [arm for entry in case.expect for arm, said in entry.verdicts.items() if said in ("FIX_HOLDS", "HEALTHY")]
+    arm = next((arm for arm in holds if arm in case.arms), next(iter(case.arms)))
+    model, strategy = (arm_axis(raw, arm, axis, raw["axes"][axis][0]) for axis in ("model", "strategy"))
+    settings = resolve(raw, arm, model=conf("model", model), strategy=conf("strategy", strategy), device="cpu")
+    script = REPROS / case.script_name
+    two = settings.get("world_size", settings.get("ranks")) == 2
+    return {"name": case.slug, "script": str(script), "settings": settings} if two else None
+
+
+def test_no_collective_is_given_a_tensor_of_the_cpu(tmp_path: Path) -> None:
+    jobs = [found for case in CATALOGUE.cases.values() if (found := job(case))]
+    assert {one["name"] for one in jobs} >= TALK
+    fault = {"name": "fault", "script": str(ROOT / "tests" / "faults" / "cpu_collective.py")}
+    jobs.append({**fault, "settings": next(one["settings"] for one in jobs if one["name"] == "train-step")})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    settings = {**jobs[-1]["settings"], "record_dir": str(tmp_path), "work_dir": str(tmp_path)}
+    (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+               "--master-port", str(port), str(ROOT / "tests" / "collectives_ranks.py"),
+               "--settings", str(tmp_path / "settings.json")]  # fmt: skip
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        facts = json.loads((tmp_path / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"]
+        refused = {name: fact["error"] for name, fact in facts.items() if "device type cpu" in str(fact)}
+        assert set(refused) == {"fault"}, refused
+        for name in TALK:
+            assert not facts[name]["error"] and facts[name]["collectives"], (name, facts[name])
