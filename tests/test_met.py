@@ -42,7 +42,7 @@ def test_what_one_attempt_met() -> None:
     assert met(failed(0, refused), ok(1)) == ["ValueError in deepspeed.runtime.engine._do_sanity_check"]
     assert met(wrong(0, "updates"), wrong(1, "updates")) == ["check updates"]
     assert met(wrong(0, "updates"), wrong(1, "losses")) == ["check updates", "check losses"]
-    assert met(ok(0, record=record(0, checks=[])), ok(1)) == ["check logits"], "a check that was not made"
+    assert met(ok(0, record=record(0, checks=[])), ok(1)) == [], "a check that was not made is no proof: infra"
     assert met(ok(0, exit_code=None, signal="SIGSEGV"), ok(1)) == ["SIGSEGV"]
     assert met(ok(0, exit_code=7), ok(1)) == ["exit code 7"]
 
