@@ -84,6 +84,8 @@ def body(run: Run) -> None:
             setattr(dist, name, guarded(name, getattr(dist, name), cuda_only))
     for job in json.loads((run.work_dir / "jobs.json").read_text(encoding="utf-8")):
         made.clear()
+        run.phase(job["name"])
+        run.record.write()  # a hang says where it was
         spec = importlib.util.spec_from_file_location("a_script", job["script"])
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
