@@ -376,7 +376,11 @@ def test_what_a_strategy_says_that_it_needs_of_the_hardware_counts_likewise() ->
     def status(**strategies: Any) -> str:
         return ledger([claiming(HOLDS)], [of_strategy("fsdp2")], strategies)[0].status
 
+    class Content:
+        requires = ("torch>=2.4",)
+
     assert status(fsdp2=Needy) == "untested"
+    assert status(fsdp2=Content) == "refuted", "it has what it needs"
     assert status(ddp=Needy) == status() == "refuted"
 
 

@@ -69,7 +69,7 @@ def _flat(points: Sequence[Point], most: int) -> list[Rule]:
 def _by_axis(axis: str, points: Sequence[Point]) -> Rule | None:
     yes = {point.axes.get(axis, "") for point in points if point.holds}
     no = {point.axes.get(axis, "") for point in points if not point.holds}
-    if yes & no or not yes or not no:
+    if yes & no:
         return None
     return Rule(
         f"holds {_for(axis, yes)}; not {_for(axis, no)}",
