@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 
 from harness.errors import ConfigError, nearest
+from harness.launch.inherited import refused
 from harness.paths import CONF
 
 
@@ -49,6 +50,7 @@ class RunSettings:
     results: str | None = None
     keep: bool = False
     min_measured: int = 1
+    env: dict[str, str] = field(default_factory=dict)
 
 
 AT_LEAST = {"repeat": 1, "jobs": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
@@ -62,7 +64,10 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    names = [field.name for field in fields(RunSettings)]
+    names = [each.name for each in fields(RunSettings)]
+    # A variable's value is text as it stands: Hydra would make True of true, and a list of eth0,eth1.
+    given = {text[4:].partition("=")[0]: _unquoted(text.partition("=")[2]) for text in overrides if _is_env(text)}
+    overrides = [text for text in overrides if not _is_env(text)]
     for override in overrides:
         key = override.lstrip("+~").split("=", 1)[0]
         if key == "world_size":
@@ -77,6 +82,11 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
         text = str(error.__cause__ or error).splitlines()[0]
         raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
     assert isinstance(settings, RunSettings)
+    settings.env = {**settings.env, **given}
+    for name in settings.env:
+        why = refused(name)
+        if why:
+            raise ConfigError(f"env.{name}: {why}")
     for name, least in AT_LEAST.items():
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -84,6 +94,14 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     if settings.deadline is not None and settings.deadline <= 0:
         raise ConfigError(f"deadline={settings.deadline:g}: must be more than 0 seconds")
     return settings
+
+
+def _is_env(override: str) -> bool:
+    return override.startswith("env.") and "=" in override
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>")

@@ -21,11 +21,12 @@ def exit_code(documents: Iterable[Mapping[str, Any]], min_measured: int, stopped
         for arm in document["arms"].values()
         for attempt in arm["attempts"]
     )
+    unseen = any(verdict.get("unseen") for verdict in verdicts)
     measured = sum(
         any(arm["attempts"] for arm in document["arms"].values()) and bool(document["complete"])
         for document in documents
     )
-    return TOO_LITTLE if infra or stopped_early or measured < min_measured or _unknown(documents) else 0
+    return TOO_LITTLE if infra or unseen or stopped_early or measured < min_measured or _unknown(documents) else 0
 
 
 def _unknown(documents: Iterable[Mapping[str, Any]]) -> bool:

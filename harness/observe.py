@@ -16,6 +16,8 @@ from typing import Any
 from harness.device_errors import of_device
 from harness.judge import looks
 from harness.judge.evidence import Attempt as Observed
+from harness.judge.evidence import is_own
+from harness.judge.own import shown
 from harness.launch.attempt import Attempt, torchrun_line
 from harness.launch.watch import Watched, read_launch
 
@@ -26,6 +28,8 @@ _CONTROL = re.compile(r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]")  # what a terminal
 _DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|Unable to allocate|out of memory", re.IGNORECASE)
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning)\b(:|$)")
 _IMPORT = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError)\b.*", re.MULTILINE)
 
 
@@ -186,6 +190,10 @@ def _of_log(text: str) -> tuple[str, str] | None:
     """A rank that ended before its first record: the script, or the kit, could not be imported or written for."""
     if _DISK.search(text):
         return "disk", "no space left on the device"
+    frames = list(_FRAME.finditer(text))
+    said = next((line for line in reversed(text.splitlines()) if _ERROR.match(line)), None)
+    if frames and said and is_own("", frames[-1]["file"]):
+        return "script", f"the script itself fails: {shown(frames[-1]['file'])}:{frames[-1]['line']} {said}"
     imports = list(_IMPORT.finditer(text))
     if imports:
         return "import", imports[-1].group(0)
@@ -203,11 +211,4 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
         return "port", first
     if kind in ("MemoryError", "OutOfMemoryError") or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message)):
         return "memory", first
-    if kind in ("ImportError", "ModuleNotFoundError") and _importer(error["frames"]) in ("__main__", "kit"):
-        return "import", first  # the script's or the kit's own import: the stack lacks what the case needs
     return None
-
-
-def _importer(frames: list[Json]) -> str:
-    """The top-level package of the innermost frame; Python's own import machinery leaves itself out."""
-    return str(frames[-1]["module"]).split(".")[0] if frames else ""

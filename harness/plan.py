@@ -118,6 +118,9 @@ class Planner:
         )
         if profile.shared:
             settings["devices"] = 1
+        env = {**case.launch.env, **run.env, **spec.env}  # an arm is what its file says
+        if run.env:
+            settings["env"] = dict(run.env)
         versions = {} if isinstance(stack, str) else dict(stack.versions)
         return ArmPlan(
             cell=cell,
@@ -129,9 +132,7 @@ class Planner:
             deadline=run.deadline or case.launch.deadline,
             repeat=run.repeat or case.repeat,
             skipped=self._skip_reason(cell, case, spec, settings, stack),
-            fingerprint=fingerprint(
-                {**settings, "env": {**case.launch.env, **spec.env}}, self.code.get(case.slug, ""), versions, profile
-            ),
+            fingerprint=fingerprint({**settings, "env": env}, self.code.get(case.slug, ""), versions, profile),
         )
 
     def _skip_reason(

@@ -92,6 +92,11 @@ EXCEPTION = {
 }  # fmt: skip
 
 
+SEEN = {  # a stored measurement has shown it once, elsewhere
+    "verdicts": {"fix": "FIX_HOLDS"}, "hardware": "elsewhere", "measured_in": "baseline/x.json", "reason": "because",
+}  # fmt: skip
+
+
 def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None, **changes: Any) -> Case:
     made: dict[str, Any] = {
         "slug": slug,
@@ -101,6 +106,7 @@ def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None
         "flags": {"call": {"default": "inner", "choices": ["inner", "root"]}, "cache": {"default": True}},
         "signatures": [EXCEPTION] if signatures is None else signatures,
         "arms": {"broken": {}, "fix": {"flags": {"call": "root"}}, "other-fix": {}},
+        "expect": [SEEN],
     }
     return Case.model_validate({**made, **changes})
 

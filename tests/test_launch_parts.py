@@ -171,15 +171,9 @@ def test_a_process_that_ignores_term_is_killed() -> None:
 # --- what an attempt runs with
 
 
-def test_the_environment_is_the_attempts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign = ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_BYPASS_DEVICE_MAP", "PYTHONDONTWRITEBYTECODE",
-               "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")  # fmt: skip
-    for name in foreign:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("PYTHONPATH", "/controller")
+def test_the_environment_is_the_attempts_own(tmp_path: Path) -> None:
     attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), python="/stack/bin/python", env={"X": "y"})
     env = environment(attempt)
-    assert not set(foreign) & set(env) and "PYTHONPATH" not in env
     assert env["X"] == "y" and env["CUDA_VISIBLE_DEVICES"] == "" and env["REPRO_ATTEMPT"] == attempt.id
     assert env["HF_MODULES_CACHE"].startswith(str(attempt.cache)) and env["TMPDIR"] == str(attempt.tmp)
     per_stack = environment(dataclasses.replace(attempt, stack_cache=tmp_path / "stack", gpus=("GPU-1", "GPU-2")))
@@ -271,8 +265,7 @@ def raised(kind: str, message: str, phase: str = "body", module: str = "__main__
         (raised("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", module="torch"), "memory"),
         (raised("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory", module="torch"), "memory"),
         (raised("ValueError", "out of memory"), None),
-        (raised("ImportError", "cannot import name 'x'"), "import"),
-        (raised("ModuleNotFoundError", "No module named 'peft'", module="kit.models"), "import"),
+        (raised("ImportError", "cannot import name 'x'"), None),  # its place says whose it is: harness/judge/own.py
         (raised("ImportError", "cannot import name 'x'", module="transformers_modules.qwen"), None),
         (raised("RuntimeError", "The size of tensor a (512)", module="transformers"), None),
     ],

@@ -19,6 +19,7 @@ from harness.judge.checks import Judged, judged
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
 _STANDARD = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?t?/(.+)$")
 _REPROS = re.compile(r"(?:^|/)repros/(?!.*(?:(?:site|dist)-packages/|transformers_modules/|lib/python3)).+\.py$")
+_OWN = "repros"  # what the kit puts before the places of the project's own code
 _OWN_MODULES = {"__main__", "__mp_main__", "kit", "repros"}
 _PYSPY = re.compile(r"^\s+(?P<function>\S.*?) \((?P<file>[^()]+?)(?::\d+)?\)\s*$")
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]*)", line \d+,? in (?P<function>.+?)\s*$')
@@ -77,25 +78,36 @@ class Place(NamedTuple):
     module: str
     file: str
     function: str
+    # Where its code really lies, as the rank found it (kit/place.py): an installed module, ``repros.…`` for the
+    # project's own, "" for neither. None: an older record, which knows names only.
+    place: str | None = None
+    line: int | None = None
 
     @property
     def own(self) -> bool:
-        return is_own(self.module, self.file)
+        return is_own(self.module, self.file) if self.place is None else within(self.place, _OWN)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names to match against: the module's own name where it is known, else those that its file allows."""
+        """Names to match against: where it lies; else the module's own name, else those that its file allows."""
+        if self.place is not None:
+            return (self.place,) if self.place and not self.own else ()
         if self.module not in ("", "builtins"):
             return (self.module,)
         return dotted(self.file) if not self.file.startswith("<") else ()
 
     @property
     def named(self) -> bool:
-        """False for generated code without a module (``<string>``), which lies nowhere."""
-        return bool(self.modules) or self.own
+        """False for generated code without a module (``<string>``) in an older record, which lies nowhere.
+
+        Where the rank looked, code that lies nowhere is somebody's who made it: it is no package's, and never passed
+        over for the frame around it.
+        """
+        return self.place is not None or bool(self.modules) or self.own
 
     def __str__(self) -> str:
-        return ".".join(part for part in (self.modules[0] if self.modules else "?", self.function) if part)
+        name = self.place or (self.modules[0] if self.modules else self.module if self.place is None else self.file)
+        return ".".join(part for part in (name or "?", self.function) if part)
 
 
 @dataclass(frozen=True)
@@ -134,9 +146,37 @@ def _raised(data: Mapping[str, Any]) -> Raised:
     bases = data.get("bases")
     names = {kind, f"{module}.{kind}"} | {b for b in (bases if isinstance(bases, list) else []) if isinstance(b, str)}
     places = tuple(
-        Place(text(f.get("module")), text(f.get("file")), text(f.get("function"))) for f in items(data.get("frames"))
+        Place(text(f.get("module")), text(f.get("file")), text(f.get("function")), _said(f), _line(f.get("line")))
+        for f in items(data.get("frames"))
     )
     return Raised(kind, frozenset(names - {"", "."}), text(data.get("message")), places)
+
+
+def _said(item: Mapping[str, Any]) -> str | None:
+    """The place that a rank recorded; None where it recorded none (an older record)."""
+    return text(item.get("place")) if "place" in item else None
+
+
+def _line(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def lies_in(file: str, packages: Mapping[str, str]) -> str | None:
+    """The place of a file by where the rank's packages are installed; None where that does not decide.
+
+    A file of another installed package is placed by its path; one that only looks like a known package is nowhere.
+    """
+    path = file.replace("\\", "/")
+    for name, root in packages.items():
+        if path == root:
+            return name
+        if path.startswith(root.rstrip("/") + "/"):
+            return ".".join(filter(None, (name, *dotted("/site-packages/" + path[len(root.rstrip("/")) + 1 :]))))
+    if _REPROS.search(path):
+        return None  # the project's own
+    installed = _INSTALLED.search(path) or _STANDARD.search(path)
+    name = dotted(path)[0] if installed else ""
+    return name if name.partition(".")[0] not in packages else ""
 
 
 class Thread(NamedTuple):
@@ -147,8 +187,11 @@ class Thread(NamedTuple):
     places: tuple[Place, ...]
 
 
-def threads_of(stack: str) -> list[Thread]:
-    """The threads of a rank, as py-spy or faulthandler print them, the main thread first."""
+def threads_of(stack: str, packages: Mapping[str, str] | None = None) -> list[Thread]:
+    """The threads of a rank, as py-spy or faulthandler print them, the main thread first.
+
+    ``packages``: where the rank's packages are installed, as it recorded it; without, files are placed by their path.
+    """
     found: list[tuple[bool, list[str], list[Place]]] = [(True, [], [])]
     for line in stack.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
@@ -159,14 +202,15 @@ def threads_of(stack: str) -> list[Thread]:
         if frame:
             found[-1][1].append(line.strip())
             # py-spy gives the qualified name where it can (f.<locals>.wrapper), records and faulthandler the plain one
-            found[-1][2].append(Place("", frame["file"], frame["function"].rpartition(".")[2]))
+            place = lies_in(frame["file"], packages) if packages else None
+            found[-1][2].append(Place("", frame["file"], frame["function"].rpartition(".")[2], place))
     threads = [Thread(main, tuple(lines), tuple(places)) for main, lines, places in found if lines]
     return sorted(threads, key=lambda thread: not thread.main)
 
 
-def stack_places(stack: str) -> tuple[Place, ...]:
+def stack_places(stack: str, packages: Mapping[str, str] | None = None) -> tuple[Place, ...]:
     """The frames of a hung rank: innermost first, the main thread first."""
-    return tuple(place for thread in threads_of(stack) for place in thread.places)
+    return tuple(place for thread in threads_of(stack, packages) for place in thread.places)
 
 
 class Rank:
@@ -225,15 +269,22 @@ class Rank:
         seen: dict[Note, None] = {}
         for item in items(self.record.get("warnings")):
             module = text(item.get("module"))  # who called warnings.warn; ``file`` is whom it blames (stacklevel)
-            seen[Note(text(item.get("category")), text(item.get("message")), text(item.get("file")), module)] = None
+            category, message = text(item.get("category")), text(item.get("message"))
+            seen[Note(category, message, text(item.get("file")), module, place=_said(item))] = None
         for item in items(self.record.get("logs")):
             name = text(item.get("logger"))
-            seen[Note(name, text(item.get("message")), text(item.get("file")), "", name)] = None
+            seen[Note(name, text(item.get("message")), text(item.get("file")), "", name, _said(item))] = None
         return list(seen)
 
     @cached_property
     def stuck(self) -> tuple[Place, ...]:
-        return stack_places(self.stack)
+        return stack_places(self.stack, self.packages)
+
+    @cached_property
+    def packages(self) -> Mapping[str, str]:
+        """Where the packages that this rank could import are installed; empty in older records."""
+        found = mapping(self.record.get("packages"))
+        return {name: root for name, root in found.items() if isinstance(root, str) and root}
 
     @cached_property
     def called(self) -> tuple[Place, ...]:
@@ -241,7 +292,9 @@ class Rank:
         has gone on from there, to stand in a synchronize."""
         waiting = [item for item in items(self.collectives.get("collectives")) if item.get("waits") is True]
         frames = [frame for item in waiting for frame in item.get("frames") or () if isinstance(frame, (list, tuple))]
-        return tuple(Place("", text(frame[0]), text(frame[1])) for frame in frames if len(frame) == 2)
+        known = self.packages
+        places = [(text(frame[0]), text(frame[1])) for frame in frames if len(frame) == 2]
+        return tuple(Place("", file, name, lies_in(file, known) if known else None) for file, name in places)
 
 
 def _written_by_another(record: Mapping[str, Any], rank: int, pid: Any) -> str:
@@ -261,12 +314,16 @@ class Note(NamedTuple):
     file: str
     module: str
     logger: str = ""
+    place: str | None = None  # where the code that spoke lies; None: an older record
 
     def comes_from(self, package: str) -> bool:
-        """Whether it was the package that said so: by the module that spoke, the file, or the logger's name.
+        """Whether it was the package that said so: by the place of the code that spoke (a logger's name is anybody's);
+        in older records by the module, the file, or the logger's name.
 
         Never what the script itself says; but an upstream warning that blames its caller's line, the script's, counts.
         """
+        if self.place is not None:
+            return within(self.place, package)
         if is_own(self.module, "" if self.module else self.file):
             return False
         modules = dotted(self.file) if self.file and not self.file.startswith("<") else ()

@@ -2,9 +2,9 @@
 
 The order of judgement, first match wins:
 
-1. the infrastructure failed, the user interrupted it, the stack was another, or
-   ranks were still starting or moved when the time was over, or a record is not
-   its rank's own                                                                 -> infra
+1. the infrastructure failed, the user interrupted it, the stack was another,
+   ranks were still starting or moved when the time was over, a record is not its
+   rank's own, or the script itself failed first (harness/judge/own.py)            -> infra
 2. a signature of the case itself is recognised (also on a run that finished)     -> fires
 3. another case's failure is recognised                                           -> other_error, which names it
 4. the deadline passed, or two looks showed that the ranks can never go on        -> hang
@@ -29,8 +29,9 @@ from typing import Any, cast, get_args
 
 from harness.judge import looks
 from harness.judge.evidence import Attempt, Rank, mapping, text
+from harness.judge.own import script_fails
 from harness.judge.peers import Failure, Failures, died_of, failures_of
-from harness.judge.signature import match_attempt
+from harness.judge.signature import match_attempt, near_misses
 from harness.schema import Case, OutcomeName, SignatureKind
 
 SHOWN = 500  # characters of a message kept in an outcome; the observation has all of it
@@ -107,7 +108,13 @@ def grade(
     infra = _infra(attempt) or _stack_changed(attempt, attempt.planned) or _stack_changed(attempt, planned or {})
     if infra:
         return Outcome("infra", infra, recognised, primary)
+    mistake = script_fails(attempt, failures)
+    if mistake:
+        return Outcome("infra", mistake, recognised, primary)
     name, reason = _judge(case, attempt, failures, recognised)
+    if arm == "broken" and name in ("other_error", "clean"):
+        near = near_misses(case.signatures, attempt, failures)
+        reason += f" (nearly {near})" if near else ""
     failed = failed_checks(case, attempt) if name == "other_error" and primary is None else ()
     return Outcome(name, reason, recognised, primary, failed)
 

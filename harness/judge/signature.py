@@ -180,3 +180,69 @@ def _is_mismatch(wanted: Collective, seen: Mismatch) -> bool:
     if wanted.missing is not None and wanted.missing != bool(seen.missing):
         return False
     return all(any(_compiled(kind).fullmatch(family) for family in seen.kinds) for kind in wanted.kinds)
+
+
+# --- what just missed: for the author of a signature
+
+_SHOWN = 160  # characters of a message
+
+
+def near_misses(signatures: Iterable[Signature], attempt: Attempt, failures: Failures) -> str:
+    """How signatures just missed what was seen, part by part; "" when none was close."""
+    found = (_near(signature, attempt, failures) for signature in signatures)
+    return "; ".join(dict.fromkeys(text for text in found if text))
+
+
+def _near(signature: Signature, attempt: Attempt, failures: Failures) -> str:
+    if signature.kind == "exception":
+        raised = next((r.raised for r in attempt.ranks if r.rank in failures.ranks and r.raised), None)
+        return _near_exception(signature, raised, attempt.backend) if raised else ""
+    if signature.kind == "oracle":
+        made = {check.name for rank in attempt.ranks for check in rank.checks}
+        absent = signature.check not in made and any(rank.done for rank in attempt.ranks)
+        return f"{signature.name}: check {signature.check} was made by no rank" if absent else ""
+    if signature.kind == "signal":
+        other = [rank for rank in attempt.ranks if _died(rank, failures)]
+        if not other:
+            return ""
+        ok = died_of(other[0]) == signature.signal
+        missing = [f for f in signature.frames if not _has_frame(f, other[0].stuck)]
+        return _said(signature, [("signal", ok, died_of(other[0]), str(signature.signal))], missing) if missing else ""
+    if signature.kind == "log":
+        notes = [note for rank in attempt.ranks for note in rank.notes]
+        said = next((n for n in notes if any(p.search(n.message) for p in _patterns(signature, attempt.backend))), None)
+        if said is None:
+            return ""
+        by = said.place if said.place is not None else said.module or said.name
+        parts = [("message", True, "", ""), ("package", said.comes_from(signature.package or ""), by or "nowhere",
+                                             signature.package or "")]  # fmt: skip
+        return _said(signature, [*parts, ("logger", False, said.name, signature.logger or "any")], [])
+    return ""
+
+
+def _near_exception(signature: Signature, raised: Raised, backend: str) -> str:
+    place = raised.innermost
+    modules = () if place is None or place.own else place.modules
+    message = any(pattern.search(raised.message) for pattern in _patterns(signature, backend))
+    package = any(within(name, signature.package or "") for name in modules)
+    kind = signature.type in raised.names
+    if not message and not (kind and package):
+        return ""
+    wanted = signature.message or " | ".join(f"{name}: {text}" for name, text in signature.variants.items())
+    parts = [
+        ("type", kind, raised.type, str(signature.type)),
+        ("message", message, raised.message.strip().partition("\n")[0][:_SHOWN], wanted),
+        ("package", package, modules[0].partition(".")[0] if modules else "none", str(signature.package)),
+    ]
+    return _said(signature, parts, [f for f in signature.frames if not _has_frame(f, raised.places)])
+
+
+def _said(signature: Signature, parts: list[tuple[str, bool, str, str]], missing: list[Frame]) -> str:
+    """``sharded-norm: type ok, message ok, package: torch, declared transformers``."""
+    words = [f"{name} ok" if ok else f"{name}: {got}, declared {want}" for name, ok, got, want in parts]
+    words += [f"no frame {frame.module} {frame.function}" for frame in missing]
+    return f"{signature.name}: {', '.join(words)}"
+
+
+def _died(rank: Rank, failures: Failures) -> bool:
+    return rank.rank in failures.ranks and rank.ended_by == "self" and bool(died_of(rank))

@@ -13,6 +13,7 @@ clean               fires/other FIX_HARMFUL
 other               any         CHANGED
 attempts of either disagree     FLAKY
 hang in either, or none left    INCONCLUSIVE
+fires nowhere, nothing stored   INCONCLUSIVE (a new case: unseen)
 ==================  ==========  =====================================================================
 """
 
@@ -54,6 +55,7 @@ class Verdict:
     named_case: str | None = None  # the case of the catalogue that was met instead
     measured: bool = True  # False: no attempt was left to judge (skipped, infra, not run)
     met: tuple[Met, ...] = ()  # what failed: of a fix its own failures, where CHANGED the broken arm's
+    unseen: bool = False  # a failure that nothing stored expects and that does not fire: less than was asked for
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,7 +90,19 @@ def judge(
     fired = _fired_before(history, versions, settings or {})
     broken = outcomes.get("broken", ())
     fixes = [arm for arm in case.arms if arm != "broken" and arm in outcomes]
-    return {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
+    judged = {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
+    if case.expect or fired or "fires" in {outcome.outcome for outcome in broken}:
+        return judged
+    return {arm: _unseen(found, broken) for arm, found in judged.items()}
+
+
+def _unseen(found: Verdict, broken: Sequence[Outcome]) -> Verdict:
+    """A case that has never been seen to fire, and does not here: its script or signature may be what is wrong."""
+    if not found.measured or found.name in ("INCONCLUSIVE", "FLAKY"):
+        return found
+    counted = evidence(broken)
+    why = f"no stored measurement shows this failure, and broken is {firing(counted)}: {counted[0].reason}"
+    return replace(found, name="INCONCLUSIVE", reason=why, named_case=None, met=(), unseen=True)
 
 
 def judge_pair(case: str, broken: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from harness.launch.inherited import inherited
 from harness.launch.limits import costs
 
 Json = dict[str, Any]
@@ -38,13 +39,6 @@ PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it e
 RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)
 ROOT = Path(__file__).resolve().parents[2]
 
-# What a user's shell may hold that would change what is measured: torchrun's contract, and switches of the very
-# packages under test. An arm that wants one of them says so in its ``env``.
-_FOREIGN = ("TORCHELASTIC_", "PET_", "ACCELERATE_", "FSDP_", "REPRO_", "GROUP_", "ROLE_")
-_FOREIGN_NAMES = {
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR",
-    "PYTHONHOME", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV",
-}  # fmt: skip
 _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
 
 
@@ -60,7 +54,7 @@ class Attempt:
     python: str  # interpreter of the stack
     world_size: int
     deadline_s: float  # for its work: from when every rank is past init_process_group
-    env: dict[str, str] = field(default_factory=dict)  # of the case, the arm and the stack
+    env: dict[str, str] = field(default_factory=dict)  # of the stack, the case, the run's setting and the arm
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), all seen by every rank; empty: CPU
     imports: tuple[str, ...] = ()  # what a warm server imports ahead
     cold: str | None = None  # why this attempt must start from a fresh interpreter
@@ -168,14 +162,8 @@ def remove(directory: Path) -> None:
 
 def stack_environment(attempt: Attempt) -> dict[str, str]:
     """What is the same for all attempts of a stack and is read when packages are imported: a server's environment."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES and name not in TF32
-    }
-    if not _same_interpreter(attempt.python):
-        env.pop("PYTHONPATH", None)  # the controller's own packages must not shadow the stack's
-    env |= {
+    hub = attempt.settings.get("model", {}).get("weights") == "hub"
+    env = inherited(hub) | {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -186,17 +174,16 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
         # glibc gives the memory of every large tensor back to the system at once otherwise, and the kernel clears it
         # anew for the next one.
-        env.setdefault("MALLOC_TRIM_THRESHOLD_", "1000000000")
-        env.setdefault("MALLOC_MMAP_THRESHOLD_", "33554432")
+        env |= {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "33554432"}
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
     # gloo and NCCL look up the host's own name otherwise, which stalls for seconds where DNS does not know it.
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if attempt.settings.get("model", {}).get("weights") != "hub":
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    if not hub:
         env["HF_HUB_OFFLINE"] = "1"
     if attempt.stack_cache is not None:
         # The defaults are keyed by Python and CUDA alone, so that two stacks would share what they compiled.
-        env.setdefault("TORCH_EXTENSIONS_DIR", str(attempt.stack_cache / "torch_extensions"))
+        env["TORCH_EXTENSIONS_DIR"] = str(attempt.stack_cache / "torch_extensions")
         env["HF_MODULES_CACHE"] = str(attempt.stack_cache / "hf_modules")
     return env | attempt.env
 

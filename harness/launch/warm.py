@@ -23,7 +23,7 @@ MOST_LATE = 3  # packages that a server leaves for the ranks; each costs a start
 IDLE_FREE = 4 << 30  # bytes of memory that must be left for that: each holds a few hundred MB
 
 # Read when they are used, not at import: they need no server of their own.
-RUN_TIME = ("NCCL_", "GLOO_", "ACCELERATE_BYPASS_DEVICE_MAP", "PYTEST_CURRENT_TEST")
+RUN_TIME = ("NCCL_", "GLOO_", "ACCELERATE_BYPASS_DEVICE_MAP")
 # Read at import: a rank has the server's values, whatever the attempt's own would be.
 IMPORT_TIME = ("HF_HOME", "HF_MODULES_CACHE")
 

@@ -81,13 +81,17 @@ class Attempts:
             python=stack.python,
             world_size=plan.world_size,
             deadline_s=plan.deadline,
-            env={**stack.environment({}), **case.launch.env, **case.arms[plan.arm].env},
+            env=self._env(case, plan, stack),
             gpus=tuple(gpus),
             imports=self._imports(case, plan),
             cold=case.launch.cold or teardown,
             stack_cache=cache_dir() / "stack-caches" / stack.key,
             keep=self.keep,
         )
+
+    def _env(self, case: Case, plan: ArmPlan, stack: Stack) -> dict[str, str]:
+        """What the ranks get beyond what they inherit (harness/launch/inherited.py); later ones win."""
+        return {**stack.environment({}), **case.launch.env, **plan.settings.get("env", {}), **case.arms[plan.arm].env}
 
     def _imports(self, case: Case, plan: ArmPlan) -> tuple[str, ...]:
         """What the case's script imports, and what its arm's strategy brings (deepspeed)."""

@@ -13,6 +13,7 @@ import psutil
 from filelock import FileLock
 
 from harness.launch.baton import Batons
+from harness.launch.inherited import building
 from harness.stacks.stack import Stack
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
@@ -46,8 +47,9 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
             Batons(folder).clear()
         if done.exists():
             return None
-        env = {**(inherited or os.environ), **stack.environment(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"OMP_NUM_THREADS": "1", "MAX_JOBS": "2"}
+        mine = building(inherited)
+        env = {**mine, **stack.environment(mine), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"OMP_NUM_THREADS": "1", "MAX_JOBS": env.get("MAX_JOBS") or "2"}
         try:
             built = subprocess.run(
                 [stack.python, "-c", _BUILD], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S

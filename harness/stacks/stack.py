@@ -90,7 +90,10 @@ def look(python: str) -> dict[str, str]:
     """Versions of the packages that an interpreter sees, "python" among them."""
     if python == sys.executable:
         found: dict[str, str] = {}
-        for dist in importlib.metadata.distributions():
+        # What the user's PYTHONPATH adds to this process is not there in a rank.
+        added = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+        path = [entry for entry in sys.path if os.path.abspath(entry) not in added]
+        for dist in importlib.metadata.distributions(path=path):
             name = dist.metadata["Name"]
             if name:
                 found.setdefault(canonical(name), dist.version)

@@ -20,6 +20,7 @@ from harness.config import compose_run
 from harness.errors import ResultsError
 from harness.judge.again import judged_again
 from harness.judge.expect import write_expectations
+from harness.judge.foreign import too_wide
 from harness.judge.publishable import refusals
 from harness.paths import BASELINE, CONF, ROOT, cache_dir
 from harness.report import print_json, print_notes
@@ -47,6 +48,8 @@ def main(args: argparse.Namespace) -> int:
     refused = refusals(documents, args.take)
     if refused:
         raise ResultsError("\n  ".join([f"{source}: not published:", *refused[:SHOWN], *_more(refused)]))
+    for name in sorted({str(d["case"]) for d in documents}):
+        _refuse(catalogue.cases[name], [d for d in (*held, *documents) if d["case"] == name])
     published = sum(
         _accept(catalogue.cases[case], [d for d in documents if d["case"] == case], held, args.reason)
         for case in sorted({str(d["case"]) for d in documents})
@@ -68,6 +71,21 @@ SHOWN = 20  # refusals
 
 def _more(refused: list[str]) -> list[str]:
     return [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
+
+
+def _refuse(case: Case, documents: list[dict[str, Any]]) -> None:
+    """Raises ResultsError for a failure that cannot be published: never seen to fire, or a signature for anything."""
+    if case.kind != "failure":
+        return
+    wide = too_wide(case)
+    if wide:
+        raise ResultsError(f"{case.slug}: {wide}")
+    attempts = [a for d in documents for a in (d["arms"].get("broken") or {}).get("attempts", [])]
+    if not any(attempt["outcome"]["outcome"] == "fires" for attempt in attempts):
+        last = f"; last: {attempts[-1]['outcome']['reason']}" if attempts else ""
+        raise ResultsError(
+            f"{case.slug}: its broken arm fired in none of {len(attempts)} attempts, here and in the baseline{last}"
+        )
 
 
 # Where one attempt had its files; the same for all of them once it is published.

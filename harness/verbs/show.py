@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
             python=stack.python if stack else "python",
             world_size=arm.world_size,
             deadline_s=arm.deadline,
-            env={**case.launch.env, **spec.env},
+            env={**case.launch.env, **arm.settings.get("env", {}), **spec.env},
         )
         settings = arm.settings
         arms.append(

@@ -1,5 +1,6 @@
 """The record that each rank writes: what happened, in a form that a signature can be matched against.
 
+``place`` says where code lies (kit/place.py): the installed module, ``repros.…`` for the project's own, "" for neither.
 One JSON file per rank, written atomically. Standard library only: this must work inside any stack.
 """
 
@@ -15,8 +16,10 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
+
+from kit import place
 
 SCHEMA = 2  # 2: checks are numbers with a tolerance, or equal JSON, which the judge judges (harness/judge/checks.py)
 MAX_ITEMS = 400  # warnings or log records kept per rank; a script that warns in a loop must not fill a disk
@@ -32,9 +35,17 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
 def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
     """Type, message and frames (outermost first) of an exception, with what caused it (at most 5 deep)."""
     kind = type(error)
+    walked = list(zip(traceback.extract_tb(error.__traceback__), _frames(error.__traceback__)))
     frames = [
-        {"file": f.filename, "line": f.lineno, "function": f.name, "module": module, "code": f.line or ""}
-        for f, module in zip(traceback.extract_tb(error.__traceback__), _modules(error.__traceback__))
+        {
+            "file": said.filename,
+            "line": said.lineno,
+            "function": said.name,
+            "module": str(frame.f_globals.get("__name__", "")),
+            "place": place.of_frame(frame),
+            "code": said.line or "",
+        }
+        for said, frame in walked[-60:]
     ]
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     code = getattr(error, "error_code", None)  # torch.AcceleratorError: the driver's own number
@@ -44,25 +55,35 @@ def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
         "bases": [base.__qualname__ for base in kind.__mro__[1:-1]],
         "message": clip(str(error)),
         **({"error_code": code} if isinstance(code, int) else {}),
-        "frames": frames[-60:],
+        "frames": frames,
         "cause": describe_exception(cause, depth + 1) if cause is not None and depth < 5 else None,
     }
 
 
-def _modules(tb: TracebackType | None) -> list[str]:
-    names = []
+def _frames(tb: TracebackType | None) -> list[FrameType]:
+    found = []
     while tb is not None:
-        names.append(str(tb.tb_frame.f_globals.get("__name__", "")))
+        found.append(tb.tb_frame)
         tb = tb.tb_next
-    return names
+    return found
 
 
-def _speaker() -> str:
-    """The module that called ``warnings.warn``; a warning's file is whom it blames, often the caller (stacklevel)."""
-    frame = sys._getframe(2)  # whoever called the hook: the warnings module, or, from C, the code that warned
+def _speaker() -> FrameType | None:
+    """Who called ``warnings.warn``; a warning's file is whom it blames, often the caller (stacklevel)."""
+    frame: FrameType | None = sys._getframe(2)  # whoever called the hook: the warnings module, or, from C, the code
     while frame is not None and frame.f_globals.get("__name__") in ("warnings", "_py_warnings"):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return frame
+
+
+def _logging(record: logging.LogRecord) -> FrameType | None:
+    """The frame that a log record says it comes from, where it really is on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == record.funcName and frame.f_code.co_filename == record.pathname:
+            return frame
+        frame = frame.f_back
+    return None
 
 
 class Capture(logging.Handler):
@@ -93,13 +114,15 @@ class Capture(logging.Handler):
 
     def _warning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         if len(self.warnings) < MAX_ITEMS:
+            speaker = _speaker()
             self.warnings.append(
                 {
                     "category": category.__name__,
                     "message": clip(str(message)),
                     "file": filename,
                     "line": lineno,
-                    "module": _speaker(),
+                    "module": "" if speaker is None else str(speaker.f_globals.get("__name__", "")),
+                    "place": place.of_frame(speaker),
                 }
             )
         self._show(message, category, filename, lineno, *rest)
@@ -117,6 +140,7 @@ class Capture(logging.Handler):
                     "message": clip(message),
                     "file": record.pathname,
                     "function": record.funcName,
+                    "place": place.of_frame(_logging(record)),
                 }
             )
 
@@ -142,6 +166,7 @@ class Record:
             "metrics": {},
             "facts": {},
             "versions": {},
+            "packages": place.packages(),
         }
 
     def write(self) -> None:

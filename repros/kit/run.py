@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+_GIVEN = set(os.environ)
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -45,6 +46,16 @@ from kit.witness import MARGIN_S, OURS, Witness, nccl_environment
 if TYPE_CHECKING:
     import torch
 
+# Variables that change what is measured, beside those that torchrun and the kit set.
+_SWITCHES = (
+    "TRANSFORMERS_", "HF_", "ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "TORCH", "PYTORCH_", "PYTHON", "NCCL_",
+    "GLOO_", "CUDA_LAUNCH", "CUBLAS", "CUDNN", "NVIDIA_TF32", "ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_",
+    "LD_PRELOAD",
+)  # fmt: skip
+_NO_MATTER = (
+    "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_EXTENSIONS_DIR", "OMP_NUM_THREADS", "PYTHONPATH",
+    "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 PEER_GRACE_S = 2.0  # how long a rank that failed waits for the others to write what happened to them
 
@@ -157,6 +168,11 @@ def _environment(settings: dict[str, Any]) -> None:
             # With it all of them clear 69 MB of shared memory in every rank, for reductions that no script makes.
             os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not settings.get("record_dir"):
+        mine = (*_NO_MATTER, *(settings.get("env") or {}))
+        set_here = sorted(name for name in _GIVEN if name.startswith(_SWITCHES) and not name.startswith(mine))
+        if set_here and os.environ.get("RANK", "0") == "0":
+            # Not removed: whoever debugs by hand may want them. The harness's ranks do not inherit them.
+            sys.stderr.write(f"note: set in this shell, and not when the harness runs it: {', '.join(set_here)}\n")
         # By hand: modules of remote code that one release of transformers has copied are not good for another.
         os.environ.setdefault("HF_MODULES_CACHE", f"{tempfile.gettempdir()}/repro-hf-modules-{os.getpid()}")
     if settings["model"].get("weights") != "hub":
@@ -248,7 +264,7 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     pinned = case["arms"][args.arm].get("world_size")
     if pinned and pinned != ranks:
         parser.error(f"arm {args.arm} is about {pinned} rank(s): torchrun --nproc-per-node {pinned} ...")
-    return resolve(
+    settings = resolve(
         case,
         args.arm,
         world_size=ranks,
@@ -262,6 +278,9 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
         steps=args.steps,
         seed=args.seed,
     )
+    spec = case["arms"][args.arm] or {}
+    settings["env"] = {**((case.get("launch") or {}).get("env") or {}), **(spec.get("env") or {})}
+    return settings
 
 
 def main(body: Callable[[Run], None]) -> None:

@@ -1,0 +1,144 @@
+"""The user's environment is no input: what ranks inherit, what a setting passes on, and real ranks among traps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import attempt_of
+from test_plan import CATALOGUE, NORM, plans
+
+from harness.config import RunSettings, compose_run
+from harness.errors import ConfigError
+from harness.launch.attempt import environment, stack_environment, torchrun_line
+from harness.launch.inherited import building, inherited
+from harness.launch.warm import server_environment
+from harness.running import session
+from harness.store import Store
+
+# What a shell may hold, each with a value that changes what torch, transformers and Python do, or breaks them.
+HOSTILE = {
+    # Python itself
+    "PYTHONOPTIMIZE": "1", "PYTHONPATH": "/nowhere", "PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1",
+    "PYTHONINSPECT": "1", "PYTHONSTARTUP": "/nowhere.py", "PYTHONHASHSEED": "0", "PYTHONMALLOC": "debug",
+    "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "ascii", "PYTHONNOUSERSITE": "1", "PYTHONHOME": "/nowhere",
+    "PYTHONTRACEMALLOC": "1", "PYTHONBREAKPOINT": "0", "PYTHONCOERCECLOCALE": "0",
+    # transformers and the hub
+    "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_OFFLINE": "0", "TRANSFORMERS_CACHE": "/nowhere",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "HF_HOME": "/nowhere", "HF_TOKEN": "secret", "HF_ENDPOINT": "http://x",
+    "HF_HUB_OFFLINE": "0", "HF_MODULES_CACHE": "/nowhere", "HF_DEBUG": "1", "USE_TORCH": "0", "USE_TF": "1",
+    "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+    # torch
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_LOGS": "+all", "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_COMPILE_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "TORCH_NN_MODULE_BUFFER": "1", "PYTORCH_JIT": "0", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "DNNL_VERBOSE": "1", "MKL_NUM_THREADS": "7",
+    "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "7", "OMP_PLACES": "cores", "KMP_AFFINITY": "disabled",
+    "NVIDIA_TF32_OVERRIDE": "0", "CUDA_LAUNCH_BLOCKING": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "nowhere0", "TP_SOCKET_IFNAME": "nowhere0", "LD_PRELOAD": "/nowhere.so",
+    # launchers and their libraries
+    "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "5", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "3", "SLURM_NTASKS": "9", "OMPI_COMM_WORLD_RANK": "3",
+    "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_BYPASS_DEVICE_MAP": "true",
+    "FSDP_USE_ORIG_PARAMS": "false", "DS_ACCELERATOR": "cuda", "CROSS_RANK": "1", "VIRTUAL_ENV": "/nowhere",
+}  # fmt: skip
+KEPT = {"PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CXX", "NVIDIA_VISIBLE_DEVICES"}
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_nothing_hostile_is_inherited(tmp_path: Path, hostile: None) -> None:
+    assert len(HOSTILE) >= 60
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    for env in (environment(attempt), server_environment(attempt)[0]):
+        assert not [name for name, value in HOSTILE.items() if env.get(name) == value]
+    assert "PYTHONPATH" not in stack_environment(attempt)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*HOSTILE, *KEPT})) | st.text("ABC_PYTHON", min_size=1), st.text()))
+def test_only_the_allow_list_is_inherited(given_env: dict[str, str]) -> None:
+    kept = inherited(given=given_env)
+    assert kept == {name: value for name, value in given_env.items() if name in kept}
+    assert not kept.keys() & HOSTILE.keys() and given_env.keys() & KEPT <= kept.keys()
+    assert kept.items() <= inherited(hub=True, given=given_env).items()
+    assert kept.items() <= building(given_env).items()
+
+
+def test_the_hub_is_reached_only_where_real_weights_are_asked_for() -> None:
+    mine = {"HF_TOKEN": "t", "HF_HOME": "/mine", "https_proxy": "http://p", "HF_DEBUG": "1", "MAX_JOBS": "8"}
+    assert inherited(given=mine) == {}
+    assert inherited(hub=True, given=mine) == {"HF_TOKEN": "t", "HF_HOME": "/mine", "https_proxy": "http://p"}
+    assert building(mine) == {"MAX_JOBS": "8"}
+
+
+def test_the_setting_passes_a_variable_on_as_it_stands(tmp_path: Path) -> None:
+    settings = compose_run(["env.NCCL_SOCKET_IFNAME=eth0,eth1", "env.A=true", "env.B='x y'", "env.C=", "repeat=2"])
+    assert settings.env == {"NCCL_SOCKET_IFNAME": "eth0,eth1", "A": "true", "B": "x y", "C": ""}
+    assert settings.repeat == 2
+    for name in ("env.RANK", "env.REPRO_RUN", "env.CUDA_VISIBLE_DEVICES", "env.1X", "env.PYTHONPATH"):
+        with pytest.raises(ConfigError, match=name):
+            compose_run([f"{name}=1"])
+
+
+def test_a_given_variable_is_recorded_and_part_of_the_fingerprint(tmp_path: Path) -> None:
+    plain, given_one = plans(NORM)[0].arms[0], plans(NORM, settings=RunSettings(env={"X": "y"}))[0].arms[0]
+    assert "env" not in plain.settings and given_one.settings["env"] == {"X": "y"}
+    assert plain.fingerprint != given_one.fingerprint
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    object.__setattr__(attempt, "env", given_one.settings["env"])
+    assert environment(attempt)["X"] == "y"
+    assert shlex.split(torchrun_line(attempt))[:2] == ["env", "X=y"]
+
+
+def test_an_arms_own_variable_is_what_its_file_says() -> None:
+    texts = ["case=device-map-distributed"]
+    changed = RunSettings(env={"ACCELERATE_BYPASS_DEVICE_MAP": "false"})
+    before, after = ({a.arm: a.fingerprint for a in plans(*texts, settings=s)[0].arms} for s in (None, changed))
+    same = [arm for arm in before if before[arm] == after[arm]]
+    assert same == [name for name, arm in CATALOGUE.cases["device-map-distributed"].arms.items() if arm.env] != []
+
+
+def test_by_hand_a_note_names_what_the_harness_would_not_pass_on(tmp_path: Path) -> None:
+    code = "from kit.run import _environment; _environment({'device': 'cpu', 'model': {}, 'env': {'NCCL_DEBUG': ''}})"
+    env = {**inherited(), "TRANSFORMERS_VERBOSITY": "error", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    repros = Path(__file__).parents[1] / "repros"
+    said = subprocess.run([sys.executable, "-c", code], env=env, cwd=repros, capture_output=True, text=True, check=True)
+    assert said.stderr == "note: set in this shell, and not when the harness runs it: TRANSFORMERS_VERBOSITY\n"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("torchrun", ["case=fsdp-optim-state-padding"]),  # an assertion, which PYTHONOPTIMIZE takes away
+        ("warm", ["case=old-checkpointing-hook", "model=qwen-7b"]),  # a log record, which a verbosity hides
+        ("warm", ["case=ddp-unfinished-reduction"]),  # DDP, which TORCH_DISTRIBUTED_DEBUG=DETAIL breaks
+    ],
+)
+def test_the_same_outcome_among_sixty_hostile_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: None, launcher: str, words: list[str]
+) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    texts = [*words, "hardware=cpu", f"launcher={launcher}", f"results={tmp_path / 'r'}", "repeat=1"]
+    first = session.prepare(texts)
+    fix = next(arm.arm for arm in first.plans[0].arms if arm.arm != "broken" and not arm.skipped)
+    prepared = session.prepare([*texts, f"arms=[{fix}]"])
+    prepared.plans = prepared.plans[:1]
+    session.execute(prepared, lambda event: None, threading.Event())
+    document: dict[str, Any] = next(iter(Store(tmp_path / "r").documents()))
+    verdict = document["verdicts"][fix]
+    assert verdict["expected"] == "as expected" or verdict["name"] == "FIX_HOLDS", json.dumps(verdict)
+    assert os.environ["PYTHONOPTIMIZE"] == "1"
