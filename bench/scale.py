@@ -35,6 +35,7 @@ from harness.report import matrix_table, summary_line
 from harness.running import schedule
 from harness.running.attempts import Attempts
 from harness.running.engine import Engine
+from harness.running.given import Given
 from harness.running.leases import Leases
 from harness.running.recorded import expect, recorded
 from harness.stacks import Stack, resolve
@@ -84,10 +85,8 @@ def run_catalogue(known: catalogue.Catalogue, published: list[dict[str, Any]]) -
         store = Store(Path(name) / "results")
         store.open()
         attempts = Attempts(known, {"current": stack}, replay, leases, Path(name), keep=False)
-        stacks = {"current": stack}
-        engine = Engine(
-            known, RunSettings(), [profile], here, stacks, store, attempts, {"seed": 0}, {}, lambda event: None
-        )
+        given = Given(known, RunSettings(), [profile], here, {"current": stack}, {"seed": 0})
+        engine = Engine(given, attempts, store, lambda event: None)
         summary = engine.run(plans, threading.Event())
         store.close()
     print(f"{summary.attempts} attempts", file=sys.stderr)

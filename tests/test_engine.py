@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +21,12 @@ from harness.placing import place
 from harness.plan import CellPlan, Planner
 from harness.rows import arm_rows
 from harness.running.attempts import Attempts
-from harness.running.engine import Engine, Event, Later, Summary
+from harness.running.cards import Driver
+from harness.running.engine import Engine
+from harness.running.events import Event, Later, Summary
+from harness.running.given import Given
 from harness.running.leases import Leases
+from harness.running.nvml import unseen
 from harness.stacks import Stack
 from harness.store import Store
 
@@ -92,7 +95,7 @@ class Fake:
 def engine_of(
     tmp_path: Path, launcher: Fake, settings: RunSettings, case: str = "qwen15-fsdp-norm-shard",
     on_event: Callable[[Event], None] = lambda event: None, history: dict[str, Any] | None = None,
-    profile: Profile = ON_CPU,
+    profile: Profile = ON_CPU, driver: Driver | None = None,
 ) -> Iterator[tuple[Engine, list[CellPlan]]]:  # fmt: skip
     machine = Machine((), None, "cpu", 2, 24.0, "linux")
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
@@ -102,13 +105,10 @@ def engine_of(
     store = Store(tmp_path / "results")
     store.open()
     try:
-        with Leases(tmp_path / "state", "run") as leases:
+        with Leases(tmp_path / "state", "run", driver.look if driver else unseen) as leases:
             attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, leases, tmp_path / "run", keep=False)
-            engine = Engine(
-                CATALOGUE, settings, [profile], machine, {"current": STACK}, store, attempts, {"seed": 0},
-                history or {}, on_event,
-            )  # fmt: skip
-            yield engine, plans
+            given = Given(CATALOGUE, settings, [profile], machine, {"current": STACK}, {"seed": 0}, history or {})
+            yield Engine(given, attempts, store, on_event, driver), plans
     finally:
         store.close()
 
@@ -116,11 +116,12 @@ def engine_of(
 def run(
     tmp_path: Path, launcher: Fake, *, arms: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
     resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
+    stop: threading.Event | None = None,
 ) -> Summary:  # fmt: skip
     settings = RunSettings(arms=list(arms), repeat=repeat, jobs=jobs, order=Order.listed)
     on_event = (events if events is not None else []).append
     with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history) as (engine, plans):
-        return engine.run(plans, threading.Event(), resume)
+        return engine.run(plans, stop or threading.Event(), resume)
 
 
 def verdicts(summary: Summary) -> dict[str, str]:
@@ -240,12 +241,14 @@ def test_what_is_resumed_was_made_under_the_fingerprint_that_stands_there_and_on
 
 
 def test_interrupted_attempts_are_no_answers(tmp_path: Path) -> None:
+    pressed = threading.Event()  # Ctrl-C
+
     def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
         if attempt.settings["arm"] == "root-call":
-            stop.set()
-            return observation(attempt, None, interrupted=True)
+            pressed.set()
+            return observation(attempt, None, interrupted=stop.wait(10))
 
-    summary = run(tmp_path, Fake(interrupt))
+    summary = run(tmp_path, Fake(interrupt), stop=pressed)
     assert summary.interrupted and not summary.documents
     stored = next(Store(tmp_path / "results").documents())
     assert not stored["complete"] and len(stored["arms"]["broken"]["attempts"]) == 1
@@ -278,14 +281,14 @@ def test_gpus_that_another_run_holds_are_waited_for_and_it_is_said(tmp_path: Pat
     gpus = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 143771) for index in range(2))
     texts: list[str] = []
     settings = RunSettings(arms=["root-call"])
-    other = Leases(tmp_path / "state", "other", users=lambda uuid: set())
-    held = contextlib.ExitStack()
-    held.enter_context(other.hold(["GPU-1"], threading.Event()))
+    other = Leases(tmp_path / "state", "other")
+    held = ["GPU-1"]
+    assert other.take(held)
 
     def watch(event: Event) -> None:
         texts.append(event.text)
         if len(texts) > 20 or event.text:
-            held.close()  # the other run's attempt ends
+            other.give_back([held.pop() for _ in held])  # the other run's attempt ends
 
     launcher = Fake()
     profile = Profile("gpu2", "cuda", "nccl", gpus)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import SITE, ended, failed, frame, observation, ok
 from judging import exception as raised
-from launching import attempt_of
 
 from harness.judge import looks
 from harness.judge.collectives import family, mismatches, never_meet, standing
 from harness.judge.evidence import Attempt, threads_of
 from harness.judge.signature import matches
 from harness.launch.limits import COSTS
-from harness.running.attempts import LONGER, Attempts
+from harness.running.again import LONGER, again
 from harness.schema import Signature
 
 NCCL = Path(__file__).parent / "nccl_dumps"
@@ -267,33 +264,11 @@ def test_limits_grow_with_ranks_and_know_the_accelerator() -> None:
     assert cuda.start_limit(8) > cpu.start_limit(8) > cpu.start_limit(1)
 
 
-class Slow:
-    """A launcher whose first attempt is too slow."""
-
-    name = "fake"
-
-    def __init__(self) -> None:
-        self.launched: list[Any] = []
-
-    def launch(self, attempt: Any, stop: threading.Event) -> dict[str, Any]:
-        self.launched.append(attempt)
-        slow = {"kind": "too slow", "message": "still at work"} if len(self.launched) == 1 else None
-        return observation(ok(0), ok(1), infra=slow, deadline_s=attempt.deadline_s)
-
-
-def test_an_attempt_that_was_too_slow_gets_one_with_a_longer_deadline(tmp_path: Path) -> None:
-    launcher = Slow()
-    attempts = Attempts(None, {}, launcher, None, tmp_path, False)  # type: ignore[arg-type]
-    attempt = attempt_of(tmp_path / "a", "nothing", deadline=10)
-    seen = attempts._launched(attempt, threading.Event())
-    first, second = launcher.launched
-    assert second.deadline_s == LONGER * 10 and second.id != first.id and second.directory != first.directory
-    assert seen["infra"] is None and seen["attempt"]["retried"] == "too slow: still at work; deadline 30 s"
-    stopped = threading.Event()
-    stopped.set()
-    launcher.launched.clear()
-    attempts._launched(dataclasses.replace(attempt, id="b"), stopped)
-    assert len(launcher.launched) == 1
+def test_an_attempt_that_was_too_slow_gets_one_with_a_longer_deadline() -> None:
+    slow = observation(ok(0), ok(1), infra={"kind": "too slow", "message": "still at work"}, deadline_s=10.0)
+    assert again(slow) == {"again": "too slow: still at work; deadline 30 s", "deadline": LONGER * 10}
+    assert again({**slow, "attempt": {**slow["attempt"], "again": "too slow"}}) is None, "once"
+    assert again({**slow, "attempt": {**slow["attempt"], "interrupted": True}}) is None
 
 
 # --- signatures, from NCCL's flight recorder (made up after the documented schema; no GPU has run them)

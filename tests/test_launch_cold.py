@@ -162,7 +162,7 @@ def test_the_controller_is_killed_and_the_next_run_clears_what_it_left(tmp_path:
     wait_for(lambda: all(gone(pid) for pid in ranks), 5)  # by the parent-death signal alone
     left = processes.with_token(RUN_TOKEN, run_id)
     assert len(left) == 2  # the grandchildren in their own sessions
-    nobody = Leases(state, "next-run", users=lambda uuid: set())
-    with nobody as leases, leases.hold(["GPU-test"], threading.Event()) as held:  # taking the lease over clears it, too
-        assert held and not processes.with_token(RUN_TOKEN, run_id) and not folder.exists()
+    with Leases(state, "next-run") as leases:
+        assert leases.take(["GPU-test"])  # taking the lease over clears it, too
+        assert not processes.with_token(RUN_TOKEN, run_id) and not folder.exists()
     assert clear_leftovers(state) == []

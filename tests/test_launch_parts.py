@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,9 @@ from harness import observe
 from harness.launch import open_launcher, processes, shm, watch
 from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
 from harness.launch.watch import Watched
-from harness.running.leases import Leases, clear_leftovers, register_run
+from harness.running.board import Kept
+from harness.running.leases import Leases, Trouble, clear_leftovers, register_run
+from harness.running.nvml import Seen
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -54,74 +55,107 @@ def sleeper() -> Iterator[Any]:
 # --- leases
 
 
-def test_a_gpu_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
-    stop, order = threading.Event(), []
-    one, other = (Leases(tmp_path, name, users=lambda uuid: set()) for name in ("one", "other"))
-
-    def wait_for_it() -> None:
-        with other.hold(["GPU-b", "GPU-a"], stop) as held:
-            order.append(("other", held))
-
-    with one.hold(["GPU-a"], stop) as held:
-        assert held
-        thread = threading.Thread(target=wait_for_it)
-        thread.start()
-        time.sleep(0.5)
-        order.append(("one", True))
-    thread.join(10)
-    assert order == [("one", True), ("other", True)]
+def test_a_gpu_is_held_by_one_attempt_of_one_run_and_all_are_taken_or_none(tmp_path: Path) -> None:
+    one, other = Leases(tmp_path, "one"), Leases(tmp_path, "other")
+    assert one.take(["GPU-a"]) and not one.take(["GPU-a"])
+    assert other.available(["GPU-a", "GPU-b"]) == ["GPU-b"]
+    assert not other.take(["GPU-b", "GPU-a"])
+    assert one.available(["GPU-a", "GPU-b"]) == ["GPU-b"]  # what was taken beside it was given back
+    assert one.give_back(["GPU-a"]) == {} and other.take(["GPU-b", "GPU-a"])
+    other.give_back(["GPU-a", "GPU-b"])
 
 
-def test_two_attempts_of_one_run_do_not_share_a_gpu(tmp_path: Path) -> None:
-    leases, stop = Leases(tmp_path, "run", users=lambda uuid: set()), threading.Event()
-    with leases.hold(["GPU-a"], stop):
-        stop.set()
-        with leases.hold(["GPU-a"], stop) as held:
-            assert not held  # stopped while waiting: nothing may be launched
-    with leases.hold(["GPU-a"], threading.Event()) as held:
-        assert held
+def test_cards_that_are_kept_for_a_run_are_said_to_the_others_until_it_has_them_or_is_dead(tmp_path: Path) -> None:
+    wide, narrow = Leases(tmp_path, "wide"), Leases(tmp_path, "narrow")
+    cards = ["GPU-a", "GPU-b", "GPU-c"]
+    assert narrow.take(["GPU-a"], ends=12.5) and wide.ends(cards) == {"GPU-a": 12.5} and narrow.ends(cards) == {}
+    assert wide.keep(cards[:2], due=12.5) and wide.kept() is None
+    assert narrow.kept() == Kept(frozenset(cards[:2]), 12.5)
+    assert not narrow.keep(["GPU-c"], due=0.0)  # one at a time: two would wait for each other
+    assert narrow.give_back(["GPU-a"]) == {} and wide.available(cards) == cards and wide.take(cards[:2])
+    wide.unkeep()
+    wide.give_back(cards[:2])
+    assert narrow.kept() is None and narrow.available(cards) == cards
+    note = {"run": "dead", "cards": cards, "due": 1e9}
+    (wide.folder / "kept.json").write_text(json.dumps(note))  # and nobody holds the lock
+    assert narrow.kept() is None and narrow.keep(cards, due=0.0)
+    narrow.unkeep()
+    (wide.folder / "kept.json").write_text("damaged")
+    assert narrow.kept() is None
 
 
-def test_a_lease_is_kept_while_a_process_of_ours_sits_on_the_device(
+class Looked:
+    """What is on the cards, as a test says it."""
+
+    def __init__(self) -> None:
+        self.users: dict[int, int | None] = {}
+        self.used_mb = 500
+        self.problem: str | None = None
+
+    def __call__(self, uuid: str) -> Seen:
+        return Seen(dict(self.users), self.used_mb, self.problem)
+
+
+def test_a_card_is_kept_from_everybody_while_a_process_of_ours_sits_on_it(
     tmp_path: Path, sleeper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.3)
-    users: set[int] = set()
-    stop = threading.Event()
-    with Leases(tmp_path, "ours", users=lambda uuid: set(users)) as ours:
-        with ours.hold(["GPU-a"], stop):
-            process = sleeper("ours")
-            users.add(process.pid)
-        others = Leases(tmp_path, "others", users=lambda uuid: set())
-        assert not others._take("GPU-a") and not ours._take("GPU-a")
-        process.kill()
-        process.wait()
-        with ours.hold(["GPU-a"], stop) as held:  # empty by now
-            users.clear()
-            assert held
-        assert others._take("GPU-a")
-        others._give_back("GPU-a", set())
+    seen = Looked()
+    with Leases(tmp_path, "ours", seen) as ours:
+        assert ours.take(["GPU-a"])
+        process = sleeper("ours")
+        seen.users[process.pid] = 400
+        trouble = ours.give_back(["GPU-a"])["GPU-a"]
+        assert trouble.kind == "left" and f"process {process.pid}" in trouble.why and "400 MiB" in trouble.why
+        others = Leases(tmp_path, "others")
+        assert not others.take(["GPU-a"]) and not ours.take(["GPU-a"]) and not ours.available(["GPU-a"])
+    assert others.take(["GPU-a"])  # whoever comes after this run has ended what it left (its name stands in the note)
+    assert others.give_back(["GPU-a"]) == {}
+    process.kill()
+    process.wait()
 
 
-def test_a_stranger_on_the_device_does_not_keep_our_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_nobody_is_named_for_keeps_a_card_from_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container NVML names no process."""
+    monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.2)
+    seen = Looked()
+    with Leases(tmp_path, "ours", seen) as ours:
+        assert ours.take(["GPU-a"])
+        seen.used_mb += 420
+        assert "420 MiB" in ours.give_back(["GPU-a"])["GPU-a"].why
+    assert not list(ours.folder.glob("kept*")) and Leases(tmp_path, "others").take(["GPU-a"])
+
+
+def test_a_stranger_on_the_card_does_not_keep_our_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.1)
-    users = {os.getpid()}
-    ours, others = (Leases(tmp_path, name, users=lambda uuid: set(users)) for name in ("ours", "others"))
-    with ours.hold(["GPU-a"], threading.Event()):
-        users.add(1)
-    with others.hold(["GPU-a"], threading.Event()) as held:
-        assert held
+    seen = Looked()
+    seen.users[os.getpid()] = 100
+    ours, others = (Leases(tmp_path, name, seen) for name in ("ours", "others"))
+    assert ours.take(["GPU-a"])
+    seen.users[1] = 100
+    assert ours.give_back(["GPU-a"]) == {}
+    assert others.take(["GPU-a"]) and others.give_back(["GPU-a"]) == {}
+
+
+def test_a_card_that_failed_is_said_and_not_waited_for(tmp_path: Path) -> None:
+    seen = Looked()
+    leases = Leases(tmp_path, "ours", seen)
+    assert leases.take(["GPU-a"])
+    seen.problem = "NVML: GPU is lost"
+    assert leases.give_back(["GPU-a"])["GPU-a"] == Trouble("lost", "NVML: GPU is lost")
 
 
 def test_the_lease_of_a_dead_run_is_taken_over_and_its_processes_ended(tmp_path: Path, sleeper: Any) -> None:
     run = f"dead-{os.getpid()}"
     process = sleeper(run)
-    leases = Leases(tmp_path, "next", users=lambda uuid: set())
+    leases = Leases(tmp_path, "next")
     leases.folder.mkdir(parents=True)
     (leases.folder / "GPU-a.json").write_text(json.dumps({"run": run, "pid": 1}))
     (leases.folder / "GPU-b.json").write_text("damaged")
-    with leases.hold(["GPU-a", "GPU-b"], threading.Event()) as held:
-        assert held and process.wait(5) is not None
+    assert leases.take(["GPU-a", "GPU-b"]) and process.wait(5) is not None
+    leases.give_back(["GPU-a", "GPU-b"])
     assert not list(leases.folder.glob("*.json"))
 
 

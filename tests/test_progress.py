@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from harness.plan import CellPlan
-from harness.running.engine import Event
+from harness.running.events import Event
 from harness.running.progress import SHOWN, Progress
 
 

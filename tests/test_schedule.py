@@ -14,7 +14,7 @@ from harness.hardware import Machine, Profile
 from harness.placing import place
 from harness.plan import Planner
 from harness.running.recorded import UNKNOWN_S, expect, recorded
-from harness.running.schedule import MOST_PER_CORE, Capacity, Task, in_order, lower_bound, makespan, pick
+from harness.running.schedule import MOST_PER_CORE, Capacity, Task, in_order, pick
 from harness.stacks import Stack
 
 CPU = Capacity(cores=2, gpus=0, memory_gb=20)
@@ -26,22 +26,6 @@ def tasks_of(*widths: tuple[int, float]) -> list[Task]:
 
 
 jobs = st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.floats(0.1, 100)), min_size=1, max_size=30)
-
-
-@given(jobs)
-def test_every_schedule_lies_between_its_bounds(widths: list[tuple[int, float]]) -> None:
-    tasks = in_order(tasks_of(*widths), "longest")
-    took, least = makespan(tasks, NODE), lower_bound(tasks, NODE)
-    assert least <= took * (1 + 1e-9)
-    assert took <= sum(task.seconds for task in tasks) * (1 + 1e-9)
-
-
-@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=40))
-def test_longest_first_on_single_devices_is_within_four_thirds(seconds: list[float]) -> None:
-    """Graham's bound holds against the optimum, which is no less than the lower bound; one task more covers the gap."""
-    tasks = in_order(tasks_of(*((1, each) for each in seconds)), "longest")
-    spread = sum(seconds) / NODE.gpus
-    assert makespan(tasks, NODE) <= max(max(seconds), spread) + max(seconds)
 
 
 @given(jobs, st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.floats(0.1, 9)), max_size=3), st.integers(0, 8))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from harness.stacks.stack import Stack
 
 SCRIPT = Path(__file__).parents[1] / "worker" / "device_probe.py"
 LIMIT_S = 240.0  # a cold import from a network disk, and cuInit on eight cards without persistence mode
-LEASE_S = 30.0  # how long to wait for cards that another run has taken just now
 ROOM_MB = 1024  # free memory that a context, a library's workspace and a small matrix need
 Json = dict[str, Any]
 
@@ -61,16 +59,13 @@ class Prober:
         uuids = [gpu.uuid for gpu in self.profile.gpus]
         if not uuids:
             return ask(stack, self.profile, [], run_id)
-        stop = threading.Event()
-        timer = threading.Timer(LEASE_S, stop.set)
-        timer.daemon = True
         with Leases(self.state, run_id) as leases:
-            free = leases.available(uuids)
-            timer.start()
-            with leases.hold(free, stop) as held:
-                timer.cancel()
-                roomy = [place for place, name in enumerate(uuids) if name in free and _room(name)] if held else []
+            free = [name for name in uuids if leases.take([name])]
+            try:
+                roomy = [place for place, name in enumerate(uuids) if name in free and _room(name)]
                 return ask(stack, self.profile, roomy, run_id)
+            finally:
+                leases.give_back(free)
 
 
 def _room(name: str) -> bool:

@@ -7,8 +7,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,19 @@ from harness.catalogue import Catalogue
 from harness.launch.attempt import Attempt, Launcher
 from harness.paths import cache_dir
 from harness.plan import ArmPlan, CellPlan
-from harness.running.leases import Leases
+from harness.running.leases import Leases, Trouble
 from harness.schema import Case
 from harness.stacks import Stack
 from harness.store import RELEVANT
 
-LONGER = 3.0  # what the deadline of an attempt that was too slow is multiplied with, once
+
+@dataclass(frozen=True)
+class Made:
+    """An attempt that has ended. ``troubles``: which of its cards cannot be used any more, and why."""
+
+    observation: dict[str, Any]
+    wall_s: float
+    troubles: Mapping[str, Trouble]
 
 
 @dataclass(frozen=True)
@@ -37,38 +44,24 @@ class Attempts:
     run_dir: Path
     keep: bool
 
-    def make(self, plan: CellPlan, arm: str, gpus: list[str], stop: threading.Event) -> tuple[dict[str, Any], float]:
-        """One launch -> (observation, seconds). Never raises: a fault of ours is an infra observation."""
-        found = arm_of(plan, arm)
+    def make(self, plan: ArmPlan, gpus: Sequence[str], stop: threading.Event) -> Made:
+        """One launch on leased ``gpus``, which are given back. Never raises: a fault of ours is an infra one."""
         began = time.monotonic()
         try:
-            attempt = self._attempt(self.catalogue.cases[plan.cell.case], found, gpus)
-            with self.leases.hold(gpus, stop):
-                observation = self._launched(attempt, stop)
+            attempt = self._attempt(self.catalogue.cases[plan.cell.case], plan, gpus)
+            observation = self.launcher.launch(attempt, stop)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
-            observation = fault(found, error)
+            text = "".join(traceback.format_exception_only(type(error), error)).strip()
+            observation = fault(plan, "launch", f"the harness could not launch it: {text}")
         else:
             # What the ranks must turn out to have run on: a package may be replaced while a run is at work.
-            have = self.stacks[found.stack].versions
-            observation["attempt"]["fingerprint"] = found.fingerprint
+            have = self.stacks[plan.stack].versions
+            observation["attempt"]["fingerprint"] = plan.fingerprint
             observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
-        return observation, time.monotonic() - began
+        wall_s = time.monotonic() - began
+        return Made(observation, wall_s, self.leases.give_back(gpus))
 
-    def _launched(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
-        """Launched; once more with a longer deadline where ranks were still at work when time was over."""
-        observation = self.launcher.launch(attempt, stop)
-        infra = observation.get("infra") or {}
-        if infra.get("kind") != "too slow" or stop.is_set():
-            return observation
-        name = f"{attempt.id}-longer"
-        longer = replace(
-            attempt, id=name, directory=attempt.directory.with_name(name), deadline_s=LONGER * attempt.deadline_s
-        )
-        again = self.launcher.launch(longer, stop)
-        again["attempt"]["retried"] = f"too slow: {infra['message']}; deadline {longer.deadline_s:g} s"
-        return again
-
-    def _attempt(self, case: Case, plan: ArmPlan, gpus: list[str]) -> Attempt:
+    def _attempt(self, case: Case, plan: ArmPlan, gpus: Sequence[str]) -> Attempt:
         stack = self.stacks[plan.stack]
         identity = f"{self.run_dir.name}-{uuid.uuid4().hex[:10]}"
         teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
@@ -106,9 +99,8 @@ def arm_of(plan: CellPlan, name: str) -> ArmPlan:
     return next(arm for arm in plan.arms if arm.arm == name)
 
 
-def fault(plan: ArmPlan, error: Exception) -> dict[str, Any]:
-    """The observation of an attempt that the harness itself could not make."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+def fault(plan: ArmPlan, kind: str, message: str) -> dict[str, Any]:
+    """The observation of an attempt that could not be made, by no fault of what was to be measured."""
     now = time.time()
     return {
         "schema": 1,
@@ -118,7 +110,7 @@ def fault(plan: ArmPlan, error: Exception) -> dict[str, Any]:
             "deadline_s": plan.deadline, "timed_out": False, "interrupted": False, "leftover": [],
             "seed": plan.settings["seed"], "settings": plan.settings,
         },
-        "infra": {"kind": "launch", "message": f"the harness could not launch it: {text}"},
+        "infra": {"kind": kind, "message": message},
         "ranks": [],
     }  # fmt: skip
 

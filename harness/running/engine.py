@@ -7,66 +7,29 @@ import json
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from harness import document as documents
-from harness.catalogue import Catalogue
-from harness.config import RunSettings
 from harness.errors import ResultsError
-from harness.hardware import Machine, Profile
 from harness.judge.again import judged_again
 from harness.plan import CellPlan
-from harness.running import schedule
-from harness.running.attempts import Attempts, arm_of
+from harness.running.again import again, lost
+from harness.running.attempts import Attempts, Made, arm_of, fault
+from harness.running.board import Board, Placed
+from harness.running.cards import Cards, Driver
+from harness.running.events import Document, Event, Later, Summary
+from harness.running.given import Given
 from harness.running.idle import LOOK_S, Idle
+from harness.running.nvml import Nvml
 from harness.running.recorded import expect, recorded
-from harness.running.schedule import Task
-from harness.stacks import Stack
+from harness.running.schedule import MOST_PER_CORE, Capacity, Task
 from harness.store import RELEVANT, Store, stack_label
-
-Document = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Event:
-    """What the progress shows.
-
-    ``cells``: a cell has so many attempts to be made, expected to take ``seconds``. ``building``: ``text`` is made
-    before more cells can follow. ``start`` and ``attempt`` (with its outcome) of one attempt. ``cell``: judged.
-    ``time``: nothing happened, for a while (``text``: why not, where there is a reason).
-    """
-
-    kind: str
-    plan: CellPlan | None = None
-    arm: str = ""
-    index: int = 0
-    outcome: Mapping[str, Any] | None = None
-    document: Document | None = None
-    wall_s: float = 0.0
-    seconds: float = 0.0  # expected
-    attempts: int = 0
-    device: str = ""
-    text: str = ""
-
-
-@dataclass
-class Summary:
-    documents: list[Document] = field(default_factory=list)
-    attempts: int = 0
-    reused: int = 0
-    cpu_s: float = 0.0
-    wall_s: float = 0.0
-    cold: Counter[str] = field(default_factory=Counter)  # why attempts of the warm launcher started from cold
-    interrupted: bool = False
-    notes: list[str] = field(default_factory=list)  # stored documents that say something else than they show
-    problem: str | None = None  # what stopped the run early (a full disk), or None
 
 
 @dataclass
@@ -78,16 +41,11 @@ class _Cell:
     older: Document | None = None  # what this run goes on with
 
 
-@dataclass(frozen=True)
-class Later:
-    """Cells that cannot be planned before something is there: a stack that is still to be built, a compiled op."""
-
-    what: str
-    cells: int
-    make: Callable[[], list[CellPlan]]  # takes its time; never raises for what can be said as a skip's reason
-
-
-Result = tuple[dict[str, Any], float]
+@dataclass
+class _Running:
+    placed: Placed
+    stop: threading.Event = field(default_factory=threading.Event)  # of this attempt alone
+    failed: str | None = None  # what happened to one of its cards
 
 
 class Engine:
@@ -95,34 +53,24 @@ class Engine:
 
     def __init__(
         self,
-        catalogue: Catalogue,
-        settings: RunSettings,
-        profiles: Sequence[Profile],
-        machine: Machine,
-        stacks: Mapping[str, Stack],
-        store: Store,
+        given: Given,
         attempts: Attempts,
-        provenance: Mapping[str, Any],
-        history: Mapping[str, list[Document]],
+        store: Store,
         on_event: Callable[[Event], None],
+        driver: Driver | None = None,
     ) -> None:
-        self.catalogue = catalogue
-        self.settings = settings
-        self.machine = machine
-        self.stacks = stacks
-        self.store = store
+        """``driver``: what tells of the cards (nvml.Nvml); None: nothing can be told."""
+        self.given = given
         self.attempts = attempts
-        self.provenance = provenance
-        self.history = history
+        self.store = store
         self.on_event = on_event
-        gpus = {gpu.uuid: gpu for profile in profiles for gpu in profile.gpus}
-        self.capacity = schedule.Capacity(machine.cores, len(gpus), machine.memory_gb, settings.jobs)
-        self._took = recorded(document for found in history.values() for document in found)
-        self._free = list(gpus)
-        self._names = {uuid: f"gpu{gpu.index}" for uuid, gpu in gpus.items()}
+        settings, machine = given.settings, given.machine
+        self.cards = Cards(given.gpus, attempts.leases, driver or Nvml([]), self._say)
+        capacity = Capacity(machine.cores, len(self.cards.all), machine.memory_gb, settings.jobs)
+        self.board = Board(capacity, settings.order.value, attempts.leases, self.cards.all)
+        self._took = recorded(document for found in given.history.values() for document in found)
         self._cells: list[_Cell] = []
-        self._waiting: list[Task] = []
-        self._running: dict[Future[Result], tuple[Task, list[str]]] = {}
+        self._running: dict[Future[Made], _Running] = {}
         self._summary = Summary()
         self._idle = Idle()
 
@@ -139,6 +87,7 @@ class Engine:
         except ResultsError as error:
             stop.set()
             summary.problem = str(error)
+        summary.cards = self.cards.notes
         summary.interrupted = stop.is_set() and summary.problem is None
         summary.wall_s = time.monotonic() - began
         order = {id(cell.document): index for index, cell in enumerate(self._cells)}
@@ -151,31 +100,31 @@ class Engine:
         for number, (cell, missing) in enumerate(opened, len(self._cells)):
             self._cells.append(cell)
             tasks = [self._task(number, cell, arm, index) for arm, index in missing]
-            self._waiting += tasks
+            self.board.add(tasks)
             seconds = sum(task.seconds for task in tasks)
             self.on_event(Event("cells", cell.plan, attempts=len(tasks), seconds=seconds))
         for cell, missing in opened:
             if not missing:
                 self._settle(cell)
-        self._waiting = schedule.in_order(self._waiting, self.settings.order.value)
 
     def _open_cell(self, plan: CellPlan, resume: bool) -> tuple[_Cell, list[tuple[str, int]]]:
-        case = self.catalogue.cases[plan.cell.case]
-        stack = self.stacks.get(plan.cell.stack)
+        given = self.given
+        case = given.catalogue.cases[plan.cell.case]
+        stack = given.stacks.get(plan.cell.stack)
         versions = dict(stack.versions) if stack else {}
         label = stack_label(versions, stack.label_key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
         key = plan.cell.key
         path = self.store.path_of(plan.profile.name, label, key)
         shown = {name: versions[name] for name in RELEVANT if name in versions}
         described = {"name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label}
-        started = {**self.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
-        document = documents.new(plan, case, self.machine, described, started)
+        started = {**given.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
+        document = documents.new(plan, case, given.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
         if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = dict(stack.probe)
         older = self.store.read(path) if resume else None
         if older is not None:
-            documents.take_over(document, older, plan, case, self.catalogue.cases)
+            documents.take_over(document, older, plan, case, given.catalogue.cases)
             self._summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
         missing = documents.missing(document, plan)
         return _Cell(plan, path, document, len(missing), older), missing
@@ -186,14 +135,15 @@ class Engine:
         return Task(number, arm, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
 
     def _work(self, stop: threading.Event, resume: bool, later: list[Later]) -> None:
-        most = self.settings.jobs or max(len(self._free), schedule.MOST_PER_CORE * self.machine.cores)
+        most = self.given.settings.jobs or len(self.cards.all) + MOST_PER_CORE * self.given.machine.cores
         with ThreadPoolExecutor(most, "attempt") as pool, ThreadPoolExecutor(1, "build") as builder:
             building = {builder.submit(each.make): each for each in later}
             for each in later:
                 self.on_event(Event("building", text=each.what))
             try:
-                while (not stop.is_set() and (self._waiting or building)) or self._running:
-                    while not stop.is_set() and self._start(pool, stop):
+                while (not stop.is_set() and (self.board.waiting or building)) or self._running:
+                    self._look(stop)
+                    while not stop.is_set() and self._start(pool):
                         pass
                     done, _ = wait({**self._running, **building}, timeout=LOOK_S, return_when=FIRST_COMPLETED)
                     for future in done & building.keys():
@@ -202,51 +152,95 @@ class Engine:
                             self._open(future.result(), resume)
                     for future in done & self._running.keys():
                         self._end(future)
-                    held = bool(self._waiting) and not self._running and bool(self._free)
-                    self.on_event(Event("time", text="waiting for GPUs that another run holds" if held else ""))
+                    self.on_event(Event("time", text=self._why_idle()))
             except BaseException:
-                stop.set()  # the attempts still at work end themselves
+                stop.set()
+                self._look(stop)  # the attempts still at work end themselves
                 raise
             finally:
+                self.board.close()
                 if building:
                     end_builds(building)
 
-    def _start(self, pool: ThreadPoolExecutor, stop: threading.Event) -> bool:
+    def _look(self, stop: threading.Event) -> None:
+        """What changed meanwhile: the user, the cards, and what cannot be started any more because of them."""
+        failed = self.cards.look(self._held(), time.monotonic())
+        for running in self._running.values():
+            bad = sorted(failed & set(running.placed.cards))
+            if bad:  # it is no answer, and would wait for its deadline with the other cards in its hand
+                running.failed = self._failed(bad)
+            if bad or stop.is_set():
+                running.stop.set()
+        for task in self.board.hopeless(len(self.cards.usable()), self.cards.whole(), time.monotonic()):
+            plan = arm_of(self._cells[task.cell].plan, task.arm)
+            self._keep(task, fault(plan, "cards", self.cards.blame(task.gpus)), 0.0)
+
+    def _held(self) -> set[str]:
+        return {uuid for running in self._running.values() for uuid in running.placed.cards}
+
+    def _failed(self, cards: Iterable[str]) -> str:
+        return "; ".join(f"{self.cards.names[uuid]} ({uuid}): {self.cards.out[uuid].why}" for uuid in cards)
+
+    def _why_idle(self) -> str:
+        if not self.board.waiting or self._running:
+            return ""
+        if self.cards.taken and len(self.cards.usable()) < min(task.gpus for task in self.board.waiting):
+            return self.cards.blame(min(task.gpus for task in self.board.waiting))
+        return "waiting for GPUs that another run holds" if self.cards.all else ""
+
+    def _say(self, text: str) -> None:
+        self.on_event(Event("note", text=text))
+
+    def _start(self, pool: ThreadPoolExecutor) -> bool:
         """Start the next attempt, if one may start now."""
-        free = self.attempts.leases.available(self._free)
-        running = [task for task, _ in self._running.values()]
-        task = schedule.pick(self._waiting, running, self.capacity, len(free), self._idle.now())
-        if task is None:
+        ready = self.cards.ready(self._held()) if self.cards.all else []
+        placed = self.board.start(ready, self.cards.usable(), self._idle.now(), time.monotonic())
+        if placed is None:
             return False
         self._idle.started()
-        self._waiting.remove(task)
-        gpus = free[: task.gpus]
-        self._free = [uuid for uuid in self._free if uuid not in gpus]
-        plan = self._cells[task.cell].plan
-        device = ",".join(self._names[uuid] for uuid in gpus) or "cpu"
-        self.on_event(Event("start", plan, task.arm, task.index, seconds=task.seconds, device=device))
-        future = pool.submit(self.attempts.make, plan, task.arm, gpus, stop)
-        self._running[future] = (task, gpus)
+        task = placed.task
+        plan = arm_of(self._cells[task.cell].plan, task.arm)
+        device = ",".join(self.cards.names[uuid] for uuid in placed.cards) or "cpu"
+        cell = self._cells[task.cell].plan
+        self.on_event(Event("start", cell, task.arm, task.index, seconds=task.seconds, device=device))
+        running = _Running(placed)
+        made = replace(plan, deadline=task.deadline or plan.deadline)
+        self._running[pool.submit(self.attempts.make, made, placed.cards, running.stop)] = running
         return True
 
-    def _end(self, future: Future[Result]) -> None:
-        """Judge and store what an attempt showed."""
-        task, gpus = self._running.pop(future)
-        self._free += gpus
-        observation, wall = future.result()
+    def _end(self, future: Future[Made]) -> None:
+        """What an attempt showed, and what became of its cards."""
+        running = self._running.pop(future)
+        self.board.end(running.placed)
+        made = future.result()
+        self.cards.lose(made.troubles)
+        bad = [uuid for uuid, trouble in made.troubles.items() if trouble.kind == "lost"]
+        failed = running.failed or (self._failed(bad) if bad else None)
+        self._keep(running.placed.task, lost(made.observation, failed) if failed else made.observation, made.wall_s)
+
+    def _keep(self, task: Task, observation: dict[str, Any], wall_s: float) -> None:
+        """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
+        if task.again:
+            observation["attempt"]["again"] = task.again
         cell = self._cells[task.cell]
-        cell.left -= 1
+        changes = again(observation)
+        if changes:
+            self.board.again(task, changes)
+            why = f"{cell.plan.cell.key} {task.arm} is made once more: {changes['again']}"
+            self.on_event(Event("more", cell.plan, task.arm, attempts=1, seconds=task.seconds, text=why))
+        else:
+            cell.left -= 1
         if observation["attempt"].get("interrupted"):
             return  # not an answer; --resume makes the attempt again
-        case = self.catalogue.cases[cell.plan.cell.case]
-        documents.add_attempt(cell.document, task.arm, observation, case, self.catalogue.cases)
+        cases = self.given.catalogue.cases
+        documents.add_attempt(cell.document, task.arm, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
         if observation["attempt"].get("cold"):
             self._summary.cold[str(observation["attempt"]["cold"]).splitlines()[0]] += 1
         self._summary.cpu_s += float(observation["attempt"].get("cpu_s") or 0)
         shown = cell.document["arms"][task.arm]["attempts"][-1]["outcome"]
         self.on_event(
-            Event("attempt", cell.plan, task.arm, task.index, outcome=shown, wall_s=wall, seconds=task.seconds)
+            Event("attempt", cell.plan, task.arm, task.index, outcome=shown, wall_s=wall_s, seconds=task.seconds)
         )
         if cell.left:
             self.store.save(cell.path, cell.document)
@@ -254,13 +248,13 @@ class Engine:
             self._settle(cell)
 
     def _settle(self, cell: _Cell) -> None:
-        case = self.catalogue.cases[cell.plan.cell.case]
-        stored = [d for d in self.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
-        judged = judged_again(stored, self.catalogue.cases)
+        cases = self.given.catalogue.cases
+        stored = [d for d in self.given.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
+        judged = judged_again(stored, cases)
         self._summary.notes += judged.notes
         older = judged.documents
         where = cell.plan.cell.where
-        documents.settle(cell.document, case, self.catalogue.cases, older, time.time(), where)
+        documents.settle(cell.document, cases[cell.plan.cell.case], cases, older, time.time(), where)
         if not same(cell.document, cell.older):
             self.store.save(cell.path, cell.document)
         self._summary.documents.append(cell.document)

@@ -13,9 +13,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
 import psutil
 from filelock import FileLock, Timeout
@@ -23,8 +25,11 @@ from filelock import FileLock, Timeout
 from harness.launch import processes, shm
 from harness.launch.attempt import RUN_TOKEN, clear_directory
 from harness.launch.watch import read_launch
+from harness.running.board import Kept
+from harness.running.nvml import Seen, unseen
 
 EMPTY_S = 10.0  # how long a device may take to let go of a process that has ended
+LEFT_MB = 256  # a context alone takes more; the driver's own use goes up and down by less
 
 
 def _node(state: Path) -> Path:
@@ -94,75 +99,114 @@ def _clear_run(state: Path, run_id: str) -> list[str]:
     return said
 
 
-class Leases:
-    """The GPUs that this run holds. A device is held by one attempt of one run at a time."""
+@dataclass(frozen=True)
+class Trouble:
+    """Why a card cannot be given on. ``lost``: it failed, and what ran on it is no evidence. ``left``: an ended attempt
+    of ours is still on it. ``stranger``: somebody else came meanwhile (or nobody can tell whose process it is)."""
 
-    def __init__(self, state: Path, run_id: str, users: Callable[[str], set[int]] | None = None) -> None:
+    kind: Literal["lost", "left", "stranger"]
+    why: str
+
+
+class Leases:
+    """The GPUs that this run holds. A device is held by one attempt of one run at a time. Thread-safe."""
+
+    def __init__(self, state: Path, run_id: str, look: Callable[[str], Seen] = unseen) -> None:
+        """``look``: what is on a device (nvml.py); by default no device can be looked at."""
         self.state = state
         self.run_id = run_id
         self.folder = _node(state) / "leases"
-        self._users = users or compute_pids
-        self._held: dict[str, FileLock] = {}  # leased now, or not let go of because a process still sits on it
-        self._busy: set[str] = set()
+        self._look = look
+        self._held: dict[str, FileLock] = {}  # leased now, or not let go of because a process of ours sits on it
+        self._before: dict[str, Seen] = {}
+        self._keeping: FileLock | None = None
         self._mutex = threading.Lock()
 
     def __enter__(self) -> Leases:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.unkeep()
         for uuid in list(self._held):
             self._let_go(uuid)
 
-    @contextlib.contextmanager
-    def hold(self, gpus: Sequence[str], stop: threading.Event) -> Iterator[bool]:
-        """Wait until all of ``gpus`` are ours; False when ``stop`` was set first: then nothing may be launched."""
-        mine: list[str] = []
-        before: dict[str, set[int]] = {}
-        try:
-            for uuid in sorted(gpus):  # everybody takes them in the same order: nobody waits in a circle
-                while not self._take(uuid):
-                    if stop.wait(0.2):
-                        break
-                else:
-                    mine.append(uuid)
-                    before[uuid] = self._users(uuid)
-                    continue
-                break
-            yield len(mine) == len(gpus)
-        finally:
-            for uuid in mine:
-                self._give_back(uuid, before.get(uuid, set()))
+    def take(self, cards: Sequence[str], ends: float = 0.0) -> bool:
+        """All of ``cards`` are ours from now on, or none of them is: nobody holds some while he waits for others.
+
+        ``ends``: when we expect to give them back, for the other runs' planning; by the monotonic clock, which
+        all processes of the machine read alike.
+        """
+        with self._mutex:
+            taken: list[str] = []
+            for uuid in cards:
+                if uuid in self._held or not self._lock(uuid, ends):
+                    for each in taken:
+                        self._let_go(each)
+                    return False
+                taken.append(uuid)
+        return True
+
+    def give_back(self, cards: Sequence[str]) -> dict[str, Trouble]:
+        """Let go of devices as soon as they are empty of what we left there; says which this run must not use again.
+
+        One that is not empty stays locked, unless it is a stranger who is on it: he is seen again by whoever looks.
+        """
+        limit = time.monotonic() + EMPTY_S
+        troubles = {}
+        for uuid in cards:
+            while (trouble := self._trouble(uuid)) and trouble.kind != "lost" and time.monotonic() < limit:
+                time.sleep(0.1)
+            if trouble and trouble.kind != "stranger":
+                troubles[uuid] = trouble
+            if not trouble or trouble.kind != "left":
+                self._let_go(uuid)
+        return troubles
 
     def available(self, among: Sequence[str]) -> list[str]:
-        """Those of ``among`` that no other run holds at this moment."""
-        return [uuid for uuid in among if uuid in self._held or self._unlocked(uuid)]
+        """Those of ``among`` that nobody holds at this moment."""
+        return [uuid for uuid in among if uuid not in self._held and self._unlocked(uuid)]
+
+    def ends(self, cards: Sequence[str]) -> dict[str, float]:
+        """When other runs expect to give back those that they hold."""
+        notes = {uuid: _read(self._note(uuid)) for uuid in cards if uuid not in self._held}
+        return {uuid: float(note["ends"]) for uuid, note in notes.items() if "ends" in note}
+
+    def keep(self, cards: Sequence[str], due: float) -> bool:
+        """Until we have these cards, which may be at ``due``, nobody starts on them what takes longer than that. One
+        run at a time keeps cards: two would wait for each other."""
+        lock = _lock(self.folder / "kept.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return False
+        _write(self.folder / "kept.json", {"run": self.run_id, "cards": list(cards), "due": due})
+        self._keeping = lock
+        return True
+
+    def unkeep(self) -> None:
+        if self._keeping is not None:
+            (self.folder / "kept.json").unlink(missing_ok=True)
+            self._keeping.release()
+            self._keeping = None
+
+    def kept(self) -> Kept | None:
+        """What another living run keeps."""
+        note = {} if self._keeping else _read(self.folder / "kept.json")
+        if "due" not in note or _free(self.folder / "kept.lock"):
+            return None
+        return Kept(frozenset(map(str, note["cards"])), float(note["due"]))
 
     def _unlocked(self, uuid: str) -> bool:
+        return _free(self.folder / f"{_name(uuid)}.lock")
+
+    def _lock(self, uuid: str, ends: float) -> bool:
         lock = _lock(self.folder / f"{_name(uuid)}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
             return False
-        lock.release()
-        return True
-
-    def _take(self, uuid: str) -> bool:
-        with self._mutex:
-            if uuid in self._busy:
-                return False
-            if uuid in self._held:  # we did not let go of it: is it free by now?
-                if self._ours(uuid):
-                    return False
-                self._busy.add(uuid)
-                return True
-            lock = _lock(self.folder / f"{_name(uuid)}.lock")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                return False
-            self._held[uuid] = lock
-            self._busy.add(uuid)
-        holder = self._holder(uuid)
+        self._held[uuid] = lock
+        holder = str(_read(self._note(uuid)).get("run") or "")
         if holder and holder != self.run_id:
             # Its controller died with the lease in its hand: what it started may still be on the device.
             run_lock = _node(self.state) / "runs" / f"{holder}.lock"
@@ -170,57 +214,63 @@ class Leases:
                 _clear_if_dead(self.state, run_lock)
             else:
                 _clear_run(self.state, holder)
-        note = {"run": self.run_id, "pid": os.getpid()}
-        self._note(uuid).write_text(json.dumps(note), encoding="utf-8")
+        _write(self._note(uuid), {"run": self.run_id, "pid": os.getpid(), "ends": ends})
+        self._before[uuid] = self._look(uuid)
         return True
 
-    def _give_back(self, uuid: str, before: set[int]) -> None:
-        """Let go of a device once it is empty of our processes; else keep it from everybody, ourselves included."""
-        limit = time.monotonic() + EMPTY_S
-        while self._users(uuid) - before and time.monotonic() < limit:
-            time.sleep(0.1)
-        ours = self._ours(uuid)
-        with self._mutex:
-            if not ours:
-                self._let_go(uuid)
-            self._busy.discard(uuid)
+    def _trouble(self, uuid: str) -> Trouble | None:
+        """What is wrong with a device of ours now that its attempt has ended."""
+        before, seen = self._before[uuid], self._look(uuid)
+        if seen.problem:
+            return Trouble("lost", seen.problem)
+        for pid in sorted(self._ours(seen)):
+            return Trouble("left", f"process {pid} of an ended attempt is still on it ({seen.size(pid)})")
+        for pid in sorted(seen.users.keys() - before.users.keys()):
+            return Trouble("stranger", f"process {pid} is on it ({seen.size(pid)})")
+        more = seen.used_mb - before.used_mb
+        return Trouble("left", f"{more} MiB of an ended attempt are still in use on it") if more > LEFT_MB else None
 
     def _let_go(self, uuid: str) -> None:
-        if not self._ours(uuid):
+        self._before.pop(uuid, None)
+        if not self._ours(self._look(uuid)):
             self._note(uuid).unlink(missing_ok=True)  # else the next holder learns from it whom to clear
         lock = self._held.pop(uuid, None)
         if lock is not None:
             lock.release()
 
-    def _ours(self, uuid: str) -> set[int]:
-        """Processes of this run on the device."""
-        users = self._users(uuid)
+    def _ours(self, seen: Seen) -> set[int]:
+        """Processes of this run among those on the device."""
+        users = set(seen.users)
         return users & {process.pid for process in processes.with_token(RUN_TOKEN, self.run_id)} if users else set()
 
     def _note(self, uuid: str) -> Path:
         return self.folder / f"{_name(uuid)}.json"
 
-    def _holder(self, uuid: str) -> str | None:
-        try:
-            return str(json.loads(self._note(uuid).read_text(encoding="utf-8"))["run"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+
+def _free(path: Path) -> bool:
+    lock = _lock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    lock.release()
+    return True
+
+
+def _write(path: Path, note: Mapping[str, Any]) -> None:
+    """Whole or not at all: others read it at any moment."""
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(note), encoding="utf-8")
+    draft.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A note, or nothing where there is none (any more) or it is damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _name(uuid: str) -> str:
     return re.sub(r"[^\w.-]", "_", uuid)
-
-
-def compute_pids(uuid: str) -> set[int]:
-    """Processes that compute on the device, as NVML sees them (inside a container: numbers of the host)."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            return {int(entry.pid) for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # noqa: BLE001 - no driver, or one that does not tell: then nobody can be seen on it
-        return set()

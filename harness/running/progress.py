@@ -9,7 +9,7 @@ from typing import Any
 from harness.plan import CellPlan
 from harness.report import console, style
 from harness.rows import arm_rows
-from harness.running.engine import Event
+from harness.running.events import Event
 
 SHOWN = 8  # running attempts
 QUIET_S = 30.0  # without a terminal: after so long without a line, say what runs
@@ -95,6 +95,12 @@ class Progress:
             self._say(f"building {event.text}; its cells follow")
         elif event.kind == "built":
             self.building.remove(event.text)
+        elif event.kind == "more":
+            self.total += event.attempts
+            self.expected_s += event.seconds
+            self.warn(event.text)
+        elif event.kind == "note":
+            self.warn(event.text)
         elif event.kind == "start":
             self.running[what] = (event.device, time.monotonic())
         elif event.kind == "attempt":

@@ -1,14 +1,16 @@
-"""Which attempt is started next: packed over devices, cores and memory, the longest first. Pure.
+"""Which attempt is started next: packed over devices, cores and memory, the widest and longest first. Pure.
 
 List scheduling: whenever something is free, the first waiting task that fits is started, so that no long or wide one
 keeps the others waiting. Wide ones (more GPUs) come first, then the longest (Graham 1969: at most 4/3 of the optimum
-for tasks of one device). CPU cores are not counted out to tasks, since most wait for each other half of their time, and
-a hang all of it: more are started for as long as the machine is measured to be idle.
+for tasks of one device). Tasks with GPUs and tasks without are limited apart from each other: the first by the cards,
+the others by the cores, and both by memory. CPU cores are not counted out to tasks, since most wait for each other half
+of their time, and a hang all of it: more are started for as long as the machine is measured to be idle.
+
+That no wide task waits for ever is board.py's business: it keeps cards for the one that has waited longest.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +26,10 @@ class Task:
     arm: str
     index: int
     seconds: float
-    gpus: int = 0
+    gpus: int = 0  # devices to lease, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
+    deadline: float | None = None  # instead of the plan's
+    again: str | None = None  # made once more, and why
 
 
 @dataclass(frozen=True)
@@ -45,54 +49,61 @@ def in_order(tasks: Iterable[Task], order: str) -> list[Task]:
     return sorted(tasks, key=lambda task: (-task.gpus, -task.seconds))
 
 
-def pick(waiting: Sequence[Task], running: Sequence[Task], capacity: Capacity, gpus: int, idle: bool) -> Task | None:
+def pick(
+    waiting: Sequence[Task],
+    running: Sequence[Task],
+    capacity: Capacity,
+    gpus: int,
+    idle: bool,
+    turn: Task | None = None,
+    kept: int = 0,
+    spare: float = 0.0,
+) -> Task | None:
     """The first waiting task that may start now, if any.
 
     ``gpus``: devices that are free now. ``idle``: whether the machine's cores have been measured to have time left.
+    ``turn``: the task for which ``kept`` more devices stand free; others may have them for ``spare`` seconds.
     """
-    if not _room(len(running), capacity, idle):
+    if capacity.jobs is not None and len(running) >= capacity.jobs:
         return None
+    cores = capacity.jobs is not None or _cores(running, capacity, idle)
     memory = capacity.memory_gb * MEMORY_SHARE - sum(task.memory_gb for task in running)
-    fitting = (task for task in waiting if task.gpus <= gpus and (task.memory_gb <= memory or not running))
-    return next(fitting, None)
+    for task in waiting:
+        room = task.gpus <= gpus + (kept if task is turn or task.seconds <= spare else 0) if task.gpus else cores
+        if room and (task.memory_gb <= memory or not running):
+            return task
+    return None
 
 
-def _room(running: int, capacity: Capacity, idle: bool) -> bool:
-    if capacity.jobs is not None:
-        return running < capacity.jobs
-    if capacity.gpus:
-        return True  # the devices are the limit
-    return running < capacity.cores or (idle and running < MOST_PER_CORE * capacity.cores)
-
-
-def makespan(tasks: Sequence[Task], capacity: Capacity) -> float:
-    """Seconds that these tasks, in this order, would take if each took the time it is expected to."""
-    waiting, now = list(tasks), 0.0
-    running: list[Task] = []
-    ends: list[tuple[float, int]] = []
-    while waiting or ends:
-        free = capacity.gpus - sum(task.gpus for task in running)
-        task = pick(waiting, running, capacity, free, idle=False)
-        if task is not None:
-            waiting.remove(task)
-            running.append(task)
-            heapq.heappush(ends, (now + task.seconds, id(task)))
-            continue
-        if not ends:
-            raise ValueError(f"{waiting[0]} needs more than there is: {capacity}")
-        now, ended = heapq.heappop(ends)
-        running = [task for task in running if id(task) != ended]
-    return now
+def _cores(running: Sequence[Task], capacity: Capacity, idle: bool) -> bool:
+    """Whether one more task without GPUs may start. A GPU's process keeps a core busy: it launches, and spins."""
+    if all(task.gpus for task in running):
+        return True  # GPUs never keep all CPU work waiting
+    busy = sum(max(1, task.gpus) for task in running)
+    return busy < capacity.cores or (idle and len(running) < MOST_PER_CORE * capacity.cores)
 
 
 def lower_bound(tasks: Sequence[Task], capacity: Capacity) -> float:
-    """Seconds that no schedule can beat: the longest task, and all the work spread evenly over what it needs."""
-    if not tasks:
-        return 0.0
-    slots = capacity.jobs or (capacity.gpus or capacity.cores)
-    spread = [sum(task.seconds for task in tasks) / slots]
-    if capacity.gpus:
-        spread = [sum(task.seconds * task.gpus for task in tasks) / capacity.gpus]
-        # Of tasks that take more than half of the devices, no two run side by side.
-        spread.append(sum(task.seconds for task in tasks if 2 * task.gpus > capacity.gpus))
-    return max(max(task.seconds for task in tasks), *spread)
+    """Seconds that no schedule can beat: the longest task, and all the work spread evenly over what it needs.
+
+    Of tasks that take more than 1/(k+1) of the devices, at most k run side by side, for every k: the dual feasible
+    functions u(k) of Fekete and Schepers (2001) count such a task as 1/k of all devices and a narrower one as less.
+    """
+    wide = [task for task in tasks if task.gpus]
+    narrow = [task for task in tasks if not task.gpus]
+    least = max((task.seconds for task in tasks), default=0.0)
+    if capacity.jobs:
+        least = max(least, sum(task.seconds for task in tasks) / capacity.jobs)
+    elif narrow:
+        least = max(least, sum(task.seconds for task in narrow) / capacity.cores)
+    if wide:
+        total = capacity.gpus
+        spread = sum(task.seconds * task.gpus for task in wide) / total
+        shares = [sum(task.seconds * _share(task.gpus, total, k) for task in wide) for k in range(1, total)]
+        least = max(least, spread, *shares)
+    return least
+
+
+def _share(gpus: int, total: int, k: int) -> float:
+    whole, rest = divmod((k + 1) * gpus, total)
+    return whole / k if rest else gpus / total

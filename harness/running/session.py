@@ -23,8 +23,11 @@ from harness.launch import open_launcher
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
 from harness.running.attempts import Attempts, new_run_dir
-from harness.running.engine import Engine, Event, Later, Summary
+from harness.running.engine import Engine
+from harness.running.events import Event, Later, Summary
+from harness.running.given import Given
 from harness.running.leases import Leases, clear_leftovers, register_run
+from harness.running.nvml import Nvml
 from harness.running.wanted import Wanted
 from harness.stacks import Stack
 from harness.store import Store
@@ -147,14 +150,20 @@ def execute(
             on_warning(f"cleared what an earlier run left: {text}")
         run_dir = new_run_dir(state)
         known = history(store, {plan.cell.case for plan in session.plans})
-        with register_run(state, run_dir.name), _ending(run_dir), Leases(state, run_dir.name) as leases:
+        given = Given(
+            session.catalogue, session.settings, session.profiles, session.machine,
+            session.stacks, provenance.provenance(session.settings.seed), known,
+        )  # fmt: skip
+        with (
+            register_run(state, run_dir.name),
+            _ending(run_dir),
+            Nvml(gpu.uuid for gpu in given.gpus) as nvml,
+            Leases(state, run_dir.name, nvml.look) as leases,
+        ):
             launcher = open_launcher(session.settings.launcher.value)
             try:
                 attempts = Attempts(session.catalogue, session.stacks, launcher, leases, run_dir, session.settings.keep)
-                engine = Engine(
-                    session.catalogue, session.settings, session.profiles, session.machine, session.stacks, store,
-                    attempts, provenance.provenance(session.settings.seed), known, on_event,
-                )  # fmt: skip
+                engine = Engine(given, attempts, store, on_event, nvml)
                 summary = engine.run(session.plans, stop, resume, session.later)
                 for text in dict.fromkeys(summary.notes):
                     on_warning(text)

@@ -53,6 +53,7 @@ def main(args: argparse.Namespace) -> int:
         "cold": dict(summary.cold),
         "interrupted": summary.interrupted,
         "problem": summary.problem,
+        "cards": summary.cards,
         "results": str(session.results_folder(prepared.settings)),
         "verdicts": rows.counts(found),
         "elsewhere": prepared.elsewhere,
@@ -70,6 +71,8 @@ def main(args: argparse.Namespace) -> int:
             print(f"{count} cells measured elsewhere than on {prepared.profiles[0].name}: {why}")
         for why, count in summary.cold.most_common():
             print(f"{count} of them started from cold: {why}")
+        for text in summary.cards:
+            print(f"note: {text}")
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:

@@ -17,6 +17,6 @@ from harness.running.leases import Leases, register_run  # noqa: E402
 if __name__ == "__main__":
     state, run_id, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     attempt = attempt_of(state / "runs" / run_id / "a", fault, run_id=run_id, deadline=300)
-    nobody = Leases(state, run_id, users=lambda uuid: set())
-    with register_run(state, run_id), nobody as leases, leases.hold(["GPU-test"], threading.Event()):
+    with register_run(state, run_id), Leases(state, run_id) as leases:
+        assert leases.take(["GPU-test"])
         ColdLauncher().launch(attempt, threading.Event())

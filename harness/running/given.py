@@ -1,0 +1,31 @@
+"""What a run is made with, beside its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.catalogue import Catalogue
+from harness.config import RunSettings
+from harness.hardware import Gpu, Machine, Profile
+from harness.stacks import Stack
+
+
+@dataclass(frozen=True)
+class Given:
+    """``profiles``: side by side; each cell's plan has its own. ``history``: older documents by key."""
+
+    catalogue: Catalogue
+    settings: RunSettings
+    profiles: Sequence[Profile]
+    machine: Machine
+    stacks: Mapping[str, Stack]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    history: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        """All cards of all profiles, each once, in the machine's order."""
+        found = {gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}
+        return sorted(found.values(), key=lambda gpu: gpu.index)
