@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from harness.arms import check_arms
 from harness.errors import ConfigError, describe_validation, unknown
 from harness.paths import CONF, REPROS
 from harness.schema import Case, Hardware, Model, Stack, Strategy
@@ -85,7 +86,8 @@ def load(
         for path in sorted((conf / group).glob("*.yaml")):
             raw = read_yaml(path)
             for keys, value in (patches or {}).get(group, []):
-                _patch(raw, keys, value)
+                if group != "strategy" or keys[0] != "options" or keys[-1] in (raw.get("options") or {}):
+                    _patch(raw, keys, value)
             option = parse(model, raw, _short(path))
             if option.slug != path.stem:  # type: ignore[attr-defined]
                 raise ConfigError(f"{_short(path)}: slug must be the file's name, {path.stem!r}")
@@ -95,6 +97,10 @@ def load(
     catalogue = Catalogue(
         parsed["case"], parsed["model"], parsed["strategy"], parsed["stack"], parsed["hardware"], raws, repros
     )
+    for keys, _ in (patches or {}).get("strategy", []):
+        known = {option for strategy in catalogue.strategies.values() for option in strategy.options}
+        if keys[0] == "options" and keys[-1] not in known:
+            raise unknown("strategy option", keys[-1], known, f"override strategy.{'.'.join(keys)}")
     for case in catalogue.cases.values():
         _check_references(case, catalogue, _short(conf / "case" / f"{case.slug}.yaml"))
     return catalogue
@@ -136,6 +142,7 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
             raise unknown("strategy", arm.strategy, catalogue.strategies, where)
         if arm.stack and arm.stack not in catalogue.stacks:
             raise unknown("stack", arm.stack, catalogue.stacks, where)
+    check_arms(case, catalogue.strategies, path)
     for other in case.occurs_with:
         if other not in catalogue.cases:
             raise unknown("case", other, catalogue.cases, f"{path}: occurs_with")

@@ -151,7 +151,7 @@ class Planner:
                 return uneven
         if isinstance(stack, str):
             return f"needs stack {arm.stack}: {stack}" if arm.stack else stack
-        needed = [*case.needs.requires, *arm.requires, *model.requires, *strategy.requires]
+        needed = [*case.needs.requires, *arm.requires, *model.requires, *strategy.needs_on(profile.accelerator)]
         broken = getattr(stack, "missing", {})
         unmet = [
             broken.get(Requirement(item).name) or text

@@ -13,11 +13,15 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from harness.errors import nearest
+
 OutcomeName = Literal["fires", "clean", "other_error", "hang", "infra", "skipped"]
 VerdictName = Literal[
     "FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "FLAKY",
     "INCONCLUSIVE", "HEALTHY", "UNHEALTHY",
 ]  # fmt: skip
+Held = Literal["whole", "shard", "part"]
+CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
 SignatureKind = Literal["exception", "log", "oracle", "hang", "signal"]
 
 
@@ -135,6 +139,7 @@ class Arm(Strict):
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     env: dict[str, str] = {}
     requires: list[str] = []  # what this arm needs beyond the case
+    promises: Promises | None = None  # laid over its strategy's, where the fix is to do without a part of it
 
     _check = field_validator("requires")(lambda cls, value: [_requirement(item) for item in value])
 
@@ -162,11 +167,15 @@ class Needs(Strict):
 
 
 class Proof(Strict):
-    """What makes an arm clean: these checks, passed on these ranks."""
+    """What makes an arm clean: these checks, passed on these ranks, and the evidence that what it names was in force.
+
+    What a strategy promises (its file says) need not be listed; ``in_force`` names what else the script measures.
+    """
 
     kind: Literal["training", "saving", "loading", "generating", "inference"]
     checks: list[str] = Field(min_length=1)
     ranks: Literal["all", "first"] = "all"
+    in_force: list[str] = []
 
 
 class Metric(Strict):
@@ -331,13 +340,60 @@ class Model(Strict):
     tiny: dict[str, Any] = {}
 
 
+class Promises(Strict):
+    """What of a model each rank holds: ``whole``, a ``shard`` (one of as many as there are ranks) or only ``part``."""
+
+    parameters: Held | None = None
+    gradients: Held | None = None  # when the optimizer steps
+    updates: Held | None = None  # what the rank's own optimizer steps on
+    collectives: list[CollectiveKind] = []  # called in every training step
+
+
 class Strategy(Strict):
     slug: str
     title: str
     requires: list[str] = []
     divides: list[str] = []  # keys of a model's configuration that tp_size must divide
     shared: bool = False  # its collectives exist in gloo for CUDA tensors too
-    options: dict[str, Any] = {}
+    requires_on: dict[Literal["cpu", "cuda"], list[str]] = {}  # what it needs on that hardware beside ``requires``
+    options: dict[str, Any] = {}  # every option with its default
+    choices: dict[str, list[Any]] = {}  # the values of those options that take only some
+    promises: Promises = Promises()
+    copies: dict[str, dict[str, int]] = {}  # option -> value -> how often the ranks together hold the model then
+
+    _check = field_validator("requires")(lambda cls, value: [_requirement(item) for item in value])
+
+    @field_validator("requires_on")
+    @classmethod
+    def _requirements(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
+        return {kind: [_requirement(item) for item in listed] for kind, listed in value.items()}
+
+    @model_validator(mode="after")
+    def _values(self) -> Strategy:
+        for option, value in self.options.items():
+            problem = self.refuses(option, value)
+            if problem:
+                raise ValueError(f"option {option}: {problem}")
+        for key in ("choices", "copies"):
+            for option in getattr(self, key):
+                if option not in self.options:
+                    raise ValueError(f"{key} of {option!r}, which is not among the options")
+        return self
+
+    def refuses(self, option: str, value: Any) -> str | None:
+        """Why an option that it has does not take a value, or None. A bool is no number here, nor 1 a bool."""
+        choices = self.choices.get(option)
+        if choices is None:
+            default = self.options[option]
+            return None if type(value) is type(default) else f"{value!r} is not of type {type(default).__name__}"
+        if any(type(value) is type(choice) and value == choice for choice in choices):
+            return None
+        return f"{value!r} is not valid{nearest(str(value), map(str, choices))}"
+
+    def needs_on(self, accelerator: str) -> list[str]:
+        """All that a stack must have for it on ``cpu`` or ``cuda``."""
+        beside = [item for kind, listed in self.requires_on.items() if kind == accelerator for item in listed]
+        return [*self.requires, *beside]
 
 
 class Stack(Strict):

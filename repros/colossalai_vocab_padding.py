@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import files, sizes, watch
 from kit.models import build
 from kit.worst import all_apart, looked_at
 
@@ -86,6 +87,7 @@ def body(run: Run) -> None:
     want = train(reference, sgd, 0, stages * run.steps, torch.Tensor.backward)
 
     booster, model, optimizer = parallel(make(run.seed))
+    watch(run, model.unwrap(), whole=sizes(reference.parameters())[2])
     notes = [item["message"] for item in run.record.capture.warnings + run.record.capture.logs]
     run.metric("vocabulary_notes", 1 + sum("vocab" in note.lower() for note in notes))  # 1: nobody was told
     got = train(model, optimizer, 0, run.steps, lambda loss: booster.backward(loss, optimizer))
@@ -117,6 +119,7 @@ def body(run: Run) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(  # <- meets one rank's share of the vocabulary
         str(folder), ignore_mismatched_sizes=flags["ignore_mismatched"]
     )
+    files(run, folder, least=sizes(loaded.parameters())[1])
     weights = loaded.state_dict()
     memory = {name: held[name][:vocab].cpu() for name in NAMES}
     off = all_apart({name: weights[name] for name in NAMES}, memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kit import Run, main
+from kit.in_force import checkpointing, watch
 from kit.models import build
 from kit.proof import Reference
 from kit.strategies import each_step
@@ -17,6 +18,7 @@ def body(run: Run) -> None:
     reference = Reference(run, model)
     if run.flags["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": run.flags["reentrant"]})
+    checkpointing(run, model, run.flags["checkpointing"])
     if run.strategy["slug"] == "ddp":
         wrapped = DDP(
             model.to(run.device),
@@ -24,7 +26,7 @@ def body(run: Run) -> None:
             static_graph=run.flags["static_graph"],
             gradient_as_bucket_view=run.flags["bucket_view"],
         )
-        run.fact("wrapped", type(wrapped).__name__)
+        watch(run, wrapped)
     else:
         wrapped = wrap(run, model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)

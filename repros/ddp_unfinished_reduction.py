@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import watch
 from kit.models import build
 from kit.proof import Reference
 from kit.strategies import each_step
@@ -34,7 +35,7 @@ def body(run: Run) -> None:
             static_graph=run.flags["static_graph"],
             gradient_as_bucket_view=run.flags["bucket_view"],
         )
-        run.fact("wrapped", type(wrapped).__name__)
+        watch(run, wrapped)
     else:
         wrapped = wrap(run, model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)

@@ -6,6 +6,7 @@ import time
 from typing import Any, Callable
 
 from kit import Run, main
+from kit.in_force import tokens, watch
 from kit.models import build
 from kit.wrapping import own_batch, wrap
 
@@ -35,7 +36,7 @@ def generating(run: Run, model: Any, prompt: dict[str, torch.Tensor], settings: 
     if how == "serve":
         from kit.serving import vllm
 
-        return vllm(run, model, prompt["input_ids"], settings["max_new_tokens"])
+        return vllm(run, watch(run, model), prompt["input_ids"], settings["max_new_tokens"])
     fsdp = wrap(run, model)
     inner = getattr(fsdp, "module", fsdp)
     if how == "register":
@@ -67,6 +68,7 @@ def body(run: Run) -> None:
         call = generating(run, model, prompt, {**settings, **synced})
         run.phase("generate")
         got, sharded = timed(call)
+    tokens(run, got, prompt["input_ids"], count)
     run.check("tokens", got=got.tolist(), want=want.tolist(), looked_at=f"prompt and {count} new tokens")
     run.metric("tokens", count)
     run.metric("one_process_s", one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kit import Run, main
 from kit.fsdp_saving import first_forward, sharded, step
+from kit.in_force import files, sizes
 from kit.saving import compare, local
 from kit.vision_language import build
 
@@ -65,6 +66,7 @@ def body(run: Run) -> None:
     fresh, fresh_optimizer = make(run.seed + 1)
     first_forward(run, fresh, dtype)
     weights, states = torch.load(path, weights_only=False)  # this attempt's own file
+    files(run, path, least=sizes(fresh.parameters())[1])
     set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
     compare(run, model, optimizer, fresh, fresh_optimizer)
     want, got = (step(run, m, o, run.steps, dtype) for m, o in ((model, optimizer), (fresh, fresh_optimizer)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import adapters, watch
 from kit.models import build
 from kit.proof import Reference
 from kit.strategies import each_step, fsdp_policy
@@ -33,6 +34,7 @@ def with_lora(run: Run) -> Any:
 def body(run: Run) -> None:
     model = with_lora(run)
     run.fact("dtypes", sorted({str(parameter.dtype) for parameter in model.parameters()}))
+    adapters(run, model)
     reference = Reference(run, model)
     run.phase("wrap")
     if run.strategy["slug"] == "fsdp":
@@ -49,7 +51,7 @@ def body(run: Run) -> None:
             use_orig_params=run.options["use_orig_params"],
             device_id=run.device,
         )
-        run.fact("wrapped", type(wrapped).__name__)
+        watch(run, wrapped)
     else:
         wrapped = wrap(run, model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)

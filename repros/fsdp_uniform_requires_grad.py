@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import adapters, watch
 from kit.models import build
 from kit.proof import Reference
 from kit.strategies import each_step, fsdp_policy
@@ -32,6 +33,7 @@ def with_lora(run: Run) -> Any:
 def body(run: Run) -> None:
     model = with_lora(run)
     run.fact("trainable", sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
+    adapters(run, model, unfrozen=run.flags["unfreeze"])
     reference = Reference(run, model)
     run.phase("wrap")
     if run.strategy["slug"] == "fsdp":
@@ -44,7 +46,7 @@ def body(run: Run) -> None:
         wrapped = FSDP(  # <- flattens each unit's parameters into one
             model, auto_wrap_policy=policy, use_orig_params=run.options["use_orig_params"], device_id=run.device
         )
-        run.fact("wrapped", type(wrapped).__name__)
+        watch(run, wrapped)
     else:
         wrapped = wrap(run, model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)

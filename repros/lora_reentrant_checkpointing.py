@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import adapters, checkpointing, watch
 from kit.models import build
 from kit.proof import Reference
 from kit.sgd import LR, data, trained
@@ -39,7 +40,9 @@ def body(run: Run) -> None:
     if run.flags["input_grads"]:
         model.enable_input_require_grads()
     ddp = DDP(model.to(run.device))
-    run.fact("wrapped", type(ddp).__name__)
+    watch(run, ddp)
+    adapters(run, model)
+    checkpointing(run, base, run.flags["order"] != "none")
     optimizer = torch.optim.SGD(trained(model).values(), lr=LR)
     losses = []
     for step in range(run.steps):

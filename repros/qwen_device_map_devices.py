@@ -6,6 +6,7 @@ from typing import Any
 
 from kit import Run, main
 from kit.alone import Tensors
+from kit.in_force import watch
 from kit.models import build
 from kit.proof import Reference
 from kit.sgd import data, trained
@@ -69,6 +70,7 @@ def body(run: Run) -> None:
         forward, backward, step = ds, ds.backward, ds.step
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watch(run, model)
         forward, backward, step = model, torch.Tensor.backward, optimizer.step
     losses, clock = [], Clock(run)
     for number in range(run.steps):

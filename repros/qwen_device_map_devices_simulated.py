@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import watch
 from kit.models import batch, build
 
 import torch
@@ -56,6 +57,7 @@ def body(run: Run) -> None:
     model = build(run, fp32=True).eval()
     ids = batch(run, run.rank)["input_ids"]
     want = tuple(model(ids, use_cache=False).logits.shape)
+    watch(run, model)
     if hasattr(model.transformer.rotary_emb, "_rotary_pos_emb_cache"):
         model.transformer.rotary_emb.reset_buffers()  # drop what the real forward has cached
     places = device_map(model)

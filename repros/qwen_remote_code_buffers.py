@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import files as read_back
+from kit.in_force import watch
 from kit.models import build
 from kit.qwen import configuration, folder, published, save_with_code
 from kit.stored import differing
@@ -37,6 +39,9 @@ def body(run: Run) -> None:
     built.eval()
     saved = save_with_code(built, files, run.work_dir / f"saved_{run.rank}")
     model = load(run, model_class, saved, built).eval()
+    watch(run, model)
+    if run.flags["load"] != "state-dict":
+        read_back(run, saved, least=sum(p.nbytes for p in model.parameters()))
 
     memory = built.state_dict()
     wrong = differing(model, memory)

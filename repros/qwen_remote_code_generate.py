@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import tokens, watch
 from kit.models import batch, build
 from kit.qwen import configuration, folder, published
 
@@ -39,9 +40,11 @@ def body(run: Run) -> None:
         model_class = as_auto(model_class)
     model = model_class(configuration(run))
     model.load_state_dict(source.state_dict())
+    watch(run, model)
     use_cache = run.flags["use_cache"]
     # <- hands an empty cache object to the first forward
     got = model.eval().generate(ids, max_new_tokens=TOKENS, do_sample=False, use_cache=use_cache, eos_token_id=-1)
+    tokens(run, got, ids, TOKENS)
     run.check("tokens", got=got.tolist(), want=want.tolist(), looked_at=f"prompt and {TOKENS} new tokens")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kit import Run, main
+from kit.in_force import watch
 from kit.models import batch, build
 from kit.qwen import configuration, folder, published
 from kit.worst import apart, looked_at
@@ -17,6 +18,7 @@ def body(run: Run) -> None:
         want = source(ids, use_cache=False).logits
     model_class = published(run, folder(run))
     model = model_class(configuration(run)).eval()
+    watch(run, model)
     wrong = model.load_state_dict(source.state_dict(), strict=False)
     names = [*wrong.missing_keys, *wrong.unexpected_keys]
     run.check("names", got=len(names), want=0, tolerance=0, looked_at=looked_at(source.state_dict(), names))

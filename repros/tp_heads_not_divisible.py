@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kit import Run, main
+from kit.in_force import sizes, watch
 from kit.models import batch, build
 from kit.stored import load, sharded, store
 from kit.worst import apart
@@ -34,6 +35,7 @@ def body(run: Run) -> None:
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model)
+    watch(run, model, whole=sizes(source.parameters())[2])
     parts = sharded(model, shapes)
     seen = f"{len(parts)} of {len(shapes)} parameters sharded"
     run.check("parallel", got=bool(parts), want=True, looked_at=seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import files, sizes, watch
 from kit.models import batch, build
 from kit.stored import differing, store
 from kit.worst import apart, looked_at
@@ -20,6 +21,7 @@ def body(run: Run) -> None:
     folder = store(run, reference)
     run.phase("load")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    watch(run, model, whole=sizes(reference.parameters())[2])
     spread = {n: v for n, v in model.state_dict().items() if hasattr(v, "to_local") and v.to_local().shape != v.shape}
     seen = f"{len(spread)} of {len(source)} tensors, of which each rank has a part"
     run.check("spread", got=bool(spread), want=True, looked_at=seen)
@@ -34,6 +36,7 @@ def body(run: Run) -> None:
     out = run.work_dir / f"{run.case}-saved"
     model.save_pretrained(str(out), is_main_process=run.rank == 0)
     dist.barrier()
+    files(run, out, least=sizes(reference.parameters())[1])
     wrong = differing(AutoModelForCausalLM.from_pretrained(str(out)), source)
     run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))
 

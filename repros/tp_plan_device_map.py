@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import sizes, watch
 from kit.models import batch, build
 from kit.stored import load, sharded, store
 from kit.worst import apart
@@ -39,6 +40,7 @@ def body(run: Run) -> None:
     elif run.flags["device_map"] == "rank":
         options["device_map"] = {"": run.device.index if run.device_kind == "cuda" else "cpu"}
     model = load(run, folder, **options).to(run.device).eval()  # <- refuses both together
+    watch(run, model, whole=sizes(source.parameters())[2])
     parts = sharded(model, shapes)
     with torch.no_grad():
         got = model(**{key: value.to(run.device) for key, value in inputs.items()}).logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import files, sizes, watch
 from kit.models import build
 from kit.stored import differing, store
 from kit.worst import looked_at
@@ -20,6 +21,7 @@ def body(run: Run) -> None:
     run.phase("load")
     many = run.flags["tensor_parallel"]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **({"tp_plan": "auto"} if many else {}))
+    watch(run, model, whole=sizes(reference.parameters())[2])
     run.fact("embedding", type(model.get_input_embeddings().weight.data).__name__)
     spread = [name for name, value in model.state_dict().items() if hasattr(value, "full_tensor")]
     seen = f"{len(spread)} of {len(source)} tensors are spread over the ranks"
@@ -38,6 +40,7 @@ def body(run: Run) -> None:
     dist.barrier()
 
     run.phase("reload")
+    files(run, out, least=sizes(reference.parameters())[1])
     again = AutoModelForCausalLM.from_pretrained(str(out))
     wrong = differing(again, source)
     run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import files, watch
 from kit.worst import all_apart, looked_at
 
 import torch
@@ -51,6 +52,7 @@ def body(run: Run) -> None:
         "2": ColwiseParallel(output_layouts=Shard(-1) if local_loss else Replicate(), use_local_output=not local_loss),
     }
     model = parallelize_module(make(run.seed, vocab, hidden).to(run.device), mesh, plan)
+    watch(run, model)
     rows = [p.to_local().shape[0] for p in model.parameters() if hasattr(p, "to_local")]
     run.fact("rows held of the vocabulary", rows)
     parts = bool(rows) and all(0 < count < vocab for count in rows)
@@ -64,6 +66,7 @@ def body(run: Run) -> None:
     torch.save(whole, path)
     fresh = make(run.seed + 1, vocab, hidden)
     fresh.load_state_dict(torch.load(path, weights_only=True))
+    files(run, path, least=sum(value.nbytes for value in whole.values()))
     have, source = fresh.state_dict(), model.state_dict()
     wrong = [n for n, v in source.items() if not torch.equal(have[n], _full(v).cpu())]
     run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))

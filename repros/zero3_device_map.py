@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
+from kit.in_force import watch
 from kit.models import build
 from kit.stored import differing, load, store
 from kit.worst import looked_at
@@ -29,6 +30,7 @@ def body(run: Run) -> None:
     }[run.flags["device_map"]]
     model = load(run, folder, **options)  # <- raises for any device_map while ZeRO-3 is live
     live = HfDeepSpeedConfig(settings)
+    watch(run, model)
     parameters = dict(model.named_parameters())
     partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
     run.fact("partitioned", sum(partitioned))

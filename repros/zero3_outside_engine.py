@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kit import Run, main
+from kit.in_force import watch
 from kit.models import batch, build
 from kit.stored import load, store
 from kit.worst import apart
@@ -25,6 +26,7 @@ def body(run: Run) -> None:
     # and, in DPO, PPO or distillation, the reference model beside it.
     live = HfDeepSpeedConfig(settings) if run.flags["zero_init"] else None
     model = load(run, folder).eval()
+    watch(run, model)
     run.fact("partitioned", any(hasattr(p, "ds_id") for p in model.parameters()))
     with torch.no_grad():
         if run.flags["call"] == "bare":

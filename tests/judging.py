@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from harness.judge.grade import Outcome
@@ -95,6 +96,20 @@ EXCEPTION = {
 SEEN = {  # a stored measurement has shown it once, elsewhere
     "verdicts": {"fix": "FIX_HOLDS"}, "hardware": "elsewhere", "measured_in": "baseline/x.json", "reason": "because",
 }  # fmt: skip
+
+
+def as_promised(settings: dict[str, Any], ranks: int, also: Sequence[str] = ()) -> dict[str, Any]:
+    """What a rank's record holds when all that its settings name was in force, and every flag and option was read."""
+    promises = settings["strategy"].get("promises") or {}
+    held = {"whole": 1000.0, "shard": 1000 / ranks, "part": 600.0}
+    items: list[dict[str, Any]] = [{"what": "group", "got": ranks, "backend": "gloo nccl"}]
+    for what in ("parameters", "gradients", "updates"):
+        if what in promises:
+            items.append({"what": what, "got": held[promises[what]], "whole": 1000, "bytes": 4000})
+    items.append({"what": "collectives", "got": dict.fromkeys(promises.get("collectives", ()), 1)})
+    items += [{"what": name, "got": 1, "least": 1} for name in also]
+    read = {"flags": list(settings["flags"]), "options": list(settings["strategy"].get("options") or {})}
+    return {"in_force": items, "read": read}
 
 
 def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None, **changes: Any) -> Case:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judging import as_promised
 
 from harness import catalogue, matrix, overrides
 from harness.config import Order, RunSettings
@@ -58,6 +59,7 @@ def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) ->
                 "schema": 1, "rank": rank, "done": not error, "exception": error, "checks": [] if error else checks,
                 "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": 0.0,
                 "ended": 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
+                **as_promised(attempt.settings, attempt.world_size, proof.in_force),
             },
         }
         for rank in range(attempt.world_size)

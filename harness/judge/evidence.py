@@ -354,4 +354,5 @@ class Attempt:
         self.ranks = sorted(found, key=lambda rank: rank.rank)
         size = attempt.get("world_size")
         known = size if isinstance(size, int) and not isinstance(size, bool) else 0
+        self.world_size = known
         self.missing = sorted(set(range(min(max(known, 1), 4096))) - {rank.rank for rank in self.ranks})

@@ -11,7 +11,8 @@ The order of judgement, first match wins:
 5. an exception, a signal, an exit code that is not 0, a rank without done marker -> other_error
 6. a check failed                                                                 -> other_error (silent)
 7. a check that the proof requires was not made, or is void                       -> infra (no-proof)
-8. otherwise                                                                      -> clean
+8. what the arm names was not in force (harness/judge/in_force.py)                -> infra (not-in-force)
+9. otherwise                                                                      -> clean
 
 What a failed, and what a void check is, says harness/judge/checks.py. A proof that was not made is ``infra`` and not an
 error of the arm: nothing went wrong that was looked at, the case's script or kit just did not look. It is no evidence,
@@ -27,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-from harness.judge import looks
+from harness.judge import in_force, looks
 from harness.judge.evidence import Attempt, Rank, mapping, text
 from harness.judge.own import script_fails
 from harness.judge.peers import Failure, Failures, died_of, failures_of
@@ -111,7 +112,7 @@ def grade(
     mistake = script_fails(attempt, failures)
     if mistake:
         return Outcome("infra", mistake, recognised, primary)
-    name, reason = _judge(case, attempt, failures, recognised)
+    name, reason = _judge(case, arm, attempt, failures, recognised)
     if arm == "broken" and name in ("other_error", "clean"):
         near = near_misses(case.signatures, attempt, failures)
         reason += f" (nearly {near})" if near else ""
@@ -120,7 +121,7 @@ def grade(
 
 
 def _judge(
-    case: Case, attempt: Attempt, failures: Failures, recognised: tuple[Recognised, ...]
+    case: Case, arm: str, attempt: Attempt, failures: Failures, recognised: tuple[Recognised, ...]
 ) -> tuple[OutcomeName, str]:
     own = [item for item in recognised if item.case == case.slug]
     others = [item for item in recognised if item.case != case.slug and item.kind != "log"]
@@ -145,10 +146,10 @@ def _judge(
             return "other_error", f"rank {rank.rank}: {problem}"
     if attempt.missing:
         return "other_error", f"{_ranks(attempt.missing)} left nothing behind"
-    return _proven(case, attempt)
+    return _proven(case, arm, attempt)
 
 
-def _proven(case: Case, attempt: Attempt) -> tuple[OutcomeName, str]:
+def _proven(case: Case, arm: str, attempt: Attempt) -> tuple[OutcomeName, str]:
     """Every rank finished: is there the evidence that the case asks for?"""
     failed: dict[str, list[tuple[float, int, str]]] = {}
     for rank in attempt.ranks:
@@ -161,6 +162,9 @@ def _proven(case: Case, attempt: Attempt) -> tuple[OutcomeName, str]:
     missing = _not_proven(case, attempt)
     if missing:
         return "infra", f"no-proof: {missing}"
+    doubt = in_force.problem(case, arm, attempt)
+    if doubt:
+        return "infra", f"not-in-force: {_line(doubt)}"
     return "clean", f"every rank finished; passed: {', '.join(case.proof.checks)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Iterable
 
+from kit.in_force import watch
 from kit.run import Run
 from kit.saving import local
 from kit.vision_language import is_unit, loss_of
@@ -40,7 +41,7 @@ def sharded(
         **options,
     )
     run.fact("wrapped", f"{type(fsdp).__name__}, {len(FSDP.fsdp_modules(fsdp))} units")
-    return fsdp
+    return watch(run, fsdp)
 
 
 def _fully_sharded(run: Run, model: nn.Module) -> nn.Module:
@@ -53,11 +54,11 @@ def _fully_sharded(run: Run, model: nn.Module) -> nn.Module:
     model.to(run.device)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     for module in [*model.modules()][:0:-1]:  # innermost first, the root (first) last
-        if is_unit(run.options.get("wrap", "layer"), module):
+        if is_unit(run.options["wrap"], module):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     run.fact("wrapped", type(model).__name__)
-    return model
+    return watch(run, model)
 
 
 def quiet_cuda() -> None:

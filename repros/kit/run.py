@@ -60,6 +60,24 @@ ROOT = Path(__file__).resolve().parents[2]
 PEER_GRACE_S = 2.0  # how long a rank that failed waits for the others to write what happened to them
 
 
+class Settings(dict[str, Any]):
+    """Flags or options that remember which of them were read (``read``): an arm's change that nobody reads is none."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.read and name in self:
+            self.read.append(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+
 class Run:
     """What a script works with: settings, this rank's place, and the record it fills."""
 
@@ -69,10 +87,12 @@ class Run:
         self.witness = witness
         self.case: str = settings["case"]
         self.arm: str = settings["arm"]
-        self.flags: dict[str, Any] = settings["flags"]
+        self.flags = Settings(settings["flags"])
         self.model: dict[str, Any] = settings["model"]
         self.strategy: dict[str, Any] = settings["strategy"]
-        self.options: dict[str, Any] = settings["strategy"].get("options") or {}
+        self.options = Settings(settings["strategy"].get("options") or {})
+        record.data["read"] = {"flags": self.flags.read, "options": self.options.read}
+        record.data["in_force"] = []
         self.steps: int = settings["steps"]
         self.seed: int = settings["seed"]
         self.tp_size: int = settings["tp_size"]
@@ -317,6 +337,10 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
             run.init_process_group()
         run.phase("body")
         body(run)
+        if "torch" in sys.modules:
+            from kit.in_force import finish
+
+            finish(run)
         record.data["done"], record.data["done_at"] = True, time.monotonic()
         run.phase("end")
         code = 0

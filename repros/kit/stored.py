@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kit.in_force import files, sizes
 from kit.run import Run
 
 import torch
@@ -39,7 +40,10 @@ def load(run: Run, folder: str, **options: Any) -> torch.nn.Module:
     """from_pretrained of such a folder."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=bool(run.model.get("remote_code")), **options)
+    remote = bool(run.model.get("remote_code"))
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=remote, **options)
+    files(run, folder, least=sizes(model.parameters())[1])
+    return model
 
 
 def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[str]:

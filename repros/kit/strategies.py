@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+from kit.in_force import watch
 from kit.run import Run
 
 import torch
@@ -33,6 +34,7 @@ class Wrapped:
         self.module: Any = self.wrap(model)
         self.optimizer: Any = self.make_optimizer(lr)
         run.fact("wrapped", self.wrapped_type())
+        watch(run, self.module)
 
     def wrap(self, model: nn.Module) -> Any:
         raise NotImplementedError
@@ -118,7 +120,7 @@ class Fsdp(Wrapped):
     def wrap(self, model: nn.Module) -> Any:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-        options = {"use_orig_params": True, "sharding": "FULL_SHARD", **self.run.options}
+        options = self.run.options
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=fsdp_policy(model, options),
@@ -159,7 +161,8 @@ def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]
         transformer_auto_wrap_policy,
     )
 
-    if options.get("wrap", "layer") == "module":
+    wrap = options["wrap"]
+    if wrap == "module":
         layers = layer_classes(model)
         inside = {id(m) for layer in model.modules() if isinstance(layer, tuple(layers)) for m in layer.modules()}
 
@@ -168,8 +171,10 @@ def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]
             return own or isinstance(module, tuple(layers))
 
         return partial(lambda_auto_wrap_policy, lambda_fn=is_unit)
-    if options.get("wrap", "layer") == "size":
-        return partial(size_based_auto_wrap_policy, min_num_params=options.get("min_num_params", 2000))
+    if wrap == "size":
+        return partial(size_based_auto_wrap_policy, min_num_params=options["min_num_params"])
+    if wrap != "layer":
+        raise ValueError(f"wrap={wrap} is for the vision and language model only (kit/fsdp_saving.py)")
     return partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes(model))
 
 
@@ -197,19 +202,26 @@ class Sharded(Wrapped):
         set_model_state_dict(self.module, state)
 
 
+def fully_sharded(run: Run, model: nn.Module) -> Any:
+    """FSDP2: each layer a unit (the strategy's wrap=layer), the rest the root's."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # torch 2.4 and 2.5
+        from torch.distributed._composable.fsdp import fully_shard
+
+    if run.options["wrap"] != "layer":
+        raise ValueError(f"wrap={run.options['wrap']} is for the vision and language model only (kit/fsdp_saving.py)")
+    model.to(run.device)
+    mesh, layers = shard_mesh(run), tuple(layer_classes(model))
+    for module in list(model.modules()):
+        if isinstance(module, layers):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh) or model
+
+
 class Fsdp2(Sharded):
     def wrap(self, model: nn.Module) -> Any:
-        try:
-            from torch.distributed.fsdp import fully_shard
-        except ImportError:  # torch 2.4 and 2.5
-            from torch.distributed._composable.fsdp import fully_shard
-
-        model.to(self.run.device)
-        mesh, layers = shard_mesh(self.run), tuple(layer_classes(model))
-        for module in list(model.modules()):
-            if isinstance(module, layers):
-                fully_shard(module, mesh=mesh)
-        return fully_shard(model, mesh=mesh) or model
+        return fully_sharded(self.run, model)
 
 
 class Tp(Sharded):

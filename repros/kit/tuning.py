@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from kit.in_force import watch
 from kit.run import Run
 from kit.sgd import LR, data, trained
 
@@ -21,9 +22,8 @@ def add_lora(run: Run, model: torch.nn.Module) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(run.seed)
-    return get_peft_model(
-        model, LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[run.model["model_type"]], task_type="CAUSAL_LM")
-    )
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[run.model["model_type"]], task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
 
 
 def remove_hook(model: torch.nn.Module) -> None:
@@ -49,14 +49,6 @@ class Clock:
             self.run.metric("tokens_per_s", tokens / took)
 
 
-def watch_dtype(model: torch.nn.Module) -> set[str]:
-    """Fills the set that it returns with the dtypes in which a layer really computes."""
-    seen: set[str] = set()
-    layer = next(m for n, m in model.named_modules() if n.endswith(("mlp.w1", "mlp.gate_proj")))
-    layer.register_forward_hook(lambda _module, _inputs, output: seen.add(str(output.dtype).replace("torch.", "")))
-    return seen
-
-
 def batches(run: Run) -> list[dict[str, torch.Tensor]]:
     return [data(run, run.rank, step) for step in range(run.steps)]
 
@@ -78,6 +70,9 @@ def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
     clock = Clock(run)
 
     class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            watch(run, made.model_wrapped)
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.tick()
 
@@ -131,7 +126,8 @@ def prepare(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
         deepspeed_on_cpu(run)
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, deepspeed_plugin=plugin, mixed_precision=precision)
     optimizer = torch.optim.SGD(trained(model).values(), lr=LR)
-    return (accelerator, *accelerator.prepare(model, optimizer))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, watch(run, model), optimizer
 
 
 def loop(run: Run, model: Any, optimizer: Any, backward: Any) -> int:

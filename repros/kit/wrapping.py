@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kit.in_force import watch
 from kit.models import batch
 from kit.run import Run
-from kit.strategies import fsdp_policy, layer_classes
+from kit.strategies import fsdp_policy, fully_sharded
 
 import torch
 from torch import nn
@@ -51,20 +52,13 @@ def wrap(run: Run, model: nn.Module) -> Any:
             device_id=run.device,
         )
     elif slug == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        model.to(run.device)
-        layers = tuple(layer_classes(model))
-        for module in list(model.modules()):
-            if isinstance(module, layers):
-                fully_shard(module)
-        wrapped = fully_shard(model)
+        wrapped = fully_sharded(run, model)
     elif slug == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model.to(run.device))
     else:
         raise ValueError(f"no wrapper here for the strategy {slug!r}")
     run.fact("wrapped", type(wrapped).__name__)
-    return wrapped
+    return watch(run, wrapped)
 
 
 def own_batch(run: Run, step: int = 0) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Iterable
 
+from kit.in_force import watch
 from kit.run import Run
 
 import torch
@@ -47,7 +48,7 @@ def engine(run: Run, model: torch.nn.Module, stage: int, lr: float = 0.1, **extr
         config=config(run, stage, **extra),
         dist_init_required=False,
     )
-    return made
+    return watch(run, made)
 
 
 def whole(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -1,0 +1,102 @@
+"""Not a test: what tests/test_in_force_ranks.py runs under torchrun. Trainings in which what they name is not in force,
+each with its proofs made and passed; the record's facts hold what each rank measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "repros"))
+
+from kit import (  # noqa: E402 - a script of repros/ that lives elsewhere
+    Run,
+    in_force,
+    main,
+)
+from kit.models import batch, build  # noqa: E402
+from kit.record import Record  # noqa: E402
+from kit.strategies import wrap  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import train_step  # noqa: E402
+import yaml  # noqa: E402
+
+
+def steps(run: Run, module: Any, optimizer: Any) -> None:
+    for step in range(run.steps):
+        module(**batch(run, run.rank, step), use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def group_of_one(run: Run) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    groups = [dist.new_group([rank]) for rank in range(run.world_size)]
+    model = FSDP(build(run), process_group=groups[run.rank], device_id=run.device, use_orig_params=True)
+    in_force.watch(run, model)
+    steps(run, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def ignored_checkpointing(run: Run) -> None:
+    model = build(run).train()
+    if run.flags["checkpointing"] == "ignored":  # a release that takes the call and does nothing
+        model.gradient_checkpointing_enable = lambda *_, **__: None
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    in_force.checkpointing(run, model, asked=True)
+    trained = wrap(run, model, 0.1)
+    steps(run, trained.module, trained.optimizer)
+
+
+def lora_of_nothing(run: Run) -> None:
+    model = build(run).train()
+    in_force.adapters(run, model)  # no adapter was put on any module
+    trained = wrap(run, model, 0.1)
+    steps(run, trained.module, trained.optimizer)
+
+
+def accelerate_falls_back(run: Run) -> None:
+    """FSDP is asked for as `accelerate launch` does it; on a CPU accelerate makes a DDP and says nothing."""
+    from kit.tuning import prepare
+
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    _, model, optimizer = prepare(run, build(run).train())
+    steps(run, model, optimizer)
+
+
+# name -> (strategy, its options, flags, body)
+SCENES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
+    "ddp": ("ddp", {}, {}, train_step.body),
+    "fsdp": ("fsdp", {}, {}, train_step.body),
+    "fsdp in NO_SHARD": ("fsdp", {"sharding": "NO_SHARD"}, {}, train_step.body),
+    "group of one": ("fsdp", {}, {}, group_of_one),
+    "checkpointing": ("ddp", {}, {"checkpointing": "as asked"}, ignored_checkpointing),
+    "checkpointing ignored": ("ddp", {}, {"checkpointing": "ignored"}, ignored_checkpointing),
+    "lora of nothing": ("ddp", {}, {}, lora_of_nothing),
+    "accelerate falls back": ("fsdp", {}, {"precision": "fp32"}, accelerate_falls_back),
+    "zero3": ("zero3", {}, {}, train_step.body),
+    "zero3 in stage 0": ("zero3", {"stage": 0}, {}, train_step.body),
+}
+
+
+def body(run: Run) -> None:
+    for name in os.environ["FORCE_SCENES"].split(","):
+        slug, options, flags, scene = SCENES[name]
+        strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
+        strategy["options"] = {**strategy["options"], **options}
+        settings = {**run.settings, "strategy": strategy, "flags": {**run.flags, **flags}}
+        record = Record(None, run.rank, run.world_size)
+        one = Run(settings, record)
+        if name == "accelerate falls back" and one.device_kind == "cpu":
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+        scene(one)
+        in_force.finish(one)
+        kept = {key: record.data[key] for key in ("in_force", "checks", "read")}
+        run.fact(name, {**kept, "strategy": strategy})
+
+
+main(body)

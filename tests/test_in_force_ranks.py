@@ -1,0 +1,84 @@
+"""Trainings on two ranks whose every proof holds, and in which what they name is not in force: none is clean."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import catalogue
+from harness.judge.grade import Outcome, grade
+from harness.schema import Case
+from repros.arm_settings import resolve
+from tests.judging import observation, ok, record
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the stack `current` (torch)"),
+]
+ROOT = Path(__file__).resolve().parents[1]
+KNOWN = catalogue.load()
+TRAIN = KNOWN.cases["train-step"]
+
+
+def measured(scenes: list[str], folder: Path) -> list[dict[str, Any]]:
+    """What each of two ranks measured: scene -> in_force, checks, read and the strategy it ran with."""
+    settings = resolve(
+        KNOWN.raw["case"]["train-step"], "control", model=KNOWN.raw["model"]["llama-3.2-1b"],
+        strategy=KNOWN.raw["strategy"]["ddp"], device="cpu", record_dir=str(folder), work_dir=str(folder),
+    )  # fmt: skip
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+               "--master-port", str(port), str(ROOT / "tests" / "force_ranks.py"),
+               "--settings", str(folder / "settings.json")]  # fmt: skip
+    env = {**os.environ, "FORCE_SCENES": ",".join(scenes)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"] for rank in (0, 1)]
+
+
+def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = ()) -> Outcome:
+    """As the harness judges it, with every check that the case asks for passed (the scenes' own are real)."""
+    known = Case.model_validate(
+        {**TRAIN.model_dump(), "proof": {"kind": "training", "checks": ["steps"], "in_force": list(in_force)}}
+    )
+    checks = [{"name": "steps", "passed": True, "got": 2, "want": 2, "tolerance": 0}]
+    ranks = []
+    for number, rank in enumerate(facts):
+        seen = rank[scene]
+        assert all(check["passed"] for check in seen["checks"]), (scene, seen["checks"])
+        ranks.append(ok(number, record=record(number, checks=checks, in_force=seen["in_force"], read=seen["read"])))
+    settings = {"flags": {}, "strategy": facts[0][scene]["strategy"]}
+    return grade(known, "control", observation(*ranks, settings=settings), [known])
+
+
+def test_what_is_not_in_force_is_no_evidence(tmp_path: Path) -> None:
+    has = {name: importlib.util.find_spec(name) is not None for name in ("accelerate", "deepspeed")}
+    says = {
+        "ddp": "", "fsdp": "", "checkpointing": "",
+        "fsdp in NO_SHARD": "fsdp was not in force: every rank holds all parameters",
+        "group of one": "fsdp was not in force: every rank holds all parameters",
+        "checkpointing ignored": "checkpointing was not in force on rank 0: got 0",
+        "lora of nothing": "lora was not in force on rank 0: got 0",
+    }  # fmt: skip
+    if has["accelerate"]:
+        says["accelerate falls back"] = "fsdp was not in force: every rank holds all parameters"
+    if has["deepspeed"]:
+        says["zero3"] = ""
+        says["zero3 in stage 0"] = "zero3 was not in force: every rank holds all parameters"
+    facts = measured(list(says), tmp_path)
+    for scene, reason in says.items():
+        named = {"checkpointing": ("checkpointing",), "lora": ("lora",)}.get(scene.split()[0], ())
+        found = judged(facts, scene, named)
+        assert found.outcome == ("infra" if reason else "clean"), (scene, found)
+        assert reason in found.reason, (scene, found)
