@@ -44,6 +44,9 @@ def load_mapped(run: Run, folder: str, source: torch.nn.Module) -> torch.nn.Modu
         with torch.device(run.device):  # newer transformers take the surrounding device for a device_map
             return load(run, folder)
     model = load(run, folder, **map_arguments(run, source))
+    if run.device_kind == "cuda" and run.flags["device_map"] in ("auto", "balanced"):
+        # On one GPU the map has one entry, and what is shown is not this case.
+        run.check("split", got=len(set(model.hf_device_map.values())), want=run.devices, tolerance=0)
     if run.flags["device_map"] == "dispatch":
         # What helpers such as load_checkpoint_and_dispatch do: no device_map argument is in sight, the mark is there.
         from accelerate import dispatch_model

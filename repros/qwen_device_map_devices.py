@@ -56,7 +56,7 @@ def body(run: Run) -> None:
     run.fact("hf_device_map", places)
     if mapped:  # on one GPU the map has one entry, and what is shown is not this case
         spans = len(set((places or {}).values()))
-        run.check("split", spans > 1, got=spans, want=run.devices)
+        run.check("split", got=spans, want=run.devices, tolerance=0)
     if not mapped and live is None:
         model.to(run.device)
     if run.flags["hooks"] == "removed":
