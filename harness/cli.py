@@ -18,6 +18,7 @@ VERBS = {
     "show": ("show", "one case: arms, signatures, claims, the command that reproduces each arm by hand"),
     "run": ("run", "one case, all its arms, live"),
     "matrix": ("run", "every cell of a selection; the final table says what fires, with and without each fix"),
+    "plan": ("plan", "memory of every cell, what does not fit, what runs when; also for hardware that is not here"),
     "versions": ("versions", "in which releases of a package each arm of a case fires, from measurement"),
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
     "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),
@@ -56,6 +57,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         if verb in ("run", "matrix"):
             sub.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
             sub.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
+        if verb == "plan":
+            sub.add_argument("--measured", action="store_true", help="each plan beside the recorded peak")
         if verb == "run":
             told = "for git bisect run: of the broken arm, 0 clean, 1 fires, 125 neither; 128 and more: an error"
             sub.add_argument("--bisect-exit", action="store_true", help=told)

@@ -59,6 +59,7 @@ def new(
                 "skipped": arm.skipped,
                 "stack": arm.stack,
                 "fingerprint": arm.fingerprint,
+                **({"planned": arm.memory.to_json()} if arm.memory else {}),
                 "settings": arm.settings,
                 "attempts": [],
             }

@@ -16,6 +16,7 @@ from harness.config import RunSettings
 from harness.errors import ConfigError
 from harness.hardware import Machine, Profile
 from harness.matrix import Cell, arms_of
+from harness.memory.arithmetic import MemoryPlan
 from harness.schema import Arm, Case, Strategy
 from repros.arm_settings import arm_axis, resolve
 
@@ -43,6 +44,7 @@ class ArmPlan:
     repeat: int
     skipped: str | None
     fingerprint: str
+    memory: MemoryPlan | None = None  # what it needs, where that is known (harness/memory)
 
 
 @dataclass(frozen=True)

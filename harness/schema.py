@@ -293,6 +293,9 @@ class Case(Strict):
     needs: Needs = Needs()
     launch: Launch = Launch()
     axes: Axes
+    # Whole models that every rank of the script holds at once (its model, a reference, what is compared); 0: it is
+    # drawn and compared part by part. For the memory plan.
+    copies: int = Field(default=3, ge=0)
     keeps: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
     options: dict[str, Any] = {}  # strategy options of every arm
     flags: dict[str, Flag] = {}
@@ -416,3 +419,7 @@ class Hardware(Strict):
     gpu_name: str | None = None
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     shared: bool = False  # all ranks of an attempt on one GPU
+    # Of a usual node of this kind, for `repro plan` on a machine that has none (GiB).
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    memory_gb: float | None = Field(default=None, gt=0)
+    cores: int | None = Field(default=None, ge=1)

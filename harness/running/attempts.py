@@ -76,7 +76,7 @@ class Attempts:
             deadline_s=plan.deadline,
             env=self._env(case, plan, stack),
             gpus=tuple(gpus),
-            imports=self._imports(case, plan),
+            imports=imports_of(self.catalogue, case, plan),
             cold=case.launch.cold or teardown,
             stack_cache=cache_dir() / "stack-caches" / stack.key,
             keep=self.keep,
@@ -86,13 +86,14 @@ class Attempts:
         """What the ranks get beyond what they inherit (harness/launch/inherited.py); later ones win."""
         return {**stack.environment({}), **case.launch.env, **plan.settings.get("env", {}), **case.arms[plan.arm].env}
 
-    def _imports(self, case: Case, plan: ArmPlan) -> tuple[str, ...]:
-        """What the case's script imports, and what its arm's strategy brings (deepspeed)."""
-        strategy = self.catalogue.strategies[plan.settings["strategy"]["slug"]]
-        brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
-        if "accelerate" in case.launch.imports:
-            brought.discard("deepspeed")  # a server with accelerate has it: one server for both
-        return tuple(dict.fromkeys([*case.launch.imports, *sorted(brought)]))
+
+def imports_of(catalogue: Catalogue, case: Case, plan: ArmPlan) -> tuple[str, ...]:
+    """What the case's script imports, and what its arm's strategy brings (deepspeed)."""
+    strategy = catalogue.strategies[plan.settings["strategy"]["slug"]]
+    brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
+    if "accelerate" in case.launch.imports:
+        brought.discard("deepspeed")  # a server with accelerate has it: one server for both
+    return tuple(dict.fromkeys([*case.launch.imports, *sorted(brought)]))
 
 
 def arm_of(plan: CellPlan, name: str) -> ArmPlan:

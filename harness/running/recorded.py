@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.memory.arithmetic import GIB
 from harness.plan import MEMORY_PER_RANK_GB, ArmPlan
 
 UNKNOWN_S = 10.0  # where nothing was ever measured
@@ -35,6 +36,12 @@ def recorded(documents: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], To
     return found
 
 
+def peak_rss_mb(attempts: Iterable[Mapping[str, Any]]) -> float | None:
+    """The fullest rank's peak over these attempts of an arm."""
+    ranks = [rank for attempt in attempts for rank in attempt["observation"]["ranks"]]
+    return max((float((rank.get("record") or {}).get("peak_rss_mb") or 0) for rank in ranks), default=0.0) or None
+
+
 def _memory(seen: list[Mapping[str, Any]]) -> float | None:
     sums = [
         sum(float((rank.get("record") or {}).get("peak_rss_mb") or 0) for rank in each["ranks"]) / 1024 for each in seen
@@ -46,5 +53,6 @@ def expect(known: Recorded, key: str, arm: ArmPlan) -> Took:
     """What to expect of one attempt. One that was never measured counts as long: it may be, and shall not come last."""
     took = known.get((key, arm.arm))
     seconds = took.seconds if took else max([UNKNOWN_S, *(each.seconds for each in known.values())])
-    memory = (took.memory_gb if took else None) or MEMORY_PER_RANK_GB * arm.world_size
+    planned = arm.memory.host_node / GIB if arm.memory else MEMORY_PER_RANK_GB * arm.world_size
+    memory = (took.memory_gb if took else None) or planned
     return Took(min(seconds, arm.deadline), memory)

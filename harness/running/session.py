@@ -20,6 +20,7 @@ from harness.errors import ConfigError, MeasureError
 from harness.hardware import Machine, Profile, around
 from harness.hardware.probe import Prober
 from harness.launch import open_launcher
+from harness.memory import planned as planning
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
 from harness.running.attempts import Attempts, new_run_dir
@@ -45,6 +46,8 @@ class Session:
     plans: list[CellPlan]
     unavailable: dict[str, str]  # stack -> why it is not there
     later: list[Later] = field(default_factory=list)  # what the run builds while it measures the rest
+    planned: bool = False  # the hardware is not this machine's: nothing can be launched
+    unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
 
     @property
@@ -81,18 +84,27 @@ class Session:
 
 
 def prepare(
-    texts: list[str], build_stacks: bool = True, given: Mapping[str, Stack] | None = None, overlap: bool = False
+    texts: list[str],
+    build_stacks: bool = True,
+    given: Mapping[str, Stack] | None = None,
+    overlap: bool = False,
+    plan_only: bool = False,
 ) -> Session:
     """Everything that can be wrong with what was asked is found here, before anything is launched or written.
 
     ``given``: stacks that the caller has already resolved, by the name that the selection uses for them. ``overlap``:
     what has to be built is left to the run (``Session.later``) where that has something else to measure meanwhile.
+    ``plan_only``: nothing will be launched, so that the hardware may be one that is not here.
     """
     selection = overrides.parse(texts)
     catalogue = catalogues.load(patches=selection.patches)
     settings = compose_run(selection.run)
     machine = hardware.detect()
-    profiles = hardware.settle_all(selection.hardware, catalogue.hardware, machine)
+    planned = False
+    if plan_only:
+        profiles, machine, planned = planning.settle_all(selection.hardware, catalogue.hardware, machine)
+    else:
+        profiles = hardware.settle_all(selection.hardware, catalogue.hardware, machine)
     named = matrix.enumerate_cells(catalogue, selection, matrix.variant_of(settings, selection.patches))
     placed = placing.place(catalogue, named, profiles, auto=selection.hardware == ["auto"])
     cells = placed.cells
@@ -103,6 +115,7 @@ def prepare(
     wanted = Wanted(catalogue, settings, by_name, machine, build_stacks, dict(given or {}))
     if build_stacks and profiles[0].accelerator != "cpu":
         wanted.probe = Prober(profiles[0], machine, cache_dir() / "state")
+    wanted.ask_models = plan_only or settings.scale.value == "full"
     wanted.find(cells)
     missing = {cell: wanted.missing(cell) for cell in cells}
     now = [cell for cell in cells if not (overlap and missing[cell])]
@@ -114,6 +127,7 @@ def prepare(
         kind = MeasureError if asked[0] in wanted.unusable else ConfigError
         raise kind(f"stack={asked[0]}: {wanted.unavailable[asked[0]]}")
     prepared = Session(catalogue, settings, profiles, machine, wanted.stacks, plans, wanted.unavailable)
+    prepared.planned, prepared.unplanned = planned, wanted.unplanned
     prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]

@@ -174,12 +174,17 @@ def simulate(runs: Sequence[Run], changes: Iterable[Change] = (), limit: float =
         now = min(moments)
 
 
-def makespan(tasks: Sequence[Task], capacity: Capacity, order: str = "longest") -> float:
-    """Seconds that these tasks would take if each took the time it is expected to. Raises ValueError for a task that
-    needs more devices than there are."""
+def forecast(tasks: Sequence[Task], capacity: Capacity, order: str = "longest") -> list[Ended]:
+    """When each of these tasks would run, and on which cards, if it took the time it is expected to; by their starts.
+    Raises ValueError for a task that needs more devices than there are."""
     wide = [task for task in tasks if task.gpus > capacity.gpus]
     if wide:
         raise ValueError(f"{wide[0]} needs more than there is: {capacity}")
     run = Run("forecast", Machine([f"card{index}" for index in range(capacity.gpus)]), capacity, order)
     run.board.add(tasks)
-    return max((each.ended for each in simulate([run])), default=0.0)
+    return sorted(simulate([run]), key=lambda each: (each.began, each.ended))
+
+
+def makespan(tasks: Sequence[Task], capacity: Capacity, order: str = "longest") -> float:
+    """Seconds until the last of them has ended."""
+    return max((each.ended for each in forecast(tasks, capacity, order)), default=0.0)

@@ -10,7 +10,9 @@ from harness import matrix, provenance
 from harness.catalogue import Catalogue
 from harness.config import RunSettings
 from harness.hardware import Machine, Profile
+from harness.memory.look import lay_over
 from harness.plan import CellPlan, Planner
+from harness.running.hub import with_weights
 from harness.stacks import Stack, StackError, check, extensions, resolve
 from harness.stacks import stacks as known_stacks
 
@@ -29,6 +31,8 @@ class Wanted:
     probe: Callable[[Stack], tuple[dict[str, Any], str | None]] | None = None  # on GPUs: what torch makes of them
     unusable: set[str] = field(default_factory=set)  # of the unavailable: those whose torch cannot use the cards
     unbuilt: set[str] = field(default_factory=set)
+    ask_models: bool = False  # whether stacks are asked what their models need, where that is not known yet
+    unplanned: list[str] = field(default_factory=list)  # what stacks did not say
 
     def find(self, cells: Iterable[matrix.Cell]) -> None:
         """Take up the stacks that are there. Raises StackError for one that no name or file stands for."""
@@ -71,7 +75,13 @@ class Wanted:
                 usable[name] = _prepared(usable[name])
         code = provenance.code_hashes(self.catalogue)
         found: Mapping[str, Stack | str] = {**usable, **self.unavailable}
-        return Planner(self.catalogue, self.settings, self.profiles, self.machine, found, code).plan(cells)
+        plans = Planner(self.catalogue, self.settings, self.profiles, self.machine, found, code).plan(cells)
+        if self.build and self.settings.weights.value == "hub":
+            plans = with_weights(plans, self.stacks)
+        cold = self.settings.launcher.value == "torchrun"
+        plans, problems = lay_over(plans, self.catalogue, usable, self.machine, self.ask_models, cold)
+        self.unplanned += problems
+        return plans
 
     def _resolve(self, name: str) -> None:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from kit.run import Run
+from kit.weights import Weights, parameters_on_meta
 
 import torch
 
@@ -49,31 +50,38 @@ def build(
     run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None, published: bool = False, **overrides: Any
 ) -> torch.nn.Module:
     """A causal language model on the CPU, the same on every rank: seeded random weights, or the hub's."""
+    if run.model["weights"] == "hub":
+        from transformers import AutoModelForCausalLM
+
+        auto: Any = AutoModelForCausalLM
+        return auto.from_pretrained(run.model["hub"], trust_remote_code=bool(run.model.get("remote_code"))).to(dtype)
+    model, weights = drawable(run, dtype, seed, published, **overrides)
+    return weights.fill(model)
+
+
+def drawable(
+    run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None, published: bool = False, **overrides: Any
+) -> tuple[torch.nn.Module, Weights]:
+    """The model that ``build`` gives, with its parameters on meta, and what fills them."""
+    torch.manual_seed(run.seed if seed is None else seed)  # for whatever a script draws next: alike on every rank
+    with parameters_on_meta():
+        model = _put_together(run, dtype, published, **overrides)
+    std = getattr(model.config, "initializer_range", 0.02)
+    return model, Weights(model, run.seed if seed is None else seed, std)
+
+
+def on_meta(run: Run, dtype: torch.dtype = torch.float32, **overrides: Any) -> torch.nn.Module:
+    """The model with nothing in memory, for questions about its shape alone."""
+    with torch.device("meta"):
+        return _put_together(run, dtype, False, **overrides)
+
+
+def _put_together(run: Run, dtype: torch.dtype, published: bool, **overrides: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     trust = bool(run.model.get("remote_code"))
-    auto: Any = AutoModelForCausalLM
-    if run.model["weights"] == "hub":
-        return auto.from_pretrained(run.model["hub"], trust_remote_code=trust).to(dtype)
     config = config_of(run, published, **overrides)
-    torch.manual_seed(run.seed if seed is None else seed)
-    with drawn_once():
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust).to(dtype)
-
-
-@contextmanager
-def drawn_once() -> Iterator[None]:
-    """transformers draws all weights itself once a model is put together: the values that torch's layers draw for
-    themselves before that (a third of the time of building one) are thrown away."""
-    kinds: list[Any] = [torch.nn.Linear, torch.nn.Embedding]
-    own = [kind.reset_parameters for kind in kinds]
-    for kind in kinds:
-        kind.reset_parameters = lambda self: None
-    try:
-        yield
-    finally:
-        for kind, reset in zip(kinds, own):
-            kind.reset_parameters = reset
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust).to(dtype)
 
 
 def batch(run: Run, rank: int, step: int = 0, size: int = 2, length: int = 16) -> dict[str, torch.Tensor]:

@@ -195,7 +195,7 @@ def _environment(settings: dict[str, Any]) -> None:
             sys.stderr.write(f"note: set in this shell, and not when the harness runs it: {', '.join(set_here)}\n")
         # By hand: modules of remote code that one release of transformers has copied are not good for another.
         os.environ.setdefault("HF_MODULES_CACHE", f"{tempfile.gettempdir()}/repro-hf-modules-{os.getpid()}")
-    if settings["model"].get("weights") != "hub":
+    if settings["model"].get("weights") != "hub" or settings.get("record_dir"):  # the harness has downloaded them
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -26,6 +26,15 @@ def add_lora(run: Run, model: torch.nn.Module) -> torch.nn.Module:
     return get_peft_model(model, lora)
 
 
+def checkpoint(model: Any) -> None:
+    """Gradient checkpointing, as today's releases advise; a model with the old hook has only its own way."""
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except (TypeError, ValueError):
+        model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()  # for the reentrant ones: with LoRA nothing that enters a layer needs gradients
+
+
 def remove_hook(model: torch.nn.Module) -> None:
     """What the warning asks for: no ``_set_gradient_checkpointing`` in the modeling file. PreTrainedModel's is left."""
     for kind in type(model).__mro__:

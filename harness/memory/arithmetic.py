@@ -1,0 +1,248 @@
+"""A model's facts and a strategy -> what each rank needs, phase by phase, on its device and on the host. Pure.
+
+A phase is a moment of an attempt; its parts are what is in memory then. ``each`` is on every rank, ``once`` on one rank
+of the node only (the reference). Bytes throughout. What each part is:
+
+base         the interpreter, torch and the other packages (measured in the stack); on a GPU, its context
+weights      the parameters a rank holds: all of them, or its shard
+gradients    of the trainable ones, all or its shard
+optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps its own float32 copy of its shard)
+buckets      what reductions are gathered in: DDP's are as large as the gradients
+units        what is whole for a moment: the layers at work under FSDP and ZeRO-3, one parameter when it is compared
+activations  what the backward needs, and the largest temporary beside it
+copies       further whole models that a case's script keeps (its own reference, what it compares)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MIB, GIB = 2**20, 2**30
+# Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
+CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
+# Beyond the base as it is measured (one rank): connections between ranks, the wrapper's own code at its first use.
+CONNECTIONS = {"zero2": 55 * MIB, "zero3": 55 * MIB}
+CONNECTED = 30 * MIB
+
+Parts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What harness/worker/model_facts.py says of a model: numbers of elements, but ``buffers`` and activations: bytes.
+
+    ``activations``: sequences -> bytes, for two sizes at least; between and beyond them it is linear.
+    """
+
+    parameters: int
+    trainable: int
+    bytes: int  # of one element
+    buffers: int
+    tied: bool
+    layers: int
+    layer: int  # of the largest layer
+    root: int  # outside the layers
+    largest: int  # parameter
+    split: int  # what tensor parallelism spreads over the ranks
+    activations: Mapping[int, int]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Facts:
+        sizes = {int(size): int(found["peak"]) for size, found in data["activations"].items()}
+        return cls(**{**data, "activations": sizes})
+
+    def activation_bytes(self, sequences: int) -> int:
+        (low, at_low), (high, at_high) = sorted(self.activations.items())[:2]
+        slope = (at_high - at_low) / (high - low)
+        return max(0, round(at_low + slope * (sequences - low)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is run. ``copies``: whole models beyond it that the script keeps on the host."""
+
+    strategy: str
+    ranks: int
+    place: Literal["cpu", "cuda"] = "cpu"
+    sequences: int = 2  # in one rank's batch
+    sharding: str = "FULL_SHARD"
+    base: int = 300 * MIB
+    copies: int = 0
+    reference: Literal["device", "host", "layers", "none"] = "host"
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    each: Parts
+    once: Parts
+
+    def rank(self) -> int:
+        """The fullest rank's bytes."""
+        return sum(self.each.values()) + sum(self.once.values())
+
+    def node(self, ranks: int) -> int:
+        return ranks * sum(self.each.values()) + sum(self.once.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    ranks: int
+    host: tuple[Phase, ...]
+    device: tuple[Phase, ...]  # empty on a CPU
+
+    @property
+    def host_rank(self) -> int:
+        return max(phase.rank() for phase in self.host)
+
+    @property
+    def host_node(self) -> int:
+        return max(phase.node(self.ranks) for phase in self.host)
+
+    @property
+    def device_rank(self) -> int:
+        return max((phase.rank() for phase in self.device), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """MiB, for documents and tables: the peaks, and the parts of the fullest moment."""
+        out: dict[str, Any] = {
+            "host_rank_mb": _mb(self.host_rank),
+            "host_node_mb": _mb(self.host_node),
+            "host": _described(self.host),
+        }
+        if self.device:
+            out |= {"device_rank_mb": _mb(self.device_rank), "device": _described(self.device)}
+        return out
+
+
+def _mb(size: int) -> float:
+    return round(size / MIB, 1)
+
+
+def _described(phases: Iterable[Phase]) -> dict[str, Any]:
+    full = max(phases, key=Phase.rank)
+    return {"phase": full.name, "parts_mb": {name: _mb(size) for name, size in parts(full).items()}}
+
+
+def parts(phase: Phase) -> dict[str, int]:
+    """A phase's parts on its fullest rank, largest first."""
+    found = {**phase.each, **{f"reference's {name}": size for name, size in phase.once.items()}}
+    return dict(sorted(((k, v) for k, v in found.items() if v), key=lambda item: -item[1]))
+
+
+def plan(facts: Facts, layout: Layout) -> MemoryPlan:
+    """What one attempt of a training needs."""
+    held = weights_held(facts, layout)
+    steady = {"weights": held, "optimizer": optimizer_state(facts, layout), "buffers": facts.buffers}
+    drawing = {**steady, "units": drawn_at_once(facts, layout)}
+    training = {
+        **steady,
+        "gradients": gradients_held(facts, layout),
+        "buckets": buckets(facts, layout),
+        "units": whole_at_once(facts, layout),
+        "activations": facts.activation_bytes(layout.sequences),
+    }
+    comparing = {**steady, "buckets": buckets(facts, layout), "units": 4 * 4 * facts.largest}
+    # A second model is put together and loaded beside the first.
+    twice = 2 if layout.strategy in ("ddp", "zero2") else 1
+    loading = {name: 2 * size for name, size in steady.items()} | {
+        "buckets": twice * buckets(facts, layout),
+        "units": max(drawn_at_once(facts, layout), 2 * facts.bytes * facts.largest)
+        + (facts.bytes * facts.parameters if twice == 2 else 0),
+    }
+    work = [("drawing", drawing), ("training", training), ("comparing", comparing), ("loading", loading)]
+    reference, extra = reference_parts(facts, layout), {"copies": layout.copies * facts.bytes * facts.parameters}
+    here = CONNECTIONS.get(layout.strategy, CONNECTED)
+    if layout.place == "cpu":
+        base = {"base": layout.base + here, **extra}
+        host = [Phase("reference", base, reference)] + [Phase(name, {**base, **found}, {}) for name, found in work]
+        return MemoryPlan(layout.ranks, tuple(host), ())
+    host_base = {"base": layout.base + here + CUDA_HOST, **extra}
+    on_device = layout.reference == "device"
+    host_phases = (
+        Phase("reference", host_base, {} if on_device else reference),
+        Phase("comparing", {**host_base, "units": 3 * 4 * facts.largest}, {}),
+    )
+    device = [Phase("reference", {"base": CONTEXT}, reference if on_device else {})]
+    device += [Phase(name, {"base": CONTEXT, **found}, {}) for name, found in work]
+    return MemoryPlan(layout.ranks, host_phases, tuple(device))
+
+
+def share(layout: Layout) -> int:
+    """Over how many ranks the weights are spread."""
+    if layout.strategy in ("fsdp2", "zero3"):
+        return layout.ranks
+    if layout.strategy == "fsdp" and layout.sharding != "NO_SHARD":
+        return max(1, layout.ranks // 2) if layout.sharding.startswith("HYBRID") else layout.ranks
+    return 1
+
+
+def _divided(numel: int, by: int) -> int:
+    return -(-numel // by)
+
+
+def weights_held(facts: Facts, layout: Layout) -> int:
+    if layout.strategy == "tp":
+        return facts.bytes * (_divided(facts.split, layout.ranks) + facts.parameters - facts.split)
+    return facts.bytes * _divided(facts.parameters, share(layout))
+
+
+def gradients_held(facts: Facts, layout: Layout) -> int:
+    size = facts.bytes * facts.trainable
+    if layout.strategy == "tp":
+        return round(size * weights_held(facts, layout) / (facts.bytes * facts.parameters))
+    if layout.strategy == "zero2":  # its part, and those that wait for their reduction
+        return _divided(size, layout.ranks) + facts.bytes * min(facts.largest, facts.trainable)
+    return _divided(size, share(layout))
+
+
+def optimizer_state(facts: Facts, layout: Layout) -> int:
+    """DeepSpeed keeps a float32 copy of its part of what is trained, whatever the weights are."""
+    return 4 * _divided(facts.trainable, layout.ranks) if layout.strategy in ("zero2", "zero3") else 0
+
+
+def buckets(facts: Facts, layout: Layout) -> int:
+    return facts.bytes * facts.trainable if layout.strategy == "ddp" and layout.ranks > 1 else 0
+
+
+def whole_at_once(facts: Facts, layout: Layout) -> int:
+    """FSDP: the root unit stays whole from its forward to the end of the backward, and has its gradient; so have the
+    layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter."""
+    if share(layout) == 1:
+        return 0
+    trained = facts.trainable / facts.parameters
+    if layout.strategy == "zero3":
+        return facts.bytes * round(facts.largest * (1 + trained))
+    return facts.bytes * round(facts.root * (1 + trained) + facts.layer * (2 + trained))
+
+
+def drawn_at_once(facts: Facts, layout: Layout) -> int:
+    """What is whole, beside the shards, while a rank draws its weights."""
+    if layout.strategy == "tp":
+        return facts.bytes * facts.largest
+    if share(layout) == 1:  # DeepSpeed flattens a copy
+        return facts.bytes * facts.parameters if layout.strategy == "zero2" else 0
+    return facts.bytes * max(facts.layer, facts.root)
+
+
+def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
+    """The single process that the others are compared with: everything whole, on all ranks' batches.
+
+    ``layers``: one layer at a time, the rest on disk.
+    """
+    if layout.reference == "none":
+        return {}
+    sequences = layout.sequences * (1 if layout.strategy == "tp" else layout.ranks)
+    activations = facts.activation_bytes(sequences)
+    if layout.reference == "layers":
+        unit = facts.bytes * max(facts.root, facts.layer)
+        own = min(unit, facts.bytes * facts.trainable)
+        return {"layer": unit, "gradients": own, "activations": _divided(activations, max(1, facts.layers))}
+    return {
+        "weights": facts.bytes * facts.parameters,
+        "gradients": facts.bytes * facts.trainable,
+        "activations": activations,
+        "buffers": facts.buffers,
+    }

@@ -1,0 +1,47 @@
+"""Finds out what a plan's models need, and lays it over the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.catalogue import Catalogue
+from harness.hardware import Machine
+from harness.memory.arithmetic import Facts
+from harness.memory.facts import Known, question
+from harness.memory.fit import fitted
+from harness.plan import ArmPlan, CellPlan
+from harness.running.attempts import imports_of
+from harness.stacks import Stack
+
+
+def lay_over(
+    plans: list[CellPlan],
+    catalogue: Catalogue,
+    stacks: Mapping[str, Stack],
+    machine: Machine,
+    ask: bool,
+    cold: bool = False,
+) -> tuple[list[CellPlan], list[str]]:
+    """The plans with their memory, and what could not be found out. ``ask``: the stacks, for what is not known yet
+    (seconds, once); otherwise only what is. ``cold``: everything is launched from cold."""
+    known = {name: Known(stack) for name, stack in stacks.items()}
+    arms = [(plan, arm) for plan in plans for arm in plan.arms if not arm.skipped and arm.stack in known]
+    problems = []
+    for name in dict.fromkeys(arm.stack for _, arm in arms) if ask else ():
+        own = [(plan, arm) for plan, arm in arms if arm.stack == name]
+        imports = [imports_of(catalogue, catalogue.cases[plan.cell.case], arm) for plan, arm in own]
+        problem = known[name].ask([question(arm.settings) for _, arm in own], imports)
+        problems += [problem] if problem else []
+
+    def look(case: str, arm: ArmPlan) -> tuple[Facts, float] | None:
+        launch = catalogue.cases[case].launch
+        start = "cold" if cold or launch.cold or launch.teardown else "warm"
+        facts = known[arm.stack].model(question(arm.settings)) if arm.stack in known else None
+        base = known[arm.stack].base_mb(imports_of(catalogue, catalogue.cases[case], arm), start) if facts else None
+        return (facts, base) if facts and base else None
+
+    found = [
+        fitted(plan, catalogue, plan.profile, machine, lambda arm, case=plan.cell.case: look(case, arm))  # type: ignore[misc]
+        for plan in plans
+    ]
+    return found, problems

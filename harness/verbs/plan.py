@@ -1,0 +1,130 @@
+"""`repro plan`: what each cell needs in memory, what does not fit, and what would run when; nothing is launched.
+
+Also for hardware that this machine does not have. With ``--measured`` each plan stands beside the recorded peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from harness.memory.arithmetic import GIB, MemoryPlan, Phase
+from harness.memory.fit import words
+from harness.plan import ArmPlan
+from harness.report import print_json, print_table
+from harness.running import recorded, schedule, session
+from harness.running.simulate import Ended, forecast
+from harness.store import Store
+
+LEAST_S = 30.0  # assumed of a full-size attempt that was never measured, beside what its weights take to be drawn
+DRAWN_PER_S = 60e6  # elements: random weights, on one core
+
+
+def main(args: argparse.Namespace) -> int:
+    prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
+    known = session.history(Store(session.results_folder(prepared.settings)), {p.cell.case for p in prepared.plans})
+    took = recorded.recorded(document for found in known.values() for document in found)
+    rows, tasks = [], []
+    for number, plan in enumerate(prepared.plans):
+        for arm in plan.arms:
+            key = plan.cell.key
+            rows.append(_row(plan.cell, arm, _measured(known.get(key, []), arm)))
+            if not arm.skipped:
+                wanted = recorded.expect(took, key, arm)
+                seconds = wanted.seconds if (key, arm.arm) in took else _assumed(arm)
+                tasks += [
+                    schedule.Task(number, arm.arm, index, seconds, arm.gpus, wanted.memory_gb or 0.0)
+                    for index in range(arm.repeat)
+                ]
+    capacity = schedule.Capacity(
+        prepared.machine.cores, len(prepared.profile.gpus), prepared.machine.memory_gb, prepared.settings.jobs
+    )
+    slots = forecast(tasks, capacity, prepared.settings.order.value)
+    total = max((slot.ended for slot in slots), default=0.0)
+    if args.json:
+        shown = [{**_named(prepared.plans[slot.task.cell].cell, slot), "seconds": slot.task.seconds} for slot in slots]
+        print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": rows,
+                    "timeline": shown, "makespan_s": round(total, 1)})  # fmt: skip
+    else:
+        _print(prepared, rows, slots, total, args.measured)
+    for note in prepared.unplanned:
+        print(f"repro: {note}", file=sys.stderr)
+    return 0
+
+
+def _assumed(arm: ArmPlan) -> float:
+    """Seconds of an attempt that nobody has measured: by how much memory it fills; at most its deadline."""
+    elements = arm.memory.host_node / 4 if arm.memory else 0
+    return min(arm.deadline, LEAST_S + elements / DRAWN_PER_S)
+
+
+def _measured(documents: list[dict[str, Any]], arm: ArmPlan) -> float | None:
+    """The largest recorded peak of a rank (MiB) on the host, of the latest document of this stack."""
+    own = [d for d in documents if d["stack"]["name"] == arm.stack and d["arms"].get(arm.arm, {}).get("attempts")]
+    if not own:
+        return None
+    latest = max(own, key=lambda document: document["provenance"].get("started") or 0)
+    return recorded.peak_rss_mb(latest["arms"][arm.arm]["attempts"])
+
+
+def _row(cell: Any, arm: ArmPlan, measured: float | None) -> dict[str, Any]:
+    return {
+        "case": cell.case, "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "arm": arm.arm,
+        "ranks": arm.world_size, "planned": arm.memory.to_json() if arm.memory else None,
+        "reference": arm.settings.get("reference"), "measured_mb": measured, "skipped": arm.skipped,
+    }  # fmt: skip
+
+
+def _named(cell: Any, slot: Ended) -> dict[str, Any]:
+    return {
+        "cell": cell.key, "arm": slot.task.arm, "index": slot.task.index, "start_s": round(slot.began, 1),
+        "end_s": round(slot.ended, 1), "devices": list(slot.cards),
+    }  # fmt: skip
+
+
+def _print(
+    prepared: session.Session, rows: list[dict[str, Any]], slots: list[Ended], total: float, beside: bool
+) -> None:
+    machine = prepared.machine
+    gpus = f"{len(prepared.profile.gpus)} x {prepared.profile.gpus[0].name}, " if prepared.profile.gpus else ""
+    only = " (planned only: not this machine)" if prepared.planned else ""
+    print(f"hardware {prepared.profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
+    plans = {(plan.cell.key, arm.arm): arm for plan in prepared.plans for arm in plan.arms}
+    table = []
+    for row, arm in zip(rows, (arm for plan in prepared.plans for arm in plan.arms)):
+        found = arm.memory
+        cells = [row["case"], row["model"], row["strategy"], row["arm"], str(row["ranks"]), *_sizes(found)]
+        if beside:
+            measured = row["measured_mb"]
+            off = f" ({found.host_rank / 2**20 / measured - 1:+.0%})" if measured and found else ""
+            cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
+        table.append([*cells, row["skipped"] or _fullest(found)])
+    heads = ["case", "model", "strategy", "arm", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
+    print_table("", [*heads, *(["measured"] if beside else []), "fullest moment, or why it is skipped"], table)
+    assert plans
+    print_table(
+        "when (seconds; recorded durations, else assumed ones)",
+        ["start", "end", "devices", "cell", "arm"],
+        [
+            [f"{s.began:.0f}", f"{s.ended:.0f}", ",".join(s.cards) or "cpu", prepared.plans[s.task.cell].cell.key,
+             s.task.arm]
+            for s in slots
+        ],
+    )  # fmt: skip
+    skipped = sum(bool(row["skipped"]) for row in rows)
+    print(f"{len(slots)} attempts in {total:.0f} s ({total / 60:.1f} min); {skipped} of {len(rows)} arms skipped")
+
+
+def _sizes(found: MemoryPlan | None) -> list[str]:
+    if found is None:
+        return ["?", "?", "?"]
+    device = f"{found.device_rank / GIB:.2f}" if found.device else "-"
+    return [device, f"{found.host_rank / GIB:.2f}", f"{found.host_node / GIB:.2f}"]
+
+
+def _fullest(found: MemoryPlan | None) -> str:
+    if found is None:
+        return "not known: the model could not be built on meta tensors in this stack"
+    full: Phase = max(found.device or found.host, key=Phase.rank)
+    return f"{full.name}: {words(full)}"

@@ -1,0 +1,270 @@
+"""The memory plan: arithmetic by its laws, model facts against published parameter counts, skips with numbers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import catalogue, matrix, overrides
+from harness.config import RunSettings, Scale
+from harness.errors import ConfigError
+from harness.hardware import Gpu, Machine, Profile
+from harness.memory import planned
+from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, parts, plan, weights_held
+from harness.memory.fit import fitted, too_much
+from harness.placing import place
+from harness.plan import CellPlan, Planner
+from harness.running.recorded import MEMORY_PER_RANK_GB, expect
+from harness.running.schedule import Capacity, Task
+from harness.running.simulate import forecast, makespan
+from harness.stacks import Stack
+
+CATALOGUE = catalogue.load()
+# A script that keeps no whole model on its ranks.
+BY_PARTS = replace(
+    CATALOGUE,
+    cases={**CATALOGUE.cases, "train-step": CATALOGUE.cases["train-step"].model_copy(update={"copies": 0})},
+)
+STRATEGIES = ("ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp")
+SHARDED = ("fsdp", "fsdp2", "zero3")
+LAPTOP = Machine((), None, "cpu", 4, 16.0, "linux")
+CPU = Profile("cpu", "cpu", "gloo", ())
+
+
+def facts(layers: int, layer: int, root: int, size: int = 2, trainable: float = 1.0) -> Facts:
+    total = layers * layer + root
+    return Facts(
+        parameters=total, trainable=round(total * trainable), bytes=size, buffers=1000, tied=False, layers=layers,
+        layer=layer, root=root, largest=max(root // 2, layer // 4), split=total - total // 50,
+        activations={2: 10 * layer, 4: 19 * layer},
+    )  # fmt: skip
+
+
+# As of Qwen-14B: 40 layers of 315 M, embedding and head 1557 M.
+QWEN_14B = facts(40, 315_253_760, 1_557_140_480)
+models = st.builds(
+    facts,
+    layers=st.integers(1, 80),
+    layer=st.integers(1000, 10**9),
+    root=st.integers(1000, 3 * 10**9),
+    size=st.sampled_from([2, 4]),
+    trainable=st.sampled_from([1.0, 0.01]),
+)
+places = st.sampled_from(["cpu", "cuda"])
+
+
+def peak(found: MemoryPlan) -> int:
+    return found.device_rank or found.host_rank
+
+
+@given(models, st.sampled_from(STRATEGIES), places, st.integers(1, 15))
+def test_more_ranks_never_need_more_each_while_training(model: Facts, strategy: str, place: Any, ranks: int) -> None:
+    def training(n: int) -> int:
+        found = plan(model, Layout(strategy, n, place, reference="none"))
+        return sum(next(phase for phase in found.device or found.host if phase.name == "training").each.values())
+
+    # DDP's buckets and FSDP's whole units come with the second rank; rounding up costs a few elements.
+    if ranks > 1:
+        assert training(ranks + 1) <= training(ranks) + 64
+
+
+@given(models, st.sampled_from(SHARDED), st.integers(1, 16))
+def test_sharded_weights_are_one_nth_and_ddp_has_all_of_them(model: Facts, strategy: str, ranks: int) -> None:
+    whole = model.bytes * model.parameters
+    assert 0 <= weights_held(model, Layout(strategy, ranks)) * ranks - whole < model.bytes * ranks
+    assert weights_held(model, Layout("ddp", ranks)) == weights_held(model, Layout("zero2", ranks)) == whole
+    tensor_parallel = weights_held(model, Layout("tp", ranks))
+    assert whole // ranks <= tensor_parallel <= whole
+
+
+@given(models, st.sampled_from(STRATEGIES), places, st.integers(1, 16), st.integers(0, 4))
+def test_a_peak_is_the_sum_of_its_parts(model: Facts, strategy: str, place: Any, ranks: int, copies: int) -> None:
+    found = plan(model, Layout(strategy, ranks, place, copies=copies, reference="none" if copies else "host"))
+    for phase in (*found.host, *found.device):
+        assert sum(parts(phase).values()) == phase.rank() >= 0
+        assert phase.node(ranks) <= ranks * phase.rank()
+    assert found.host_rank == max(phase.rank() for phase in found.host)
+    assert found.host_node >= found.host_rank
+    told = found.to_json()
+    assert abs(sum(told["host"]["parts_mb"].values()) - told["host_rank_mb"]) < 1
+
+
+@given(models, st.sampled_from(STRATEGIES), places, st.integers(2, 16))
+def test_a_reference_layer_by_layer_needs_less_and_none_is_on_every_rank(
+    model: Facts, strategy: str, place: Any, ranks: int
+) -> None:
+    whole, layered = (plan(model, Layout(strategy, ranks, place, reference=where)) for where in ("host", "layers"))
+    assert layered.host_node <= whole.host_node
+    reference = next(phase for phase in whole.host if phase.name == "reference")
+    assert reference.node(ranks) - reference.rank() == (ranks - 1) * sum(reference.each.values()), "one a node"
+
+
+@given(models, st.integers(2, 64))
+def test_activations_are_linear_in_the_sequences(model: Facts, sequences: int) -> None:
+    step = model.activation_bytes(4) - model.activation_bytes(3)
+    assert abs(model.activation_bytes(sequences) - model.activation_bytes(2) - step * (sequences - 2)) <= sequences
+
+
+# --- what the stack says of the real models ---------------------------------------------------------------------------
+
+PUBLISHED = {
+    "qwen1.5-0.5b": 463_987_712,
+    "qwen1.5-1.8b": 1_836_828_672,
+    "llama-2-7b": 6_738_415_616,
+    "qwen-7b": 7_721_324_544,
+    "qwen-14b": 14_167_290_880,
+}
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The worker's own functions, with remote code copied to a folder of the test's own."""
+    pytest.importorskip("transformers")
+    import transformers.dynamic_module_utils as dynamic
+
+    root = Path(__file__).resolve().parents[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.syspath_prepend(str(root / "harness" / "worker"))
+        patch.syspath_prepend(str(root / "repros"))
+        import model_facts
+
+        yield model_facts
+        sys.modules.pop("model_facts", None)
+
+
+def asked(name: str, scale: str = "full", **changes: Any) -> dict[str, Any]:
+    from repros.arm_settings import model_settings
+
+    model = model_settings(CATALOGUE.raw["model"][name], scale, "random")
+    return {
+        "model": model, "dtype": "bfloat16", "lora": False, "checkpointing": False, "sizes": [2, 4], "length": 16,
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_real_models_have_the_published_number_of_parameters(name: str, asking: Any) -> None:
+    found = asking.facts(asked(name, sizes=[2, 4] if name == "qwen1.5-0.5b" else []))
+    assert found["parameters"] == found["trainable"] == PUBLISHED[name]
+    config = CATALOGUE.raw["model"][name]["config"]
+    assert found["layers"] == config["num_hidden_layers"]
+    assert found["layers"] * found["layer"] + found["root"] == PUBLISHED[name]
+    assert found["tied"] == config["tie_word_embeddings"]
+    assert found["largest"] == config["vocab_size"] * config["hidden_size"]
+    assert 0.99 * PUBLISHED[name] < found["split"] < PUBLISHED[name]
+    if found["activations"]:
+        assert Facts.from_json(found).activation_bytes(2) > 0
+
+
+def test_checkpointing_saves_activations_and_lora_trains_a_little(asking: Any) -> None:
+    plain = asking.facts(asked("llama-2-7b", "tiny", dtype="float32"))
+    saving = asking.facts(asked("llama-2-7b", "tiny", dtype="float32", checkpointing=True))
+    assert saving["activations"]["4"]["saved"] < plain["activations"]["4"]["saved"]
+    pytest.importorskip("peft")
+    small = asking.facts(asked("llama-2-7b", "tiny", dtype="float32", lora=True))
+    assert 0 < small["trainable"] < small["parameters"] / 20
+
+
+# --- laid over a plan -------------------------------------------------------------------------------------------------
+
+
+STACK = Stack("current", sys.executable, {"torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"})
+
+
+def cell(strategy: str, profile: Profile, machine: Machine) -> CellPlan:
+    cells = matrix.enumerate_cells(
+        CATALOGUE,
+        overrides.parse(["case=train-step", "model=qwen-14b", f"strategy={strategy}"]),
+    )
+    settings = RunSettings(scale=Scale.full)
+    placed = place(CATALOGUE, cells, [profile], auto=False).cells
+    made = Planner(CATALOGUE, settings, {profile.name: profile}, machine, {"current": STACK}, {}).plan(placed)[0]
+    return fitted(made, BY_PARTS, profile, machine, lambda arm: (QWEN_14B, 350.0))
+
+
+def test_full_size_on_a_laptop_is_a_skip_with_the_numbers() -> None:
+    found = cell("fsdp", CPU, LAPTOP)
+    assert found.skipped and found.arms[0].memory
+    assert "GiB on the host for 2 ranks" in found.skipped and "this machine has 16" in found.skipped
+    assert "weights 13.2" in found.skipped and "gradients 13.2" in found.skipped
+
+
+def test_what_fits_is_not_skipped_and_is_packed_by_its_plan() -> None:
+    found = cell("fsdp", CPU, replace(LAPTOP, memory_gb=1000.0)).arms[0]
+    assert found.skipped is None and found.settings["reference"] == "host"
+    assert expect({}, "", found).memory_gb == pytest.approx(found.memory.host_node / GIB)  # type: ignore[union-attr]
+    assert expect({}, "", replace(found, memory=None)).memory_gb == MEMORY_PER_RANK_GB * 2
+
+
+def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
+    return tuple(Gpu(index, f"A100-{gib}GB", f"GPU-{index}", gib * 1024) for index in range(count))
+
+
+def test_a_device_that_is_too_small_is_named_with_what_fills_it() -> None:
+    large = Machine(gpus(8, 40), None, "cpu", 96, 1000.0, "linux")
+    found = cell("ddp", Profile("gpu8", "cuda", "nccl", gpus(8, 40)), large)
+    assert found.skipped and "GiB a rank on the device (" in found.skipped and "A100-40GB has 40" in found.skipped
+    assert "weights" in found.skipped and "buckets" in found.skipped
+
+
+def test_the_reference_goes_where_it_fits() -> None:
+    machine = Machine(gpus(8, 80), None, "cpu", 96, 1000.0, "linux")
+    profile = Profile("gpu8", "cuda", "nccl", gpus(8, 80))
+    assert cell("fsdp", profile, machine).arms[0].settings["reference"] == "device"
+    small = replace(profile, gpus=gpus(8, 48))
+    assert cell("fsdp", small, machine).arms[0].settings["reference"] == "host"
+    assert cell("fsdp", small, replace(machine, memory_gb=32.0)).arms[0].settings["reference"] == "layers"
+
+
+def test_a_model_that_nobody_knows_is_neither_planned_nor_skipped() -> None:
+    made = cell("fsdp", CPU, LAPTOP)
+    bare = replace(made, arms=tuple(replace(arm, memory=None, skipped=None) for arm in made.arms))
+    assert fitted(bare, CATALOGUE, CPU, LAPTOP, lambda arm: None) == bare
+
+
+def test_hardware_that_is_not_here_can_be_planned_for_but_not_mistaken() -> None:
+    profile, machine, only = planned.settle("a100x8", CATALOGUE.hardware, LAPTOP)
+    assert only and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024 and machine.memory_gb == 1000
+    assert planned.settle("cpu", CATALOGUE.hardware, LAPTOP) == (CPU, LAPTOP, False)
+    with pytest.raises(ConfigError, match="did you mean"):
+        planned.settle("a100x", CATALOGUE.hardware, LAPTOP)
+
+
+tasks = st.lists(
+    st.builds(
+        Task,
+        cell=st.integers(0, 9),
+        arm=st.just("a"),
+        index=st.integers(0, 3),
+        seconds=st.floats(0.1, 100),
+        gpus=st.integers(1, 8),
+        memory_gb=st.floats(0.1, 30),
+    ),
+    max_size=25,
+)
+
+
+@given(tasks)
+def test_the_timeline_never_lends_a_device_twice(waiting: list[Task]) -> None:
+    capacity = Capacity(8, 8, 64.0)
+    slots = forecast(waiting, capacity)
+    assert len(slots) == len(waiting)
+    assert max((slot.ended for slot in slots), default=0.0) == pytest.approx(makespan(waiting, capacity))
+    for one in slots:
+        assert len(one.cards) == one.task.gpus
+        beside = [s for s in slots if s is not one and s.began < one.ended and one.began < s.ended]
+        assert not [s for s in beside if set(s.cards) & set(one.cards)]
+
+
+def test_units_are_named_in_words() -> None:
+    found = plan(QWEN_14B, Layout("fsdp", 8, "cuda", base=300 * MIB))
+    assert too_much(found, Profile("gpu8", "cuda", "nccl", gpus(8, 80)), replace(LAPTOP, memory_gb=500)) is None
+    assert json.dumps(found.to_json())

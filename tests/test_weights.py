@@ -1,0 +1,61 @@
+"""Weights drawn one parameter at a time: the same whoever draws them, and never a whole model at once."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness import catalogue
+from harness.paths import REPROS
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+if str(REPROS) not in sys.path:
+    sys.path.insert(0, str(REPROS))
+
+from repros.arm_settings import model_settings  # noqa: E402
+
+CATALOGUE = catalogue.load()
+
+
+def run_of(name: str) -> Any:
+    """As much of a Run as building and wrapping a model needs."""
+    model = model_settings(CATALOGUE.raw["model"][name], "tiny", "random")
+    model["config"] = {**model["config"], "num_hidden_layers": 4}
+    return SimpleNamespace(
+        model=model, seed=3, device=torch.device("cpu"), options={}, world_size=1, tp_size=1, fact=lambda *_: None
+    )
+
+
+def test_nothing_is_allocated_before_it_is_drawn_and_buffers_are_real() -> None:
+    from kit.models import drawable
+
+    model, weights = drawable(run_of("llama-3.2-1b"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    assert model.lm_head.weight is model.get_input_embeddings().weight, "tied before"
+    weights.fill(model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert model.lm_head.weight is model.get_input_embeddings().weight, "and after"
+
+
+@pytest.mark.parametrize("name", ["qwen1.5-0.5b", "llama-2-7b"])
+def test_a_parameter_depends_on_seed_and_name_alone(name: str) -> None:
+    from kit.models import build, drawable
+
+    run = run_of(name)
+    whole = build(run).state_dict()
+    model, weights = drawable(run)
+    for layer in reversed(model.model.layers):  # another order, in pieces
+        weights.fill(layer)
+    weights.fill(model)
+    assert all(torch.equal(value, whole[key]) for key, value in model.state_dict().items())
+    other = build(run, seed=4).state_dict()
+    key = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(other[key], whole[key])
+    assert not torch.equal(whole[key], whole["model.layers.1.mlp.up_proj.weight"])
+    assert 0.015 < float(whole[key].std()) < 0.025
+    assert torch.isfinite(build(run)(torch.zeros(1, 4, dtype=torch.long)).logits).all()
