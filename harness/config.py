@@ -7,7 +7,6 @@ from enum import Enum
 from pathlib import Path
 
 from harness.errors import ConfigError, nearest
-from harness.launch.inherited import refused
 from harness.paths import CONF
 
 
@@ -84,6 +83,8 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     assert isinstance(settings, RunSettings)
     settings.env = {**settings.env, **given}
     for name in settings.env:
+        from harness.launch.inherited import refused  # with it come psutil and the launchers
+
         why = refused(name)
         if why:
             raise ConfigError(f"env.{name}: {why}")
