@@ -18,6 +18,7 @@ from harness.errors import ConfigError
 from harness.hardware import Gpu, Machine, Profile
 from harness.memory import planned
 from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, parts, plan, weights_held
+from harness.memory.facts import Known
 from harness.memory.fit import fitted, too_much
 from harness.placing import place
 from harness.plan import CellPlan, Planner
@@ -25,6 +26,7 @@ from harness.running.recorded import MEMORY_PER_RANK_GB, expect
 from harness.running.schedule import Capacity, Task
 from harness.running.simulate import forecast, makespan
 from harness.stacks import Stack
+from harness.stacks.stack import existing
 
 CATALOGUE = catalogue.load()
 # A script that keeps no whole model on its ranks.
@@ -171,6 +173,16 @@ def test_checkpointing_saves_activations_and_lora_trains_a_little(asking: Any) -
     pytest.importorskip("peft")
     small = asking.facts(asked("llama-2-7b", "tiny", dtype="float32", lora=True))
     assert 0 < small["trainable"] < small["parameters"] / 20
+
+
+@pytest.mark.ranks  # a process of the stack's own
+def test_the_stack_says_what_a_rank_holds_before_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    known = Known(existing("current", sys.executable))
+    assert known.ask([], [("transformers",)]) is None
+    warm, cold = known.base_mb(("transformers",)), known.base_mb(("transformers",), "cold")
+    assert warm and cold and 50 < warm <= cold
+    assert Known(known.stack).bases == known.bases, "remembered"
 
 
 # --- laid over a plan -------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def base(names: list[str]) -> dict[str, float]:
     def imported() -> None:
         import warm_server
 
-        warm_server.import_ahead(names)
+        warm_server.import_ahead(names, [])
 
     def both() -> None:
         imported()
