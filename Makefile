@@ -13,7 +13,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro-matrix gpu-proof nightly test lint bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly test lies lint bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -42,6 +42,9 @@ claims: $(READY) ## the claims ledger, from stored measurements
 
 test: $(READY) ## the project's own tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lies: $(READY) ## plant what must not be believed (scripts, documents, environment, stacks); a table, 1 if one is
+	@cd tests && $(BIN)/python -m lies $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
 	@for name in $(or $(ONLY),scale schedule launch catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done

@@ -1,0 +1,5 @@
+"""Lies that need ranks: none yet."""
+
+from .lie import Bench
+
+LAUNCHED: tuple[Bench, ...] = ()
