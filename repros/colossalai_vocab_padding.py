@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 SMALL = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6}  # divisible by tp 2 and 3
+REPORT = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
 NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -48,6 +49,12 @@ def whole(param: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def notes(run: Run) -> int:
+    """How many warnings and log records have spoken of the vocabulary so far."""
+    said = [item["message"].lower() for item in run.record.capture.warnings + run.record.capture.logs]
+    return sum("vocab" in text or "embed_tokens" in text for text in said)
+
+
 def body(run: Run) -> None:
     flags = run.flags
     vocab = flags["pad_to"] or flags["vocab"]
@@ -56,7 +63,8 @@ def body(run: Run) -> None:
         gather_first()
 
     def make(seed: int) -> Any:
-        model: Any = build(run, seed=seed, vocab_size=flags["vocab"], **(SMALL if run.model["scale"] == "tiny" else {}))
+        shape = REPORT if flags["shape"] == "report" else SMALL if run.model["scale"] == "tiny" else {}
+        model: Any = build(run, seed=seed, vocab_size=flags["vocab"], **shape)
         if flags["pad_to"]:
             model.resize_token_embeddings(flags["pad_to"])
         return model.to(run.device)
@@ -88,8 +96,7 @@ def body(run: Run) -> None:
 
     booster, model, optimizer = parallel(make(run.seed))
     watch(run, model.unwrap(), whole=sizes(reference.parameters())[2])
-    notes = [item["message"] for item in run.record.capture.warnings + run.record.capture.logs]
-    run.metric("vocabulary_notes", 1 + sum("vocab" in note.lower() for note in notes))  # 1: nobody was told
+    run.metric("vocabulary_notes", 1 + notes(run))  # 1: nobody was told
     got = train(model, optimizer, 0, run.steps, lambda loss: booster.backward(loss, optimizer))
     folder = _save(run, booster, model, "first")
     if stages == 2:
@@ -97,7 +104,9 @@ def body(run: Run) -> None:
             run.phase("resume")
             before = [whole(model.unwrap().get_parameter(name))[:vocab] for name in NAMES]
             booster, model, optimizer = parallel(make(run.seed + 1))
+            told = notes(run)
             booster.load_model(model, folder)
+            run.metric("loading_notes", 1 + notes(run) - told)
             after = [whole(model.unwrap().get_parameter(name))[:vocab] for name in NAMES]
             lost = [int((a != b).any(dim=1).sum()) for a, b in zip(before, after)]
             run.check("resumed", got=lost, want=[0, 0], tolerance=0, looked_at=f"differing rows of {NAMES}")

@@ -23,6 +23,10 @@ def map_arguments(run: Run, source: torch.nn.Module) -> dict[str, Any]:
     chosen = run.flags["device_map"]
     if chosen == "rank":
         return {"device_map": {"": run.device.index if run.device_kind == "cuda" else "cpu"}}
+    if chosen == "cpu":
+        return {"device_map": "cpu"}
+    if chosen == "cpu-parts":
+        return {"device_map": {name: "cpu" for name, _ in source.named_children()}}
     if chosen not in ("auto", "balanced"):
         return {}
     if run.device_kind == "cuda":

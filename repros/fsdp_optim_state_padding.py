@@ -51,6 +51,10 @@ def body(run: Run) -> None:
     if flags["delete_empty"]:
         for p in [p for p, state in optimizer.state.items() if not state]:
             del optimizer.state[p]
+    if flags["fill_empty"]:
+        for p, state in optimizer.state.items():
+            if not state:  # what AdamW begins with
+                state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     if flags["cast"]:
         for state in optimizer.state.values():
             state.update({k: v.to(getattr(torch, flags["cast"])) for k, v in state.items() if v.dim()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from kit import Run, main
 from kit.in_force import checkpointing, watch
@@ -21,9 +22,13 @@ def body(run: Run) -> None:
     reference = Reference(run, model, make_batch=data)
     if run.flags["hook"] == "removed":
         remove_hook(model)
-    run.fact("old_format", "value" in inspect.signature(model._set_gradient_checkpointing).parameters)
+    hook = getattr(model, "_set_gradient_checkpointing", None)  # before 4.35 it is the model's or nobody's
+    run.fact("old_format", hook is not None and "value" in inspect.signature(hook).parameters)
+    options: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    if not inspect.signature(model.gradient_checkpointing_enable).parameters:
+        options = {}  # before 4.35 there were none
     if run.flags["checkpointing"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # <- warns
+        model.gradient_checkpointing_enable(**options)  # <- warns; 4.35 fails in here
     run.fact("enabled", bool(model.is_gradient_checkpointing))
     checkpointing(run, model, run.flags["checkpointing"])
     ddp = watch(run, DDP(model.to(run.device)))

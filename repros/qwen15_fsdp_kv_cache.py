@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 
 def body(run: Run) -> None:
-    model = build(run).to(run.device).train(run.flags["mode"] == "train")
+    layers = {"num_hidden_layers": run.flags["layers"]} if run.flags["layers"] else {}
+    model = build(run, **layers).to(run.device).train(run.flags["mode"] == "train")
     inputs = own_batch(run)
     inputs.pop("labels")
     call: dict[str, Any] = {**inputs, "output_hidden_states": True}
