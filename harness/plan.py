@@ -203,12 +203,13 @@ def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> str | None:
 
 
 def _unless_equal(arm: ArmPlan, broken: ArmPlan, case: Case) -> ArmPlan:
-    """A sweep can make an arm the broken one itself (`four-ranks` with ranks=4): that proves nothing."""
+    """What is asked for can make an arm the broken one itself (`four-ranks` with ranks=4, `newer-transformers` on the
+    newest stack): that proves nothing."""
     own = {**arm.settings, "arm": broken.arm}
     same = own == broken.settings and arm.stack == broken.stack and not case.arms[arm.arm].env
     if arm.skipped or not same:
         return arm
-    return replace(arm, skipped=f"with ranks={broken.world_size} it is the arm {broken.arm}")
+    return replace(arm, skipped=f"the same as {broken.arm} on stack {broken.stack} with {broken.world_size} ranks")
 
 
 def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from kit import Run, main
-from kit.in_force import files
+from kit.in_force import files, stored
 from kit.models import build
 from kit.wrapping import wrap
 
@@ -40,7 +40,7 @@ def body(run: Run) -> None:
         torch.save(state, run.work_dir / "model.pt")
     dist.barrier()
     read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
-    files(run, run.work_dir / "model.pt", least=sum(value.nbytes for value in read.values()))
+    files(run, run.work_dir / "model.pt", least=stored(read.values()))
     wrong = [name for name in read if not torch.equal(read[name].cpu(), want[name].cpu())]
     missing = set(dict(build(run).named_parameters())) - set(read)
     seen = f"{len(read)} tensors read; differ: {wrong[:3]}, missing: {sorted(missing)[:3]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit import Run, main
-from kit.in_force import files
+from kit.in_force import files, stored
 from kit.models import build
 from kit.worst import looked_at
 from kit.wrapping import wrap
@@ -41,7 +41,7 @@ def body(run: Run) -> None:
     run.phase("barrier")
     dist.barrier()  # the others wait here for the file, as a training script does
     read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
-    files(run, run.work_dir / "model.pt", least=sum(value.nbytes for value in read.values()))
+    files(run, run.work_dir / "model.pt", least=stored(read.values()))
     wrong = [name for name in want if name not in read or not torch.equal(read[name], want[name])]
     run.check("reloaded", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(want, wrong))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -75,7 +76,7 @@ class World:
         arm = str(attempt.settings["arm"])
         versions = self._pythons[attempt.python].versions
         if self.interrupt_at is not None and len(self.launched) >= self.interrupt_at:
-            stop.set()
+            signal.raise_signal(signal.SIGINT)  # as Ctrl-C does; ``stop`` is this attempt's only
             return observation(attempt, None, interrupted=True)
         self.launched.append((versions, arm))
         return answered(attempt, self.history(versions, arm))

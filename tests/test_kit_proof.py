@@ -34,7 +34,7 @@ NUMBER = st.floats(allow_nan=True, allow_infinity=True)
 def a_run(**changes: Any) -> Run:
     settings = {
         "case": "c", "arm": "control", "flags": {}, "model": {"config": {"vocab_size": 30}}, "strategy": {"slug": "x"},
-        "steps": 2, "seed": 0, "tp_size": 1, "device": "cpu", "backend": "gloo", **changes,
+        "steps": 2, "seed": 0, "tp_size": 1, "devices": 1, "device": "cpu", "backend": "gloo", **changes,
     }  # fmt: skip
     return Run(settings, Record(None, 0, 1))
 

@@ -169,7 +169,7 @@ def test_a_sweep_of_ranks_keeps_what_an_arm_or_a_case_pins() -> None:
     sizes = {arm.arm: arm.world_size for arm in eight.arms}
     assert sizes["broken"] == sizes["ddp"] == 8 and sizes["three-ranks"] == 3 and sizes["four-ranks"] == 4
     four = {arm.arm: arm.skipped for arm in plans(NORM, "ranks=4")[0].arms}
-    assert four["four-ranks"] == "with ranks=4 it is the arm broken" and four["three-ranks"] is None
+    assert four["four-ranks"] == "the same as broken on stack current with 4 ranks" and four["three-ranks"] is None
     pinned = plans("case=tp-heads-not-divisible", "ranks=8")[0]
     assert pinned.skipped and "is about 4 rank(s)" in pinned.skipped
 

@@ -53,7 +53,7 @@ def scripted(directory: Path, body: str, **kwargs: object) -> Attempt:
 def facts(observation: Json) -> list[Json]:
     assert observation["infra"] is None and observation["attempt"]["launcher"] == "warm", observation
     assert all(rank["record"]["done"] for rank in observation["ranks"]), observation["ranks"][0]["log_tail"]
-    return [rank["record"]["facts"] for rank in observation["ranks"]]
+    return [{k: v for k, v in rank["record"]["facts"].items() if k != "float32"} for rank in observation["ranks"]]
 
 
 # --- the same outcomes
@@ -211,9 +211,13 @@ def test_an_import_that_starts_a_thread_is_refused_and_named(tmp_path: Path, war
     assert "(thread)" in why and "starts_a_thread" in why and "watcher" in why
 
 
-def test_an_import_that_initialises_cuda_is_refused_and_named(tmp_path: Path, warm: WarmLauncher) -> None:
-    why = refused(tmp_path, warm, "takes_the_gpu", "import torch\ntorch.cuda.is_initialized = lambda: True")
-    assert "(cuda)" in why and "takes_the_gpu" in why
+def test_an_import_that_initialises_cuda_is_left_for_the_ranks(tmp_path: Path, warm: WarmLauncher) -> None:
+    (tmp_path / "takes_the_gpu.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True")
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    attempt = dataclasses.replace(attempt, imports=("takes_the_gpu",), env={"PYTHONPATH": str(tmp_path)})
+    seen = launch(warm, attempt)
+    assert seen["attempt"]["launcher"] == "warm" and seen["infra"] is None
+    assert "takes_the_gpu" in str(seen["attempt"]["late"])
 
 
 def test_an_import_that_fails_is_named(tmp_path: Path, warm: WarmLauncher) -> None:

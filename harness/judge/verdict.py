@@ -91,7 +91,7 @@ def judge(
     broken = outcomes.get("broken", ())
     fixes = [arm for arm in case.arms if arm != "broken" and arm in outcomes]
     judged = {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
-    if case.expect or fired or "fires" in {outcome.outcome for outcome in broken}:
+    if case.expect or fired.where or fired.otherwise or "fires" in {outcome.outcome for outcome in broken}:
         return judged
     return {arm: _unseen(found, broken) for arm, found in judged.items()}
 

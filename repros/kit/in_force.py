@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kit.record import ONLOOKERS
 from kit.run import Run
 
 import torch
@@ -191,6 +192,7 @@ def _counted(real: Any, kind: str, of_group: bool) -> Any:
         return real(*args, **options)
 
     call.__name__ = getattr(real, "__name__", kind)
+    ONLOOKERS.add(call.__code__)
     return call
 
 
@@ -282,6 +284,12 @@ def tokens(run: Run, ids: torch.Tensor, prompt: torch.Tensor, count: int) -> Non
     """Tokens generated beyond the prompt, in each row."""
     made = ids.shape[-1] - prompt.shape[-1]
     note(run, "tokens", made, least=count, most=count, looked_at=f"{tuple(ids.shape)} after {tuple(prompt.shape)}")
+
+
+def stored(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that a file of these tensors must have at least: tied ones share a storage, which is written once."""
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
+    return sum(storages.values())
 
 
 def files(run: Run, path: Path | str, least: int = 1) -> None:

@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from kit import place
@@ -32,10 +32,16 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
     return text[: limit // 2] + f" ...[{len(text) - limit} more]... " + text[-limit // 2 :]
 
 
+# Code of the kit that only looks on while somebody else's function is called: its frames are left out of a traceback,
+# so that an error raised in C below it stands where it would without the kit.
+ONLOOKERS: set[CodeType] = set()
+
+
 def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
     """Type, message and frames (outermost first) of an exception, with what caused it (at most 5 deep)."""
     kind = type(error)
     walked = list(zip(traceback.extract_tb(error.__traceback__), _frames(error.__traceback__)))
+    walked = [item for item in walked if item[1].f_code not in ONLOOKERS]
     frames = [
         {
             "file": said.filename,
