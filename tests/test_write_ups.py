@@ -11,20 +11,20 @@ from harness.schema import Case
 CLAIMS = {
     "1": "small-incompatible ddp-simpler generate-summon generate-cost generate-serving generate-serving-tgi",
     "1a": """
-        no-cache eval two-layers incompatible larger-model ddp root-call root-call-layer-wrap no-root-cast layer-
-        wrap small-min no-orig-params summon fsdp2 newer
+        no-cache eval two-layers incompatible larger-model ddp root-call root-call-layer-wrap no-root-cast
+        layer-wrap small-min no-orig-params summon fsdp2 newer
     """,
     "1b": """
-        root-call root-call-layer-wrap larger-model uneven rmsnorm-special ddp fsdp-memory fsdp-memory-small layer-
-        wrap small-min summon no-orig-params fsdp2 newer
+        root-call root-call-layer-wrap larger-model uneven rmsnorm-special ddp fsdp-memory fsdp-memory-small
+        layer-wrap small-min summon no-orig-params fsdp2 newer
     """,
     "1c": "layer-wrap untied small-min no-cache summon ddp fsdp2 larger-model newer",
     "2": "remove-device-map 1.8b 7b-zero embedding transfers whole newest batch",
     "2b": "drop-device-map",
     "3a": """
         device-map-none device-map-none-900 single-process single-process-cost updated-script model-file implicit
-        torch-distributed torch-distributed-instead deepspeed deepspeed-instead fsdp fsdp-instead all-cpu before-
-        the-check before-the-check-trains v100 bypass delete-map
+        torch-distributed torch-distributed-instead deepspeed deepspeed-instead fsdp fsdp-instead all-cpu
+        before-the-check before-the-check-trains v100 bypass delete-map
     """,
     "3b": "remove-hook older harmless",
     "4a": "between-processes mixed-precision cast consistent-initialisation wrapping sharding-strategy newer-torch",
