@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kit import Run, main
+from kit.in_force import precision
 from kit.models import batch, build
 from kit.proof import RATES, Reference, check_checkpoint
 from kit.sabotage import sabotaged
@@ -14,6 +15,7 @@ import torch
 def body(run: Run) -> None:
     dtype = getattr(torch, run.flags["dtype"])
     model = build(run, dtype).train()
+    precision(run, model, getattr(torch, run.flags["dtype"]))
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
     reference = Reference(run, model, same_batch)
     trained = wrap(run, model, RATES[dtype])

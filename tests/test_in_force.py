@@ -144,6 +144,22 @@ def test_a_failure_that_fires_needs_no_evidence() -> None:
     assert grade(training(), "broken", seen, [training()]).outcome == "fires"
 
 
+def test_an_arm_whose_change_nobody_read_is_not_broken_by_what_it_changes() -> None:
+    """It failed as the broken arm does because it is the broken arm: no evidence about the fix."""
+    from tests.judging import failed
+
+    def found(*read: Any) -> Any:
+        ranks = [failed(number) for number in range(len(read))]
+        for rank, names in zip(ranks, read):
+            rank["record"].update({} if names is None else {"read": {"flags": names, "options": []}})
+        return grade(training(), "fix", observation(*ranks, settings={"flags": {"call": "root"}}), [training()])
+
+    assert found(["cache"], []).outcome == "infra" and "flag call was never read" in found(["cache"], []).reason
+    assert found(["cache"], ["call"]).outcome == "fires", "one rank read it"
+    assert found(["cache"], None).outcome == "fires", "a rank was ended before it could say"
+    assert found(None, None).outcome == "fires", "an older record"
+
+
 def test_older_observations_are_judged_as_before() -> None:
     assert grade(training(), "broken", observation(ok(0), ok(1)), [training()]).outcome == "clean"
 

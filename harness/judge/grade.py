@@ -5,7 +5,8 @@ The order of judgement, first match wins:
 1. the infrastructure failed, the user interrupted it, the stack was another,
    ranks were still starting or moved when the time was over, a record is not its
    rank's own, or the script itself failed first (harness/judge/own.py)            -> infra
-2. a signature of the case itself is recognised (also on a run that finished)     -> fires
+2. a signature of the case itself is recognised (also on a run that finished)     -> fires,
+   or infra where no rank has read what the arm changes: it changes nothing
 3. another case's failure is recognised                                           -> other_error, which names it
 4. the deadline passed, or two looks showed that the ranks can never go on        -> hang
 5. an exception, a signal, an exit code that is not 0, a rank without done marker -> other_error
@@ -126,6 +127,9 @@ def _judge(
     own = [item for item in recognised if item.case == case.slug]
     others = [item for item in recognised if item.case != case.slug and item.kind != "log"]
     if own:
+        doubt = in_force.unread(case, arm, attempt)
+        if doubt:  # the arm is the broken one by another name
+            return "infra", f"not-in-force: {_line(doubt)}"
         also = "".join(f"; also {item.case}" for item in others)
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognised)]
         wrong = f"; {_failed(rest[0])}" if rest and not also else ""

@@ -41,6 +41,13 @@ def problem(case: Case, arm: str, attempt: Attempt) -> str | None:
     )
 
 
+def unread(case: Case, arm: str, attempt: Attempt) -> str | None:
+    """Of an attempt that failed as the broken arm does: what the arm changes and no rank has read. A rank that was
+    ended before it could say what it had read may have read it."""
+    said = all(isinstance(rank.record.get("read"), Mapping) for rank in attempt.ranks)
+    return _read(case, arm, attempt) if said and attempt.ranks else None
+
+
 def _of(rank: Rank, what: str) -> list[Mapping[str, Any]]:
     return [item for item in items(rank.record.get("in_force")) if item.get("what") == what]
 

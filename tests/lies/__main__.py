@@ -1,5 +1,4 @@
-"""`make lies`: plant every lie, print the table, exit 1 when one is not caught. A word selects by name; ``--pure``
-leaves out those that launch something."""
+"""`make lies`: plant every lie and print the table; exit 1 when one is not caught, 3 when one could not be tried."""
 
 from __future__ import annotations
 
@@ -35,13 +34,17 @@ def main() -> int:
         "lie", "point", "how it was tried", "what was said", "", title="What was planted, and what came of it"
     )
     for row in rows:
-        result = "caught" if row.caught else f"NOT CAUGHT{f' (open: {row.lie.open})' if row.lie.open else ''}"
+        missed = "NOT CAUGHT" + (f" (open: {row.lie.open})" if row.lie.open else "")
+        result = "caught" if row.caught else missed if row.tried else "not tried"
         said = " ".join(row.said.split())
         table.add_row(row.lie.name, row.lie.point, row.how, said[:SHOWN], result)
     Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False).print(table)
-    missed = [row for row in rows if not row.caught]
-    print(f"{len(rows)} lies, {len(rows) - len(missed)} caught, {time.monotonic() - started:.0f} s")
-    return 1 if missed or not rows else 0
+    caught, untried = sum(row.caught for row in rows), sum(not row.tried for row in rows)
+    took = time.monotonic() - started
+    print(f"{len(rows)} lies, {caught} caught, {untried} not tried, {took:.0f} s")
+    if caught + untried < len(rows):
+        return 1
+    return 3 if untried or not rows else 0
 
 
 if __name__ == "__main__":

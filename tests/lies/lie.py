@@ -38,6 +38,11 @@ class Row:
     said: str
     caught: bool
 
+    @property
+    def tried(self) -> bool:
+        """False: this machine cannot (no DeepSpeed ...), which is no catch."""
+        return self.caught or not re.search(r"^INCONCLUSIVE: skipped: ", self.said)
+
 
 def tried(bench: Bench, only: str = "") -> list[Row]:
     """Plant the bench's lies (those whose name contains ``only``). Raises AssertionError when the honest thing is not

@@ -44,7 +44,7 @@ def trained(rank: int, case: str, strategy: str) -> Json:
         numbers("batches", [2, 2], [2, 2], 0),
         numbers("checkpoint", 0, 0, 0),
     ]
-    more = as_promised(settings(case, strategy), 2)
+    more = as_promised(settings(case, strategy), 2, KNOWN.cases[case].proof.in_force)
     made = record(rank, schema=2, checks=checks, done_at=10.0, pid=100 + rank, versions=VERSIONS, **more)
     return ok(rank, pid=100 + rank, record=made)
 
