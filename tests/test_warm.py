@@ -138,7 +138,8 @@ def test_ranks_are_fresh_processes(tmp_path: Path, warm: WarmLauncher) -> None:
             assert each["tmp"] == str(attempt.tmp) and each["folder"] == str(attempt.work)
             assert each["argv"] == [str(attempt.script), "--settings", str(attempt.settings_file)]
             assert each["path"] == str(ROOT / "repros") and each["main"] == str(attempt.script)
-            assert each["threads"] == 1 and each["session"] and each["token"] and each["mask"] == []
+            assert each["threads"] == 2, "its own and the witness's (kit/witness.py)"
+            assert each["session"] and each["token"] and each["mask"] == []
             assert each["signals"][:2] == ["0", "0"] and "default_int_handler" in each["signals"][2]
             assert not any("pipe" in name or "socket" in name for name in each["fds"])
             env = each["env"]
