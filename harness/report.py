@@ -73,6 +73,11 @@ def _plain(title: str, columns: Sequence[str], rows: list[list[str]]) -> None:
         print("  ".join(value.ljust(width) for value, width in zip(row, widths)).rstrip())
 
 
+def named(case: str, simulated: Any) -> str:
+    """A case's name as every table shows it: what no device took part in is said beside it."""
+    return f"{case} [simulated]" if simulated else case
+
+
 def matrix_table(rows: list[Row]) -> None:
     """case x model x strategy: per arm its verdict, expected or not, time and reason."""
     shown: list[list[Any]] = []
@@ -81,7 +86,7 @@ def matrix_table(rows: list[Row]) -> None:
         cell = (row["case"], row["model"], row["strategy"], str(row["flags"]), row["stack"])
         same = cell == before and sys.stdout.isatty()
         before = cell
-        name = row["case"] + (" [simulated]" if row["simulated"] else "")
+        name = named(row["case"], row["simulated"])
         result = row["verdict"] or row["outcome"]
         seconds = "" if row["wall_s"] is None else f"{row['wall_s']:.1f}s"
         flags = " ".join(f"{k}={json.dumps(v)}" for k, v in (row["flags"] or {}).items())
@@ -97,6 +102,9 @@ def summary_line(rows: list[Row]) -> str:
     news = sum(row["expected"] == "differs from cpu" for row in rows)
     unset = without_expectation(rows)
     parts = [", ".join(f"{name} {count}" for name, count in found.items())]
+    simulated = sum(bool(row["simulated"]) for row in rows if row["verdict"])
+    if simulated:
+        parts.append(f"{simulated} of these verdicts are simulated")
     parts.append(f"{odd} differ from their expectation" if odd else "nothing unexpected")
     if news:
         parts.append(f"{news} differ from what a CPU showed (news)")

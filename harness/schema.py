@@ -281,7 +281,7 @@ class Case(Strict):
     kind: Literal["failure", "control"] = "failure"
     references: list[str] = []
     summary: str = ""
-    simulated: str | None = None  # why this is a simulation; shown wherever the case is
+    simulated: str | None = None  # what is simulated; shown wherever the case is
     script: str | None = None  # in repros/; default: the slug with underscores
     proof: Proof
     accelerator: Literal["cpu"] | None = None  # cpu: it never touches a GPU, or cannot show itself on one
@@ -320,6 +320,8 @@ class Case(Strict):
                 raise ValueError("a failure needs at least one fix arm beside 'broken'")
         elif list(self.arms) != ["control"]:
             raise ValueError("a control has exactly one arm, named 'control'")
+        if self.simulated and self.accelerator != "cpu":
+            raise ValueError("a simulated case takes no GPU: it needs accelerator: cpu")
         if self.launch.world_size < self.min_ranks:
             raise ValueError(f"launch.world_size {self.launch.world_size} is below min_ranks {self.min_ranks}")
         for name, arm in self.arms.items():

@@ -156,6 +156,19 @@ def test_a_simulation_is_said_to_be_one() -> None:
     assert row(claiming(HOLDS), cell("FIX_HOLDS", simulated="fake tensors")).evidence[0].setting.endswith("simulated")
 
 
+def test_a_simulation_decides_only_where_no_real_measurement_does() -> None:
+    known = claiming(HOLDS)
+    simulated = cell("FIX_BROKEN", simulated="fake tensors", model="n")
+    alone = row(known, simulated)
+    assert (alone.status, alone.detail) == ("refuted", "1 simulated measurement: fix FIX_BROKEN (because)")
+    beside = row(known, simulated, cell("FIX_HOLDS"))
+    assert (beside.status, beside.detail.split(";")[0]) == ("upheld", "1 measurement: fix FIX_HOLDS (because)")
+    (left_out,) = [item for item in beside.evidence if item.simulated]
+    assert left_out.holds is None and left_out.measured.startswith("simulated, and a real measurement decides")
+    undecided = row(known, simulated, cell("INCONCLUSIVE"))
+    assert undecided.status == "refuted", "a real measurement that decides nothing does not silence the simulation"
+
+
 # --- outcomes
 
 

@@ -48,6 +48,7 @@ class Evidence:
     predicted: str
     measured: str  # what was seen, or why it decides nothing
     holds: bool | None  # None: not decided
+    simulated: bool = False  # what happened on fake devices; decides only where no real measurement does
     when: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -95,6 +96,7 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]], gr
         found += _newest([_unless_alike(prediction, slug, d, about, grounds) for d in about], about)
         if not about:
             absent.append(f"no stored measurement of {_scope(prediction, slug)}")
+    found = _real_before_simulated(found)
     decided = [item for item in found if item.holds is not None]
     open_ = list(dict.fromkeys([*(item.measured for item in found if item.holds is None), *absent]))
     if not decided:
@@ -102,7 +104,8 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]], gr
     true = [item for item in decided if item.holds]
     false = [item for item in decided if not item.holds]
     if true and false:
-        return row("conditional", conditions.condition([_point(item) for item in decided]), found)
+        depends = conditions.condition([_point(item) for item in decided])
+        return row("conditional", ("simulated: " if decided[0].simulated else "") + depends, found)
     rest = f"; not decided: {_reasons(open_)}" if open_ else ""
     return row("refuted" if false else "upheld", _by(decided) + rest, found)
 
@@ -121,7 +124,17 @@ def _by(decided: list[Evidence]) -> str:
     """How many measurements, and what the first of them showed."""
     shown = list(dict.fromkeys(f"{item.arm} {item.measured}" for item in decided))
     more = f"; and {len(shown) - 2} more" if len(shown) > 2 else ""
-    return f"{len(decided)} measurement{'s' if len(decided) > 1 else ''}: {'; '.join(shown[:2])}{more}"
+    # all or none: a simulation decides only where no real measurement does
+    kind = "simulated measurement" if decided[0].simulated else "measurement"
+    return f"{len(decided)} {kind}{'s' if len(decided) > 1 else ''}: {'; '.join(shown[:2])}{more}"
+
+
+def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
+    """A simulation decides nothing where a real measurement does."""
+    if not any(item.holds is not None and not item.simulated for item in found):
+        return found
+    why = "simulated, and a real measurement decides"
+    return [replace(i, holds=None, measured=f"{why}: {i.measured}") if i.simulated else i for i in found]
 
 
 def _newest(found: list[Evidence], documents: list[Document]) -> list[Evidence]:
@@ -178,6 +191,7 @@ def _evidence(prediction: Prediction, case: str, document: Document, grounds: Gr
         predicted=_predicted(prediction),
         measured=measured,
         holds=holds,
+        simulated=bool(document.get("simulated")),
         when=prediction.when,
         versions={str(name): str(version) for name, version in versions.items()},
     )

@@ -12,7 +12,7 @@ from harness.config import compose_run
 from harness.judge import claims as ledger
 from harness.judge.again import judged_again
 from harness.paths import BASELINE
-from harness.report import print_json, print_notes, print_table
+from harness.report import named, print_json, print_notes, print_table
 from harness.running import session
 from harness.store import Store
 
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json([asdict(row) for row in found])
         return 0
-    table = [[r.case, r.id, r.status, r.detail, r.text] for r in found]
+    table = [[named(r.case, catalogue.cases[r.case].simulated), r.id, r.status, r.detail, r.text] for r in found]
     print_table("", ["case", "claim", "status", "measured", "claim's text"], table)
     totals: dict[str, int] = {}
     for row in found:

@@ -11,7 +11,7 @@ from harness import hardware
 from harness.hardware import HardwareError, Machine, around, nvml
 from harness.hardware.probe import Prober, problem
 from harness.paths import cache_dir
-from harness.report import print_json, print_table
+from harness.report import named, print_json, print_table
 from harness.running import session
 
 _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
@@ -45,6 +45,7 @@ def main(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = [
         {
             "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
+            "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
             "runs": plan.skipped is None, "reason": plan.skipped,
             "skipped_arms": {arm.arm: arm.skipped for arm in plan.arms if arm.skipped} if not plan.skipped else {},
         }
@@ -73,9 +74,12 @@ def main(args: argparse.Namespace) -> int:
     for text in notes:
         print(f"note: {text}")
     table = [
-        [r["case"], r["model"], r["strategy"], "yes" if r["runs"] else "no", r["reason"] or _arms(r["skipped_arms"])]
+        [
+            named(r["case"], r["simulated"]), r["model"], r["strategy"], "yes" if r["runs"] else "no",
+            r["reason"] or _arms(r["skipped_arms"]),
+        ]
         for r in rows
-    ]
+    ]  # fmt: skip
     print_table("", ["case", "model", "strategy", "runs here", "why not"], table)
     print(f"{sum(r['runs'] for r in rows)} of {len(rows)} cells can run here")
     return 3 if problems else 0

@@ -9,7 +9,7 @@ from typing import Any
 from harness import catalogue as catalogues
 from harness import matrix, overrides
 from harness.config import RunSettings, compose_run
-from harness.report import print_json, print_table
+from harness.report import named, print_json, print_table
 
 
 def main(args: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         entry["cells"] += 1
     table = [
         [
-            e["case"],
+            named(e["case"], e["simulated"]),
             str(e["cells"]),
             str(len(e["arms"])),
             ", ".join(sorted(e["models"])) if len(e["models"]) < 3 else f"{len(e['models'])} models",

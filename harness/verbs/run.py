@@ -10,7 +10,7 @@ from typing import Any
 from harness import rows
 from harness.errors import ReproError, unknown
 from harness.exit_code import bisect_exit, exit_code
-from harness.report import matrix_table, print_json, print_table, summary_line
+from harness.report import matrix_table, named, print_json, print_table, summary_line
 from harness.running import session
 
 
@@ -104,6 +104,7 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
             "hardware": plan.cell.hardware, "arm": arm.arm, "world_size": arm.world_size, "devices": arm.gpus,
             "attempts": arm.repeat,
             "deadline_s": arm.deadline, "skipped": arm.skipped,
+            "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
         }
         for plan in prepared.plans
         for arm in plan.arms
@@ -114,8 +115,8 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
     columns = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
     table = [
         [
-            i["case"], i["model"], i["strategy"], i["arm"], i["stack"], i["hardware"], i["world_size"], i["devices"],
-            i["attempts"], i["skipped"],
+            named(i["case"], i["simulated"]), i["model"], i["strategy"], i["arm"], i["stack"], i["hardware"],
+            i["world_size"], i["devices"], i["attempts"], i["skipped"],
         ]
         for i in items
     ]  # fmt: skip

@@ -1,0 +1,86 @@
+"""The simulated tier: said wherever it is shown, never a GPU measurement; its ranks at full size and for 8 GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judging import case, document, observation, ok
+
+from harness import catalogue, cli
+from harness.report import matrix_table, summary_line
+from harness.rows import arm_rows
+from harness.schema import Case
+
+CATALOGUE = catalogue.load()
+SIMULATED = sorted(case.slug for case in CATALOGUE.cases.values() if case.simulated)
+REPROS = Path(__file__).resolve().parents[1] / "repros"
+
+
+@pytest.mark.parametrize("verb", [["list"], ["matrix", "--plan"], ["doctor"]])
+def test_every_verb_says_that_a_case_is_simulated(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([*verb, "case=qwen-device-map-devices*", "hardware=cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if line.startswith("qwen-device-map-devices")]
+    assert {line.split()[0] for line in named} == {"qwen-device-map-devices", "qwen-device-map-devices-simulated"}
+    assert all((line.split()[1] == "[simulated]") == line.split()[0].endswith("-simulated") for line in named)
+
+
+def test_claims_say_that_a_case_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["claims", "case=qwen-device-map-devices-simulated", f"results={tmp_path}"])
+    assert "qwen-device-map-devices-simulated [simulated]" in capsys.readouterr().out
+
+
+def test_the_matrix_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    arms: Any = {"broken": [("fires", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}
+    rows = arm_rows(document(arms, {"fix": "FIX_HOLDS"}, simulated="fake tensors"))
+    matrix_table(rows)
+    assert "some-case [simulated]" in capsys.readouterr().out
+    assert "1 of these verdicts are simulated" in summary_line(rows)
+    assert "simulated" not in summary_line(arm_rows(document(arms, {"fix": "FIX_HOLDS"})))
+
+
+def test_a_simulated_case_takes_no_gpu() -> None:
+    with pytest.raises(ValueError, match="a simulated case takes no GPU"):
+        case(simulated="fake tensors")
+    assert isinstance(case(simulated="fake tensors", accelerator="cpu"), Case)
+
+
+@pytest.mark.parametrize("slug", SIMULATED)
+def test_simulated_cases_need_no_cuda_build_and_scale(slug: str) -> None:
+    known = CATALOGUE.cases[slug]
+    assert known.scales and not known.needs.gpus and "simulated" in known.title
+    assert not any(re.match("triton|nvidia", item) for item in known.needs.requires)
+
+
+def rank(script: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The record of rank 5 of 8, alone: the other ranks are simulated."""
+    environment = {**os.environ, "RANK": "5", "LOCAL_RANK": "5", "WORLD_SIZE": "8", "PYTHONWARNINGS": "ignore"}
+    source = f"""
+import json, runpy, sys
+sys.argv = {[script, *arguments]!r}
+sys.path.insert(0, {str(REPROS)!r})
+import kit.run
+kit.run.report = lambda record: open({str(tmp_path / "record.json")!r}, "w").write(json.dumps(record.data, default=str))
+runpy.run_path({str(REPROS / script)!r}, run_name="__main__")
+"""
+    (tmp_path / "rank.py").write_text(source)
+    subprocess.run([sys.executable, str(tmp_path / "rank.py")], env=environment, cwd=REPROS, timeout=600, check=False)
+    found: dict[str, Any] = json.loads((tmp_path / "record.json").read_text())
+    return found
+
+
+@pytest.mark.ranks
+def test_qwen_14b_at_full_size_on_8_gpus_fires_in_torch(tmp_path: Path) -> None:
+    arguments = ["--arm", "broken", "--scale", "full", "--model", "qwen-14b"]
+    found = rank("qwen_device_map_devices_simulated.py", tmp_path, *arguments)
+    assert "found at least two devices" in found["exception"]["message"]
+    assert found["exception"]["frames"][-1]["place"].startswith("torch.")
+    assert set(found["facts"]["device_map"].values()) == set(range(8))
+    assert found["peak_rss_mb"] < 2048
