@@ -113,3 +113,13 @@ def launched_until(launcher: Launcher, attempt: Attempt, stuck: int) -> Json:
         time.sleep(0.3)
         object.__setattr__(attempt, "deadline_s", 0.0)
         return future.result(timeout=300)
+
+
+def with_compiled_op() -> dict[str, str]:
+    """The environment of ranks that a test starts by itself, with DeepSpeed's CPU op compiled ahead as a run does: at
+    first use all ranks would compile it, for minutes."""
+    from harness.stacks import extensions, resolve
+
+    stack = resolve("current")
+    extensions.prepare(stack)
+    return {**os.environ, **stack.environment({})}

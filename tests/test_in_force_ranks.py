@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import with_compiled_op
 
 from harness import catalogue
 from harness.judge.grade import Outcome, grade
@@ -41,7 +41,7 @@ def measured(scenes: list[str], folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
                "--master-port", str(port), str(ROOT / "tests" / "force_ranks.py"),
                "--settings", str(folder / "settings.json")]  # fmt: skip
-    env = {**os.environ, "FORCE_SCENES": ",".join(scenes)}
+    env = {**with_compiled_op(), "FORCE_SCENES": ",".join(scenes)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"] for rank in (0, 1)]
@@ -62,6 +62,7 @@ def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = 
     return grade(known, "control", observation(*ranks, settings=settings), [known])
 
 
+@pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
 def test_what_is_not_in_force_is_no_evidence(tmp_path: Path) -> None:
     has = {name: importlib.util.find_spec(name) is not None for name in ("accelerate", "deepspeed")}
     says = {

@@ -6,13 +6,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import with_compiled_op
 
 from harness.judge.checks import judged
 from repros.arm_settings import resolve
@@ -43,12 +43,13 @@ def run_proofs(strategies: tuple[str, ...], folder: Path) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
                "--master-port", str(port), str(ROOT / "tests" / "proofs_ranks.py"),
                "--settings", str(folder / "settings.json")]  # fmt: skip
-    env = {**os.environ, "PROOF_STRATEGIES": ",".join(strategies)}
+    env = {**with_compiled_op(), "PROOF_STRATEGIES": ",".join(strategies)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"] for rank in (0, 1)]
 
 
+@pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
 @pytest.mark.parametrize("strategies", [("ddp", "fsdp", "fsdp2", "tp"), ("zero2", "zero3")], ids=",".join)
 def test_every_sabotage_is_seen_in_every_strategy(strategies: tuple[str, ...], tmp_path: Path) -> None:
     if strategies[0].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
