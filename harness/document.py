@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.hardware import Machine
-from harness.judge import expect, grade, verdict
+from harness.judge import expect, facts, grade, verdict
 from harness.judge.comparable import machine
 from harness.plan import CellPlan
 from harness.schema import Case
@@ -137,10 +137,14 @@ def settle(
         else:
             outcomes[name] = [grade.Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
     settings = document["arms"].get("broken", {}).get("settings")
-    judged = verdict.judge(case, outcomes, history, document["stack"]["versions"], settings)
+    document["hardware"]["facts"] = facts.seen(document)
+    judged = verdict.judge(
+        case, outcomes, history, document["stack"]["versions"], settings, document["hardware"]["facts"]
+    )
     document["verdicts"] = {}
     for name, found in judged.items():
-        at = (name, document["stack"]["versions"], document["hardware"]["profile"])
+        hardware = document["hardware"]
+        at = (name, document["stack"]["versions"], hardware["profile"], hardware["facts"])
         wanted, guess = expect.expected(case, where, *at), expect.predicted(case, where, *at)
         known = wanted or guess
         document["verdicts"][name] = {

@@ -153,7 +153,12 @@ class Planner:
                 return uneven
         if isinstance(stack, str):
             return f"needs stack {arm.stack}: {stack}" if arm.stack else stack
-        needed = [*case.needs.requires, *arm.requires, *model.requires, *strategy.needs_on(profile.accelerator)]
+        needed = [
+            *case.needs.requires,
+            *arm.needs_on(profile.accelerator),
+            *model.requires,
+            *strategy.needs_on(profile.accelerator),
+        ]
         broken = getattr(stack, "missing", {})
         unmet = [
             broken.get(Requirement(item).name) or text
@@ -163,8 +168,9 @@ class Planner:
         if not unmet:
             return None
         known = f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else ""
-        why = f" ({case.needs.why})" if case.needs.why else ""
-        return f"stack {stack.name}: needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
+        of_case = any(unmet_requirement(item, stack.versions) for item in case.needs.requires)
+        why = f" ({case.needs.why})" if case.needs.why and of_case else ""
+        return f"stack {stack.name}: on {profile.accelerator} needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
 
 
 def wrong_ranks(case: Case, ranks: int) -> str | None:

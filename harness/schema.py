@@ -23,6 +23,8 @@ VerdictName = Literal[
 Held = Literal["whole", "shard", "part"]
 CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
 SignatureKind = Literal["exception", "log", "oracle", "hang", "signal"]
+# Facts of the machine that every rank records (repros/kit/machine.py).
+Fact = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]
 
 
 class Strict(BaseModel):
@@ -125,7 +127,26 @@ class Flag(Strict):
     help: str = ""
 
 
-class Arm(Strict):
+class Needy(Strict):
+    """What an arm or a strategy needs of a stack."""
+
+    requires: list[str] = []
+    requires_on: dict[Literal["cpu", "cuda"], list[str]] = {}  # what it needs on that hardware beside ``requires``
+
+    _check = field_validator("requires")(lambda cls, value: [_requirement(item) for item in value])
+
+    @field_validator("requires_on")
+    @classmethod
+    def _requirements(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
+        return {kind: [_requirement(item) for item in listed] for kind, listed in value.items()}
+
+    def needs_on(self, accelerator: str) -> list[str]:
+        """All that a stack must have for it on ``cpu`` or ``cuda``."""
+        beside = [item for kind, listed in self.requires_on.items() if kind == accelerator for item in listed]
+        return [*self.requires, *beside]
+
+
+class Arm(Needy):
     """One way to run the case: what it changes against the broken arm."""
 
     help: str = ""
@@ -138,10 +159,8 @@ class Arm(Strict):
     tp_size: int | None = Field(default=None, ge=1)
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     env: dict[str, str] = {}
-    requires: list[str] = []  # what this arm needs beyond the case
+    depends_on: list[Fact] = []  # beside the case's: the machine's facts that decide this arm's answer
     promises: Promises | None = None  # laid over its strategy's, where the fix is to do without a part of it
-
-    _check = field_validator("requires")(lambda cls, value: [_requirement(item) for item in value])
 
 
 class Launch(Strict):
@@ -239,6 +258,8 @@ class Expectation(Strict):
     met: dict[str, str | list[str]] = {}  # arm -> what it met, where its verdict says that something failed
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
+    # Facts of the machine it was measured on, of those that its arms depend on: elsewhere it says nothing of these.
+    facts: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
     measured_in: str | list[str]  # the stored measurement, relative to results/; two: the first and last of the range
     reason: str
@@ -298,6 +319,7 @@ class Case(Strict):
     copies: int = Field(default=3, ge=0)
     keeps: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
     options: dict[str, Any] = {}  # strategy options of every arm
+    depends_on: list[Fact] = []  # facts of the machine that decide its answers: where they differ it has no expectation
     flags: dict[str, Flag] = {}
     signatures: list[Signature] = []
     occurs_with: list[str] = []  # cases whose signature may match this case's stored observation too
@@ -354,24 +376,15 @@ class Promises(Strict):
     collectives: list[CollectiveKind] = []  # called in every training step
 
 
-class Strategy(Strict):
+class Strategy(Needy):
     slug: str
     title: str
-    requires: list[str] = []
     divides: list[str] = []  # keys of a model's configuration that tp_size must divide
     shared: bool = False  # its collectives exist in gloo for CUDA tensors too
-    requires_on: dict[Literal["cpu", "cuda"], list[str]] = {}  # what it needs on that hardware beside ``requires``
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
     promises: Promises = Promises()
     copies: dict[str, dict[str, int]] = {}  # option -> value -> how often the ranks together hold the model then
-
-    _check = field_validator("requires")(lambda cls, value: [_requirement(item) for item in value])
-
-    @field_validator("requires_on")
-    @classmethod
-    def _requirements(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
-        return {kind: [_requirement(item) for item in listed] for kind, listed in value.items()}
 
     @model_validator(mode="after")
     def _values(self) -> Strategy:
@@ -394,11 +407,6 @@ class Strategy(Strict):
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return None
         return f"{value!r} is not valid{nearest(str(value), map(str, choices))}"
-
-    def needs_on(self, accelerator: str) -> list[str]:
-        """All that a stack must have for it on ``cpu`` or ``cuda``."""
-        beside = [item for kind, listed in self.requires_on.items() if kind == accelerator for item in listed]
-        return [*self.requires, *beside]
 
 
 class Stack(Strict):

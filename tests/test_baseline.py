@@ -95,7 +95,8 @@ def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
     judged = judged_again(documents(), CATALOGUE.cases)
     assert judged.notes == []
     for document in judged.documents:
-        case, at = CATALOGUE.cases[document["case"]], (document["stack"]["versions"], document["hardware"]["profile"])
+        case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
+        at = (document["stack"]["versions"], hardware["profile"], hardware["facts"])
         for arm, stored in document["verdicts"].items():
             wanted = expect.expected(case, document["where"], arm, *at)
             found = verdict.Verdict(**{**stored, "met": tuple(met.Met(**item) for item in stored["met"])})

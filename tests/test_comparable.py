@@ -140,9 +140,12 @@ def test_a_claim_leaves_out_what_was_not_measured_as_the_newest_was() -> None:
 def test_documents_differ_by_their_hardware_and_the_facts_that_count() -> None:
     one, other = cell(), cell()
     assert comparable_documents(one, other) is None
-    other["hardware"] = {**other["hardware"], "facts": {"fp16": True}}
+    other["hardware"] = {**other["hardware"], "facts": {"cpu_fp16": True}}
     assert comparable_documents(one, other) is None
-    assert comparable_documents(one, other, facts=["fp16"]) == "fact fp16 None against True"
+    assert comparable_documents(one, other, facts=["cpu_fp16"]) is None, "from before facts were stored"
+    one["hardware"] = {**one["hardware"], "facts": {"cpu_fp16": False}}
+    assert comparable_documents(one, other, facts=["cpu_bf16"]) is None
+    assert comparable_documents(one, other, facts=["cpu_fp16"]) == "fact cpu_fp16 False against True"
     other["hardware"]["accelerator"] = "cuda"
     assert comparable_documents(one, other) == "accelerator cpu against cuda"
     assert comparable_documents({**one, "ranks": 2}, {**one, "ranks": 4}) == "ranks 2 against 4"

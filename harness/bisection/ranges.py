@@ -16,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from harness.judge.expect import as_expected
+from harness.judge.facts import depends_on
 from harness.judge.met import Met
 from harness.schema import Case, Expectation
 
@@ -34,10 +35,11 @@ class Measured:
     verdicts: Mapping[str, str] = field(hash=False)  # the stable ones
     own_stack: bool = False  # of arms that name a stack of their own
     met: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)  # of the verdicts that say it failed
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the machine, that these arms depend on
 
     @property
     def answer(self) -> Any:
-        return sorted(self.verdicts.items()), sorted(self.met.items())
+        return sorted(self.verdicts.items()), sorted(self.met.items()), sorted(self.facts.items())
 
 
 def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measured]:
@@ -50,10 +52,13 @@ def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measure
     following = {arm: name for arm, name in verdicts.items() if arm not in own}
     met = {arm: tuple(str(Met(**item)) for item in document["verdicts"][arm].get("met") or ()) for arm in verdicts}
     where, hardware = document["where"], document["hardware"]["profile"]
+    said = document["hardware"].get("facts") or {}
 
     def item(of: Mapping[str, str], own_stack: bool) -> Measured:
         seen = {arm: met[arm] for arm in of if met[arm]}
-        return Measured(path, where, hardware, versions, of, own_stack, seen)
+        decide = {fact for arm in of for fact in depends_on(case, arm)}
+        facts = {fact: value for fact, value in said.items() if fact in decide}
+        return Measured(path, where, hardware, versions, of, own_stack, seen, facts)
 
     return [item(following, False), *([item(own, True)] if own else [])]
 
@@ -109,7 +114,7 @@ def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectati
         entry = grouped.setdefault(
             alike,
             {"verdicts": dict(first.verdicts), "met": _written(first.met), "cells": [],
-             "hardware": first.hardware, "versions": dict(run.versions),
+             "hardware": first.hardware, "facts": dict(first.facts), "versions": dict(run.versions),
              "measured_in": run.ends if len(run.ends) > 1 else run.ends[0], "reason": reason},
         )  # fmt: skip
         entry["cells"].append(first.where)
@@ -123,8 +128,9 @@ def _written(met: Mapping[str, tuple[str, ...]]) -> dict[str, str | list[str]]:
 
 
 def _without_reason(entry: Expectation) -> str:
-    """What an entry says of which measurements. What was met came later than the verdicts, and is no other reason."""
-    plain = entry.model_dump(exclude={"reason", "met"})
+    """What an entry says of which measurements. What was met, and facts of the
+    machine, came later than the verdicts, and are no other reason."""
+    plain = entry.model_dump(exclude={"reason", "met", "facts"})
     return repr([sorted(value.items()) if isinstance(value, dict) else value for value in plain.values()])
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from harness.judge import grade, verdict
+from harness.judge import facts, grade, verdict
 from harness.judge.evidence import items, mapping, text
 from harness.judge.expect import as_expected
 from harness.judge.grade import Outcome
@@ -84,7 +84,8 @@ def with_outcomes(document: Mapping[str, Any], outcomes: Mapping[str, list[Outco
         arm = document["arms"][name]
         attempts = [{**a, "outcome": asdict(o)} for a, o in zip(items(arm.get("attempts")), graded)]
         arms[name] = {**arm, "attempts": attempts}
-    return {**document, "arms": arms}
+    found = {**document, "arms": arms}
+    return {**found, "hardware": {**mapping(document.get("hardware")), "facts": facts.seen(found)}}
 
 
 def verdicts_of(document: Mapping[str, Any], case: Case, older: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -96,7 +97,9 @@ def verdicts_of(document: Mapping[str, Any], case: Case, older: Iterable[Mapping
         else:
             outcomes[name] = [Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
     settings = mapping(mapping(document["arms"].get("broken")).get("settings"))
-    judged = verdict.judge(case, outcomes, older, document["stack"]["versions"], settings)
+    judged = verdict.judge(
+        case, outcomes, older, document["stack"]["versions"], settings, document["hardware"]["facts"]
+    )
     return {name: asdict(found) for name, found in judged.items()}
 
 

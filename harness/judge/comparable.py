@@ -49,7 +49,7 @@ def comparable_documents(
         return _differ("accelerator", mine.get("accelerator"), theirs.get("accelerator"))
     for fact in facts:
         left, right = mapping(mine.get("facts")).get(fact), mapping(theirs.get("facts")).get(fact)
-        if left != right:
+        if left != right and None not in (left, right):  # one from before facts were stored says nothing of them
             return _differ(f"fact {fact}", left, right)
     for key in ("ranks", "variant"):
         if key in one and key in other and one[key] != other[key]:
@@ -68,7 +68,7 @@ def machine(document: Document) -> dict[str, Any]:
     hardware = mapping(document.get("hardware"))
     gpus = sorted(text(gpu.get("name")) for gpu in items(hardware.get("gpus")))
     found = {key: hardware.get(key) for key in ("accelerator", "cpu", "cores", "driver")}
-    return {**found, "gpus": gpus, "facts": dict(mapping(hardware.get("facts")))}
+    return {**found, "gpus": gpus}
 
 
 def _first(one: Mapping[str, Any], other: Mapping[str, Any], strict: bool = False) -> str | None:

@@ -12,6 +12,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from harness.judge.facts import depends_on, differs
 from harness.judge.verdict import MEETING, Verdict
 from harness.schema import Case, Expectation
 
@@ -19,12 +20,15 @@ Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs f
 PREDICTING = "cpu"  # what was measured there is a prediction of every other hardware that has no expectation of its own
 
 
-def expected(case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str) -> Expectation | None:
+def expected(
+    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
+) -> Expectation | None:
     """The expectation that applies to an arm of a cell, narrowed to this arm's verdict; None when there is none.
 
-    ``where`` names the cell's axes, ``model/strategy[/flag=value...]``, and ``hardware`` its profile. Of several that
-    apply the most specific wins: cells that are named before patterns before none, then hardware that is named, then
-    the one that says more about versions; after that the later in the file.
+    ``where`` names the cell's axes, ``model/strategy[/flag=value...]``, ``hardware`` its profile, ``facts`` what its
+    ranks said of the machine: where one that the arm depends on is another, or unknown, nothing is expected. Of several
+    that apply the most specific wins: cells that are named before patterns before none, then hardware that is named,
+    then the one that says more about versions; after that the later in the file.
     """
     best: tuple[tuple[int, int, int], Expectation] | None = None
     for entry in case.expect:
@@ -32,7 +36,7 @@ def expected(case: Case, where: str, arm: str, versions: Mapping[str, str], hard
             continue
         cells = _cells(case, entry.cells, where)
         bounds = _bounds(entry.versions, versions)
-        if cells is None or bounds is None:
+        if cells is None or bounds is None or differs(depends_on(case, arm), facts or {}, entry.facts):
             continue
         score = (cells, entry.hardware == hardware, bounds)
         if best is None or score >= best[0]:
@@ -50,10 +54,12 @@ def as_expected(name: str) -> str:
     return "NOT_FIRING" if name == "UPSTREAM_FIXED" else name
 
 
-def predicted(case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str) -> Expectation | None:
+def predicted(
+    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
+) -> Expectation | None:
     """What the measurements on a CPU say of an arm that has no expectation on this other hardware; None on a CPU."""
-    own = fnmatchcase(hardware, PREDICTING) or expected(case, where, arm, versions, hardware) is not None
-    return None if own else expected(case, where, arm, versions, PREDICTING)
+    own = fnmatchcase(hardware, PREDICTING) or expected(case, where, arm, versions, hardware, facts) is not None
+    return None if own else expected(case, where, arm, versions, PREDICTING, facts)
 
 
 def compare(

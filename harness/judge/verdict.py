@@ -28,6 +28,7 @@ from packaging.version import InvalidVersion, Version
 
 from harness.judge.comparable import comparable
 from harness.judge.evidence import items, mapping, text
+from harness.judge.facts import depends_on, differs
 from harness.judge.grade import Outcome
 from harness.judge.met import Met, all_met
 from harness.schema import Case, VerdictName
@@ -79,15 +80,18 @@ def judge(
     history: Iterable[Mapping[str, Any]] = (),
     versions: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Verdict]:
     """One verdict per fix arm of a failure, or of a control's one arm; arms that ``outcomes`` lacks have none.
 
     ``history`` are stored documents of the same cell on other stacks; with ``versions`` (this stack's) only those of an
-    older stack count, and with ``settings`` (of the broken arm) only those that were measured alike.
+    older stack count, and with ``settings`` (of the broken arm) only those that were measured alike, on a machine whose
+    ``facts`` that the broken arm depends on are the same.
     """
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
-    fired = _fired_before(history, versions, settings or {})
+    decide = {fact: (facts or {}).get(fact) for fact in depends_on(case, "broken")}
+    fired = _fired_before(history, versions, settings or {}, decide)
     broken = outcomes.get("broken", ())
     fixes = [arm for arm in case.arms if arm != "broken" and arm in outcomes]
     judged = {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
@@ -222,7 +226,10 @@ class Fired:
 
 
 def _fired_before(
-    history: Iterable[Mapping[str, Any]], versions: Mapping[str, str] | None, settings: Mapping[str, Any]
+    history: Iterable[Mapping[str, Any]],
+    versions: Mapping[str, str] | None,
+    settings: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> Fired:
     otherwise = None
     for document in history:
@@ -236,6 +243,7 @@ def _fired_before(
             shown = ", ".join(f"{name} {theirs[name]}" for name in ("torch", "transformers") if name in theirs)
             where = f"{text(stack.get('name')) or 'an older stack'}" + (f" ({shown})" if shown else "")
             why = comparable(settings, mapping(mapping(mapping(document.get("arms")).get("broken")).get("settings")))
+            why = why or differs(facts, facts, mapping(mapping(document.get("hardware")).get("facts")))
             if why is None:
                 return Fired(where)
             otherwise = otherwise or f"{where}, where it fired: {why}"

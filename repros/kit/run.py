@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from arm_settings import arm_axis, resolve
+from kit.machine import machine_facts
 from kit.record import Record, clip, describe_exception, holds, plain
 from kit.witness import MARGIN_S, OURS, Witness, nccl_environment
 
@@ -370,7 +371,7 @@ def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
 
 def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
     record.data["ended"] = time.time()
-    record.data["facts"]["float32"] = float32_facts()
+    record.data["facts"].update(float32=float32_facts(), machine=machine_facts())
     torch_module = sys.modules.get("torch")
     if settings["device"] != "cpu" and torch_module is not None and torch_module.cuda.is_initialized():
         record.data["peak_gpu_mb"] = round(torch_module.cuda.max_memory_allocated() / 2**20, 1)
