@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from harness.compact import expanded
 from harness.errors import ResultsError
 
 Document = dict[str, Any]
@@ -88,7 +89,7 @@ class Store:
     def read(self, path: Path) -> Document | None:
         """A document, or None. A damaged file is moved aside (never deleted) and named in ``damaged``."""
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = expanded(json.loads(path.read_text(encoding="utf-8")))
             if (
                 document["schema"] != 1
                 or not isinstance(document["arms"], dict)
@@ -134,11 +135,15 @@ def _brought_up(document: Document) -> Document:
 
 
 def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps({k: v for k, v in value.items() if k != "path"}, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as out:
-            json.dump({k: v for k, v in value.items() if k != "path"}, out, indent=1, sort_keys=False)
-            out.write("\n")
+            out.write(text)
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)

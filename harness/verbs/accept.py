@@ -16,6 +16,7 @@ from typing import Any
 from harness import catalogue as catalogues
 from harness import overrides
 from harness.bisection.ranges import expectations, measured, runs, whole
+from harness.compact import compacted, lines
 from harness.config import compose_run
 from harness.errors import ResultsError
 from harness.judge.again import judged_again
@@ -26,7 +27,7 @@ from harness.paths import BASELINE, CONF, ROOT, cache_dir
 from harness.report import print_json, print_notes
 from harness.running import session
 from harness.schema import Case
-from harness.store import Store, write_json
+from harness.store import Store, write_text
 
 
 def main(args: argparse.Namespace) -> int:
@@ -130,7 +131,7 @@ def _accept(case: Case, documents: list[dict[str, Any]], before: list[dict[str, 
     ends = {path: d for path, d in given.items() if str(path.relative_to(BASELINE.parent)) not in inner}
     for path, document in ends.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, _portable(document))
+        write_text(path, lines(compacted(_portable(document))))
     entries = expectations(found, reason, case.expect)
     path = CONF / "case" / f"{case.slug}.yaml"
     path.write_text(write_expectations(path.read_text(encoding="utf-8"), entries), encoding="utf-8")
