@@ -116,7 +116,7 @@ class Planner:
             steps=run.steps,
             seed=run.seed,
             device=profile.accelerator,
-            backend=profile.backend,
+            backend=case.launch.backend or profile.backend,
         )
         if profile.shared:
             settings["devices"] = 1

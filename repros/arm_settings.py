@@ -95,7 +95,7 @@ def resolve(
         "seed": 0,
         "steps": case.get("steps", 3),
         "device": "auto",
-        "backend": "auto",
+        "backend": launch.get("backend") or "auto",
     }
     out.update({key: value for key, value in run.items() if value is not None})
     return out

@@ -39,7 +39,7 @@ def job(case: Case) -> dict | None:
     DeepSpeed's cases are left out: it compiles for minutes where nobody has, and their checks are the same kit's.
     """
     raw = conf("case", case.slug)
-    if case.needs.gpus or any("deepspeed" in one for one in case.needs.requires):
+    if case.simulated or case.needs.gpus or any("deepspeed" in one for one in case.needs.requires):
         return None
     if not case.launch.process_group or raw.get("launch", {}).get("teardown") or case.slug.startswith("colossalai"):
         return None

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import case, document, observation, ok
+from judging import case, document, observation, ok, record
 
 from harness import catalogue, cli
+from harness.judge.grade import grade
 from harness.report import matrix_table, summary_line
 from harness.rows import arm_rows
 from harness.schema import Case
@@ -49,7 +50,27 @@ def test_the_matrix_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -
 def test_a_simulated_case_takes_no_gpu() -> None:
     with pytest.raises(ValueError, match="a simulated case takes no GPU"):
         case(simulated="fake tensors")
-    assert isinstance(case(simulated="fake tensors", accelerator="cpu"), Case)
+    with pytest.raises(ValueError, match=r"launch\.backend: fake and simulated go together"):
+        case(simulated="fake tensors", accelerator="cpu")
+    with pytest.raises(ValueError, match=r"launch\.backend: fake and simulated go together"):
+        case(launch={"backend": "fake"})
+    assert isinstance(case(simulated="fake tensors", accelerator="cpu", launch={"backend": "fake"}), Case)
+
+
+def simulated(group: dict[str, Any] | None) -> str:
+    """The outcome's reason of an attempt of two simulated ranks that recorded this process group."""
+    known = case(simulated="fake tensors", accelerator="cpu", launch={"backend": "fake"})
+    settings = {"flags": {}, "strategy": {"slug": "ddp", "options": {}, "promises": {"parameters": "whole"}}}
+    items = [{"what": "parameters", "got": 9, "whole": 9, "bytes": 36}, *([group] if group else [])]
+    ranks = [ok(n, record=record(n, in_force=items, read={"flags": [], "options": []})) for n in (0, 1)]
+    return grade(known, "broken", observation(*ranks, backend="fake", settings=settings), [known]).reason
+
+
+def test_a_simulated_rank_is_judged_by_the_group_that_it_says_it_had() -> None:
+    fake = {"what": "group", "got": 2, "backend": "fake"}
+    assert "not-in-force" not in simulated(fake)
+    assert "no evidence of a process group" in simulated(None)
+    assert "the backend fake was not in force" in simulated({**fake, "backend": "gloo"})
 
 
 @pytest.mark.parametrize("slug", SIMULATED)
@@ -84,3 +105,13 @@ def test_qwen_14b_at_full_size_on_8_gpus_fires_in_torch(tmp_path: Path) -> None:
     assert found["exception"]["frames"][-1]["place"].startswith("torch.")
     assert set(found["facts"]["device_map"].values()) == set(range(8))
     assert found["peak_rss_mb"] < 2048
+
+
+@pytest.mark.ranks
+def test_fsdp_leaves_an_eighth_of_the_model_on_the_ranks_own_gpu(tmp_path: Path) -> None:
+    arguments = ["--case", "card-zero-simulated", "--arm", "own-card", "--strategy", "fsdp"]
+    found = rank("wrong_card_simulated.py", tmp_path, *arguments)
+    assert found["done"] and [check["passed"] for check in found["checks"]] == [True, True, True]
+    seen = {item["what"]: item for item in found["in_force"]}
+    assert seen["group"] == {"what": "group", "got": 8, "backend": "fake"}
+    assert seen["parameters"]["got"] * 8 == pytest.approx(seen["parameters"]["whole"], rel=1e-3)

@@ -34,7 +34,7 @@ def problem(case: Case, arm: str, attempt: Attempt) -> str | None:
     promised = {**promises, **(own.model_dump(exclude_unset=True) if own else {})}
     asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
     return (
-        (None if case.simulated else _group(attempt))  # a simulated rank stands alone
+        _group(attempt)
         or _promises(attempt, text(strategy.get("slug")) or "the strategy", promised, strategy, case.proof.kind)
         or _measured(case, asked, attempt.ranks)
         or _read(case, arm, attempt)

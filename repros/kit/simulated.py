@@ -1,4 +1,4 @@
-"""Simulated GPUs: fake tensors on cuda:0 to cuda:N-1. No GPU takes part.
+"""Simulated GPUs: fake tensors on cuda:0 to cuda:N-1. No GPU takes part, and no other rank (`launch.backend: fake`).
 
 A fake tensor has a shape and a device but no data, so that a model of any size fits, and torch checks the devices of
 every operation as on real GPUs (its message lacks the part "(when checking argument ...)", which a kernel adds). It
@@ -102,3 +102,10 @@ def check_logits(run: Run, logits: torch.Tensor, gpu: int) -> None:
     want = [SIZE, LENGTH, run.model["config"]["vocab_size"]]
     run.check("shape", got=list(logits.shape), want=want, tolerance=0, looked_at="the logits' shape")
     run.check("device", got=str(logits.device), want=f"cuda:{gpu}", looked_at="the logits' device")
+
+
+def check_home(run: Run, model: torch.nn.Module) -> None:
+    """All of this rank's parameters and buffers on its own GPU, and on no other."""
+    found = sorted({str(t.device) for t in [*model.parameters(), *model.buffers()]})
+    looked_at = f"the devices of {sum(1 for _ in model.parameters())} parameters and of the buffers"
+    run.check("home", got=found, want=[f"cuda:{run.rank}"], looked_at=looked_at)

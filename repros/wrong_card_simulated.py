@@ -1,0 +1,77 @@
+"""SIMULATED: a rank's model, or its inputs, on a GPU that is not the rank's own, under DDP and FSDP.
+
+DDP (init_sync=False: the first rank's parameters are not sent round) and FSDP are torch's own, in a process group that
+reaches nobody. What needs streams of a real GPU is left out: DDP's move of inputs to its device_ids (none have to be
+moved here), and FSDP's forward: there the proof is the shard that it leaves on the rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kit import Run, main
+from kit.in_force import watch
+from kit.simulated import (
+    check_home,
+    check_logits,
+    fake_gpus,
+    gpu_of,
+    hook,
+    meta_model,
+    place,
+    split,
+    tokens,
+)
+
+import torch
+
+
+def places_of(run: Run, model: torch.nn.Module) -> dict[str, int]:
+    """The device_map that the rank loads its model with."""
+    if run.flags["device_map"] == "auto":
+        return split(model, run.world_size)
+    return {"": 0 if run.flags["device_map"] == "zero" else run.rank}
+
+
+def ddp(run: Run, model: torch.nn.Module, places: dict[str, int]) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids: Any = [run.rank] if run.flags["device_ids"] == "own" else None
+    wrapped = DistributedDataParallel(model, device_ids=ids, init_sync=False)  # <- refuses a split model
+    watch(run, wrapped)
+    inputs = {"own": run.rank, "zero": 0, "model": gpu_of(places, next(iter(places)))}[run.flags["inputs"]]
+    with torch.no_grad():
+        logits = wrapped(tokens(inputs), use_cache=False).logits  # <- weight and indices on two GPUs
+    check_logits(run, logits, gpu_of(places, "lm_head"))
+
+
+def fsdp(run: Run, model: torch.nn.Module) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    own = torch.device("cuda", run.rank)
+    wrapped = FullyShardedDataParallel(model, device_id=own)  # <- refuses a model that is not on the rank's own GPU
+    watch(run, wrapped)
+    (shard,) = wrapped.parameters()
+    want = [-(-elements // run.world_size)]
+    run.check("shape", got=list(shard.shape), want=want, tolerance=0, looked_at="this rank's shard")
+    run.check("device", got=str(shard.device), want=str(own), looked_at="this rank's shard")
+
+
+def body(run: Run) -> None:
+    model = meta_model(run)
+    places = places_of(run, model)
+    run.fact("device_map", places)
+    with fake_gpus():
+        place(model, lambda name: gpu_of(places, name))
+        if run.flags["device_map"] == "auto":
+            hook(model, places)
+        if run.strategy["slug"] == "fsdp":
+            fsdp(run, model)
+        else:
+            ddp(run, model, places)
+        check_home(run, model)
+
+
+if __name__ == "__main__":
+    main(body)
