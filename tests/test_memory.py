@@ -20,6 +20,7 @@ from harness.memory import planned
 from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, parts, plan, weights_held
 from harness.memory.facts import Known
 from harness.memory.fit import fitted, too_much
+from harness.memory.look import lay_over
 from harness.placing import place
 from harness.plan import CellPlan, Planner
 from harness.running.recorded import MEMORY_PER_RANK_GB, expect
@@ -188,7 +189,11 @@ def test_the_stack_says_what_a_rank_holds_before_any_model(tmp_path: Path, monke
 # --- laid over a plan -------------------------------------------------------------------------------------------------
 
 
-STACK = Stack("current", sys.executable, {"torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"})
+STACK = Stack(
+    "current",
+    sys.executable,
+    {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8"},
+)
 
 
 def cell(strategy: str, profile: Profile, machine: Machine) -> CellPlan:
@@ -240,6 +245,33 @@ def test_a_model_that_nobody_knows_is_neither_planned_nor_skipped() -> None:
     made = cell("fsdp", CPU, LAPTOP)
     bare = replace(made, arms=tuple(replace(arm, memory=None, skipped=None) for arm in made.arms))
     assert fitted(bare, CATALOGUE, CPU, LAPTOP, lambda arm: None) == bare
+
+
+class Everything:
+    """A stack that has answered every question: the model is always qwen-14b."""
+
+    def __init__(self, stack: Stack) -> None: ...
+
+    def ask(self, asked: list[object], imports: list[object]) -> None:
+        self.asked = asked
+
+    def model(self, asked: object) -> Facts:
+        return QWEN_14B
+
+    def base_mb(self, imports: object, start: str) -> float:
+        return 350.0
+
+
+@pytest.mark.parametrize(("case", "fits"), [("train-step", False), ("card-zero-simulated", True)])
+def test_fake_tensors_hold_nothing_of_a_model_at_full_size(
+    case: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.memory.look.Known", Everything)
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}", "strategy=ddp", "ranks=8"]))
+    placed = place(CATALOGUE, cells, [CPU], auto=False).cells
+    planner = Planner(CATALOGUE, RunSettings(scale=Scale.full), {CPU.name: CPU}, LAPTOP, {"current": STACK}, {})
+    found, _ = lay_over(planner.plan(placed), CATALOGUE, {"current": STACK}, LAPTOP, ask=True)
+    assert found and all((plan.skipped is None) == fits for plan in found), [plan.skipped for plan in found]
 
 
 def test_hardware_that_is_not_here_can_be_planned_for_but_not_mistaken() -> None:

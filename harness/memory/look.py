@@ -25,7 +25,9 @@ def lay_over(
     """The plans with their memory, and what could not be found out. ``ask``: the stacks, for what is not known yet
     (seconds, once); otherwise only what is. ``cold``: everything is launched from cold."""
     known = {name: Known(stack) for name, stack in stacks.items()}
-    arms = [(plan, arm) for plan in plans for arm in plan.arms if not arm.skipped and arm.stack in known]
+    # Fake tensors have no data: a simulated case holds nothing of its model.
+    held = [plan for plan in plans if not catalogue.cases[plan.cell.case].simulated]
+    arms = [(plan, arm) for plan in held for arm in plan.arms if not arm.skipped and arm.stack in known]
     problems = []
     for name in dict.fromkeys(arm.stack for _, arm in arms) if ask else ():
         own = [(plan, arm) for plan, arm in arms if arm.stack == name]
@@ -36,7 +38,8 @@ def lay_over(
     def look(case: str, arm: ArmPlan) -> tuple[Facts, float] | None:
         launch = catalogue.cases[case].launch
         start = "cold" if cold or launch.cold or launch.teardown else "warm"
-        facts = known[arm.stack].model(question(arm.settings)) if arm.stack in known else None
+        there = arm.stack in known and not catalogue.cases[case].simulated
+        facts = known[arm.stack].model(question(arm.settings)) if there else None
         base = known[arm.stack].base_mb(imports_of(catalogue, catalogue.cases[case], arm), start) if facts else None
         return (facts, base) if facts and base else None
 
