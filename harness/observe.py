@@ -151,11 +151,10 @@ def _infra(launch: Json, ranks: list[Json], seen: Watched, attempt: Attempt, wor
         return {"kind": "launch", "message": f"no rank was started; the launcher's worker {_ended(worker_exit)}\n{log}"}
     if not launch.get("finished") and not seen.timed_out:
         return {"kind": "lost", "message": f"the launcher's worker {_ended(worker_exit)} before its ranks did\n{log}"}
-    for rank in ranks:
-        found = _of_rank(rank, attempt.device)
-        if found:
-            return {"kind": found[0], "message": f"rank {rank['rank']}: {found[1]}"}
-    return None
+    of_ranks = [(rank["rank"], found) for rank in ranks if (found := _of_rank(rank, attempt.device))]
+    # The peers of a failed card fail as well, of that.
+    number, found = min(of_ranks, key=lambda each: each[1][0] != "card", default=(0, None))
+    return None if found is None else {"kind": found[0], "message": f"rank {number}: {found[1]}"}
 
 
 def _slow(found: Json) -> Json | None:
@@ -205,8 +204,9 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
     first = f"{kind}: {message.splitlines()[0] if message else ''}"
     if _DISK.search(message):
         return "disk", first
-    if device == "cuda" and of_device(error, phase):
-        return "device", first
+    failed = of_device(error, phase) if device == "cuda" else None
+    if failed:
+        return failed, first
     if phase == "init_process_group" and _PORT.search(message):
         return "port", first
     if kind in ("MemoryError", "OutOfMemoryError") or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message)):

@@ -11,9 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.hardware import Gpu
+from harness.hardware.gpus import Seen
 from harness.running.board import PATIENCE, PATIENCE_S, Board, neighbours
 from harness.running.cards import Cards, stranger
-from harness.running.nvml import Seen
 from harness.running.schedule import Capacity, Task, lower_bound
 from harness.running.simulate import Change, Ended, Machine, Run, View, makespan, simulate
 

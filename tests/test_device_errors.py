@@ -26,15 +26,38 @@ DEVICE = {
     "no kernels": (
         error("RuntimeError", "CUDA error: no kernel image is available for execution on the device", TRAIN), BODY,
     ),
-    "ECC, by its code": (error("AcceleratorError", "CUDA error: uncorrectable ECC", TRAIN, error_code=214), BODY),
     "NCCL": (
         error("DistBackendError", "NCCL error: cuda error\nCuda failure 35 'CUDA "
               "driver version is insufficient for CUDA runtime version'", ("torch.distributed", "all_reduce")), BODY,
+    ),
+    "a system error of NCCL": (
+        error("DistBackendError", "NCCL error in: NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO), "
+              "NCCL version 2.29.3\nncclSystemError: System call (e.g. socket, malloc) or external library call failed",
+              ("torch.distributed", "all_reduce")), BODY,
     ),
     "NCCL's start": (error("DistBackendError", "ncclSystemError", ("torch.distributed.c10d", "new_group")), INIT),
     "a full card": (error("OutOfMemoryError", "CUDA out of memory. 2 MiB", ("torch.cuda", "x")), INIT),
     "a full card at set_device": (error("AcceleratorError", "CUDA error: out of memory", SET, error_code=2), INIT),
 }  # fmt: skip
+
+CARD = {
+    "ECC, by its code": (error("AcceleratorError", "some other words", TRAIN, error_code=214), BODY),
+    "ECC, in words": (error("RuntimeError", "CUDA error: uncorrectable ECC error encountered\nCUDA", TRAIN), BODY),
+    "ECC, while it is set": (error("AcceleratorError", "CUDA error: ECC", SET, error_code=214), INIT),
+    "NVLink": (error("AcceleratorError", "some other words", TRAIN, error_code=220), BODY),
+    "ECC, through NCCL": (
+        error("DistBackendError", "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function "
+              "failed.\nLast error:\nCuda failure 214 'uncorrectable ECC error encountered'",
+              ("torch.distributed", "all_reduce")), BODY,
+    ),
+}  # fmt: skip
+
+CARD_OR_PROGRAM = {
+    "a launch failure": (error("AcceleratorError", "some other words", TRAIN, error_code=719), BODY),
+    "a launch failure, in words": (error("RuntimeError", "CUDA error: unspecified launch failure\nx", TRAIN), BODY),
+    "an unknown error": (error("RuntimeError", "CUDA error: unknown error\nCUDA kernel errors", TRAIN), BODY),
+    "contained": (error("AcceleratorError", "some other words", TRAIN, error_code=226), BODY),
+}
 
 CASES_OWN = {
     "out of memory in training": (error("OutOfMemoryError", "CUDA out of memory. 2 GiB", TRAIN), BODY),
@@ -43,16 +66,15 @@ CASES_OWN = {
     "the text in another error": (error("ValueError", BUSY, TRAIN), BODY),
     "the text in the middle": (error("RuntimeError", "while saying CUDA error: initialization error", TRAIN), BODY),
     "sizes": (error("RuntimeError", "The size of tensor a (256) must match", TRAIN), BODY),
+    "a launch failure of nobody's": (error("ValueError", "CUDA error: unspecified launch failure", TRAIN), BODY),
     "NCCL in the body": (error("DistBackendError", "NCCL error: remote process exited", TRAIN), BODY),
     "no frames": ({"type": "RuntimeError", "message": "x", "frames": []}, BODY),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEVICE)
-def test_the_devices_failures(name: str) -> None:
-    assert of_device(*DEVICE[name])
+ALL = {"device": DEVICE, "card": CARD, "card or program": CARD_OR_PROGRAM, None: CASES_OWN}
 
 
-@pytest.mark.parametrize("name", CASES_OWN)
-def test_the_cases_own(name: str) -> None:
-    assert not of_device(*CASES_OWN[name])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, errors in ALL.items() for name in errors])
+def test_whose_failure_it_is(kind: str | None, name: str) -> None:
+    assert of_device(*ALL[kind][name]) == kind

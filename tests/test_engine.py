@@ -17,6 +17,7 @@ from harness.config import Order, RunSettings
 from harness.errors import ResultsError
 from harness.exit_code import bisect_exit, exit_code
 from harness.hardware import Gpu, Machine, Profile
+from harness.hardware.gpus import unseen
 from harness.launch.attempt import Attempt
 from harness.placing import place
 from harness.plan import CellPlan, Planner
@@ -27,7 +28,6 @@ from harness.running.engine import Engine
 from harness.running.events import Event, Later, Summary
 from harness.running.given import Given
 from harness.running.leases import Leases
-from harness.running.nvml import unseen
 from harness.stacks import Stack
 from harness.store import Store
 

@@ -14,12 +14,14 @@ from fake_nvml import Card, FakeNvml, Process
 from test_engine import Fake, engine_of, observation, verdicts
 
 from harness.config import RunSettings
+from harness.device_errors import of_device
 from harness.exit_code import exit_code
 from harness.hardware import Gpu, Profile
+from harness.hardware.gpus import Seen
+from harness.hardware.nvml import Nvml
 from harness.launch.attempt import Attempt
 from harness.running.again import again, lost
 from harness.running.events import Event, Summary
-from harness.running.nvml import Nvml, Seen
 
 ON_CPU = Profile("cpu", "cpu", "gloo", ())
 
@@ -196,6 +198,78 @@ def test_gpu_and_cpu_cells_in_one_run_each_under_its_profile(tmp_path: Path, mon
     assert sorted(map(len, launched)) == [0, 0, 2, 2]
 
 
+# --- what only a rank's error tells
+
+
+def on_a_bad_card(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) -> Callable[..., Any]:
+    """A launcher's fault: what runs on this card fails with this error, its peer with NCCL's; NVML knows nothing."""
+
+    def fail(attempt: Attempt, stop: threading.Event) -> Any:
+        used.append(attempt.gpus)
+        if bad not in attempt.gpus:
+            return None
+        made = observation(attempt, {**PEER})
+        rank = made["ranks"][attempt.gpus.index(bad)]
+        rank["record"].update(exception=error, phase="body")
+        kind = of_device(error, "body")
+        return {**made, "infra": {"kind": kind, "message": f"rank {rank['rank']}: {error['message']}"}}
+
+    return fail
+
+
+FRAMES = [{"module": "torch.nn.modules.linear", "function": "forward", "place": "torch.nn.modules.linear"}]
+PEER = {"type": "DistBackendError", "message": "NCCL error: remote process exited", "frames": FRAMES, "cause": None}
+ECC = {"type": "AcceleratorError", "message": "CUDA error: uncorrectable ECC error encountered", "frames": FRAMES,
+       "error_code": 214, "cause": None}  # fmt: skip
+LAUNCH = {**ECC, "message": "CUDA error: unspecified launch failure", "error_code": 719}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_card_that_a_rank_says_has_failed_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    nvml = FakeNvml([Card() for _ in range(3)])
+    nvml.install(monkeypatch)
+    bad, used = nvml.cards[place].uuid, []  # type: ignore[var-annotated]
+    summary = on_cards(tmp_path, nvml, Fake(on_a_bad_card(bad, ECC, used)))
+    assert [bad in gpus for gpus in used].count(True) == 1 and len(used) == 3
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    rank = next(gpus for gpus in used if bad in gpus).index(bad)
+    why = f"gpu{place} ({bad}) is not used any more: rank {rank}: CUDA error: uncorrectable ECC error encountered"
+    assert summary.cards == [why]
+    made = [attempt for arm in summary.documents[0]["arms"].values() for attempt in arm["attempts"]]
+    assert [attempt["outcome"]["outcome"] for attempt in made].count("infra") == 1, "kept"
+
+
+def test_what_may_be_the_cards_is_made_once_more_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card() for _ in range(4)])
+    nvml.install(monkeypatch)
+    used: list[tuple[str, ...]] = []
+    fault = on_a_bad_card(nvml.cards[1].uuid, LAUNCH, used)
+    summary = on_cards(tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["arm"] == "broken" else None))
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
+    made = summary.documents[0]["arms"]["broken"]["attempts"]
+    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "fires"]
+    assert made[1]["observation"]["attempt"]["again"].startswith("card or program: ")
+    assert len(used) == 2 and not set(used[0]) & set(used[1])
+
+
+@pytest.mark.parametrize("cards", [2, 4])
+def test_what_comes_again_is_the_attempts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int) -> None:
+    nvml = FakeNvml([Card() for _ in range(cards)])
+    nvml.install(monkeypatch)
+
+    def fault(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "broken":
+            return None
+        return on_a_bad_card(attempt.gpus[0], LAUNCH, [])(attempt, stop)
+
+    summary = on_cards(tmp_path, nvml, Fake(fault))
+    made = summary.documents[0]["arms"]["root-call"]["attempts"]
+    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "other_error"]
+    assert verdicts(summary) == {"root-call": "FIX_UNMASKS"} and not summary.cards
+
+
 # --- what is asked of NVML, and what is made once more
 
 
@@ -225,6 +299,6 @@ def test_only_a_failed_card_is_a_reason_for_one_more_attempt() -> None:
     failed = lost(fine, "gpu3 (GPU-3): Xid 79")
     assert failed["infra"] == {"kind": "card", "message": "gpu3 (GPU-3): Xid 79"}
     assert not failed["attempt"]["interrupted"] and fine["infra"] is None
-    assert again(failed) == {"again": "gpu3 (GPU-3): Xid 79"}
+    assert again(failed, ("GPU-3",)) == {"again": "card: gpu3 (GPU-3): Xid 79", "avoid": ("GPU-3",)}
     assert again({**failed, "attempt": {"again": "once before"}}) is None
     assert again(fine) is None and again({**fine, "infra": {"kind": "launch", "message": "?"}}) is None

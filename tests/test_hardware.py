@@ -12,11 +12,12 @@ from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
 
 from harness import catalogue
 from harness.errors import ConfigError
-from harness.hardware import Machine, Xids, cgroup_limits, detect, settle, states
-from harness.hardware.nvml import without_peers
+from harness.hardware import Machine, cgroup_limits, detect, settle, states
+from harness.hardware.nvml import Nvml, without_peers
 from harness.launch.attempt import RUN_TOKEN
 
 KNOWN = catalogue.load().hardware
+HARNESS = Path(catalogue.__file__).parent
 Root = Callable[..., Path]
 
 
@@ -203,16 +204,24 @@ def test_a_process_of_a_run_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> N
         ours.communicate()
 
 
-def test_xids_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [Card(), Card()]
+def test_hardware_errors_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [Card(), Card(), Card()]
     FakeNvml(cards).install(monkeypatch)
-    xids = Xids([card.uuid for card in cards])
-    cards[1].xids += [79, 94]
-    assert xids.new() == [(cards[1].uuid, 79), (cards[1].uuid, 94)]
-    assert xids.new() == []
-    xids.close()
+    with Nvml([card.uuid for card in cards]) as nvml:
+        cards[1].xids += [31, 79, 94]  # 31 is a program's
+        assert nvml.broken() == {cards[1].uuid: "Xid 94"}
+        assert nvml.broken() == {}
+        cards[0].recovery, cards[2].remap_failed = 1, True
+        assert nvml.look(cards[0].uuid).problem == "NVML says that it needs a GPU reset"
+        assert "faulty rows" in str(nvml.look(cards[2].uuid).problem)
     FakeNvml(init_error=12).install(monkeypatch)
-    assert Xids(["GPU-x"]).new() == []
+    with Nvml(["GPU-x"]) as nvml:
+        assert nvml.broken() == {} and nvml.look("GPU-x").problem is None
+
+
+def test_only_one_module_asks_nvml() -> None:
+    found = [path for path in HARNESS.rglob("*.py") if "import pynvml" in path.read_text(encoding="utf-8")]
+    assert [str(path.relative_to(HARNESS)) for path in found] == ["hardware/nvml.py"]
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 
 from harness import observe
+from harness.hardware.gpus import Seen
 from harness.launch import open_launcher, processes, shm, watch
 from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
 from harness.launch.watch import Watched
 from harness.running.board import Kept
 from harness.running.leases import Leases, Trouble, clear_leftovers, register_run
-from harness.running.nvml import Seen
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -308,6 +308,23 @@ def test_the_machines_faults_are_told_from_the_cases(tmp_path: Path, record: dic
     seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [told()], record)
     assert (seen["infra"] or {}).get("kind") == kind
     assert seen["ranks"][0]["record"] == record and seen["attempt"]["wall_s"] == 2.5
+
+
+def test_a_failed_card_is_named_before_the_peers_that_fail_of_it(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / "a", "x", world_size=2)
+    attempt.settings["device"] = "cuda"
+    prepare(attempt)
+    peer = raised("DistBackendError", "NCCL error: unhandled system error\nncclSystemError: System call failed")
+    card = raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered")
+    ranks = [told(), {**told(), "rank": 1}]
+    attempt.launch_file.write_text(json.dumps({"ranks": ranks, "error": None, "finished": True}))
+    for second, kind in ((card, "card"), (peer, "device")):
+        for rank, record in enumerate((peer, second)):
+            (attempt.records / f"rank-{rank}.json").write_text(json.dumps(record))
+        seen = observe.observation(attempt, "torchrun", ["python"], Watched(started=10.0, ended=12.5), worker_exit=0)
+        assert seen["infra"]["kind"] == kind and (
+            kind == "device" or "rank 1: RuntimeError" in seen["infra"]["message"]
+        )
 
 
 def test_who_ended_a_rank(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What this machine has, which hardware profile that is, and whether a stack's torch can use it. Never imports torch.
 
 visible   CUDA_VISIBLE_DEVICES, as CUDA reads it (pure)
-nvml      the cards, as NVML tells of them: what they are, and what state they are in
+gpus      what can be known of a card; nvml: the one place that asks NVML
 signs     that GPUs are here, or were meant, though NVML shows none
 machine   all of that, cores and memory
 profile   the profile to run with, or a clear error; ``auto`` never becomes the CPU without a word
@@ -9,11 +9,12 @@ probe     one process in a stack's own python: what torch says, and whether it c
 around    what else a run on GPUs depends on: /dev/shm, ptrace
 """
 
+from harness.hardware.gpus import CardState, Gpu, GpuProcess, LeftOut
 from harness.hardware.machine import Machine, cgroup_limits, detect
-from harness.hardware.nvml import CardState, Gpu, GpuProcess, LeftOut, Xids, states
+from harness.hardware.nvml import states
 from harness.hardware.profile import HardwareError, Profile, settle, settle_all
 
 __all__ = [
-    "CardState", "Gpu", "GpuProcess", "HardwareError", "LeftOut", "Machine", "Profile", "Xids", "cgroup_limits",
+    "CardState", "Gpu", "GpuProcess", "HardwareError", "LeftOut", "Machine", "Profile", "cgroup_limits",
     "detect", "settle", "settle_all", "states",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.hardware import nvml
-from harness.hardware.nvml import Gpu, LeftOut
+from harness.hardware.gpus import Gpu, LeftOut
 from harness.hardware.signs import signs
 from harness.hardware.visible import NAME, read
 

@@ -1,14 +1,19 @@
-"""The GPUs as NVML tells of them: what they are, and in which state. No judgement beyond "can this be used at all"."""
+"""All that this project asks of NVML: which cards there are, their state at a moment, and their errors during a run.
+
+Nothing here raises. A question that a card or driver does not answer (no driver, no permission, not supported) counts
+as nothing seen; only errors that say that the card is gone or must be reset make it ``lost``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
 
+from harness.hardware.gpus import CardState, Gpu, GpuProcess, LeftOut, Seen
 from harness.launch.attempt import RUN_TOKEN
 
 MIB = 2**20
@@ -18,74 +23,9 @@ _RECOVERY = {  # NVML_GPU_RECOVERY_ACTION_*, drivers from r570 on
     1: "a GPU reset", 2: "a reboot of the node", 3: "draining its peers", 4: "draining and a reset",
     5: "a recovery of its IMEX domain", 6: "a bus reset", 7: "a reboot of the system",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One card. ``index``: NVML's (PCI order). ``capability``: "8.0". ``persistence`` None: not told."""
-
-    index: int
-    name: str
-    uuid: str
-    memory_mb: int
-    capability: str | None = None
-    mode: str = "default"  # the compute mode
-    persistence: bool | None = None
-
-
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process that computes on a card. ``memory_mb`` None: the driver does not tell. ``name`` None: it cannot be seen
-    from here (inside a container NVML gives the host's numbers). ``ours``: a run of this project started it."""
-
-    pid: int
-    memory_mb: int | None
-    name: str | None
-    ours: bool
-
-    def __str__(self) -> str:
-        memory = "memory unknown" if self.memory_mb is None else f"{self.memory_mb} MiB"
-        return f"pid {self.pid}" + (f" {self.name}" if self.name else "") + f" ({memory})"
-
-
-@dataclass(frozen=True)
-class CardState:
-    """What may change while a run is at work. Sizes in MiB; None: NVML does not tell on this card or driver."""
-
-    free_mb: int | None = None
-    processes: tuple[GpuProcess, ...] = ()
-    ecc_uncorrected: int | None = None  # since the driver was loaded
-    remap_pending: bool = False  # faulty rows are replaced at the next reset
-    remap_failed: bool = False
-    recovery: str | None = None  # what NVML says the card needs
-    lost: str | None = None  # NVML's error where it says nothing of the card any more (it fell off the bus)
-
-    @property
-    def foreign(self) -> tuple[GpuProcess, ...]:
-        """Other people's processes."""
-        return tuple(process for process in self.processes if not process.ours)
-
-    @property
-    def sick(self) -> str | None:
-        """Why nothing may be launched on the card, in words, or None."""
-        if self.lost:
-            return self.lost
-        if self.recovery:
-            return f"NVML says that it needs {self.recovery}"
-        return "its memory has faulty rows that could not be replaced" if self.remap_failed else None
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A card that is there and cannot be used. ``name``, ``uuid`` "": it does not say."""
-
-    index: int
-    name: str
-    uuid: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"GPU {self.index}{f' ({self.name})' if self.name else ''}: {self.reason}"
+# Errors of a program, after which the card is as good as before: what NVIDIA's own k8s-device-plugin passes over, too.
+APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
+_LOST = ("GPU_IS_LOST", "NOT_FOUND", "RESET_REQUIRED", "UNKNOWN")  # NVML_ERROR_...: asked about a card that was there
 
 
 @dataclass(frozen=True)
@@ -147,7 +87,7 @@ def _card(nvml: Any, index: int) -> Gpu | LeftOut:
 
 
 def states(uuids: Sequence[str]) -> dict[str, CardState]:
-    """The state of these cards at this moment. Never raises: a card that says nothing is ``lost``."""
+    """The state of these cards at this moment."""
     try:
         with _opened() as nvml:
             return {uuid: _state_of(nvml, uuid) for uuid in uuids}
@@ -155,29 +95,118 @@ def states(uuids: Sequence[str]) -> dict[str, CardState]:
         return {uuid: CardState(lost=f"NVML: {error}") for uuid in uuids}
 
 
+def without_peers(uuids: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of cards that cannot read each other's memory; what NVML does not tell counts as able."""
+    try:
+        with _opened() as nvml:
+            handles = {uuid: nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids}
+            return [
+                (one, other)
+                for place, one in enumerate(uuids)
+                for other in uuids[place + 1 :]
+                if _ask(lambda a=handles[one], b=handles[other]: nvml.nvmlDeviceGetP2PStatus(a, b, 0))  # type: ignore[misc]
+            ]
+    except Exception:  # noqa: BLE001 - see states
+        return []
+
+
+class Nvml:
+    """The cards of a run, for as long as it lasts: opening NVML takes seconds on a node of 8 GPUs without persistence
+    mode. Use as a context manager. ``cards``: UUIDs whose errors are told from then on (NVML keeps no history)."""
+
+    def __init__(self, cards: Iterable[str]) -> None:
+        self.cards = list(cards)
+        self._lib: Any = None
+        self._events: Any = None
+        self._ecc: dict[str, int] = {}
+
+    def __enter__(self) -> Nvml:
+        if not self.cards:
+            return self
+        try:
+            import pynvml
+        except ImportError:
+            return self
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            self._lib = pynvml
+        if self._lib is not None:
+            self._register()
+        for uuid in self.cards:
+            self.look(uuid)  # errors that the card counted before this run are none of this run
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lib is not None:
+            with contextlib.suppress(self._lib.NVMLError):
+                if self._events is not None:
+                    self._lib.nvmlEventSetFree(self._events)
+                self._lib.nvmlShutdown()
+        self._lib = self._events = None
+
+    def _register(self) -> None:
+        lib = self._lib
+        with contextlib.suppress(lib.NVMLError):
+            self._events = lib.nvmlEventSetCreate()
+        for uuid in self.cards if self._events is not None else ():
+            with contextlib.suppress(lib.NVMLError):
+                handle = lib.nvmlDeviceGetHandleByUUID(uuid)
+                lib.nvmlDeviceRegisterEvents(handle, lib.nvmlEventTypeXidCriticalError, self._events)
+
+    def look(self, uuid: str) -> Seen:
+        if self._lib is None:
+            return Seen()
+        state = _state_of(self._lib, uuid)
+        users = {process.pid: process.memory_mb for process in state.processes}
+        return Seen(users, state.used_mb or 0, state.sick or self._more_errors(uuid, state.ecc_uncorrected))
+
+    def _more_errors(self, uuid: str, count: int | None) -> str | None:
+        """Uncorrected memory errors since the first look; ``count`` None: no ECC memory, or it is switched off."""
+        more = 0 if count is None else count - self._ecc.setdefault(uuid, count)
+        return f"ECC: {more} uncorrected memory error{'s' if more > 1 else ''}" if more > 0 else None
+
+    def broken(self) -> dict[str, str]:
+        """Cards of which the driver has reported a hardware error (Xid) since the last call, and which."""
+        found: dict[str, str] = {}
+        lib = self._lib
+        while self._events is not None:
+            try:
+                event = lib.nvmlEventSetWait_v2(self._events, 0)
+                uuid, xid = _text(lib.nvmlDeviceGetUUID(event.device)), int(event.eventData)
+            except lib.NVMLError as error:
+                if getattr(error, "value", None) != lib.NVML_ERROR_TIMEOUT:
+                    found |= {uuid: lost for uuid in self.cards if (lost := self.look(uuid).problem)}
+                break
+            if event.eventType == lib.nvmlEventTypeXidCriticalError and xid not in APPLICATION_XIDS:
+                found[uuid] = f"Xid {xid}"
+        return found
+
+
 def _state_of(nvml: Any, uuid: str) -> CardState:
     try:
-        return _state(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        nvml.nvmlDeviceGetMemoryInfo(handle)  # whatever it says: a card that has fallen off the bus says so here
     except nvml.NVMLError as error:
-        return CardState(lost=f"NVML: {error}")
+        codes = {getattr(nvml, f"NVML_ERROR_{name}", None) for name in _LOST} - {None}
+        return CardState(lost=f"NVML: {error}") if getattr(error, "value", None) in codes else CardState()
+    return _state(nvml, handle)
 
 
 def _state(nvml: Any, handle: Any) -> CardState:
-    memory = _ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).free // MIB))
+    # Version 2 of the call leaves out what the driver takes for itself (half a GiB on an H100).
+    memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
+    memory = memory or _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     running = _ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    count = _ask(
-        lambda: int(
-            nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-        )
-    )
+    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     rows = _ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0)
     return CardState(
-        memory,
-        tuple(_process(entry) for entry in running),
-        count,
-        bool(rows[2]),
-        bool(rows[3]),
-        _recovery(nvml, handle),
+        free_mb=None if memory is None else int(memory.free) // MIB,
+        used_mb=None if memory is None else int(memory.used) // MIB,
+        processes=tuple(_process(entry) for entry in running),
+        ecc_uncorrected=_ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))),
+        remap_pending=bool(rows[2]),
+        remap_failed=bool(rows[3]),
+        recovery=_recovery(nvml, handle),
     )
 
 
@@ -199,62 +228,6 @@ def _process(entry: Any) -> GpuProcess:
         pass  # another user's, or another container's
     memory = getattr(entry, "usedGpuMemory", None)
     return GpuProcess(int(entry.pid), None if memory is None else int(memory // MIB), name, ours)
-
-
-def without_peers(uuids: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of cards that cannot read each other's memory; what NVML does not tell counts as able."""
-    try:
-        with _opened() as nvml:
-            handles = {uuid: nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids}
-            return [
-                (one, other)
-                for place, one in enumerate(uuids)
-                for other in uuids[place + 1 :]
-                if _ask(lambda a=handles[one], b=handles[other]: nvml.nvmlDeviceGetP2PStatus(a, b, 0))  # type: ignore[misc]
-            ]
-    except Exception:  # noqa: BLE001 - see states
-        return []
-
-
-class Xids:
-    """Critical errors of cards (Xid) from now on. NVML keeps no history: who wants them must be listening."""
-
-    def __init__(self, uuids: Sequence[str]) -> None:
-        self._nvml: Any = None
-        self._handles: list[tuple[Any, str]] = []
-        with contextlib.suppress(Exception):  # no NVML, no events on this card: then none are told
-            import pynvml as nvml
-
-            nvml.nvmlInit()
-            self._nvml, self._set = nvml, nvml.nvmlEventSetCreate()
-            for uuid in uuids:
-                handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-                with contextlib.suppress(nvml.NVMLError):
-                    nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._set)
-                    self._handles.append((handle, uuid))
-
-    def new(self) -> list[tuple[str, int]]:
-        """(UUID, Xid) of every event since the last call; does not wait."""
-        found: list[tuple[str, int]] = []
-        while self._nvml is not None and self._handles:
-            try:
-                event = self._nvml.nvmlEventSetWait_v2(self._set, 0)
-            except self._nvml.NVMLError:  # nothing more (a timeout), or the driver is gone
-                break
-            found.append((self._uuid(event.device), int(event.eventData)))
-        return found
-
-    def _uuid(self, device: Any) -> str:
-        with contextlib.suppress(self._nvml.NVMLError):
-            return _text(self._nvml.nvmlDeviceGetUUID(device))
-        return next((uuid for handle, uuid in self._handles if handle == device), "")
-
-    def close(self) -> None:
-        if self._nvml is not None:
-            with contextlib.suppress(self._nvml.NVMLError):
-                self._nvml.nvmlEventSetFree(self._set)
-                self._nvml.nvmlShutdown()
-            self._nvml = None
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import drivers
+from harness.hardware.gpus import Gpu
 from harness.hardware.machine import Machine
-from harness.hardware.nvml import Gpu, states
+from harness.hardware.nvml import states
 from harness.hardware.profile import Profile, counted
 from harness.launch.attempt import Attempt, stack_environment
 from harness.stacks.stack import Stack

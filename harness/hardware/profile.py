@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.errors import ConfigError, unknown
+from harness.hardware.gpus import Gpu
 from harness.hardware.machine import Machine
-from harness.hardware.nvml import Gpu
 from harness.schema import Hardware
 
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness.device_errors import EITHER
+
 LOST_CARD = "card"  # the kind of infra that a failed card is
+CARDS = (LOST_CARD, "device", EITHER)  # other cards may give an answer
 TOO_SLOW = "too slow"  # ranks were still at work when time was over
 LONGER = 3.0  # what its deadline is multiplied with
 
 
-def again(observation: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Changes to the task (schedule.Task), or None: its answer stands. Nothing is made more often than once again."""
+def again(observation: Mapping[str, Any], cards: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Changes to the task (schedule.Task), or None: its answer stands. Nothing is made more often than once again.
+
+    ``cards``: those that it was made on.
+    """
     infra = observation.get("infra") or {}
     if observation["attempt"].get("again") or not isinstance(infra, Mapping):
         return None
-    if infra.get("kind") == LOST_CARD:
-        return {"again": str(infra.get("message"))}
+    if infra.get("kind") in CARDS:
+        return {"again": f"{infra['kind']}: {infra.get('message')}", "avoid": tuple(cards)}
     if infra.get("kind") == TOO_SLOW and not observation["attempt"].get("interrupted"):
         deadline = LONGER * float(observation["attempt"]["deadline_s"])
         return {"again": f"too slow: {infra.get('message')}; deadline {deadline:g} s", "deadline": deadline}
     return None
+
+
+def settled(observation: dict[str, Any]) -> dict[str, Any]:
+    """What may have been a card's failure or the program's, and came again, is the program's: it is judged."""
+    infra, before = observation.get("infra") or {}, str(observation["attempt"].get("again"))
+    own = infra.get("kind") == EITHER and before.startswith(EITHER)
+    return {**observation, "infra": None} if own else observation
 
 
 def lost(observation: Mapping[str, Any], why: str) -> dict[str, Any]:

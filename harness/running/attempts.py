@@ -15,6 +15,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from harness.catalogue import Catalogue
+from harness.device_errors import of_device
 from harness.launch.attempt import Attempt, Launcher
 from harness.paths import cache_dir
 from harness.plan import ArmPlan, CellPlan
@@ -59,7 +60,8 @@ class Attempts:
             observation["attempt"]["fingerprint"] = plan.fingerprint
             observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
         wall_s = time.monotonic() - began
-        return Made(observation, wall_s, self.leases.give_back(gpus))
+        troubles = {**self.leases.give_back(gpus), **failed_cards(observation, gpus)}
+        return Made(observation, wall_s, troubles)
 
     def _attempt(self, case: Case, plan: ArmPlan, gpus: Sequence[str]) -> Attempt:
         stack = self.stacks[plan.stack]
@@ -85,6 +87,21 @@ class Attempts:
     def _env(self, case: Case, plan: ArmPlan, stack: Stack) -> dict[str, str]:
         """What the ranks get beyond what they inherit (harness/launch/inherited.py); later ones win."""
         return {**stack.environment({}), **case.launch.env, **plan.settings.get("env", {}), **case.arms[plan.arm].env}
+
+
+def failed_cards(observation: Mapping[str, Any], gpus: Sequence[str]) -> dict[str, Trouble]:
+    """Cards that a rank's own error says have failed: NVML does not tell in every container. A rank that has several
+    says nothing of which."""
+    if len(gpus) not in (1, observation["attempt"]["world_size"]):
+        return {}
+    found = {}
+    for rank in observation["ranks"]:
+        record = rank["record"] or {}
+        error = record.get("exception")
+        if error and of_device(error, str(record.get("phase"))) == "card":
+            said = (str(error["message"]).splitlines() or ["?"])[0]
+            found[gpus[rank["rank"] % len(gpus)]] = Trouble("lost", f"rank {rank['rank']}: {said}")
+    return found
 
 
 def imports_of(catalogue: Catalogue, case: Case, plan: ArmPlan) -> tuple[str, ...]:

@@ -92,12 +92,16 @@ class Board:
         turn = self.turn if self.kept else None
         others = [card for card in ready if card not in keep.cards]
         kept = [card for card in ready if card in keep.cards]
-        task = pick(self.waiting, running, self.capacity, len(others), idle, turn, len(kept), keep.due - now)
+        able = [task for task in self.waiting if not task.avoid or _elsewhere(task, ready, usable)]
+        task = pick(able, running, self.capacity, len(others), idle, turn, len(kept), keep.due - now)
         if task is None:
             self._wait(ready, usable, now)
             return None
         free = ready if task is turn or task.gpus > len(others) else others
-        cards = neighbours(self.cards, free, task.gpus, kept if task is turn else [])
+        good = [card for card in free if card not in task.avoid]
+        cards = neighbours(
+            self.cards, good if len(good) >= task.gpus else free, task.gpus, kept if task is turn else []
+        )
         if not self.node.take(cards, now + task.seconds):
             return None  # another run was quicker
         self.waiting.remove(task)
@@ -163,6 +167,12 @@ class Board:
         """The run ends: no card is kept for it any more."""
         self._drop()
         self.waiting.clear()
+
+
+def _elsewhere(task: Task, ready: Sequence[str], usable: Sequence[str]) -> bool:
+    """Whether it can be made on other cards than it failed on now, or never."""
+    others = set(usable) - set(task.avoid)
+    return len(others & set(ready)) >= task.gpus or len(others) < task.gpus
 
 
 def neighbours(order: Sequence[str], free: Sequence[str], width: int, first: Sequence[str] = ()) -> list[str]:

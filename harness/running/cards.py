@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from harness.hardware import Gpu
+from harness.hardware.gpus import Seen
 from harness.running.board import Node
 from harness.running.leases import Trouble
-from harness.running.nvml import Seen
 
 LOOK_S = 1.0  # between two looks at the free cards
 STRANGER_MB = 64  # less is no computation: a monitor, the server of a shared card

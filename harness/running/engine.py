@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,16 +17,16 @@ import psutil
 
 from harness import document as documents
 from harness.errors import ResultsError
+from harness.hardware.nvml import Nvml
 from harness.judge.again import judged_again
 from harness.plan import CellPlan
-from harness.running.again import again, lost
+from harness.running.again import again, lost, settled
 from harness.running.attempts import Attempts, Made, arm_of, fault
 from harness.running.board import Board, Placed
 from harness.running.cards import Cards, Driver
 from harness.running.events import Document, Event, Later, Summary
 from harness.running.given import Given
 from harness.running.idle import LOOK_S, Idle
-from harness.running.nvml import Nvml
 from harness.running.recorded import expect, recorded
 from harness.running.schedule import MOST_PER_CORE, Capacity, Task
 from harness.store import RELEVANT, Store, stack_label
@@ -216,14 +216,16 @@ class Engine:
         self.cards.lose(made.troubles)
         bad = [uuid for uuid, trouble in made.troubles.items() if trouble.kind == "lost"]
         failed = running.failed or (self._failed(bad) if bad else None)
-        self._keep(running.placed.task, lost(made.observation, failed) if failed else made.observation, made.wall_s)
+        observation = lost(made.observation, failed) if failed else made.observation
+        self._keep(running.placed.task, observation, made.wall_s, running.placed.cards)
 
-    def _keep(self, task: Task, observation: dict[str, Any], wall_s: float) -> None:
+    def _keep(self, task: Task, observation: dict[str, Any], wall_s: float, cards: Sequence[str] = ()) -> None:
         """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
         if task.again:
             observation["attempt"]["again"] = task.again
+            observation = settled(observation)
         cell = self._cells[task.cell]
-        changes = again(observation)
+        changes = again(observation, cards)
         if changes:
             self.board.again(task, changes)
             why = f"{cell.plan.cell.key} {task.arm} is made once more: {changes['again']}"

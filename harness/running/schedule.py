@@ -30,6 +30,7 @@ class Task:
     memory_gb: float = 1.0
     deadline: float | None = None  # instead of the plan's
     again: str | None = None  # made once more, and why
+    avoid: tuple[str, ...] = ()  # cards on which it has failed: not these while there are others
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from harness.catalogue import Catalogue
 from harness.config import RunSettings, compose_run
 from harness.errors import ConfigError, MeasureError
 from harness.hardware import Machine, Profile, around
+from harness.hardware.nvml import Nvml
 from harness.hardware.probe import Prober
 from harness.launch import open_launcher
 from harness.memory import planned as planning
@@ -28,7 +29,6 @@ from harness.running.engine import Engine
 from harness.running.events import Event, Later, Summary
 from harness.running.given import Given
 from harness.running.leases import Leases, clear_leftovers, register_run
-from harness.running.nvml import Nvml
 from harness.running.wanted import Wanted
 from harness.stacks import Stack
 from harness.store import Store

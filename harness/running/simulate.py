@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from harness.hardware import Gpu
+from harness.hardware.gpus import Seen
 from harness.running.again import again, lost
 from harness.running.board import Board, Kept, Placed
 from harness.running.cards import LOOK_S, Cards
-from harness.running.nvml import Seen
 from harness.running.schedule import Capacity, Task
 
 
