@@ -59,3 +59,27 @@ def test_a_parameter_depends_on_seed_and_name_alone(name: str) -> None:
     assert not torch.equal(whole[key], whole["model.layers.1.mlp.up_proj.weight"])
     assert 0.015 < float(whole[key].std()) < 0.025
     assert torch.isfinite(build(run)(torch.zeros(1, 4, dtype=torch.long)).logits).all()
+
+
+def test_nothing_is_drawn_into_parameters_on_meta() -> None:
+    """It would be computed, in Python, for nothing: a quarter of an attempt's time once."""
+    from kit.models import drawable
+    from kit.weights import DRAWN, parameters_on_meta
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    drawn: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.__name__.partition(".")[0] in DRAWN and args[0].is_meta:
+                drawn.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        drawable(run_of("qwen2.5-0.5b"))
+    assert drawn == []
+    with parameters_on_meta():
+        own = torch.zeros(3).fill_(2.0)  # what is not on meta is computed as ever
+        assert own.tolist() == [2.0, 2.0, 2.0]
+    assert not [name for name in DRAWN if name in vars(torch.Tensor)], "put back"

@@ -15,6 +15,9 @@ from typing import Any, Iterator
 import torch
 from torch import nn
 
+# What fills a parameter when a model is put together.
+DRAWN = ("normal_", "uniform_", "fill_", "zero_")
+
 
 class Weights:
     """What fills the parameters of one model. ``std``: of matrices; vectors are ones (norms) or zeros (biases)."""
@@ -66,7 +69,8 @@ def parameters_on_meta() -> Iterator[None]:
     """Modules made in here have their parameters on meta, and their buffers, which code computes, as usual.
 
     (accelerate's init_empty_weights does the same.) A parameter's memory is given back before anything is written to
-    it; what torch's layers and transformers would draw into it is drawn into nothing.
+    it; what torch's layers and transformers would draw into it is not drawn: torch computes that for nothing, in Python
+    (a quarter of the CPU time of a DDP attempt).
     """
     register = nn.Module.register_parameter
 
@@ -75,8 +79,20 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
+    def undrawn(name: str) -> Any:
+        real = getattr(torch.Tensor, name)
+
+        def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            return tensor if tensor.is_meta else real(tensor, *args, **options)
+
+        return draw
+
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    for name in DRAWN:
+        setattr(torch.Tensor, name, undrawn(name))  # Tensor inherits them: no method of its own is replaced
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        for name in DRAWN:
+            delattr(torch.Tensor, name)

@@ -1,0 +1,179 @@
+"""What proofs cost: attempts with and without them, in turn: ``python -m bench.evidence``.
+
+"Without" runs a *copy* of repros/ from which the evidence is cut: no reference, no checks and nothing gathered for
+them, nothing measured of what was in force, no witness. There is no such switch in the kit itself: what it would leave
+out is what makes an arm clean. Attempts are made by the engine's own code, warm, pair by pair and alternating which
+comes first, so that both see the same neighbours; only CPU seconds count. ``share``: of an attempt's CPU time, what
+evidence is; a run's, weighted with the catalogue's attempts by strategy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.machine import machine
+from harness.launch.warm import WarmLauncher
+from harness.paths import REPROS
+from harness.plan import ArmPlan
+from harness.running import session
+from harness.running.attempts import Attempts
+from harness.running.leases import Leases
+
+Json = dict[str, Any]
+HERE = Path(__file__).resolve().parent
+# One model of each size; every strategy, and what most of the catalogue's attempts are.
+CELLS = (
+    "case=train-step model=llama-3.2-1b",
+    "case=qwen15-fsdp-kv-cache model=qwen1.5-0.5b",
+    "case=ddp-ready-once,fsdp-tied-embeddings,lora-reentrant-checkpointing model=qwen2.5-0.5b",
+    "case=fsdp-optim-state-dtype,fsdp-optim-state-padding,optim-state-reload-dtype",
+    "case=device-map-distributed model=qwen1.5-0.5b",
+    "case=zero3-load-state-dict,zero-load-undone model=qwen1.5-0.5b",
+)
+# What is cut, by file. Texts must be there once; what is appended takes the place of what has the same name.
+CUTS: dict[str, list[tuple[str, str]]] = {
+    "kit/run.py": [
+        ("got, want, tolerance = plain(got), plain(want), plain(tolerance)\n", "return\n"),
+        ("            finish(run)\n", "            pass\n"),
+        ("        witness.start()\n", "        pass\n"),
+    ],
+    "kit/record.py": [('"packages": place.packages(),', '"packages": {},')],
+    "train_step.py": [
+        ("after = after or trained.tensors()", "pass"),
+        ("last=trained.tensors()", "last={}"),
+    ],
+    "ddp_ready_once.py": [("last=full_parameters(run, wrapped)", "last={}")],
+    "fsdp_tied_embeddings.py": [("last=full_parameters(run, fsdp)", "last={}")],
+}
+APPENDED = {
+    "kit/proof.py": """
+
+class Reference:  # type: ignore[no-redef]
+    def __init__(self, run, model, *_, **__):
+        self.lr = RATES[next(model.parameters()).dtype]
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+def check_checkpoint(run, trained, fresh):  # type: ignore[no-redef]
+    folder = run.work_dir / "checkpoint"
+    if run.rank == 0:
+        Path(folder).mkdir(parents=True)
+    dist.barrier()
+    trained.save(folder)
+    fresh().load(folder)
+""",
+    "kit/in_force.py": """
+
+def watch(run, module, whole=None):  # type: ignore[no-redef]
+    return module
+
+
+def _nothing(*_, **__):
+    return None
+
+
+note = checkpointing = watch_flag = adapters = precision = tokens = files = _nothing  # type: ignore[assignment]
+""",
+}
+
+
+def cut(folder: Path) -> Path:
+    """A copy of repros/ without evidence."""
+    copy = Path(shutil.copytree(REPROS, folder / "repros", ignore=shutil.ignore_patterns("__pycache__")))
+    for name, changes in CUTS.items():
+        text = (copy / name).read_text(encoding="utf-8")
+        for old, new in changes:
+            if text.count(old) != 1:
+                raise SystemExit(
+                    f"{name}: {old!r} is there {text.count(old)} times, not once: bench/evidence.py is old"
+                )
+            text = text.replace(old, new)
+        (copy / name).write_text(text, encoding="utf-8")
+    for name, text in APPENDED.items():
+        with open(copy / name, "a", encoding="utf-8") as out:
+            out.write(text)
+    return copy
+
+
+def planned(cells: tuple[str, ...]) -> Iterator[tuple[session.Session, ArmPlan]]:
+    for words in cells:
+        prepared = session.prepare([*words.split(), "hardware=cpu"])
+        for plan in prepared.plans:
+            yield from ((prepared, arm) for arm in plan.arms if arm.skipped is None)
+
+
+def compare(cells: tuple[str, ...], variants: dict[str, Path], rounds: int, folder: Path) -> list[Json]:
+    """One row per arm: the CPU seconds of each variant's attempts. The first attempt of each is not counted."""
+    rows: list[Json] = []
+    launcher = WarmLauncher()
+    try:
+        with Leases(folder / "state", "bench", lambda: {}) as leases:  # type: ignore[arg-type, return-value]
+            for prepared, arm in planned(cells):
+                took: dict[str, list[float]] = defaultdict(list)
+                for number in range(rounds + 1):
+                    order = list(variants) if number % 2 else list(variants)[::-1]
+                    for name in order:
+                        catalogue = replace(prepared.catalogue, repros=variants[name])
+                        attempts = Attempts(catalogue, prepared.stacks, launcher, leases, folder / "run", False)
+                        seen = attempts.make(arm, (), threading.Event()).observation
+                        if seen["infra"]:
+                            raise SystemExit(f"{arm.cell.key} {arm.arm} ({name}): {seen['infra']}")
+                        if number:
+                            took[name].append(seen["attempt"]["cpu_s"])
+                row = {"case": arm.cell.case, "strategy": arm.settings["strategy"]["slug"], "arm": arm.arm}
+                rows.append({**row, **{name: round(statistics.median(took[name]), 4) for name in variants}})
+                print("  ".join(f"{value}" for value in rows[-1].values()), flush=True)
+    finally:
+        launcher.close()
+    return rows
+
+
+def shares(rows: list[Json]) -> Json:
+    """By strategy and of everything: the part of the CPU time that evidence is."""
+    groups: dict[str, list[Json]] = defaultdict(list)
+    for row in rows:
+        groups[row["strategy"]].append(row)
+        groups["all"].append(row)
+    found = {}
+    for name, group in groups.items():
+        full, bare = (sum(row[key] for row in group) for key in ("with", "without"))
+        found[name] = {
+            "attempts": len(group),
+            "with": round(full / len(group), 3),
+            "without": round(bare / len(group), 3),
+        }
+        found[name]["share"] = round(1 - bare / full, 3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cells", action="append", help="overrides of repro matrix; several times")
+    parser.add_argument("--against", type=Path, action="append", default=[], help="another repros/ to run beside")
+    parser.add_argument("--out", type=Path, default=HERE / "evidence.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
+        folder = Path(name)
+        variants = {"with": REPROS, "without": cut(folder)} | {str(path): path for path in arguments.against}
+        rows = compare(tuple(arguments.cells or CELLS), variants, arguments.rounds, folder)
+    result = {"machine": machine(), "rounds": arguments.rounds, "shares": shares(rows), "rows": rows}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for what, figures in result["shares"].items():
+        print(f"{what:8} {figures}")
+
+
+if __name__ == "__main__":
+    main()
