@@ -60,7 +60,8 @@ def attempt_of(
     )
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 30) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 200) -> Any:
+    """What ``what`` says once it says something. The limit is for what never comes: a loaded machine is slow."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         if value := what():
@@ -95,7 +96,7 @@ def assert_nothing_left(attempt: Attempt, observation: Json) -> None:
     assert not port or free(port)
     assert not attempt.tmp.exists() and not attempt.work.exists() and not attempt.cache.exists()
     assert attempt.directory.exists() == attempt.keep
-    numbers = {str(number) for number in [*pids, port] if number}
+    numbers = {str(number) for number in [*pids, port] if number}  # pids and ports, as a file's name may hold them
     assert not [name for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))]
 
 
@@ -105,14 +106,38 @@ def launched(launcher: Launcher, attempt: Attempt, stop: threading.Event | None 
     return observation
 
 
-def launched_until(launcher: Launcher, attempt: Attempt, stuck: int) -> Json:
-    """The deadline comes when so many ranks are stuck: tests need not guess how slow the machine is."""
+def stuck(attempt: Attempt, ranks: int) -> bool:
+    """Whether so many ranks are stuck, and every other one has ended."""
+    up = read_launch(attempt.launch_file)["ranks"]
+    at = {int(path.name.rpartition("-")[2]) for path in attempt.work.glob("stuck-*")}
+    others = [entry["pid"] for entry in up if entry["rank"] not in at]
+    return len(at) == ranks and len(up) == attempt.world_size and all(map(gone, others))
+
+
+def launched_until(launcher: Launcher, attempt: Attempt, ranks: int, **limits: float) -> Json:
+    """The deadline (or the ``limits``, by name) comes when so many ranks are stuck and the others have ended: tests
+    need not guess how slow the machine is."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(launched, launcher, attempt)
-        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == stuck, 300)
-        time.sleep(0.3)
-        object.__setattr__(attempt, "deadline_s", 0.0)
-        return future.result(timeout=300)
+        wait_for(lambda: stuck(attempt, ranks))
+        time.sleep(0.3)  # from the file that says so into the wait itself; a rank is looked at twice, seconds apart
+        for name, value in (limits or {"deadline_s": 0.0}).items():
+            object.__setattr__(attempt, name, value)
+        return future.result(timeout=200)
+
+
+FAILED = (1, None, "self")  # exit code, signal, who ended it
+
+
+def ends(observation: Json) -> list[tuple[int | None, str | None, str]]:
+    return [(rank["exit_code"], rank["signal"], rank["ended_by"]) for rank in observation["ranks"]]
+
+
+def failed_together(observation: Json) -> bool:
+    """Whether at least one rank failed by itself, and each other one likewise or was ended by the launcher for it:
+    where all ranks fail at once, which of them the launcher sees first is nobody's doing."""
+    ended = [(None, number, "launcher") for number in ("SIGTERM", "SIGKILL")]
+    return FAILED in ends(observation) and all(end == FAILED or end in ended for end in ends(observation))
 
 
 def with_compiled_op() -> dict[str, str]:

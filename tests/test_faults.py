@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launching import Json, attempt_of, gone, launched, launched_until
+from launching import FAILED, Json, attempt_of, ends, failed_together, gone, launched, launched_until
 
 from harness.launch import ColdLauncher, Launcher, watch
 from harness.launch.warm import WarmLauncher
@@ -62,13 +62,6 @@ def never_done(rank: int) -> Callable[[Json], Any]:
     return lambda seen: (seen["ranks"][rank]["record"]["done"], seen["ranks"][rank]["record"]["ended"]) == (False, None)
 
 
-def first_failed(seen: Json) -> bool:
-    """At least one rank failed by itself, and every other one likewise or was ended by the launcher for it."""
-    ends = [(rank["exit_code"], rank["signal"], rank["ended_by"]) for rank in seen["ranks"]]
-    ended = ((None, "SIGTERM", "launcher"), (None, "SIGKILL", "launcher"))
-    return FAILED in ends and all(end == FAILED or end in ended for end in ends)
-
-
 class Fault(NamedTuple):
     """Two ranks, of which some do what a function of tests/faults says."""
 
@@ -82,7 +75,6 @@ class Fault(NamedTuple):
 
 
 OK: End = (0, None, "self")
-FAILED: End = (1, None, "self")
 HANG: End = (None, "SIGTERM", "deadline")
 FAULTS = {
     "raises": Fault(
@@ -123,10 +115,10 @@ FAULTS = {
     "has no room for its record": Fault("disk_full_for_the_record", {0: FAILED}, "disk", flags={"rank": 0}),
     "prints binary": Fault("binary", {0: OK, 1: OK}, looks=(tail("after it"),)),
     "prints 1 GB": Fault(
-        "prints", {0: OK, 1: OK}, looks=(tail("the last line"),), flags={"rank": 0, "megabytes": 1024, "then": 0.5}
+        "prints", {0: OK, 1: OK}, looks=(tail("the last line"),), flags={"rank": 0, "megabytes": 1024}
     ),
     # Both fail: the launcher may end one before it has failed by itself.
-    "cannot import what it needs": Fault("none", {}, "import", (first_failed,), script="no_kit.py"),
+    "cannot import what it needs": Fault("none", {}, "import", (failed_together,), script="no_kit.py"),
 }  # fmt: skip
 
 
@@ -146,8 +138,7 @@ def test_a_rank_that(
     assert seen["attempt"]["launcher"] == launcher and "retried" not in seen["attempt"]
     assert seen["attempt"]["timed_out"] == bool(fault.stuck) and seen["attempt"]["wall_s"] < 400
     assert (seen["infra"] or {}).get("kind") == fault.infra, seen["infra"]
-    ends = {n: (rank["exit_code"], rank["signal"], rank["ended_by"]) for n, rank in enumerate(seen["ranks"])}
-    assert {n: ends[n] for n in fault.ends} == fault.ends
+    assert {rank: ends(seen)[rank] for rank in fault.ends} == fault.ends
     for number, look in enumerate(fault.looks):
         assert look(seen), (number, seen["ranks"], seen["attempt"])
     assert sum(path.stat().st_size for path in attempt.logs.iterdir()) < 300 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Json, attempt_of, launched
+from launching import Json, attempt_of, launched, launched_until
 
 from harness.judge import looks
 from harness.judge.evidence import Attempt
@@ -90,6 +90,6 @@ def test_what_moves_at_the_deadline_is_too_slow_and_what_does_not_hangs(tmp_path
 
 def test_ranks_that_do_not_get_started_are_no_hang(tmp_path: Path, warm: WarmLauncher) -> None:
     attempt = attempt_of(tmp_path / "a", "nobody", "never_starts.py")
-    seen = launched(warm, replace(attempt, start_limit_s=1.0, deadline_s=0.0))
+    seen = launched_until(warm, replace(attempt, start_limit_s=200.0), 2, start_limit_s=0.0)
     assert seen["infra"]["kind"] == "start-up too slow" and seen["attempt"]["working_s"] is None
     assert all("never_starts" in rank["stack"] for rank in seen["ranks"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -50,29 +51,31 @@ def test_killed_at_any_moment_and_resumed_it_ends_as_an_undisturbed_run(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     moments = random.Random(1)
     undisturbed = run(tmp_path, "a", "--json")
-    wait_for(lambda: (tmp_path / "a" / "results" / ".lock").exists(), 60)
+    wait_for(lambda: list((tmp_path / "cache" / "state" / "runs").glob("*")))  # made when it has the results' lock
+    undisturbed.send_signal(signal.SIGSTOP)  # it is at work for as long as this takes
     second = run(tmp_path, "a")  # the same results at once: refused; others: side by side
+    _, refused = second.communicate(timeout=100)
+    undisturbed.send_signal(signal.SIGCONT)
+    assert second.returncode == 2 and "another run is writing here" in refused
     before: dict[str, Any] = {}
     for _ in range(KILLS):
         victim = run(tmp_path, "b", "--resume")
         time.sleep(moments.uniform(0.5, 9))
         victim.kill()
-        victim.communicate(timeout=30)
+        victim.communicate(timeout=100)
         now = recorded(tmp_path, "b")
         assert {name: now.get(name) for name in before} == before
         before = now
     whole = run(tmp_path, "b", "--resume", "--json")
-    out, err = whole.communicate(timeout=120)
+    out, err = whole.communicate(timeout=200)
     assert whole.returncode == 0, err
     now = recorded(tmp_path, "b")
     assert {name: now.get(name) for name in before} == before and len(now) == 6
     assert json.loads(out)["summary"]["reused"] == len(before)
-    expected, said = undisturbed.communicate(timeout=120)
+    expected, said = undisturbed.communicate(timeout=200)
     assert undisturbed.returncode == 0, said
     assert table(out) == table(expected)
-    _, refused = second.communicate(timeout=60)
-    assert second.returncode == 2 and "another run is writing here" in refused
-    wait_for(lambda: not ours(tmp_path), 20)
+    wait_for(lambda: not ours(tmp_path))
     assert not list((tmp_path / "cache" / "state" / "runs").glob("*"))
     assert not list((tmp_path / "cache" / "state" / "nodes").glob("*/runs/*"))
     assert not list((tmp_path / "cache" / "state" / "nodes").glob("*/leases/*.json"))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,7 +155,7 @@ def test_the_lease_of_a_dead_run_is_taken_over_and_its_processes_ended(tmp_path:
     leases.folder.mkdir(parents=True)
     (leases.folder / "GPU-a.json").write_text(json.dumps({"run": run, "pid": 1}))
     (leases.folder / "GPU-b.json").write_text("damaged")
-    assert leases.take(["GPU-a", "GPU-b"]) and process.wait(5) is not None
+    assert leases.take(["GPU-a", "GPU-b"]) and process.wait(60) is not None
     leases.give_back(["GPU-a", "GPU-b"])
     assert not list(leases.folder.glob("*.json"))
 
@@ -171,21 +172,22 @@ def test_a_living_run_is_left_alone_and_a_dead_one_cleared(tmp_path: Path, sleep
     lock = next((tmp_path / "nodes").iterdir()) / "runs" / f"{run}.lock"
     lock.touch()  # as a killed controller leaves it
     said = clear_leftovers(tmp_path)
-    assert process.wait(5) is not None and any(str(process.pid) in text for text in said)
+    assert process.wait(60) is not None and any(str(process.pid) in text for text in said)
     assert (kept / "records" / "rank-0.json").exists() and not (kept / "work").exists() and not other.exists()
     assert not lock.exists() and clear_leftovers(tmp_path) == []
 
 
 def test_shared_memory_is_removed_only_when_it_is_certainly_ours() -> None:
     began = time.time()
-    names = ["repro_a_4123456789_0", "repro_b_41234567890", "repro_c"]
+    mine = 4_000_000_000 + os.getpid()  # no process has such a number
+    names = [f"repro_a_{mine}_0", f"repro_b_{mine}0", f"repro_c_{mine}1"]
     try:
         for name in names:
             (shm.SHM / name).touch()
-        with open(shm.SHM / "repro_c"):
-            assert shm.clear({"repro_c"}, {4123456789}, began) == ["repro_a_4123456789_0"]  # c is open, b is a stranger
-        assert shm.clear({"repro_c"}, {4123456789}, began + 60) == []  # older than the attempt
-        assert shm.clear({"repro_c"}, {4123456789}, began) == ["repro_c"]
+        with open(shm.SHM / names[2]):
+            assert shm.clear({names[2]}, {mine}, began) == [names[0]]  # c is open, b is a stranger
+        assert shm.clear({names[2]}, {mine}, began + 600) == []  # older than the attempt
+        assert shm.clear({names[2]}, {mine}, began) == [names[2]]
     finally:
         for name in names:
             (shm.SHM / name).unlink(missing_ok=True)
@@ -199,7 +201,7 @@ def test_a_process_that_ignores_term_is_killed() -> None:
     root = processes.process(process.pid)
     assert root is not None
     said = processes.end(lambda: processes.tree([root]), term_s=0.2)
-    assert process.wait(5) == -9 and len(said) == 1 and said[0].endswith(f"({process.pid}) killed")
+    assert process.wait(60) == -9 and len(said) == 1 and said[0].endswith(f"({process.pid}) killed")
 
 
 # --- what an attempt runs with
@@ -367,9 +369,10 @@ def test_the_tail_of_a_huge_log_is_read_alone(tmp_path: Path) -> None:
         out.truncate(4 << 30)  # sparse
         out.seek(0, 2)
         out.write(b"\n" + b"".join(b"line %d\n" % n for n in range(1000)))
-    began = time.monotonic()
+    before = psutil.Process().io_counters().read_chars
     lines = observe.tail(path).split("\n")
-    assert time.monotonic() - began < 1 and len(lines) == 60 and lines[-1] == "line 999"
+    assert psutil.Process().io_counters().read_chars - before < 1 << 20
+    assert len(lines) == 60 and lines[-1] == "line 999"
 
 
 def test_a_log_that_is_cut_keeps_its_tail(tmp_path: Path) -> None:

