@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from harness.arms import check_arms
 from harness.errors import ConfigError, describe_validation, unknown
-from harness.paths import CONF, REPROS
+from harness.paths import CONF, REPROS, file_state
 from harness.schema import Case, Hardware, Model, Stack, Strategy
 
 T = TypeVar("T", bound=BaseModel)
@@ -28,7 +30,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            text = key_node.tag == "tag:yaml.org,2002:str"  # nearly all are, and constructing them takes a while
+            key = key_node.value if text else self.construct_object(key_node, deep=True)
             if isinstance(key, (str, int, float, bool)):
                 if key in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
@@ -53,7 +56,13 @@ class Catalogue:
 
 
 def read_yaml(path: Path) -> Raw:
-    """A file's mapping; raises ConfigError that names the file and the line."""
+    """A file's mapping, the caller's own; raises ConfigError that names the file and the line."""
+    return pickle.loads(_read_yaml(path, file_state(path)))  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
+    """Pickled. A search prepares a run for each of its probes, and reading YAML was most of what that took."""
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
@@ -64,7 +73,7 @@ def read_yaml(path: Path) -> Raw:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys, not {type(data).__name__}")
-    return data
+    return pickle.dumps(data)
 
 
 def parse(model: type[T], raw: Raw, path: Path | str) -> T:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 
 from harness.errors import ConfigError, nearest
-from harness.paths import CONF
+from harness.paths import CONF, file_state
 
 
 class Scale(str, Enum):
@@ -57,12 +59,6 @@ AT_LEAST = {"repeat": 1, "jobs": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
 
 def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     """Hydra's composition of conf/config.yaml with ``overrides``; raises ConfigError on an unknown key or bad value."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     names = [each.name for each in fields(RunSettings)]
     # A variable's value is text as it stands: Hydra would make True of true, and a list of eth0,eth1.
     given = {text[4:].partition("=")[0]: _unquoted(text.partition("=")[2]) for text in overrides if _is_env(text)}
@@ -73,14 +69,7 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
             raise ConfigError(f"override {override!r}: the number of ranks is an axis now: ranks=2,4,8")
         if key.split(".")[0] not in names:
             raise ConfigError(f"override {override!r}: unknown key {key!r}{nearest(key, [*names, *OVERRIDE_GROUPS])}")
-    ConfigStore.instance().store(name="run_schema", node=RunSettings)
-    try:
-        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            settings = OmegaConf.to_object(compose("config", overrides=overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        text = str(error.__cause__ or error).splitlines()[0]
-        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
-    assert isinstance(settings, RunSettings)
+    settings = copy.deepcopy(_composed(tuple(overrides), conf, file_state(conf / "config.yaml")))
     settings.env = {**settings.env, **given}
     for name in settings.env:
         from harness.launch.inherited import refused  # with it come psutil and the launchers
@@ -94,6 +83,26 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
             raise ConfigError(f"{name}={value}: must be at least {least}")
     if settings.deadline is not None and settings.deadline <= 0:
         raise ConfigError(f"deadline={settings.deadline:g}: must be more than 0 seconds")
+    return settings
+
+
+@functools.lru_cache(maxsize=64)
+def _composed(overrides: tuple[str, ...], conf: Path, state: tuple[int, ...]) -> RunSettings:
+    """``state``: of conf/config.yaml. A search composes the same settings for each of its probes."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    ConfigStore.instance().store(name="run_schema", node=RunSettings)
+    try:
+        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+            settings = OmegaConf.to_object(compose("config", overrides=list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        text = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
+    assert isinstance(settings, RunSettings)
     return settings
 
 

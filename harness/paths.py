@@ -18,3 +18,12 @@ def cache_dir() -> Path:
     if base:
         return Path(base)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "repro-matrix"
+
+
+def file_state(path: Path) -> tuple[int, ...]:
+    """Another one whenever the file was changed: what a cache of its content is keyed by. () where there is none."""
+    try:
+        info = path.stat()
+    except OSError:
+        return ()
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino

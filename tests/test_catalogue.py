@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import catalogue
+from harness.config import RunSettings, compose_run
 from harness.errors import ConfigError
 
 NORM = "case/qwen15-fsdp-norm-shard.yaml"
@@ -136,3 +137,25 @@ def test_patches_are_validated_too() -> None:
 
 def test_folder_that_is_not_conf(tmp_path: Path, repros: Path) -> None:
     assert "no *.yaml" in complaint(tmp_path, repros)
+
+
+def test_an_unchanged_file_is_parsed_once_and_a_changed_one_again(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    load = catalogue.yaml.load
+    monkeypatch.setattr(catalogue.yaml, "load", lambda text, **more: (parsed.append(text), load(text, **more))[1])
+    first = catalogue.read_yaml(conf / NORM)
+    assert catalogue.read_yaml(conf / NORM) == first and len(parsed) == 1
+    first["arms"].clear()  # the caller's own
+    assert catalogue.read_yaml(conf / NORM)["arms"]
+    edit(conf, NORM, "slug: qwen15", "slug: qwen16")  # of the same size
+    assert catalogue.read_yaml(conf / NORM)["slug"] == "qwen16-fsdp-norm-shard" and len(parsed) == 2
+
+
+def test_settings_are_composed_anew_when_their_file_changed(conf: Path) -> None:
+    first = compose_run(["arms=[broken]"], conf)
+    assert first.seed == 0 and first.arms is not None
+    first.arms.append("another")  # the caller's own
+    first.env["X"] = "y"
+    assert compose_run(["arms=[broken]"], conf) == RunSettings(arms=["broken"])
+    edit(conf, "config.yaml", "seed: 0", "seed: 1")
+    assert compose_run(["arms=[broken]"], conf).seed == 1
