@@ -57,7 +57,8 @@ class Catalogue:
 
 def read_yaml(path: Path) -> Raw:
     """A file's mapping, the caller's own; raises ConfigError that names the file and the line."""
-    return pickle.loads(_read_yaml(path, file_state(path)))  # type: ignore[no-any-return]
+    data: Raw = pickle.loads(_read_yaml(path, file_state(path)))
+    return data
 
 
 @functools.lru_cache(maxsize=1024)

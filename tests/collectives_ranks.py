@@ -1,4 +1,4 @@
-"""Not a test: what tests/test_collectives.py runs under torchrun. The bodies of the scripts named in a list, one after
+"""Not a test: what tests/test_collectives.py runs. The bodies of the scripts named in a list, one after
 the other, in ranks whose own collectives go to a group that takes no tensor of the CPU.
 
 Without a GPU every tensor is on the CPU. So a tensor counts as a CPU tensor when it would be one on a GPU machine: made
@@ -82,7 +82,7 @@ def body(run: Run) -> None:
     for name in WORDS:
         if hasattr(dist, name):
             setattr(dist, name, guarded(name, getattr(dist, name), cuda_only))
-    for job in json.loads((run.work_dir / "jobs.json").read_text(encoding="utf-8")):
+    for job in json.loads(Path(os.environ["COLLECTIVE_JOBS"]).read_text(encoding="utf-8")):
         made.clear()
         run.phase(job["name"])
         run.record.write()  # a hang says where it was

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import socket
@@ -16,7 +17,9 @@ from typing import Any
 
 from harness.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher
 from harness.launch.processes import with_token
+from harness.launch.warm import WarmLauncher
 from harness.launch.watch import read_launch
+from harness.stacks import extensions, resolve
 
 FAULTS = Path(__file__).parent / "faults"
 Json = dict[str, Any]
@@ -140,11 +143,29 @@ def failed_together(observation: Json) -> bool:
     return FAILED in ends(observation) and all(end == FAILED or end in ended for end in ends(observation))
 
 
-def with_compiled_op() -> dict[str, str]:
-    """The environment of ranks that a test starts by itself, with DeepSpeed's CPU op compiled ahead as a run does: at
-    first use all ranks would compile it, for minutes."""
-    from harness.stacks import extensions, resolve
-
+def two_ranks(folder: Path, script: str, settings: Json, env: dict[str, str], *imports: str) -> list[Json]:
+    """The facts that each of two ranks of a script of tests/ recorded. Warm: nobody imports the stack twice.
+    DeepSpeed's CPU op is compiled ahead, as a run does: at first use all ranks would compile it, for minutes."""
     stack = resolve("current")
-    extensions.prepare(stack)
-    return {**os.environ, **stack.environment({})}
+    if "deepspeed" in imports:
+        extensions.prepare(stack)
+    attempt = Attempt(
+        id=f"{folder.name[:40]}-{uuid.uuid4().hex[:8]}",
+        run_id="test-run",
+        directory=folder / "ranks",
+        script=FAULTS.parent / script,
+        settings=settings,
+        python=sys.executable,
+        world_size=2,
+        deadline_s=900,
+        env={**stack.environment({}), **env},
+        imports=("transformers", *(name for name in imports if importlib.util.find_spec(name))),
+    )
+    launcher = WarmLauncher()
+    try:
+        seen = launched(launcher, attempt)
+    finally:
+        launcher.close()
+    said = [rank["log_tail"] for rank in seen["ranks"]]
+    assert seen["infra"] is None and all(end == (0, None, "self") for end in ends(seen)), said
+    return [rank["record"]["facts"] for rank in seen["ranks"]]

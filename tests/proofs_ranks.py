@@ -1,4 +1,4 @@
-"""Not a test: what tests/test_proofs.py runs under torchrun. Each strategy named in the environment trains honestly and
+"""Not a test: what tests/test_proofs.py runs. Each strategy named in the environment trains honestly and
 with every sabotage, all in one pair of ranks; the record's facts hold the checks that were made."""
 
 from __future__ import annotations

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import two_ranks
 
 from harness import catalogue
 from harness.paths import CONF, REPROS, ROOT
@@ -58,18 +55,8 @@ def test_no_collective_is_given_a_tensor_of_the_cpu(tmp_path: Path) -> None:
     fault = {"name": "fault", "script": str(ROOT / "tests" / "faults" / "cpu_collective.py")}
     jobs.append({**fault, "settings": next(one["settings"] for one in jobs if one["name"] == "train-step")})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    settings = {**jobs[-1]["settings"], "record_dir": str(tmp_path), "work_dir": str(tmp_path)}
-    (tmp_path / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", str(port), str(ROOT / "tests" / "collectives_ranks.py"),
-               "--settings", str(tmp_path / "settings.json")]  # fmt: skip
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in (0, 1):
-        facts = json.loads((tmp_path / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"]
+    env = {"COLLECTIVE_JOBS": str(tmp_path / "jobs.json")}
+    for facts in two_ranks(tmp_path, "collectives_ranks.py", jobs[-1]["settings"], env, "accelerate", "peft"):
         refused = {name: fact["error"] for name, fact in facts.items() if "device type cpu" in str(fact)}
         assert set(refused) == {"fault"}, refused
         for name in TALK:

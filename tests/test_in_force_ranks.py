@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import with_compiled_op
+from launching import two_ranks
 
 from harness import catalogue
 from harness.judge.grade import Outcome, grade
@@ -32,19 +28,10 @@ def measured(scenes: list[str], folder: Path) -> list[dict[str, Any]]:
     """What each of two ranks measured: scene -> in_force, checks, read and the strategy it ran with."""
     settings = resolve(
         KNOWN.raw["case"]["train-step"], "control", model=KNOWN.raw["model"]["llama-3.2-1b"],
-        strategy=KNOWN.raw["strategy"]["ddp"], device="cpu", record_dir=str(folder), work_dir=str(folder),
+        strategy=KNOWN.raw["strategy"]["ddp"], device="cpu",
     )  # fmt: skip
-    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", str(port), str(ROOT / "tests" / "force_ranks.py"),
-               "--settings", str(folder / "settings.json")]  # fmt: skip
-    env = {**with_compiled_op(), "FORCE_SCENES": ",".join(scenes)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"] for rank in (0, 1)]
+    env = {"FORCE_SCENES": ",".join(scenes)}
+    return two_ranks(folder, "force_ranks.py", settings, env, "accelerate", "deepspeed")
 
 
 def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = ()) -> Outcome:

@@ -4,15 +4,12 @@ strategy and on real ranks."""
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launching import with_compiled_op
+from launching import two_ranks
 
 from harness.judge.checks import judged
 from repros.arm_settings import resolve
@@ -34,19 +31,10 @@ def run_proofs(strategies: tuple[str, ...], folder: Path) -> list[dict]:
     """The facts that each of two ranks recorded: strategy/dtype/sabotage -> the checks that were made."""
     settings = resolve(
         conf("case", "train-step"), "control", model=conf("model", "llama-3.2-1b"), strategy=conf("strategy", "ddp"),
-        device="cpu", record_dir=str(folder), work_dir=str(folder),
+        device="cpu",
     )  # fmt: skip
-    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", str(port), str(ROOT / "tests" / "proofs_ranks.py"),
-               "--settings", str(folder / "settings.json")]  # fmt: skip
-    env = {**with_compiled_op(), "PROOF_STRATEGIES": ",".join(strategies)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))["facts"] for rank in (0, 1)]
+    deepspeed = ["deepspeed"] if any(slug.startswith("zero") for slug in strategies) else []
+    return two_ranks(folder, "proofs_ranks.py", settings, {"PROOF_STRATEGIES": ",".join(strategies)}, *deepspeed)
 
 
 @pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
