@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from harness import expected
 from harness.arms import check_arms
 from harness.errors import ConfigError, describe_validation, unknown
 from harness.paths import CONF, REPROS, file_state
@@ -87,7 +88,9 @@ def parse(model: type[T], raw: Raw, path: Path | str) -> T:
 def load(
     conf: Path = CONF, repros: Path = REPROS, patches: dict[str, list[tuple[list[str], Any]]] | None = None
 ) -> Catalogue:
-    """Reads and validates every group. ``patches``: group -> [(key path, value)], laid over each option of the group
+    """Reads and validates every group, and what is expected of its cases (results/expected beside conf/).
+
+    ``patches``: group -> [(key path, value)], laid over each option of the group
     that has the key (the overrides ``model.config.num_hidden_layers=4``)."""
     raws: dict[str, dict[str, Raw]] = {}
     parsed: dict[str, dict[str, Any]] = {}
@@ -98,12 +101,17 @@ def load(
             for keys, value in (patches or {}).get(group, []):
                 if group != "strategy" or keys[0] != "options" or keys[-1] in (raw.get("options") or {}):
                     _patch(raw, keys, value)
+            if group == "case" and "expect" in raw:
+                kept = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
+                raise ConfigError(f"{_short(path)}: expect: expectations are kept in {kept}")
             option = parse(model, raw, _short(path))
             if option.slug != path.stem:  # type: ignore[attr-defined]
                 raise ConfigError(f"{_short(path)}: slug must be the file's name, {path.stem!r}")
             raws[group][path.stem], parsed[group][path.stem] = raw, option
         if not raws[group]:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
+    for slug, entries in expected.read(conf.parent / "results" / "expected", parsed["case"], read_yaml).items():
+        parsed["case"][slug] = parsed["case"][slug].model_copy(update={"expect": entries})
     catalogue = Catalogue(
         parsed["case"], parsed["model"], parsed["strategy"], parsed["stack"], parsed["hardware"], raws, repros
     )

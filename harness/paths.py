@@ -10,6 +10,7 @@ CONF = ROOT / "conf"
 REPROS = ROOT / "repros"
 RESULTS = ROOT / "results"
 BASELINE = RESULTS / "baseline"
+EXPECTED = RESULTS / "expected"
 
 
 def cache_dir() -> Path:

@@ -252,18 +252,33 @@ class Claim(Strict):
         return self
 
 
-class Expectation(Strict):
-    """The verdicts that a stored measurement showed, and where they apply. Written by ``repro accept``."""
+class Stretch(Strict):
+    """Some cells on one hardware over a range of releases: a column of results/expected."""
 
-    verdicts: dict[str, VerdictName]  # arm -> verdict
-    met: dict[str, str | list[str]] = {}  # arm -> what it met, where its verdict says that something failed
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
     # Facts of the machine it was measured on, of those that its arms depend on: elsewhere it says nothing of these.
     facts: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
-    measured_in: str | list[str]  # the stored measurement, relative to results/; two: the first and last of the range
+    measured: list[dict[str, str]] = Field(min_length=1, max_length=2)  # package -> release, at the range's ends
     reason: str
+
+    @field_validator("versions")
+    @classmethod
+    def _specifiers(cls, value: dict[str, str]) -> dict[str, str]:
+        for package, text in value.items():
+            try:
+                SpecifierSet(text)
+            except InvalidSpecifier:
+                raise ValueError(f"{package}: not a version range such as '>=2.4,<2.6': {text!r}") from None
+        return value
+
+
+class Expectation(Stretch):
+    """The verdicts that stored measurements showed there. Written by ``repro accept``."""
+
+    verdicts: dict[str, VerdictName]  # arm -> verdict
+    met: dict[str, str | list[str]] = {}  # arm -> what it met, where its verdict says that something failed
 
     def met_by(self, arm: str) -> list[str] | None:
         """What the arm may meet; None where that was never written down: then the verdict alone is compared."""
@@ -276,20 +291,6 @@ class Expectation(Strict):
         if foreign:
             raise ValueError(f"met names {', '.join(foreign)}, of which no verdict is expected")
         return self
-
-    @property
-    def measurements(self) -> list[str]:
-        return [self.measured_in] if isinstance(self.measured_in, str) else self.measured_in
-
-    @field_validator("versions")
-    @classmethod
-    def _specifiers(cls, value: dict[str, str]) -> dict[str, str]:
-        for package, text in value.items():
-            try:
-                SpecifierSet(text)
-            except InvalidSpecifier:
-                raise ValueError(f"{package}: not a version range such as '>=2.4,<2.6': {text!r}") from None
-        return value
 
 
 class Axes(Strict):
@@ -326,7 +327,7 @@ class Case(Strict):
     occurs_with: list[str] = []  # cases whose signature may match this case's stored observation too
     arms: dict[str, Arm]
     claims: list[Claim] = []
-    expect: list[Expectation] = []
+    expect: list[Expectation] = []  # never in the case's file: the catalogue reads it from results/expected
 
     @property
     def script_name(self) -> str:

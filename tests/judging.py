@@ -94,7 +94,7 @@ EXCEPTION = {
 
 
 SEEN = {  # a stored measurement has shown it once, elsewhere
-    "verdicts": {"fix": "FIX_HOLDS"}, "hardware": "elsewhere", "measured_in": "baseline/x.json", "reason": "because",
+    "verdicts": {"fix": "FIX_HOLDS"}, "hardware": "elsewhere", "measured": [{}], "reason": "because",
 }  # fmt: skip
 
 

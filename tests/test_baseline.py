@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from harness import catalogue
+from harness.expected import unbacked
 from harness.judge import expect, grade, met, verdict
 from harness.judge.again import judged_again
 from harness.paths import BASELINE, RESULTS
@@ -80,15 +81,31 @@ def test_no_signature_matches_another_cases_broken_arm_undeclared() -> None:
                 assert both, f"{case.slug}'s broken arm also shows {other}: neither declares occurs_with"
 
 
-def test_every_expectation_names_a_stored_measurement_that_says_so() -> None:
+def test_everything_that_is_expected_was_measured() -> None:
+    judged = judged_again(documents(), CATALOGUE.cases).documents
     for case in CATALOGUE.cases.values():
-        for entry in case.expect:
-            for name in entry.measurements:
-                path = RESULTS / name
-                assert path.is_file(), f"{case.slug}: {name} is not there"
-                stored = json.loads(path.read_text())["verdicts"]
-                said = {arm: expect.as_expected(stored[arm]["name"]) for arm in entry.verdicts}
-                assert said == {arm: expect.as_expected(wanted) for arm, wanted in entry.verdicts.items()}, name
+        assert unbacked(case, [d for d in judged if d["case"] == case.slug]) == []
+
+
+def test_a_deleted_or_changed_document_that_something_rests_on_is_missed() -> None:
+    """Each one that stands for an end of some releases; the others are inner ones, or of claims."""
+    judged = judged_again(documents(), CATALOGUE.cases).documents
+    for slug, case in CATALOGUE.cases.items():
+        own = [d for d in judged if d["case"] == slug]
+        for number, document in enumerate(own):
+            others = own[:number] + own[number + 1 :]
+            verdicts = {arm: {**found, "name": "FLAKY"} for arm, found in document["verdicts"].items()}
+            missed = unbacked(case, others)
+            assert bool(missed) == bool(unbacked(case, [*others, {**document, "verdicts": verdicts}])), document["path"]
+            assert missed or not _ends(case, document), document["path"]
+
+
+def _ends(case: Any, document: dict[str, Any]) -> bool:
+    have = document["stack"]["versions"]
+    return any(
+        document["where"] in entry.cells and any(end.items() <= have.items() for end in entry.measured)
+        for entry in case.expect
+    )
 
 
 def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:

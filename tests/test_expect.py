@@ -1,16 +1,13 @@
-"""Expectations: which one applies, whether a verdict is that, and the writer that may not damage people's files."""
+"""Expectations: which one applies, and whether a verdict is that."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from judging import case
 
-from harness.judge.expect import compare, expected, predicted, write_expectations
+from harness.judge.expect import compare, expected, predicted
 from harness.judge.verdict import Verdict
 from harness.schema import Case, Expectation
 
@@ -18,7 +15,7 @@ NOW = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 
 
 def entry(verdict: str = "FIX_HOLDS", arm: str = "fix", **changes: Any) -> dict[str, Any]:
-    return {"verdicts": {arm: verdict}, "measured_in": "baseline/x.json", "reason": "measured", **changes}
+    return {"verdicts": {arm: verdict}, "measured": [{}], "reason": "measured", **changes}
 
 
 def having(*entries: dict[str, Any]) -> Case:
@@ -112,94 +109,6 @@ def test_compare_takes_what_expected_returns() -> None:
     applies = expected(known, "m/fsdp", "fix", NOW, "cpu")
     assert applies is not None and applies.verdicts == {"fix": "FIX_HOLDS"}
     assert compare(Verdict("FIX_BROKEN", "x"), applies) == "unexpected"
-
-
-# --- the writer
-
-HEAD = """# A case (people write here)
-slug: some-case      # trailing
-summary: >-
-  expect: nothing here is a key
-title: "x"
-
-arms:
-  broken: {}   # the report's way
-"""
-RANGE = {"torch": ">=2.13,<2.14"}
-NEW = [Expectation.model_validate(entry(cells=["m/fsdp"], versions=RANGE, reason="it: is #1\n'so'"))]
-
-
-def test_a_new_block_is_appended() -> None:
-    written = write_expectations(HEAD, NEW)
-    assert written.startswith(HEAD + "expect:\n")
-    assert yaml.safe_load(written)["expect"][0]["versions"] == {"torch": ">=2.13,<2.14"}
-    assert "hardware: cpu" in written, "what an expectation is for is always said"
-
-
-def test_a_block_is_replaced_and_what_stands_around_it_stays() -> None:
-    once = write_expectations(HEAD, NEW)
-    tail = "\n# said at the end\n   # indented\n"
-    twice = write_expectations(once.replace("expect:\n", "expect:  # by repro accept\n") + tail, NEW * 2)
-    assert twice.startswith(HEAD + "expect: # by repro accept\n") and twice.endswith(tail)
-    assert len(yaml.safe_load(twice)["expect"]) == 2
-    assert write_expectations(once + tail, []) == HEAD + tail
-    assert write_expectations(once, NEW) == once
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        "expect: []\n",
-        "expect:\n",
-        "expect: ~  # none yet\n",
-        "expect:\n- {verdicts: {a: FLAKY}, measured_in: x, reason: y}\n# between\n- {verdicts: {}, measured_in: x,\n"
-        "   reason: y}\n",
-        "expect: [{verdicts: {a: FLAKY},\n  measured_in: x, reason: y}]",
-        'expect:\n  - verdicts: {}\n    measured_in: x\n    reason: "a # b\n      # c"\n',
-        "expect:\n  - verdicts: {}\n    measured_in: x\n    reason: |\n      a\n      # b\n",
-        "expect:\n  - verdicts: {}\n    measured_in: x\n    reason: plain  # as measured\n",
-    ],
-)
-def test_every_way_to_write_the_old_block_is_understood(block: str) -> None:
-    written = write_expectations(HEAD + block, NEW)
-    assert [Expectation.model_validate(item) for item in yaml.safe_load(written)["expect"]] == NEW
-    assert written.startswith(HEAD + "expect:")
-    assert write_expectations(HEAD + block, []) == HEAD
-
-
-def test_a_block_that_is_not_the_last_key_is_replaced_where_it_is() -> None:
-    old = "expect:\n  - {verdicts: {}, measured_in: x, reason: y}\n# about the title\n" + HEAD
-    written = write_expectations(old, NEW)
-    assert written.endswith("# about the title\n" + HEAD)
-
-
-def test_line_ends_and_a_missing_last_one() -> None:
-    windows = HEAD.replace("\n", "\r\n")
-    written = write_expectations(windows, NEW)
-    assert written.startswith(windows + "expect:\r\n") and "\n" not in written.replace("\r\n", "")
-    assert write_expectations(HEAD.rstrip("\n"), NEW) == write_expectations(HEAD, NEW)
-
-
-@pytest.mark.parametrize("bad", ["", "- a\n", "{slug: x}\n", "slug: [\n", "slug: x\n...\n"])
-def test_what_cannot_be_written_safely_is_refused(bad: str) -> None:
-    with pytest.raises(ValueError, match=r"case's file|expect block"):
-        write_expectations(bad, NEW)
-
-
-NOT_YAML = "\ufeff\u2028\u2029\x85"
-PLAIN = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters=NOT_YAML), max_size=30)
-COMMENT = st.builds("{}# {}\n".format, st.sampled_from(["", "  ", "      "]), PLAIN)
-
-
-@given(st.lists(COMMENT, max_size=3), st.lists(COMMENT, max_size=3), st.lists(PLAIN, min_size=1, max_size=3))
-def test_the_writer_keeps_every_comment_and_reads_back(before: list[str], after: list[str], reasons: list[str]) -> None:
-    entries = [Expectation.model_validate(entry(reason=reason, cells=[reason or "x"])) for reason in reasons]
-    head = "".join(before) + HEAD + "".join(before)
-    tail = "".join(after)
-    written = write_expectations(write_expectations(head, NEW) + tail, entries)
-    assert written.startswith(head + "expect:\n") and written.endswith(tail)
-    assert [Expectation.model_validate(item) for item in yaml.safe_load(written)["expect"]] == entries
-    assert write_expectations(written, []) == head + tail
 
 
 def test_fixed_upstream_is_what_an_expectation_of_not_firing_says() -> None:

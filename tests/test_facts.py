@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +15,7 @@ from harness.bisection.ranges import expectations, measured
 from harness.judge import facts
 from harness.judge.again import judged_again
 from harness.judge.expect import expected, predicted
+from harness.paths import REPROS
 from harness.schema import Case, Fact
 
 NOW = {"torch": "2.13.0", "transformers": "5.23.0"}
@@ -45,7 +47,7 @@ def test_a_fact_that_nobody_said_is_the_same_as_no_other(said: dict[str, bool]) 
 def test_where_the_fact_is_another_there_is_no_expectation() -> None:
     entry = {
         "verdicts": {"fix": "FIX_UNMASKS", "other-fix": "FIX_HOLDS"}, "facts": {"cpu_fp16": False},
-        "measured_in": "baseline/x.json", "reason": "measured",
+        "measured": [{}], "reason": "measured",
     }  # fmt: skip
     known = case(expect=[entry], **FP16)
     assert expected(known, "m/fsdp", "fix", NOW, "cpu", {"cpu_fp16": False}) is not None
@@ -83,11 +85,8 @@ def test_a_fact_that_no_machine_reports_is_refused_by_name() -> None:
 
 
 def test_every_fact_that_a_case_may_name_is_one_that_the_kit_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    from kit.machine import machine_facts
-
-    import torch
-
+    monkeypatch.syspath_prepend(str(REPROS))
+    torch, machine_facts = importlib.import_module("torch"), importlib.import_module("kit.machine").machine_facts
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert machine_facts().keys() == set(get_args(Fact))

@@ -81,9 +81,7 @@ def unmasks(*names: str) -> Verdict:
 
 
 def entry(verdict: str = "FIX_UNMASKS", **changes: Any) -> Expectation:
-    return Expectation.model_validate(
-        {"verdicts": {"fix": verdict}, "measured_in": "baseline/x.json", "reason": "measured", **changes}
-    )
+    return Expectation.model_validate({"verdicts": {"fix": verdict}, "measured": [{}], "reason": "measured", **changes})
 
 
 def test_another_failure_is_unexpected_and_said() -> None:
@@ -112,7 +110,7 @@ def test_where_it_was_never_written_the_verdict_alone_is_compared_and_that_is_sa
 def test_an_expectation_is_narrowed_with_what_its_arm_met() -> None:
     listed = {"verdicts": {"fix": "FIX_UNMASKS", "other-fix": "FIX_BROKEN"},
               "met": {"fix": "check updates", "other-fix": "some-case/norm"},
-              "measured_in": "x", "reason": "y"}  # fmt: skip
+              "measured": [{}], "reason": "y"}  # fmt: skip
     found = expected(case(expect=[listed]), "m/fsdp", "fix", {}, "cpu")
     assert found is not None and (found.verdicts, found.met) == (
         {"fix": "FIX_UNMASKS"}, {"fix": "check updates"},

@@ -26,14 +26,14 @@ def document(release: str, fix: str, torch: str = "2.2.2", where: str = "m/fsdp"
 def said(*documents: dict[str, Any]) -> list[tuple[str, str, str, Any]]:
     found = [item for d in documents for item in measured(KNOWN, d, d["stack"]["versions"]["transformers"])]
     return [
-        (arm, verdict, entry.versions["transformers"], entry.measured_in)
+        (arm, verdict, entry.versions["transformers"], [end["transformers"] for end in entry.measured])
         for entry in expectations(found, "measured")
         for arm, verdict in entry.verdicts.items()
     ]
 
 
 def test_one_measurement_holds_for_its_minor_release() -> None:
-    assert said(document("4.39.3", "FIX_HOLDS")) == [("fix", "FIX_HOLDS", ">=4.39,<4.40", "4.39.3")]
+    assert said(document("4.39.3", "FIX_HOLDS")) == [("fix", "FIX_HOLDS", ">=4.39,<4.40", ["4.39.3"])]
     assert said(document("5.0.0+cpu", "FIX_HOLDS"))[0][2] == ">=5.0,<5.1"
 
 
@@ -41,16 +41,16 @@ def test_neighbours_that_agree_are_one_range_that_names_its_two_ends() -> None:
     line = [document(r, "FIX_HOLDS") for r in ("4.38.0", "4.40.1", "4.43.1")]
     line += [document("4.37.2", "CHANGED"), document("4.43.2", "FIX_BROKEN"), document("4.44.0", "CHANGED")]
     assert said(*line) == [
-        ("fix", "CHANGED", ">=4.37,<4.38", "4.37.2"),
+        ("fix", "CHANGED", ">=4.37,<4.38", ["4.37.2"]),
         ("fix", "FIX_HOLDS", ">=4.38,<=4.43.1", ["4.38.0", "4.43.1"]),
-        ("fix", "FIX_BROKEN", ">=4.43.2,<4.44", "4.43.2"),
-        ("fix", "CHANGED", ">=4.44,<4.45", "4.44.0"),
+        ("fix", "FIX_BROKEN", ">=4.43.2,<4.44", ["4.43.2"]),
+        ("fix", "CHANGED", ">=4.44,<4.45", ["4.44.0"]),
     ]
 
 
 def test_what_a_range_does_not_need_is_named_as_inner() -> None:
     line = [item for r in ("4.38.0", "4.38.1", "4.39.0") for item in measured(KNOWN, document(r, "FIX_HOLDS"), r)]
-    assert [(run.ends, run.inner) for run in runs(line)] == [(["4.38.0", "4.39.0"], ["4.38.1"])]
+    assert [(run.kept, run.inner) for run in runs(line)] == [(["4.38.0", "4.39.0"], ["4.38.1"])]
 
 
 def test_a_release_without_a_verdict_ends_a_range() -> None:
@@ -63,13 +63,17 @@ def test_other_stacks_and_cells_are_lines_of_their_own() -> None:
     cells = [document("4.38.0", "FIX_HOLDS"), document("4.38.0", "FIX_HOLDS", where="other/fsdp")]
     found = [item for d in cells for item in measured(KNOWN, d, d["where"])]
     assert [entry.cells for entry in expectations(found, "x")] == [["m/fsdp", "other/fsdp"]]
+    cells[1] = document("4.38.1", "FIX_HOLDS", where="other/fsdp")  # the same range, and measured with another release
+    found = [item for d in cells for item in measured(KNOWN, d, d["where"])]
+    ends = [(e.cells, [end["transformers"] for end in e.measured]) for e in expectations(found, "x")]
+    assert ends == [(["m/fsdp"], ["4.38.0"]), (["other/fsdp"], ["4.38.1"])]
 
 
 def test_an_arm_with_a_stack_of_its_own_is_expected_apart() -> None:
     line = [document("4.38.0", "FIX_HOLDS"), document("4.39.3", "FIX_HOLDS", newer="FIX_UNMASKS")]
     assert said(*line) == [
         ("fix", "FIX_HOLDS", ">=4.38,<4.40", ["4.38.0", "4.39.3"]),
-        ("newer", "FIX_UNMASKS", ">=4.39,<4.40", "4.39.3"),
+        ("newer", "FIX_UNMASKS", ">=4.39,<4.40", ["4.39.3"]),
     ]
 
 

@@ -76,8 +76,15 @@ class Run:
     versions: Mapping[str, str] = field(hash=False)
 
     @property
-    def ends(self) -> list[str]:
-        return list(dict.fromkeys((self.members[0].path, self.members[-1].path)))
+    def ends(self) -> list[dict[str, str]]:
+        """The releases with which the first and the last were measured."""
+        ends = [{name: str(version) for name, version in sorted(end.versions.items())} for end in self.members]
+        return [ends[0]] if ends[0] == ends[-1] else [ends[0], ends[-1]]
+
+    @property
+    def kept(self) -> list[str]:
+        """Their documents."""
+        return [self.members[0].path, self.members[-1].path]
 
     @property
     def inner(self) -> list[str]:
@@ -104,18 +111,19 @@ def runs(found: Iterable[Measured]) -> list[Run]:
 
 
 def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectation] = ()) -> list[Expectation]:
-    """One entry for cells that agree in verdicts and ranges. An entry that says what it said keeps its old reason."""
+    """One entry for cells that agree in verdicts and ranges and were measured with the same releases. An entry that
+    says what it said keeps its old reason."""
     grouped: dict[str, dict[str, Any]] = {}
     for run in runs(found):
         first = run.members[0]
         if not first.verdicts:
             continue
-        alike = repr((first.answer, sorted(run.versions.items()), first.hardware))
+        alike = repr((first.answer, sorted(run.versions.items()), run.ends, first.hardware))
         entry = grouped.setdefault(
             alike,
             {"verdicts": dict(first.verdicts), "met": _written(first.met), "cells": [],
              "hardware": first.hardware, "facts": dict(first.facts), "versions": dict(run.versions),
-             "measured_in": run.ends if len(run.ends) > 1 else run.ends[0], "reason": reason},
+             "measured": run.ends, "reason": reason},
         )  # fmt: skip
         entry["cells"].append(first.where)
     entries = [Expectation(**entry) for entry in grouped.values()]

@@ -1,10 +1,10 @@
-"""What a case's file says to expect, whether a verdict is that, and how ``repro accept`` writes it down. Pure."""
+"""What is expected of an arm, and whether a verdict is that. Pure."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -160,68 +160,3 @@ def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | Non
             return None
         count += len(bounds)
     return count
-
-
-def write_expectations(yaml_text: str, entries: Iterable[Expectation]) -> str:
-    """The case's file with its ``expect:`` block replaced by ``entries``; every other byte stays as it is.
-
-    Without entries the block goes. Raises ValueError when the result would not say what it should.
-    """
-    entries = list(entries)
-    newline = "\r\n" if "\r\n" in yaml_text else "\n"
-    try:
-        before, comment, after = _around(yaml_text)
-        block = _block(entries, comment).replace("\n", newline)
-        if block and before and not before.endswith("\n"):
-            before += newline
-        written = before + block + after
-        _verify(yaml_text, written, entries)
-    except yaml.YAMLError as error:
-        raise ValueError(f"the expect block cannot be written: {error}") from None
-    return written
-
-
-def _around(yaml_text: str) -> tuple[str, str, str]:
-    """What stands before the block, the comment on its first line, and what stands after it."""
-    root = yaml.compose(yaml_text, Loader=yaml.SafeLoader)
-    if not isinstance(root, yaml.MappingNode) or root.flow_style:
-        raise ValueError("not a case's file: it must be a mapping, one key per line")
-    keys = [key for key, _ in root.value]
-    index = next((i for i, key in enumerate(keys) if key.value == "expect"), None)
-    if index is None:
-        return yaml_text, "", ""
-    start, end = keys[index].start_mark.index, _end(root.value[index][1])
-    if yaml_text[end - 1] != "\n":  # the rest of its last line, a comment perhaps, belongs to the block
-        end = yaml_text.find("\n", end) + 1 or len(yaml_text)
-    found = re.match(r"expect[ \t]*:[ \t]*(?:\[\]|~|null)?([ \t]*#[^\r\n]*)?\r?(\n|$)", yaml_text[start:end])
-    comment = (found.group(1) or "") if found else ""
-    return yaml_text[:start], comment, yaml_text[end:]
-
-
-def _end(node: yaml.Node) -> int:
-    """Where a value's text ends. A block collection's own mark lies behind the comments that follow it."""
-    if isinstance(node, yaml.CollectionNode) and not node.flow_style:
-        parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-        return max(_end(part) for part in parts)
-    return int(node.end_mark.index)
-
-
-def _block(entries: list[Expectation], comment: str) -> str:
-    if not entries:
-        return ""
-    plain = [entry.model_dump(exclude_defaults=True) | {"hardware": entry.hardware} for entry in entries]
-    order = list(Expectation.model_fields)
-    ordered = [{key: entry[key] for key in order if key in entry} for entry in plain]
-    dumped = yaml.safe_dump(ordered, sort_keys=False, width=110, allow_unicode=True, default_flow_style=None)
-    head = f"expect:{' ' + comment.strip() if comment else ''}"
-    return "\n".join([head, *(f"  {line}" if line else "" for line in dumped.split("\n")[:-1])]) + "\n"
-
-
-def _verify(old: str, new: str, entries: list[Expectation]) -> None:
-    """The writer may not damage a file that people write: what it wrote must read back as what was meant."""
-    before: dict[str, Any] = yaml.safe_load(old)
-    after: dict[str, Any] = yaml.safe_load(new) or {}
-    read = [Expectation.model_validate(item) for item in after.pop("expect", None) or []]
-    before.pop("expect", None)
-    if repr(before) != repr(after) or read != entries:
-        raise ValueError("the expect block could not be written without changing the rest of the file")

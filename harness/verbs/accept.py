@@ -1,6 +1,6 @@
 """`repro accept --reason ...`: take measured verdicts over as the expected ones, with their stored measurement.
 
-The documents are copied into results/baseline and every case's ``expect:`` block is rewritten from them. It is a
+The documents are copied into results/baseline and every case's table in results/expected is written from them. It is a
 reviewed change: nothing but this verb writes expectations, and a run never judges itself by what it has just measured.
 """
 
@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import catalogue as catalogues
-from harness import overrides
+from harness import expected, overrides
 from harness.bisection.ranges import expectations, measured, runs, whole
 from harness.compact import compacted, lines
 from harness.config import compose_run
 from harness.errors import ResultsError
 from harness.judge.again import judged_again
-from harness.judge.expect import write_expectations
 from harness.judge.foreign import too_wide
 from harness.judge.publishable import refusals
-from harness.paths import BASELINE, CONF, ROOT, cache_dir
+from harness.paths import BASELINE, EXPECTED, ROOT, cache_dir
 from harness.report import print_json, print_notes
 from harness.running import session
 from harness.schema import Case
@@ -63,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"published {published} into {BASELINE}: of releases that agree, the first and the last")
         if len(stored) > len(documents):
             print(f"left out {len(stored) - len(documents)} cells of which only some arms were measured")
-        print("review and commit: the documents, and the `expect:` blocks in conf/case")
+        print("review and commit: the documents in results/baseline, and the tables in results/expected")
     return 0
 
 
@@ -127,14 +126,18 @@ def _accept(case: Case, documents: list[dict[str, Any]], before: list[dict[str, 
         for path, document in {**held, **given}.items()
         for item in measured(case, document, str(path.relative_to(BASELINE.parent)))
     ]
-    inner = {path for run in runs(found) for path in run.inner} - {path for run in runs(found) for path in run.ends}
+    inner = {path for run in runs(found) for path in run.inner} - {path for run in runs(found) for path in run.kept}
     ends = {path: d for path, d in given.items() if str(path.relative_to(BASELINE.parent)) not in inner}
     for path, document in ends.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, lines(compacted(_portable(document))))
     entries = expectations(found, reason, case.expect)
-    path = CONF / "case" / f"{case.slug}.yaml"
-    path.write_text(write_expectations(path.read_text(encoding="utf-8"), entries), encoding="utf-8")
+    path = EXPECTED / f"{case.slug}.yaml"
+    if entries:
+        EXPECTED.mkdir(parents=True, exist_ok=True)
+        write_text(path, expected.text(case.slug, entries))
+    else:
+        path.unlink(missing_ok=True)
     return len(ends)
 
 

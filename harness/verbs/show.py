@@ -6,10 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from harness.judge.expect import expected
+from harness.judge.facts import depends_on
 from harness.launch.attempt import Attempt, torchrun_line
 from harness.overrides import expand
+from harness.plan import CellPlan
 from harness.report import print_json, print_table
 from harness.running import session
+from harness.schema import Case
 
 
 def main(args: argparse.Namespace) -> int:
@@ -46,6 +50,7 @@ def main(args: argparse.Namespace) -> int:
                 "stack": arm.stack,
                 "world_size": arm.world_size,
                 "skipped": arm.skipped,
+                "expected": _expected(case, plan, arm.arm, dict(stack.versions) if stack else {}),
                 "torchrun": torchrun_line(attempt),
             }
         )
@@ -70,7 +75,9 @@ def main(args: argparse.Namespace) -> int:
         print(f"signature {signature.name} ({signature.kind}): {signature.type or ''} {detail}".rstrip())
     print()
     print_table(
-        "", ["arm", "what it changes", "help"], [[a["arm"], _change(case.arms[a["arm"]]), a["help"]] for a in arms]
+        f"expected of {plan.cell.where} on {plan.profile.name} with this stack",
+        ["arm", "expected", "what it changes", "help"],
+        [[a["arm"], a["expected"], _change(case.arms[a["arm"]]), a["help"]] for a in arms],
     )
     for arm_row in arms:
         print(f"\n{arm_row['arm']}" + (f"  (skipped here: {arm_row['skipped']})" if arm_row["skipped"] else ""))
@@ -79,6 +86,15 @@ def main(args: argparse.Namespace) -> int:
         print()
         print_table("", ["claim", "source", "text"], [[c.id, c.source, c.text] for c in case.claims])
     return 0
+
+
+def _expected(case: Case, plan: CellPlan, arm: str, versions: dict[str, str]) -> str:
+    """What results/expected says of an arm of the first cell; facts of the machine are known when ranks have run."""
+    decide = depends_on(case, arm)
+    if decide:
+        return f"by {', '.join(decide)}"
+    entry = expected(case, plan.cell.where, arm, versions, plan.profile.name)
+    return entry.verdicts[arm] if entry else ""
 
 
 def _change(arm: Any) -> str:

@@ -1,0 +1,124 @@
+"""results/expected/<case>.yaml: what stored measurements showed, as a table. Pure but for reading the folder.
+
+One line per arm, one column per *stretch*: some cells on one hardware over a range of releases. A changed verdict is
+one changed word in a diff. Written whole by ``repro accept``; which measurements a column rests on follows from its
+cells and the releases at its ends (``measured``): ``unbacked`` looks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from packaging.version import Version
+from pydantic import Field, ValidationError, model_validator
+
+from harness.errors import ConfigError, describe_validation, unknown
+from harness.judge.expect import as_expected
+from harness.schema import Case, Expectation, Stretch, Strict, VerdictName
+
+HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
+
+
+class Table(Strict):
+    """One case's file."""
+
+    case: str
+    stretches: list[Stretch] = Field(min_length=1)
+    verdicts: dict[str, list[VerdictName | None]]  # arm -> by stretch
+    met: dict[str, list[str | list[str] | None]] = Field(default={})  # likewise, where something failed
+
+    @model_validator(mode="after")
+    def _even(self) -> Table:
+        for key in ("verdicts", "met"):
+            for arm, row in getattr(self, key).items():
+                if len(row) != len(self.stretches):
+                    raise ValueError(f"{key} of {arm!r}: {len(row)} columns for {len(self.stretches)} stretches")
+        return self
+
+    @property
+    def expectations(self) -> list[Expectation]:
+        """A column each."""
+        found = []
+        for index, stretch in enumerate(self.stretches):
+            verdicts, met = (
+                {arm: row[index] for arm, row in rows.items() if row[index] is not None}
+                for rows in (self.verdicts, self.met)
+            )
+            found.append(Expectation.model_validate({**stretch.model_dump(), "verdicts": verdicts, "met": met}))
+        return found
+
+
+def text(slug: str, entries: Iterable[Expectation]) -> str:
+    """The file of a case with these expectations, in their order."""
+    entries = list(entries)
+    lines = [f"{HEAD}case: {slug}", "stretches:"]
+    for entry in entries:
+        said = entry.model_dump(include=set(Stretch.model_fields), exclude_defaults=True) | {"hardware": entry.hardware}
+        ordered = {key: said[key] for key in Stretch.model_fields if key in said}
+        items = [f"  {_line({key: value})}" for key, value in ordered.items()]
+        lines += [f"- {items[0].strip()}", *items[1:]]
+    for key in ("verdicts", "met"):
+        rows: list[Mapping[str, Any]] = [getattr(entry, key) for entry in entries]
+        arms = dict.fromkeys(arm for row in rows for arm in row)
+        lines += [f"{key}:"] if arms else []
+        lines += [f"  {_line({arm: [row.get(arm) for row in rows]})}" for arm in arms]
+    return "\n".join(lines) + "\n"
+
+
+def _line(item: Mapping[str, Any]) -> str:
+    """``key: value`` in one line."""
+    dumped = yaml.safe_dump(dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False)
+    return dumped.strip()[1:-1]
+
+
+def read(folder: Path, cases: Mapping[str, Case], load: Any) -> dict[str, list[Expectation]]:
+    """Case -> its expectations; ``load`` reads a YAML file. Raises ConfigError: a file of no case, or no such table."""
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        where = str(Path(*path.parts[-3:]))
+        if path.stem not in cases:
+            raise unknown("case", path.stem, cases, where)
+        raw = load(path)
+        try:
+            table = Table.model_validate(raw)
+            entries = table.expectations
+        except ValidationError as error:
+            raise describe_validation(error, Table, where) from None
+        if table.case != path.stem:
+            raise ConfigError(f"{where}: case must be the file's name, {path.stem!r}")
+        found[path.stem] = entries
+    return found
+
+
+def unbacked(case: Case, documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What an expectation says and no stored measurement shows: one line for each cell and end of its releases.
+
+    ``documents``: of this case, as published, judged anew (harness.judge.again).
+    """
+    documents = list(documents)
+    found = []
+    for entry in case.expect:
+        for where, end in ((where, end) for where in entry.cells for end in entry.measured):
+            shown = f"{case.slug}: {where} on {entry.hardware} with {', '.join(f'{n} {v}' for n, v in end.items())}"
+            alike = [d for d in documents if _is_of(d, where, entry.hardware, end)]
+            if not alike:
+                found.append(f"{shown}: expected, and no measurement of it is stored")
+            for arm, wanted in entry.verdicts.items():
+                said = {_said(document, arm) for document in alike}
+                if alike and as_expected(wanted) not in said:
+                    seen = ", ".join(sorted(said))
+                    found.append(f"{shown}: {arm} is expected to be {wanted}, and was measured as {seen}")
+    return found
+
+
+def _said(document: Mapping[str, Any], arm: str) -> str:
+    return as_expected(str((document["verdicts"].get(arm) or {}).get("name", "nothing")))
+
+
+def _is_of(document: Mapping[str, Any], where: str, hardware: str, end: Mapping[str, str]) -> bool:
+    have = document["stack"]["versions"]
+    same = document.get("where") == where and document["hardware"]["profile"] == hardware
+    return same and all(have.get(name) is not None and str(Version(have[name])) == v for name, v in end.items())
