@@ -63,7 +63,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
             told = "for git bisect run: of the broken arm, 0 clean, 1 fires, 125 neither; 128 and more: an error"
             sub.add_argument("--bisect-exit", action="store_true", help=told)
         if verb == "accept":
-            sub.add_argument("--reason", required=True, help="why these verdicts are now the expected ones")
+            sub.add_argument("--reason", help="why these verdicts are now the expected ones")
+            sub.add_argument("--plan", action="store_true", help="show what would change, and write nothing")
             sub.add_argument("--from", dest="source", metavar="DIR", help="results folder (default: results/scratch)")
             told = "also publish verdicts that may as well be a mistake (may be given for each)"
             sub.add_argument("--take", action="append", default=[], choices=("CHANGED", "FIX_HARMFUL"), help=told)

@@ -2,6 +2,7 @@
 
 The documents are copied into results/baseline and every case's table in results/expected is written from them. It is a
 reviewed change: nothing but this verb writes expectations, and a run never judges itself by what it has just measured.
+``--plan`` shows what would be written, and writes nothing.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness import catalogue as catalogues
-from harness import expected, overrides
-from harness.bisection.ranges import expectations, measured, runs, whole
+from harness import overrides
+from harness.bisection.ranges import whole
 from harness.compact import compacted, lines
 from harness.config import compose_run
-from harness.errors import ResultsError
+from harness.errors import ConfigError, ResultsError
 from harness.judge.again import judged_again
 from harness.judge.foreign import too_wide
 from harness.judge.publishable import refusals
-from harness.paths import BASELINE, EXPECTED, ROOT, cache_dir
-from harness.report import print_json, print_notes
+from harness.paths import BASELINE, EXPECTED, RESULTS, ROOT, cache_dir
+from harness.publishing import Publication, publication
+from harness.report import print_json, print_notes, print_table
 from harness.running import session
 from harness.schema import Case
 from harness.store import Store, write_text
@@ -32,6 +35,8 @@ from harness.store import Store, write_text
 def main(args: argparse.Namespace) -> int:
     selection = overrides.parse(args.overrides)
     settings = compose_run(selection.run)
+    if not args.plan and not (args.reason or "").strip():
+        raise ConfigError("accept: --reason says why these verdicts are now the expected ones (--plan shows them)")
     catalogue = catalogues.load()
     names = set(overrides.expand("case", selection.case, catalogue.cases))
     source = Path(args.source) if args.source else session.results_folder(settings)
@@ -50,20 +55,48 @@ def main(args: argparse.Namespace) -> int:
         raise ResultsError("\n  ".join([f"{source}: not published:", *refused[:SHOWN], *_more(refused)]))
     for name in sorted({str(d["case"]) for d in documents}):
         _refuse(catalogue.cases[name], [d for d in (*held, *documents) if d["case"] == name])
-    published = sum(
-        _accept(catalogue.cases[case], [d for d in documents if d["case"] == case], held, args.reason)
-        for case in sorted({str(d["case"]) for d in documents})
-    )
-    accepted = [{"case": d["case"], "model": d["model"], "strategy": d["strategy"]} for d in documents]
+    found = publication(catalogue.cases, held, documents, args.reason or "")
     if args.json:
-        print_json(accepted)
+        print_json({**asdict(found), "written": sorted(found.written), "tables": sorted(found.tables)})
     else:
-        print(f"accepted {len(accepted)} measurements of {len({d['case'] for d in documents})} cases")
-        print(f"published {published} into {BASELINE}: of releases that agree, the first and the last")
+        _show(found)
         if len(stored) > len(documents):
             print(f"left out {len(stored) - len(documents)} cells of which only some arms were measured")
-        print("review and commit: the documents in results/baseline, and the tables in results/expected")
+    if not args.plan:
+        _publish(found)
+        if not args.json:
+            print("review and commit: the documents in results/baseline, and the tables in results/expected")
     return 0
+
+
+def _show(found: Publication) -> None:
+    rows = [[c.case, c.where, c.stack, c.arm, c.old or "(nothing)", c.new] for c in found.changes]
+    if rows:
+        print_table("what is expected", ["case", "cell", "stack", "arm", "until now", "from now on"], rows)
+    for text, places in (
+        ("to publish", found.written),
+        ("say what is published", found.same),
+        ("lie between two releases that say the same", found.inner),
+        ("were published and lie between two such releases now: to remove", found.dropped),
+    ):
+        if places:
+            print(f"{len(places)} documents {text}")
+
+
+def _publish(found: Publication) -> None:
+    for place, document in found.written.items():
+        path = RESULTS / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, lines(compacted(_portable(document))))
+    for place in found.dropped:
+        (RESULTS / place).unlink(missing_ok=True)
+    EXPECTED.mkdir(parents=True, exist_ok=True)
+    for slug, table in found.tables.items():
+        path = EXPECTED / f"{slug}.yaml"
+        if table is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_file() or path.read_text(encoding="utf-8") != table:
+            write_text(path, table)
 
 
 SHOWN = 20  # refusals
@@ -111,36 +144,3 @@ def _usable(document: Mapping[str, Any]) -> bool:
 
 def _within(folder: Path, document: Mapping[str, Any]) -> bool:
     return Path(document["path"]).is_relative_to(folder)
-
-
-def _accept(case: Case, documents: list[dict[str, Any]], before: list[dict[str, Any]], reason: str) -> int:
-    """Its documents into the baseline (of a range of releases with the same verdicts only the first and the last), and
-    the case's expectations from all that the baseline then holds of it."""
-    held = {Path(d["path"]): d for d in before if d["case"] == case.slug}
-    given = {_place(document): document for document in documents}
-    for path in given.keys() & held.keys():
-        if given[path]["arms"].keys() < held[path]["arms"].keys():  # a version map leaves out arms on another stack
-            del given[path]
-    found = [
-        item
-        for path, document in {**held, **given}.items()
-        for item in measured(case, document, str(path.relative_to(BASELINE.parent)))
-    ]
-    inner = {path for run in runs(found) for path in run.inner} - {path for run in runs(found) for path in run.kept}
-    ends = {path: d for path, d in given.items() if str(path.relative_to(BASELINE.parent)) not in inner}
-    for path, document in ends.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, lines(compacted(_portable(document))))
-    entries = expectations(found, reason, case.expect)
-    path = EXPECTED / f"{case.slug}.yaml"
-    if entries:
-        EXPECTED.mkdir(parents=True, exist_ok=True)
-        write_text(path, expected.text(case.slug, entries))
-    else:
-        path.unlink(missing_ok=True)
-    return len(ends)
-
-
-def _place(document: Mapping[str, Any]) -> Path:
-    folder: Path = BASELINE / document["hardware"]["profile"] / document["stack"]["label"]
-    return folder / f"{document['key']}.json"

@@ -1,0 +1,123 @@
+"""What `repro accept` publishes: which documents it writes, leaves and drops, and the tables of expectations. Pure.
+
+Of a range of releases that agree only the first and the last measurement are kept; what lies between says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness import expected
+from harness.bisection.ranges import expectations, measured, runs
+from harness.judge.comparable import machine
+from harness.judge.evidence import items, mapping, text
+from harness.judge.expect import as_expected
+from harness.judge.expect import expected as expectation
+from harness.judge.met import Met
+from harness.schema import Case
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class Change:
+    """An arm whose verdict, or what it met, is not what was expected of it; ``old`` is empty where nothing was."""
+
+    case: str
+    where: str
+    stack: str
+    arm: str
+    old: str
+    new: str
+
+
+@dataclass
+class Publication:
+    """Places are relative to results/."""
+
+    written: dict[str, Document] = field(default_factory=dict)  # place -> the document
+    same: list[str] = field(default_factory=list)  # published already, and what was measured says no more
+    inner: list[str] = field(default_factory=list)  # measured, between two releases that say the same
+    dropped: list[str] = field(default_factory=list)  # published once, and between two such releases now
+    tables: dict[str, str | None] = field(default_factory=dict)  # case -> its table; None: nothing is expected of it
+    changes: list[Change] = field(default_factory=list)
+
+
+def publication(
+    cases: Mapping[str, Case], held: Iterable[Document], given: Iterable[Document], reason: str
+) -> Publication:
+    """``held``: all that is published of the cases that ``given``, what was measured, is of; all judged anew."""
+    found = Publication()
+    held, given = list(held), list(given)
+    for slug in sorted({document["case"] for document in given}):
+        _case(
+            found, cases[slug], [d for d in held if d["case"] == slug], [d for d in given if d["case"] == slug], reason
+        )
+    return found
+
+
+def place(document: Mapping[str, Any]) -> str:
+    """Where a document is published."""
+    return f"baseline/{document['hardware']['profile']}/{document['stack']['label']}/{document['key']}.json"
+
+
+def _case(found: Publication, case: Case, held: list[Document], given: list[Document], reason: str) -> None:
+    before = {place(document): document for document in held}
+    now = {place(document): document for document in given}
+    for key in now.keys() & before.keys():
+        if now[key]["arms"].keys() < before[key]["arms"].keys():  # a version map leaves out arms on another stack
+            del now[key]
+    found.changes += sorted(change for document in now.values() for change in _changes(case, document))
+    for key in sorted(now):
+        if key in before and _says_no_more(now[key], before[key]):
+            found.same.append(key)
+            del now[key]
+    all_of_it = [item for key, document in {**before, **now}.items() for item in measured(case, document, key)]
+    line = runs(all_of_it)
+    inner = {key for run in line for key in run.inner} - {key for run in line for key in run.kept}
+    found.inner += sorted(inner & now.keys())
+    found.dropped += sorted(inner & before.keys())
+    found.written |= {key: document for key, document in now.items() if key not in inner}
+    entries = expectations(all_of_it, reason, case.expect)
+    found.tables[case.slug] = expected.text(case.slug, entries) if entries else None
+
+
+def _says_no_more(new: Document, old: Document) -> bool:
+    """The same arms, launched alike on the same machine, with the same outcomes: measuring again has told nothing."""
+    return machine(new) == machine(old) and _evidence(new) == _evidence(old)
+
+
+def _evidence(document: Document) -> Any:
+    arms = {}
+    for name, arm in document["arms"].items():
+        seen = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
+        told = sorted(str((o.get("outcome"), _recognised(o), o.get("failed"))) for o in seen)
+        arms[name] = (arm.get("fingerprint"), bool(arm.get("skipped")), told)
+    return arms, document["hardware"].get("facts"), {arm: _said(v) for arm, v in document["verdicts"].items()}
+
+
+def _recognised(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return sorted((text(item.get("case")), text(item.get("signature"))) for item in items(outcome.get("recognised")))
+
+
+def _changes(case: Case, document: Document) -> Iterable[Change]:
+    hardware, versions = document["hardware"], document["stack"]["versions"]
+    for arm, verdict in document["verdicts"].items():
+        if verdict["name"] == "INCONCLUSIVE":
+            continue
+        entry = expectation(case, document["where"], arm, versions, hardware["profile"], mapping(hardware.get("facts")))
+        old = _worded(entry.verdicts[arm], entry.met_by(arm) or ()) if entry else ""
+        new = _said(verdict)
+        if old != new:
+            yield Change(case.slug, document["where"], document["stack"]["name"], arm, old, new)
+
+
+def _said(verdict: Mapping[str, Any]) -> str:
+    return _worded(verdict["name"], [str(Met(**item)) for item in verdict.get("met") or ()])
+
+
+def _worded(name: str, met: Iterable[str]) -> str:
+    told = ", ".join(sorted(met))
+    return as_expected(name) + (f" ({told})" if told else "")

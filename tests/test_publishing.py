@@ -1,0 +1,135 @@
+"""What `repro accept` writes, leaves and drops, and that it can be seen before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import case, document, failed, observation
+
+from harness.cli import main
+from harness.expected import unbacked
+from harness.judge.again import judged_again
+from harness.paths import BASELINE, EXPECTED
+from harness.publishing import Publication, place, publication
+from harness.schema import Case
+from harness.store import Store
+
+KNOWN = case(expect=[])
+Stored = dict[str, Any]
+
+
+def cell(release: str, verdict: str = "FIX_HOLDS", where: str = "m/fsdp", **changes: Any) -> Stored:
+    made = document(
+        {name: [("fires", observation(failed(0)))] for name in ("broken", "fix", "other-fix")},
+        {"fix": verdict, "other-fix": "FIX_BROKEN"}, where=where, key=f"some-case/{where.replace('/', '-')}", **changes,
+    )  # fmt: skip
+    made["stack"] = {**made["stack"], "versions": {"torch": "2.6.0", "transformers": release}, "label": f"tf{release}"}
+    for arm in made["arms"].values():
+        arm["fingerprint"] = "same"
+    return made
+
+
+def decide(held: list[Stored], given: list[Stored], known: Case = KNOWN) -> Publication:
+    return publication({known.slug: known}, held, given, "because")
+
+
+RELEASES = [f"4.{minor}.0" for minor in range(30, 38)]
+LINES = st.dictionaries(
+    st.sampled_from(RELEASES), st.sampled_from(["FIX_HOLDS", "FIX_BROKEN", "INCONCLUSIVE"]), min_size=1
+)
+
+
+def after(held: list[Stored], found: Publication) -> list[Stored]:
+    kept = {place(d): d for d in held if place(d) not in found.dropped}
+    return list({**kept, **found.written}.values())
+
+
+@given(LINES, LINES)
+def test_what_is_published_backs_all_that_is_expected_and_is_no_more(old: dict[str, str], new: dict[str, str]) -> None:
+    first = decide([], [cell(*item) for item in old.items()])
+    published = after([], first)
+    second = decide(published, [cell(*item) for item in new.items()])
+    stored = after(published, second)
+    entries = _entries(second)
+    assert unbacked(case(expect=entries), stored) == []
+    merged = {**old, **new}
+    runs = [r for i, r in enumerate(sorted(merged)) if i == 0 or merged[r] != merged[sorted(merged)[i - 1]]]
+    assert len(stored) <= 2 * len(runs), "of releases that agree the first and the last"
+    assert set(second.written) <= {place(cell(release)) for release in new}
+    assert not set(second.written) & set(second.inner) and not set(second.dropped) & set(second.written)
+    again = decide(stored, stored)
+    assert (again.written, again.dropped, again.tables) == ({}, [], second.tables), "nothing new says nothing new"
+
+
+def _entries(found: Publication) -> list[dict[str, Any]]:
+    import yaml
+
+    from harness.expected import Table
+
+    text = found.tables["some-case"]
+    return [] if text is None else [e.model_dump() for e in Table.model_validate(yaml.safe_load(text)).expectations]
+
+
+def test_what_was_measured_again_and_says_the_same_is_left() -> None:
+    old, new = cell("4.38.0"), cell("4.38.0")
+    new["provenance"] = {**new["provenance"], "started": 5000.0}
+    assert decide([old], [new]).same == [place(old)]
+    for other in (
+        cell("4.38.0", "FIX_BROKEN"),
+        {**new, "hardware": {**new["hardware"], "cpu": "another"}},
+        {**new, "arms": {**new["arms"], "fix": {**new["arms"]["fix"], "fingerprint": "other"}}},
+        {**new, "arms": {**new["arms"], "fix": {**new["arms"]["fix"], "attempts": new["arms"]["fix"]["attempts"] * 3}}},
+    ):
+        assert list(decide([old], [other]).written) == [place(old)]
+
+
+def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:
+    old, new = cell("4.38.0"), cell("4.38.0", "FIX_BROKEN")
+    del new["arms"]["other-fix"]
+    found = decide([old], [new])
+    assert found.written == {} and "FIX_HOLDS" in str(found.tables["some-case"])
+
+
+def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one() -> None:
+    expect = {
+        "verdicts": {"fix": "FIX_HOLDS", "other-fix": "FIX_BROKEN"}, "met": {"other-fix": "some-case/norm"},
+        "cells": ["m/fsdp"], "measured": [{}], "reason": "r",
+    }  # fmt: skip
+    new = cell("4.38.0", "CHANGED")
+    told = [(c.arm, c.old, c.new) for c in decide([], [new], case(expect=[expect])).changes]
+    assert told == [("fix", "FIX_HOLDS", "CHANGED"), ("other-fix", "FIX_BROKEN (some-case/norm)", "FIX_BROKEN")]
+    assert [c.old for c in decide([], [new]).changes] == ["", ""]
+
+
+def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slug = "fsdp2-mixed-dtensor"
+    (stored,) = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents
+    path = tmp_path.joinpath(*Path(stored["path"]).relative_to(BASELINE).parts)
+    path.parent.mkdir(parents=True)
+    stored["arms"]["broken"]["fingerprint"] = "other"
+    for attempt in stored["arms"]["broken"]["attempts"]:
+        attempt["observation"] = {
+            **attempt["observation"], "attempt": {**attempt["observation"]["attempt"], "fingerprint": "other"},
+        }  # fmt: skip
+    path.write_text(json.dumps({key: value for key, value in stored.items() if key != "path"}))
+
+    def state() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for folder in (BASELINE, EXPECTED) for file in folder.rglob("*.*")}
+
+    before = state()
+    assert main(["accept", f"case={slug}", "--plan", "--from", str(tmp_path)]) == 0
+    assert "1 documents to publish" in capsys.readouterr().out
+    assert state() == before
+    assert main(["accept", f"case={slug}", "--from", str(tmp_path)]) == 2
+    assert "--reason" in capsys.readouterr().err and state() == before
+
+
+def _cases() -> dict[str, Case]:
+    from harness import catalogue
+
+    return catalogue.load().cases
