@@ -5,7 +5,8 @@ It is compiled at first use otherwise: by all ranks at once, inside an attempt's
 
 from __future__ import annotations
 
-import os
+import contextlib
+import re
 import subprocess
 from pathlib import Path
 
@@ -18,12 +19,31 @@ from harness.stacks.stack import Stack
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 LIMIT_S = 600
+# Whoever else is in such a folder (a shell) is let alone. Linux cuts names after 15 characters.
+_COMPILER = re.compile(r"ninja|cc1plus|.*c\+\+.*|.*g\+\+.*|.*gcc.*|clang.*|collect2|ld(\..+)?|as|nvcc|cicc|ptxas")
 
 
-def _compiling(folder: Path) -> bool:
-    """Whether a compiler is at work in there, perhaps one whose Python was killed: its lock is left to it."""
-    inside = str(folder) + os.sep
-    return any((process.info["cwd"] or "").startswith(inside) for process in psutil.process_iter(["cwd"]))
+def clear(folder: Path) -> None:
+    """Remove what a killed compile left: the lock that torch would wait for, and the compilers that went on without it.
+
+    (Ninja's own `.ninja_lock` locks nothing: it tells ninja the file system's time; ninja-build/ninja#2770.)
+    """
+    Batons(folder).clear()
+    orphans = [
+        process
+        for process in psutil.process_iter(["cwd", "name"])
+        if _COMPILER.fullmatch(process.info["name"] or "") and _orphan(process.info["cwd"] or "", folder)
+    ]
+    for process in orphans:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(orphans, timeout=10)
+
+
+def _orphan(cwd: str, folder: Path) -> bool:
+    """Whether a process works on an extension that nobody holds the lock of: whoever started it is dead."""
+    inside = Path(cwd).is_relative_to(folder) and Path(cwd) != folder
+    return inside and not (folder / Path(cwd).relative_to(folder).parts[0] / "lock").exists()
 
 
 def ready(stack: Stack) -> bool:
@@ -43,8 +63,7 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
     done = _done(stack)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".building"):
-        if not _compiling(folder):
-            Batons(folder).clear()
+        clear(folder)
         if done.exists():
             return None
         mine = building(inherited)
@@ -55,6 +74,7 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
                 [stack.python, "-c", _BUILD], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
+            clear(folder)  # its Python alone has been killed
             return f"DeepSpeed's CPU op cannot be compiled: {error}"
         if built.returncode:
             said = [line for line in (built.stderr + built.stdout).splitlines() if line.strip()]
