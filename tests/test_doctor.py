@@ -43,6 +43,27 @@ def test_a_wheel_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) -> No
     assert documents(tmp_path) == []
 
 
+def test_a_plan_says_where_and_why_not_as_a_run_does(tmp_path: Path) -> None:
+    """It showed attempts on cards that the run would refuse, and said nothing of the rest of the list."""
+    nvml = FakeNvml([Card() for _ in range(4)], driver="535.129.03", cuda=12020)
+    old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
+    words = ("matrix", "--plan", *ONE)
+    done = repro(tmp_path, nvml, *words, f"stack=python:{old}")
+    assert done.returncode == 3 and "needs driver 580 or newer" in done.stderr and not done.stdout
+    python = python_that_says(tmp_path, *lines(gpus=2))
+    done = repro(tmp_path, nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3,9,0"})
+    first, second = done.stderr.splitlines()[:2]
+    assert done.returncode == 0 and first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl")
+    assert second == "note: CUDA_VISIBLE_DEVICES=1,3,9,0: CUDA reads it up to '9', which is no GPU (there are 4)"
+
+
+def test_no_gpu_by_wish_is_said_where_there_are_some(tmp_path: Path) -> None:
+    done = repro(tmp_path, FakeNvml([Card()]), "matrix", "--plan", *ONE, env={"CUDA_VISIBLE_DEVICES": ""})
+    first, second = done.stderr.splitlines()[:2]
+    assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo")
+    assert second == "note: CUDA_VISIBLE_DEVICES='' asks for no GPU"
+
+
 def test_auto_refuses_where_gpus_were_meant(tmp_path: Path) -> None:
     done = repro(tmp_path, FakeNvml(init_error=12), "matrix", *ONE, env={"NVIDIA_VISIBLE_DEVICES": "all"})
     assert done.returncode == 2 and "hardware=cpu runs with gloo anyway" in done.stderr

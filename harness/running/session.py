@@ -77,9 +77,9 @@ class Session:
 
     def notes(self) -> list[str]:
         """What a person should know of the machine before the run: cards that are left out, what may go wrong."""
-        if self.profile.accelerator == "cpu":
-            return []
         unseen = [self.machine.unseen] if self.machine.unseen else []
+        if self.profile.accelerator == "cpu":
+            return unseen if self.machine.driver else []  # GPUs are here, and none is wished for
         return [*map(str, self.machine.left_out), *unseen, *around.warnings(self.profile, around.shm_mb())]
 
 
@@ -89,12 +89,14 @@ def prepare(
     given: Mapping[str, Stack] | None = None,
     overlap: bool = False,
     plan_only: bool = False,
+    probe: bool = False,
 ) -> Session:
     """Everything that can be wrong with what was asked is found here, before anything is launched or written.
 
     ``given``: stacks that the caller has already resolved, by the name that the selection uses for them. ``overlap``:
     what has to be built is left to the run (``Session.later``) where that has something else to measure meanwhile.
-    ``plan_only``: nothing will be launched, so that the hardware may be one that is not here.
+    ``plan_only``: nothing will be launched, so that the hardware may be one that is not here. ``probe``: the
+    stacks' torch is asked whether it can use the cards also where nothing is built.
     """
     selection = overrides.parse(texts)
     catalogue = catalogues.load(patches=selection.patches)
@@ -113,7 +115,7 @@ def prepare(
         settings.arms = overrides.expand("arm", settings.arms, known)
     by_name = {profile.name: profile for profile in profiles}
     wanted = Wanted(catalogue, settings, by_name, machine, build_stacks, dict(given or {}))
-    if build_stacks and profiles[0].accelerator != "cpu":
+    if (build_stacks or probe) and profiles[0].accelerator != "cpu":
         wanted.probe = Prober(profiles[0], machine, cache_dir() / "state")
     wanted.ask_models = plan_only or settings.scale.value == "full"
     wanted.find(cells)

@@ -19,14 +19,14 @@ def main(args: argparse.Namespace) -> int:
     if args.verb == "run":
         _check_case(args.case)
         texts = [f"case={args.case}", *texts]
-    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True)
+    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True)
+    print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
+    for note in prepared.notes():
+        print(f"note: {note}", file=sys.stderr, flush=True)
     if args.plan:
         return show_plan(prepared, args.json)
     from harness.running.progress import Progress
 
-    print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
-    for note in prepared.notes():
-        print(f"note: {note}", file=sys.stderr, flush=True)
     stop = threading.Event()
     with Progress(verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):
         summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
@@ -109,6 +109,8 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
         for plan in prepared.plans
         for arm in plan.arms
     ]  # fmt: skip
+    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys()):
+        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
     if as_json:
         print_json(items)
         return 0
@@ -121,4 +123,6 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
         for i in items
     ]  # fmt: skip
     print_table("", columns, table)
+    for why, count in prepared.elsewhere.items():
+        print(f"{count} cells would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
     return 0
