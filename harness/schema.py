@@ -225,6 +225,8 @@ class Prediction(Strict):
     hardware: str | None = None
     verdict: VerdictName | list[VerdictName] | None = None
     outcome: OutcomeName | list[OutcomeName] | None = None
+    # The outcome but for what the log says, where the arm fires: that a warning is harmless, or is not.
+    otherwise: OutcomeName | list[OutcomeName] | None = None
     metric: Metric | None = None
     when: str | None = None  # the condition in words, for conditional(on what)
     # The arm in whose place this one stands, where that is not the broken arm: one that shares all but the change that
@@ -233,8 +235,8 @@ class Prediction(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> Prediction:
-        if sum(part is not None for part in (self.verdict, self.outcome, self.metric)) != 1:
-            raise ValueError("a prediction needs exactly one of verdict, outcome and metric")
+        if sum(part is not None for part in (self.verdict, self.outcome, self.otherwise, self.metric)) != 1:
+            raise ValueError("a prediction needs exactly one of verdict, outcome, otherwise and metric")
         return self
 
 

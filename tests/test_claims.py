@@ -106,6 +106,24 @@ def test_axes_choose_the_documents() -> None:
     assert row(elsewhere, cell("FIX_BROKEN"), cell("FIX_HOLDS", case="other-case")).status == "upheld"
 
 
+def test_that_a_warning_is_harmless_is_seen_on_the_attempt_that_warns() -> None:
+    """An arm without the warning that trains well proves nothing of it; and an exception is no warning."""
+    harmless = claiming({"arm": "broken", "otherwise": "clean"})
+
+    def fired(otherwise: str | None, name: str = "fires", **changes: Any) -> dict[str, Any]:
+        made = document({"broken": [(name, observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}, **changes)
+        made["arms"]["broken"]["attempts"][0]["outcome"]["otherwise"] = otherwise
+        return made
+
+    assert row(harmless, fired("clean", stack=NEW)).detail == "1 measurement: broken but for the remark clean 1/1"
+    assert row(harmless, fired("other_error")).status == "refuted", "it warns, and trains wrongly"
+    assert row(harmless, fired(None)).status == "refuted", "what fires is an exception"
+    assert row(harmless, fired("infra")).status == "untested", "a proof that is not there"
+    quiet = row(harmless, fired(None, "clean"))
+    assert (quiet.status, quiet.detail) == ("untested", "could not be tested on this stack: broken does not fire")
+    assert row(harmless, fired("clean", stack=NEW), fired(None, stack=OLD)).status == "conditional"
+
+
 # --- conditional
 
 

@@ -43,6 +43,19 @@ def graded(*ranks: dict[str, Any], case: Case = CASE, **attempt: Any) -> Outcome
     return grade(case, "broken", observation(*ranks, **attempt), CATALOGUE)
 
 
+def test_what_only_warns_says_what_it_is_otherwise() -> None:
+    remark = record(0, logs=[DEPRECATED])
+    quiet = graded(ok(0, record=remark), ok(1), case=REMARK)
+    assert (quiet.outcome, quiet.otherwise) == ("fires", "clean")
+    wrong = graded(ok(0, record=remark), ok(1, record=record(1, checks=[check(passed=False)])), case=REMARK)
+    assert (wrong.outcome, wrong.otherwise) == ("fires", "other_error")
+    raises = case("remark", [*REMARK.model_dump()["signatures"], {**EXCEPTION, "name": "raises"}])
+    assert grade(raises, "broken", observation(failed(0), failed(1)), CATALOGUE).otherwise is None
+    assert graded(ok(0), ok(1)).otherwise is None
+    assert Outcome.from_json(quiet.to_json()) == quiet
+    assert Outcome.from_json({**quiet.to_json(), "otherwise": "fine"}).otherwise is None
+
+
 # --- the order of judgement
 
 

@@ -226,6 +226,12 @@ def _decide(prediction: Prediction, case: str, document: Document) -> tuple[bool
     if prediction.outcome is not None:
         wanted = _listed(prediction.outcome)
         return _not_there(prediction, wanted, document) or _by_outcome(wanted, arm)
+    if prediction.otherwise is not None:
+        there = _not_there(prediction, frozenset({"fires"}), document)
+        if there:
+            return there
+        holds, measured = _by_outcome(_listed(prediction.otherwise), arm, but_for_remarks=True)
+        return holds, f"but for the remark {measured}"
     if prediction.against:
         return _against(prediction, case, document)
     verdict = mapping(mapping(document.get("verdicts")).get(prediction.arm))
@@ -286,8 +292,12 @@ def _by_verdict(wanted: frozenset[str], name: str) -> tuple[bool | None, str]:
     return False, ""
 
 
-def _by_outcome(wanted: frozenset[str], arm: Mapping[str, Any]) -> tuple[bool | None, str]:
+def _by_outcome(
+    wanted: frozenset[str], arm: Mapping[str, Any], but_for_remarks: bool = False
+) -> tuple[bool | None, str]:
     outcomes = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
+    if but_for_remarks:
+        outcomes = [{**outcome, "outcome": outcome.get("otherwise") or outcome.get("outcome")} for outcome in outcomes]
     names = [text(outcome.get("outcome")) for outcome in outcomes]
     counted = [name for name in names if name in get_args(OutcomeName) and name not in NO_EVIDENCE]
     if not counted:
@@ -314,6 +324,8 @@ def _predicted(prediction: Prediction) -> str:
     if metric is not None:
         side, other = ("below", metric.below) if metric.below else ("above", metric.above)
         return f"{metric.name} {side} {other}" + (f" x {metric.factor:g}" if metric.factor != 1 else "")
+    if prediction.otherwise is not None:
+        return f"{' or '.join(sorted(_listed(prediction.otherwise)))} but for the remark"
     return " or ".join(sorted(_listed(prediction.verdict if prediction.verdict is not None else prediction.outcome)))
 
 

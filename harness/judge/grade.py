@@ -69,6 +69,8 @@ class Outcome:
     recognised: tuple[Recognised, ...] = ()
     primary: Primary | None = None
     failed: tuple[str, ...] = ()  # every rank finished, and these checks failed or were not made
+    # Where only a remark in the log fires: what the attempt would be without it. A harmless one leaves it clean.
+    otherwise: OutcomeName | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,7 +82,8 @@ class Outcome:
         seen = (Recognised(**{**item, "ranks": tuple(item["ranks"])}) for item in data.get("recognised") or ())
         primary = Primary(**data["primary"]) if data.get("primary") else None
         failed = tuple(data.get("failed") or ())
-        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary, failed)
+        otherwise = data.get("otherwise") if data.get("otherwise") in get_args(OutcomeName) else None
+        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary, failed, otherwise)
 
     def others(self, case: str) -> tuple[Recognised, ...]:
         """Other cases' failures in it (their remarks in the log are none)."""
@@ -118,7 +121,11 @@ def grade(
         near = near_misses(case.signatures, attempt, failures)
         reason += f" (nearly {near})" if near else ""
     failed = failed_checks(case, attempt) if name == "other_error" and primary is None else ()
-    return Outcome(name, reason, recognised, primary, failed)
+    otherwise = None
+    own = [item for item in recognised if item.case == case.slug]
+    if name == "fires" and all(item.kind == "log" for item in own):
+        otherwise, _ = _judge(case, arm, attempt, failures, tuple(item for item in recognised if item not in own))
+    return Outcome(name, reason, recognised, primary, failed, otherwise)
 
 
 def _judge(
