@@ -159,6 +159,9 @@ class Planner:
             *model.requires,
             *strategy.needs_on(profile.accelerator),
         ]
+        named = {Requirement(item).name for item in needed}
+        imported = (module.partition(".")[0] for module in case.launch.imports)
+        needed += [name for name in imported if name not in named]
         broken = getattr(stack, "missing", {})
         unmet = [
             broken.get(Requirement(item).name) or text

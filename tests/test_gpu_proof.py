@@ -22,12 +22,16 @@ PROBE = {"torch": "2.13.0+cu130", "cuda": "13.0", "arch_list": ["sm_90"], "nccl_
 class Cards(Fake):
     """Every attempt is clean, but for the hang; ``cold_differs``: torchrun shows something else than the servers."""
 
-    def __init__(self, cold_differs: bool = False, cold: bool = False) -> None:
+    def __init__(self, cold_differs: bool = False, cold: bool = False, slow: bool = False) -> None:
         super().__init__()
         self.wrong = cold_differs and cold
+        self.slow = slow
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
         assert attempt.settings["device"] == "cuda" and attempt.gpus, "a CPU cell among the GPU's"
+        if self.slow:
+            assert stop.wait(300), "nobody ended it"
+            return observation(attempt, None, interrupted=True)
         if attempt.settings["case"] == "fsdp-rank0-state-dict":
             return observation(attempt, None, timed_out=True)
         made = observation(attempt, None)
@@ -38,16 +42,18 @@ class Cards(Fake):
 
 
 def proof(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: int, **kind: bool
-) -> tuple[int, dict[str, Any]]:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: int,
+    minutes: float = 8, **kind: bool,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     FakeNvml([Card("NVIDIA H200") for _ in range(cards)]).install(monkeypatch)
     monkeypatch.setattr(Prober, "__call__", lambda *_: (PROBE, None))
-    monkeypatch.setattr("harness.stacks.extensions.prepare", lambda stack: None)
+    monkeypatch.setattr("harness.stacks.extensions.ready", lambda stack: False)
+    monkeypatch.setattr("harness.stacks.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU"))
     monkeypatch.setattr(session, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
     words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", "--json"]
-    code = cli.main([*words, "--out", str(tmp_path / "out")])
+    code = cli.main([*words, "--out", str(tmp_path / "out"), "--minutes", str(minutes)])
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == json.loads((tmp_path / "out" / "proof.json").read_text())["steps"]
     return code, said["steps"]
@@ -88,3 +94,20 @@ def test_without_a_gpu_it_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gpu-proof", "hardware=cpu", "case=train-step", "model=qwen1.5-0.5b", "strategy=ddp"]) == 3
     assert "there is no GPU here" in capsys.readouterr().err
     assert cli.main(["gpu-proof", "--minutes", "0"]) == 2
+
+
+def test_every_step_ends_with_its_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attempts that would never end by themselves: the last line is reached all the same."""
+    code, steps = proof(tmp_path, monkeypatch, capsys, cards=2, minutes=0.02, slow=True)
+    assert code == 3 and list(steps) == ["environment", "cells", "cold", "hang", "memory"]
+    assert steps["cells"]["cut"] and steps["hang"]["cut"] and "problem" in steps["cold"]
+
+
+def test_a_fault_of_ours_in_one_step_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.verbs.gpu_proof.cold", lambda proof: {}["missing"])
+    code, steps = proof(tmp_path, monkeypatch, capsys, cards=2)
+    assert code == 3 and "KeyError" in steps["cold"]["problem"] and steps["memory"]["most_mb"] == 512.0

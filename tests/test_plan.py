@@ -83,6 +83,17 @@ def test_missing_package_names_what_is_missing() -> None:
     assert plan.skipped and "deepspeed" in plan.skipped
 
 
+def test_what_a_script_imports_is_needed_on_whatever_model() -> None:
+    """A vendor's python with torch alone: qwen-7b asks for no release of transformers, and is built with it."""
+    alone = FakeStack(versions={"torch": "2.11.0+cu130"})
+    found = plans("case=train-step", "strategy=ddp", stack=alone)
+    assert {plan.cell.model for plan in found} > {"qwen-7b", "llama-2-7b"}
+    assert all("transformers" in str(plan.skipped) for plan in found)
+    assert "transformers, which it does not have" in str(
+        plans("case=train-step", "model=qwen-7b", stack=alone)[0].skipped
+    )
+
+
 def test_a_stack_that_is_not_there_skips_with_its_reason() -> None:
     plan = plans(NORM, stack="no interpreter at /x")[0]
     assert plan.skipped and "no interpreter at /x" in plan.skipped
