@@ -145,6 +145,7 @@ class Planner:
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
         wrong = wrong_ranks(case, cell.ranks) or wrong_hardware(case, settings, strategy, profile)
+        wrong = wrong or wrong_strategy(case, settings)
         if wrong:
             return wrong
         if case.needs.divisible:
@@ -199,6 +200,16 @@ def wrong_hardware(case: Case, settings: Mapping[str, Any], strategy: Strategy, 
         return f"ranks that share one GPU: {which} does not declare `shared`"
     if settings["devices"] > len(profile.gpus):
         return f"needs {settings['devices']} GPUs; {have}"
+    return None
+
+
+def wrong_strategy(case: Case, settings: Mapping[str, Any]) -> str | None:
+    """Why a flag's value does not exist in this strategy, or None."""
+    slug = settings["strategy"]["slug"]
+    for name, flag in case.flags.items():
+        value = settings["flags"].get(name)
+        if flag.strategies is not None and slug not in flag.strategies and value not in (flag.default, flag.full):
+            return f"flags.{name}={value} is for {', '.join(flag.strategies)}; the strategy is {slug}"
     return None
 
 

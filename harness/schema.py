@@ -123,7 +123,9 @@ class Signature(Strict):
 
 class Flag(Strict):
     default: Any = None
+    full: Any = None  # its default at scale=full, where that is another
     choices: list[Any] | None = None
+    strategies: list[str] | None = None  # those in which another value than the default exists
     help: str = ""
 
 

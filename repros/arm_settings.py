@@ -31,9 +31,14 @@ def first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def flag_defaults(case: Mapping[str, Any]) -> Json:
-    """The flags of the broken arm: every declared flag at its default."""
-    return {name: spec["default"] for name, spec in (case.get("flags") or {}).items()}
+def flag_defaults(case: Mapping[str, Any], scale: str = "tiny") -> Json:
+    """The flags of the broken arm: every declared flag at its default, which may be another at ``scale=full``."""
+    key = {name: "full" if scale == "full" and "full" in spec else "default" for name, spec in _flags(case)}
+    return {name: spec[key[name]] for name, spec in _flags(case)}
+
+
+def _flags(case: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    return (case.get("flags") or {}).items()
 
 
 def model_settings(model: Mapping[str, Any], scale: str, weights: str, keeps: Iterable[str] = ()) -> Json:
@@ -84,7 +89,7 @@ def resolve(
             **strategy,
             "options": merged(strategy.get("options"), case.get("options"), spec.get("options")),
         },
-        "flags": merged(flag_defaults(case), flags, spec.get("flags")),
+        "flags": merged(flag_defaults(case, scale), flags, spec.get("flags")),
         "proof": case.get("proof") or {},
         "world_size": world_size,
         "tp_size": first(spec.get("tp_size"), run.pop("tp_size", None), own_tp, 1),

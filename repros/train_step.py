@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 from kit import Run, main
-from kit.in_force import precision
-from kit.models import batch, build
+from kit.in_force import adapters, checkpointing, precision
+from kit.models import batch, drawable
+from kit.products import products_in_float32
 from kit.proof import RATES, Reference, check_checkpoint
 from kit.sabotage import sabotaged
 from kit.strategies import STRATEGIES, each_step, wrap
+from kit.tuning import checkpoint, lora_to_draw
+from kit.weights import Weights
 
 import torch
+from torch import nn
+
+
+def made(run: Run, dtype: torch.dtype, seed: int | None = None) -> tuple[nn.Module, Weights]:
+    """The model with nothing in memory yet, and what draws it."""
+    model, weights = drawable(run, dtype, seed, source=run.device)
+    if run.flags["lora"]:
+        model = lora_to_draw(run, model, weights)
+    if run.flags["checkpointing"]:
+        checkpoint(model)
+    return model.train(), weights
 
 
 def body(run: Run) -> None:
     dtype = getattr(torch, run.flags["dtype"])
-    model = build(run, dtype).train()
-    precision(run, model, getattr(torch, run.flags["dtype"]))
+    products_in_float32(run, dtype)
+    model, weights = made(run, dtype)
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
-    reference = Reference(run, model, same_batch)
-    trained = wrap(run, model, RATES[dtype])
-    losses, after = [], {}
+    reference = Reference(run, model, same_batch, weights=weights)
+    precision(run, model, dtype)
+    checkpointing(run, model, run.flags["checkpointing"])
+    if run.flags["lora"]:
+        adapters(run, model)
+    trained = wrap(run, model, RATES[dtype], weights)  # each rank's part, drawn unit by unit
+    reference.begin(trained.each())
+    losses = []
     for step in each_step(run):
         inputs = batch(run, 0 if same_batch else run.rank, step)
         if run.flags["sabotage"] == "none":
@@ -28,9 +47,11 @@ def body(run: Run) -> None:
             losses.append(loss.item())
         else:
             losses.append(sabotaged(run, trained, inputs, step, run.flags["sabotage"]))
-        after = after or trained.tensors()
-    reference.check(run, losses=losses, first=after, last=trained.tensors())
-    check_checkpoint(run, trained, lambda: wrap(run, build(run, dtype, seed=run.seed + 1).train(), RATES[dtype]))
+        if step == 0:
+            reference.check_first(run, trained.each())
+    reference.check(run, losses=losses, last=trained.each())
+    other, others = made(run, dtype, seed=run.seed + 1)
+    check_checkpoint(run, trained, lambda: wrap(run, other, RATES[dtype], others))
 
 
 if __name__ == "__main__":

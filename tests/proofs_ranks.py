@@ -19,6 +19,7 @@ from kit import (  # noqa: E402 - a script of repros/ that lives elsewhere
 )
 from kit.record import Record  # noqa: E402
 from kit.sabotage import CANNOT_BE, SABOTAGES  # noqa: E402
+from kit.weights import Weights  # noqa: E402
 
 import torch  # noqa: E402
 import train_step  # noqa: E402
@@ -28,13 +29,13 @@ Reference = proof.Reference
 made: dict[str, Reference] = {}
 
 
-def once(run: Run, model: torch.nn.Module, same_batch: bool) -> Reference:
+def once(run: Run, model: torch.nn.Module, same_batch: bool, weights: Weights) -> Reference:
     """The reference is the same whatever is then done to the training: made once, and watching each new model."""
     key = f"{next(model.parameters()).dtype} {same_batch}"
     if key not in made:
         work = run.work_dir / key
         run.work_dir, kept = work, run.work_dir
-        made[key] = Reference(run, model, same_batch)
+        made[key] = Reference(run, model, same_batch, weights=weights)
         run.work_dir = kept
     made[key].watch(model)
     return made[key]

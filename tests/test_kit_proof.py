@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="needs the stack `current`")
 sys.path.insert(0, str(REPROS))
 
 from kit import proof, saving, stored  # noqa: E402
-from kit.alone import train_alone  # noqa: E402
+from kit.alone import Copied, Perturbed, train_alone  # noqa: E402
 from kit.record import Record  # noqa: E402
 from kit.run import Run, float32_facts, pin_float32  # noqa: E402
 from kit.worst import all_apart, apart, worst  # noqa: E402
@@ -122,8 +122,17 @@ def test_an_honest_training_passes_and_the_model_is_left_as_it_was(tmp_path: Any
     assert {check.state for check in found.values()} == {"passed"}, found
     model = Tiny()
     before = copy.deepcopy(model.state_dict())
-    train_alone(model, lambda of, step: of(**proof.batch(a_run(), 0, step)).loss, 2, 0.1, perturbed=True)
+    off = Perturbed(Copied(model))
+    began = {}
+
+    def look(steps: int, of: Any) -> None:
+        if steps == 0:
+            began.update({name: value.clone() for name, value in of.named_parameters()})
+
+    train_alone(off, lambda of, step: of(**proof.batch(a_run(), 0, step)).loss, 2, 0.1, look)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(off.value(name), value) for name, value in began.items())
+    assert proof.norm(began["embed.weight"], before["embed.weight"]) > 0
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -165,7 +174,7 @@ def test_a_parameter_that_is_missing_or_moved_by_little_more_than_rounding_is_se
 def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
     run = a_run(work_dir=str(tmp_path))
     reference = proof.Reference(run, Tiny())
-    reference.check_losses(run, [reference.truth().losses[0], bad])
+    reference.check_losses(run, [reference.truth()["losses"][0], bad])
     found = checks_of(run)
     assert found["steps"].failed and found["loss"].failed
 
@@ -173,18 +182,17 @@ def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
 def test_a_reference_that_is_not_finite_proves_nothing(tmp_path: Any) -> None:
     run = a_run(work_dir=str(tmp_path))
     reference = proof.Reference(run, Tiny())
-    last = list(reference.start)[-1]
-    reference.truth().last[last].fill_(math.nan)
-    reference.check(run, last=reference.start)
+    last = list(reference.truth()["last"])[-1]
+    reference.truth()["last"][last] = math.nan
+    reference.check(run, last=dict(Tiny().named_parameters()))
     assert checks_of(run)["updates"].state == "void" and checks_of(run)["rounding"].failed
 
 
-def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any) -> None:
+def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(work_dir=str(tmp_path))
+    monkeypatch.setitem(proof.RATES, torch.float32, 0.0)
     reference = proof.Reference(run, Tiny())
-    for tensor in reference.truth().last.values():
-        tensor.zero_()
-    reference.check(run, last=reference.start)
+    reference.check(run, last=dict(Tiny().named_parameters()))
     assert checks_of(run)["updates"].state != "passed"
 
 
@@ -192,8 +200,13 @@ def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any) -> None:
 def test_the_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
     """A gradient that is off by a part: far more than rounding in float32, within it in bfloat16."""
     run = a_run(work_dir=str(tmp_path), steps=1)
-    reference = proof.Reference(run, Tiny().to(dtype))
-    now = {name: start + (1.001 * reference.truth().last[name]).to(dtype) for name, start in reference.start.items()}
+    model = Tiny().to(dtype)
+    reference = proof.Reference(run, model)
+    went = reference.after("last")
+    now = {
+        name: began + (1.001 * (went[name].float() - began.float())).to(dtype)
+        for name, began in model.named_parameters()
+    }
     reference.check(run, last=now)
     found = checks_of(run)
     assert found["updates"].state == ("failed" if dtype == torch.float32 else "passed"), found
@@ -237,8 +250,8 @@ def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monk
 
         def save(self, folder: Any) -> None: ...
         def load(self, folder: Any) -> None: ...
-        def tensors(self) -> dict[str, Any]:
-            return {"a": torch.ones(2), "b": torch.tensor([1.0, self.value])}
+        def each(self) -> Any:
+            yield from {"a": torch.ones(2), "b": torch.tensor([1.0, self.value])}.items()
 
     monkeypatch.setattr(proof.dist, "barrier", lambda: None)
     for memory, file, state in ((1.0, 1.0, "passed"), (1.0, bad, "failed"), (bad, 1.0, "failed")):

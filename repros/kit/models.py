@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from kit.run import Run
-from kit.weights import Weights, parameters_on_meta
+from kit.weights import Published, Weights, parameters_on_meta
 
 import torch
 
@@ -60,14 +60,41 @@ def build(
 
 
 def drawable(
-    run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None, published: bool = False, **overrides: Any
+    run: Run,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+    published: bool = False,
+    source: torch.device | str = "cpu",
+    **overrides: Any,
 ) -> tuple[torch.nn.Module, Weights]:
-    """The model that ``build`` gives, with its parameters on meta, and what fills them."""
+    """The model that ``build`` gives, with its parameters on meta, and what fills them (``source``: where values are
+    drawn, see Weights). A seed of one's own means random weights whatever the run's are."""
     torch.manual_seed(run.seed if seed is None else seed)  # for whatever a script draws next: alike on every rank
+    from_hub = run.model["weights"] == "hub"
     with parameters_on_meta():
-        model = _put_together(run, dtype, published, **overrides)
+        model = _from_hub(run, dtype) if from_hub else _put_together(run, dtype, published, **overrides)
+    if from_hub and seed is None:
+        return model, Published(model, hub_folder(run.model["hub"]))
     std = getattr(model.config, "initializer_range", 0.02)
-    return model, Weights(model, run.seed if seed is None else seed, std)
+    return model, Weights(model, run.seed if seed is None else seed, std, source)
+
+
+def _from_hub(run: Run, dtype: torch.dtype) -> Any:
+    """The published model's code and configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = bool(run.model.get("remote_code"))
+    config = AutoConfig.from_pretrained(run.model["hub"], trust_remote_code=trust)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust).to(dtype)
+
+
+def hub_folder(name: str) -> Path:
+    """Where a model lies that the harness has downloaded, or a folder of one's own."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, local_files_only=True))
 
 
 def on_meta(run: Run, dtype: torch.dtype = torch.float32, **overrides: Any) -> torch.nn.Module:

@@ -19,19 +19,23 @@ smallest errors are that each proof sees; tests/test_proofs.py proves that every
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import time
-import zlib
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, Optional
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Union
 
-from kit.alone import Tensors, Truth, train_alone, unit
+from kit.alone import Copied, Drawn, Perturbed, Start, Tensors, train_alone, unit
 from kit.models import batch
+from kit.norms import digest, norm, norm_of
 from kit.run import Run
+from kit.shelf import Shelf, Writer, index_of
 from kit.strategies import Wrapped
 from kit.together import gather
+from kit.weights import Weights
 from kit.worst import looked_at, worst
 
 import torch
@@ -49,6 +53,8 @@ ROUNDING = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
 WAIT_S = 120.0  # for what another rank computes at the same time
 
 Batch = Callable[[Run, int, int], dict[str, torch.Tensor]]
+Loss = Callable[[nn.Module, int], torch.Tensor]
+Named = Union[Tensors, Iterable["tuple[str, torch.Tensor]"]]  # by name, all at once or one by one
 
 
 class Reference:
@@ -56,11 +62,11 @@ class Reference:
 
     ``same_batch``: the ranks share one batch (tensor parallelism). ``ranks``: how many ranks' batches make up a step,
     if it is not all of them. ``computes_in``: the dtype of mixed precision, where it is not the parameters' own.
+    ``weights``: what draws the model's parameters where they are on meta; ``begin`` must then be called.
 
     The first two ranks of a node share the work, the plain run and the perturbed one, and leave what they found in the
-    attempt's folder; nobody waits for it before the first check. To replace it for models that no process can hold:
-    everything that the checks use comes from ``truth()`` and ``noise()`` (tensors and numbers by parameter name), which
-    may as well be read from a file tensor by tensor; ``batches`` and ``start`` need no reference at all.
+    attempt's folder, tensor by tensor; nobody waits for it before the first check. Where the memory plan says that
+    there is not room for two (settings ``reference``: "turns", "layers"), the first rank does both.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Reference:
         ranks: Optional[int] = None,
         make_batch: Batch = batch,
         computes_in: Optional[torch.dtype] = None,
+        weights: Optional[Weights] = None,
     ) -> None:
         run.phase("reference")
         self.ranks = 1 if same_batch else ranks or run.world_size
@@ -79,14 +86,24 @@ class Reference:
         self.dtype = next(model.parameters()).dtype
         self.computes_in = computes_in
         self.lr = RATES[self.dtype]
-        self.start = {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._truth: Optional[Truth] = None
-        self._noise: Optional[dict[str, Any]] = None
+        self.names = [name for name, _ in model.named_parameters()]
+        self.began: Optional[str] = None
+        self._found: dict[str, Any] = {}
+        self._wait_s = float(run.settings.get("limit_s") or WAIT_S)
+        where = str(run.settings.get("reference") or "host")
         local = int(os.environ.get("LOCAL_RANK", "0")) if run.world_size > 1 else 0
         helpers = min(2, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size)))) if run.world_size > 1 else 1
+        if where in ("turns", "layers"):
+            helpers = 1
         token = os.environ.get("MASTER_PORT", "0") if run.world_size > 1 else "one"
         self._folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}"
+        start: Start
+        if weights is None:
+            start = Copied(model)
+            self.began = digest(start.values.items())
+        else:
+            start = Drawn(model, weights, run.device if where == "device" else "cpu")
 
         def loss_at(of: nn.Module, step: int) -> torch.Tensor:
             parts = [make_batch(run, rank, step) for rank in range(self.ranks)]
@@ -95,28 +112,26 @@ class Reference:
             return of(**{name: value.to(device) for name, value in whole.items()}, use_cache=False).loss
 
         if local == 0:
-            truth = train_alone(model, loss_at, self.steps, self.lr)
-            self._leave("truth", {**truth.plain(), "start": digest(self.start)})
+            self._plain(start, loss_at)
         if local == helpers - 1:
-            off = train_alone(model, loss_at, self.steps, self.lr, perturbed=True, computes_in=computes_in)
-            self._leave("noise", noise_between(self.truth(), off))
+            self._perturbed(start, loss_at)
         self.watch(model)  # from here on: what it sees next is the training
 
     # --- what the checks use
 
-    def truth(self) -> Truth:
-        """The plain run."""
-        if self._truth is None:
-            found = self._take("truth")
-            self.first_start = found.pop("start")
-            self._truth = Truth(**found)
-        return self._truth
+    def truth(self) -> dict[str, Any]:
+        """The plain run: ``losses`` by step, ``start`` (a digest), and by tensor, the norms of ``values`` before it and
+        of the movement by the ``first`` step and until the ``last``."""
+        return self._take("truth")
 
     def noise(self) -> dict[str, Any]:
         """How far the perturbed run is from the plain one: ``losses`` by step, ``first`` and ``last`` by tensor."""
-        if self._noise is None:
-            self._noise = self._take("noise")
-        return self._noise
+        return self._take("noise")
+
+    def after(self, when: str) -> Mapping[str, torch.Tensor]:
+        """The plain run's parameters after its ``first`` or ``last`` step; frozen ones are stored once."""
+        first = self._shelf("first")
+        return Layered(self._shelf("last"), first) if when == "last" and self.steps > 1 else first
 
     # --- the checks
 
@@ -124,21 +139,30 @@ class Reference:
         """``model`` is what is trained; to be called where it is another object than the reference was made of."""
         self.own = Own(model)
 
+    def begin(self, now: Named) -> None:
+        """The parameters that the ranks begin with, as the strategy holds them."""
+        self.began = digest(pairs(now))
+
+    def check_first(self, run: Run, now: Named) -> None:
+        """The check ``gradient``, of the full parameters after the first step."""
+        self._check_moved(run, "gradient", now, "first")
+
     def check(
-        self, run: Run, *, last: Tensors, first: Optional[Tensors] = None, losses: Optional[list[float]] = None
+        self, run: Run, *, last: Named, first: Optional[Named] = None, losses: Optional[list[float]] = None
     ) -> None:
-        """All checks. Full parameters by name after the ``first`` and the ``last`` step; ``losses``: this rank's."""
+        """All checks. Full parameters by name after the ``first`` (unless ``check_first`` has been called) and the
+        ``last`` step, all at once or one by one; ``losses``: this rank's."""
         self.check_batches(run)
         if losses is not None:
             self.check_losses(run, losses)
-        self.truth()
-        run.check("start", got=digest(self.start), want=self.first_start, looked_at="the parameters before training")
+        truth = self.truth()
+        run.check("start", got=self.began, want=truth["start"], looked_at="the parameters before training")
         kind = self.computes_in or self.dtype
-        noise = norm_of(self.noise()["last"].values()) / (norm_of(map(norm, self.truth().last.values())) or math.nan)
-        run.check("rounding", got=noise, want=0.0, tolerance=ROUNDING[kind], looked_at=looked_at(self.start))
+        noise = norm_of(self.noise()["last"].values()) / (norm_of(truth["last"].values()) or math.nan)
+        run.check("rounding", got=noise, want=0.0, tolerance=ROUNDING[kind], looked_at=looked_at(self.names))
         if first is not None:
-            self._check_moved(run, "gradient", first, self.truth().first, self.noise()["first"])
-        self._check_moved(run, "updates", last, self.truth().last, self.noise()["last"])
+            self.check_first(run, first)
+        self._check_moved(run, "updates", last, "last")
 
     def check_losses(self, run: Run, losses: list[float]) -> None:
         run.check("steps", got=sum(map(math.isfinite, losses)), want=run.steps, tolerance=0)
@@ -146,7 +170,7 @@ class Reference:
         if run.world_size > 1:
             padded = [*losses, *[math.nan] * run.steps][: run.steps]  # a rank that made fewer steps must not hang here
             mean = [sum(step) / run.world_size for step in zip(*gather(run, padded))]
-        want = self.truth().losses
+        want = self.truth()["losses"]
         tolerance = FACTOR * max(
             max(noise, unit(torch.float32) * abs(loss)) for noise, loss in zip(self.noise()["losses"], want)
         )
@@ -162,31 +186,93 @@ class Reference:
         what = "token ids, and gradient of the last hidden states before any reduction, of the first step"
         run.check("batches", got=distinct, want=[run.world_size] * 2, tolerance=0, looked_at=what)
 
-    def _check_moved(self, run: Run, name: str, now: Tensors, want: Tensors, noise: Mapping[str, float]) -> None:
+    def _check_moved(self, run: Run, check: str, now: Named, when: str) -> None:
         """How far ``now`` is from where the reference went: each tensor, and all of them, as parts of all movement."""
-        run.check(name, **compare(now, self.start, want, noise, self.trained))
+        found = compare(
+            now, self.after(when), self.truth()[when], self.noise()[when], self.truth()["values"], self.trained
+        )
+        run.check(check, **found)
 
-    # --- what the ranks leave each other
+    # --- the two runs, and what the ranks leave each other
+
+    def _plain(self, start: Start, loss_at: Loss) -> None:
+        found: dict[str, Any] = {"first": {}, "values": {}}
+
+        def after(steps: int, model: nn.Module) -> None:
+            if steps == 0:
+                found["start"] = digest(model.named_parameters())
+            for when in self._moments(steps):
+                shelf, found[when] = Writer(self._folder / when), {}
+                for name, parameter in model.named_parameters():
+                    if when == "first" or parameter.requires_grad:
+                        shelf.put(name, parameter)
+                    value = start.value(name)
+                    found[when][name] = norm(parameter, value)
+                    found["values"][name] = unit(value.dtype) / 4 * norm(value)
+                shelf.close()
+
+        found["losses"] = train_alone(start, loss_at, self.steps, self.lr, after)
+        self._leave("truth", {"last": found["first"], **found})
+
+    def _perturbed(self, start: Start, loss_at: Loss) -> None:
+        off = Perturbed(start, self.computes_in)
+        found: dict[str, Any] = {}
+
+        def after(steps: int, model: nn.Module) -> None:
+            for when in self._moments(steps):
+                plain = self.after(when)
+                found[when] = {
+                    name: norm(parameter, off.value(name), plain[name], start.value(name))
+                    for name, parameter in model.named_parameters()
+                }
+
+        losses = train_alone(off, loss_at, self.steps, self.lr, after)
+        found["losses"] = [abs(one - other) for one, other in zip(self.truth()["losses"], losses)]
+        self._leave("noise", {"last": found["first"], **found})
+
+    def _moments(self, steps: int) -> list[str]:
+        return ["first"] if steps == 1 else ["last"] if steps == self.steps and steps else []
 
     def _leave(self, name: str, what: dict[str, Any]) -> None:
-        if name == "truth":
-            self._truth = Truth(**{key: value for key, value in what.items() if key != "start"})
-            self.first_start = what["start"]
-        else:
-            self._noise = what
+        self._found[name] = what
         self._folder.mkdir(parents=True, exist_ok=True)
         partial = self._folder / f"{name}.{os.getpid()}"
-        torch.save(what, partial)
+        partial.write_text(json.dumps(what), encoding="utf-8")
         partial.rename(self._folder / name)  # complete or not there
 
     def _take(self, name: str) -> dict[str, Any]:
-        path, limit = self._folder / name, time.monotonic() + WAIT_S
+        if name not in self._found:
+            path = self._there(self._folder / name)
+            self._found[name] = json.loads(path.read_text(encoding="utf-8"))
+        return self._found[name]  # type: ignore[no-any-return]
+
+    def _shelf(self, name: str) -> Shelf:
+        self._there(index_of(self._folder / name))
+        return Shelf(self._folder / name)
+
+    def _there(self, path: Path) -> Path:
+        limit = time.monotonic() + self._wait_s
         while not path.exists():
             if time.monotonic() > limit:
-                raise TimeoutError(f"no rank left its {name} of the reference in {self._folder} within {WAIT_S:.0f} s")
+                raise TimeoutError(f"no rank left {path.name} of the reference in {self._folder}: {self._wait_s:.0f} s")
             time.sleep(0.005)
-        found: dict[str, Any] = torch.load(path, weights_only=True)  # a zip file: its checksums are verified
-        return found
+        return path
+
+
+class Layered(Mapping):  # type: ignore[type-arg]
+    """What the upper mapping has, else the lower one."""
+
+    def __init__(self, upper: Mapping[str, Any], lower: Mapping[str, Any]) -> None:
+        self.upper, self.lower = upper, lower
+
+    def __getitem__(self, name: str) -> Any:
+        return self.upper[name] if name in self.upper else self.lower[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lower)
+
+    def __len__(self) -> int:
+        return len(self.lower)
 
 
 class Own:
@@ -220,56 +306,39 @@ class Own:
             self.gradient = norm(gradient)
 
 
+def pairs(tensors: Named) -> Iterable[tuple[str, torch.Tensor]]:
+    return tensors.items() if isinstance(tensors, Mapping) else tensors
+
+
 def compare(
-    now: Tensors, start: Tensors, want: Tensors, noise: Mapping[str, float], names: Iterable[str]
+    now: Named,
+    want: Mapping[str, torch.Tensor],
+    moved: Mapping[str, float],
+    noise: Mapping[str, float],
+    stored: Mapping[str, float],
+    names: Iterable[str],
 ) -> dict[str, Any]:
     """A check's got, want, tolerance and looked_at: the tensor, or the whole, that is worst for what it is allowed.
 
-    ``now``: parameters; ``start``: where they began; ``want``: how far each is to have moved; ``noise``: by how much
-    one perturbation changed that. ``names`` must be in ``now``; the others (frozen ones) are looked at where they are.
+    ``now``: parameters, taken one by one; ``want``: what they are to be; ``moved``: how far each is to have moved;
+    ``noise``: by how much one perturbation changed that; ``stored``: half a unit in the last place of what is stored,
+    for tensors so small that chance makes their noise nothing. ``names`` must be in ``now``; the others (frozen ones)
+    are looked at where they are.
     """
-    scale = norm_of(norm(tensor) for tensor in want.values()) or math.nan  # nothing moved: nothing is proven
-    missing = sorted(set(names) - set(now))
+    scale = norm_of(moved.values()) or math.nan  # nothing moved: nothing is proven
+    off = {name: norm(tensor.detach().cpu(), want[name]) for name, tensor in pairs(now) if name in want}
+    missing = sorted(set(names) - set(off))
     if missing:
         return {"got": math.inf, "want": 0.0, "tolerance": 0.0, "looked_at": f"missing: {', '.join(missing[:3])}"}
-    held = [name for name in want if name in now]
-    off = {name: norm(now[name].detach().cpu().float() - start[name].float() - want[name]) for name in held}
-    # Half a unit in the last place of what is stored, for tensors so small that chance makes their noise nothing.
-    allowed = {name: FACTOR * norm_of([noise[name], unit(start[name].dtype) / 4 * norm(start[name])]) for name in held}
+    count = len(off)
+    allowed = {name: FACTOR * norm_of([noise[name], stored[name]]) for name in off}
     off["the whole model"] = norm_of(off.values())
     allowed["the whole model"] = norm_of(allowed.values())
     ratios = {name: off[name] / allowed[name] if allowed[name] else (math.inf if off[name] else 0.0) for name in off}
     least = worst(ratios.values())
     where = next(name for name, ratio in ratios.items() if ratio == least or (ratio != ratio and least != least))
-    seen = f"{len(held)} tensors, as parts of the whole update; the worst: {where}"
+    seen = f"{count} tensors, as parts of the whole update; the worst: {where}"
     return {"got": off[where] / scale, "want": 0.0, "tolerance": allowed[where] / scale, "looked_at": seen}
-
-
-def noise_between(plain: Truth, perturbed: Truth) -> dict[str, Any]:
-    def by_tensor(a: Tensors, b: Tensors) -> dict[str, float]:
-        return {name: norm(b[name] - a[name]) for name in a}
-
-    return {
-        "losses": [abs(a - b) for a, b in zip(plain.losses, perturbed.losses)],
-        "first": by_tensor(plain.first, perturbed.first),
-        "last": by_tensor(plain.last, perturbed.last),
-    }
-
-
-def norm(tensor: torch.Tensor) -> float:
-    """The 2-norm; NaN or infinity when any element is."""
-    return float(torch.linalg.vector_norm(tensor.detach().float()))
-
-
-def norm_of(norms: Iterable[float]) -> float:
-    return math.sqrt(sum(value * value for value in norms))
-
-
-def digest(tensors: Tensors) -> str:
-    """The same for the same bits; one pass over them."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [(n, int(t.contiguous().view(whole[t.element_size()]).sum(dtype=torch.int64))) for n, t in tensors.items()]
-    return f"{zlib.crc32(repr(sums).encode()):08x}"
 
 
 def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -> None:
@@ -281,12 +350,13 @@ def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -
     dist.barrier()
     run.phase("save")
     trained.save(folder)
-    want = trained.tensors()
     run.phase("load")
     loaded = fresh()  # from another seed: if loading did nothing, everything would differ
     loaded.load(folder)
-    got = loaded.tensors()
-    differ = [name for name in want if name not in got or not torch.equal(got[name], want[name])]
-    more = sorted(set(got) - set(want))
-    seen = looked_at(want, differ + more)
-    run.check("checkpoint", got=len(differ) + len(more), want=0, tolerance=0, looked_at=seen)
+    names, differ = [], []
+    for (name, want), (other, got) in zip_longest(trained.each(), loaded.each(), fillvalue=("", torch.empty(0))):
+        names.append(name)
+        if name != other or not torch.equal(got, want):
+            differ.append(name)
+    seen = looked_at(names, differ)
+    run.check("checkpoint", got=len(differ), want=0, tolerance=0, looked_at=seen)

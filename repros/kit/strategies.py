@@ -6,6 +6,7 @@ The optimizer is plain SGD: its update is the gradient times the learning rate, 
 
 from __future__ import annotations
 
+import fnmatch
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Callable, Iterator
 
 from kit.in_force import watch
 from kit.run import Run
+from kit.weights import Weights
 
 import torch
 import torch.distributed as dist
@@ -27,9 +29,10 @@ class Wrapped:
     same_batch = False  # tensor parallelism: the ranks share one batch; otherwise each has its own
     unreduced_in_forward = False  # whether unreduced() must be on during the forward too
 
-    def __init__(self, run: Run, model: nn.Module, lr: float) -> None:
+    def __init__(self, run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> None:
         self.run = run
         self.inner = model
+        self.weights = weights
         self.names = [name for name, _ in model.named_parameters()]
         self.module: Any = self.wrap(model)
         self.optimizer: Any = self.make_optimizer(lr)
@@ -38,6 +41,12 @@ class Wrapped:
 
     def wrap(self, model: nn.Module) -> Any:
         raise NotImplementedError
+
+    def fill(self, module: nn.Module) -> nn.Module:
+        """The module on this rank's device; drawn there where its parameters are still on meta."""
+        if self.weights is None:
+            return module.to(self.run.device)
+        return self.weights.fill(module, self.run.device)
 
     def make_optimizer(self, lr: float) -> Any:
         # foreach=False: its fused loop refuses a mixture of DTensor and plain parameters (tp).
@@ -57,7 +66,12 @@ class Wrapped:
 
     def tensors(self) -> Tensors:
         """Full copies of all parameters on the CPU, on every rank, under the names of the unwrapped model."""
-        return {name: full(parameter) for name, parameter in self.inner.named_parameters()}
+        return dict(self.each())
+
+    def each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one by one, so that no rank holds the whole model. Every rank must take all of them."""
+        for name, parameter in self.inner.named_parameters():
+            yield name, full(parameter)
 
     def save(self, folder: Path) -> None:
         """Here: one file of full tensors, written by the first rank."""
@@ -106,7 +120,7 @@ class Ddp(Wrapped):
     def wrap(self, model: nn.Module) -> Any:
         from torch.nn.parallel import DistributedDataParallel
 
-        model.to(self.run.device)
+        self.fill(model)
         ids = [self.run.device.index] if self.run.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids)
 
@@ -127,29 +141,59 @@ class Fsdp(Wrapped):
             sharding_strategy=ShardingStrategy[options["sharding"]],
             use_orig_params=options["use_orig_params"],
             device_id=self.run.device,
+            # Called for every module of a unit, before the unit is flattened and sharded: one unit is whole at a time.
+            param_init_fn=None if self.weights is None else self._draw,
         )
 
-    def tensors(self) -> Tensors:
-        with self._full_state():
-            state = self.module.state_dict()
-        return {name: full(state[name]) for name in self.names}
+    def _draw(self, module: nn.Module) -> None:
+        assert self.weights is not None
+        self.weights.fill(module, self.run.device, recurse=False)
 
-    def _full_state(self) -> AbstractContextManager[Any]:
-        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+    def each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Unit by unit: torch's full state dict would gather all of them first."""
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-        return FSDP.state_dict_type(self.module, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
+        for prefix, unit in self.module.named_modules():
+            if isinstance(unit, FSDP):
+                with FSDP.summon_full_params(unit, recurse=False, writeback=False):
+                    for name, parameter in own_parameters(unit, FSDP):
+                        yield f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").lstrip("."), full(parameter)
+
+    def _shards(self) -> AbstractContextManager[Any]:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
+
+        return FSDP.state_dict_type(self.module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
 
     def save(self, folder: Path) -> None:
-        with self._full_state():
-            state = self.module.state_dict()
-        if self.run.rank == 0:
-            torch.save(state, folder / "model.pt")
-        dist.barrier()
+        import torch.distributed.checkpoint as checkpoint
+
+        with self._shards():
+            checkpoint.save(self.module.state_dict(), storage_writer=checkpoint.FileSystemWriter(str(folder)))
 
     def load(self, folder: Path) -> None:
-        with self._full_state():
-            self.module.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+        import torch.distributed.checkpoint as checkpoint
+
+        with self._shards():
+            state = self.module.state_dict()
+            checkpoint.load(state, storage_reader=checkpoint.FileSystemReader(str(folder)))
+            self.module.load_state_dict(state)
+
+
+def own_parameters(unit: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A unit's parameters without those of units inside it; what is tied comes once."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
+        for name, child in module._modules.items():
+            if child is not None and not isinstance(child, kind):
+                yield from walk(child, f"{prefix}{name}.")
+
+    return walk(unit, "")
 
 
 def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
@@ -202,8 +246,9 @@ class Sharded(Wrapped):
         set_model_state_dict(self.module, state)
 
 
-def fully_sharded(run: Run, model: nn.Module) -> Any:
-    """FSDP2: each layer a unit (the strategy's wrap=layer), the rest the root's."""
+def fully_sharded(run: Run, model: nn.Module, fill: Callable[[nn.Module], nn.Module] | None = None) -> Any:
+    """FSDP2: each layer a unit (the strategy's wrap=layer), the rest the root's. ``fill``: puts a unit on the device
+    before it is sharded, so that one is whole at a time."""
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:  # torch 2.4 and 2.5
@@ -211,17 +256,18 @@ def fully_sharded(run: Run, model: nn.Module) -> Any:
 
     if run.options["wrap"] != "layer":
         raise ValueError(f"wrap={run.options['wrap']} is for the vision and language model only (kit/fsdp_saving.py)")
-    model.to(run.device)
+    if fill is None:
+        model.to(run.device)
     mesh, layers = shard_mesh(run), tuple(layer_classes(model))
-    for module in list(model.modules()):
-        if isinstance(module, layers):
-            fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh) or model
+    units = [module for module in model.modules() if isinstance(module, layers)]
+    for module in [*units, model]:
+        fully_shard(fill(module) if fill else module, mesh=mesh)
+    return model
 
 
 class Fsdp2(Sharded):
     def wrap(self, model: nn.Module) -> Any:
-        return fully_sharded(self.run, model)
+        return fully_sharded(self.run, model, self.fill)
 
 
 class Tp(Sharded):
@@ -237,10 +283,13 @@ class Tp(Sharded):
         size = self.run.world_size
         if self.run.tp_size not in (1, size):
             raise ValueError(f"tp_size {self.run.tp_size} with {size} ranks: only tensor parallelism over all ranks")
-        model.to(self.run.device)
         head: Any = model.lm_head
         tied = head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
-        parallelize_module(model, shard_mesh(self.run), tp_plan(model))
+        mesh, names = shard_mesh(self.run), [name for name, _ in model.named_modules()]
+        for pattern, style in tp_plan(model).items():  # one module after the other: only one is ever whole
+            for name in fnmatch.filter(names, pattern):
+                parallelize_module(self.fill(model.get_submodule(name)), mesh, style)
+        self.fill(model)
         if tied:  # each of the two modules has been given a sharded parameter of its own
             head.weight = model.get_input_embeddings().weight  # type: ignore[operator]
         for module in model.modules():
@@ -255,13 +304,20 @@ class Zero(Wrapped):
     """DeepSpeed ZeRO, stage 2 or 3, by kit/zero.py."""
 
     def wrap(self, model: nn.Module) -> Any:
-        return model.to(self.run.device)  # the engine needs the optimizer: see make_optimizer
+        from kit import zero
+
+        self.bf16 = {"bf16": {"enabled": True}} if next(model.parameters()).dtype == torch.bfloat16 else {}
+        if self.weights is not None and self.run.options["stage"] == 3:
+            layers = tuple(layer_classes(model))
+            for module in [*(module for module in model.modules() if isinstance(module, layers)), model]:
+                zero.partition(self.run, self.fill(module), **self.bf16)
+            return model
+        return self.fill(model)
 
     def make_optimizer(self, lr: float) -> Any:
         from kit import zero
 
-        bf16 = {"bf16": {"enabled": True}} if next(self.inner.parameters()).dtype == torch.bfloat16 else {}
-        self.module = zero.engine(self.run, self.inner, self.run.options["stage"], lr=lr, **bf16)
+        self.module = zero.engine(self.run, self.inner, self.run.options["stage"], lr=lr, **self.bf16)
         return self.module.optimizer
 
     def wrapped_type(self) -> str:
@@ -279,10 +335,11 @@ class Zero(Wrapped):
         # DeepSpeed keeps a reference to torch's function from the time it was initialised.
         return reductions_left_out((deepspeed.comm.comm.cdb, "reduce_scatter_function"))
 
-    def tensors(self) -> Tensors:
+    def each(self) -> Iterator[tuple[str, torch.Tensor]]:
         from kit import zero
 
-        return dict(zip(self.names, (full(value) for value in zero.whole(self.inner.parameters()))))
+        for name, parameter in zip(self.names, self.inner.parameters()):
+            yield name, full(zero.whole([parameter])[0])
 
     def save(self, folder: Path) -> None:
         self.module.save_checkpoint(str(folder))
@@ -301,9 +358,12 @@ STRATEGIES: dict[str, type[Wrapped]] = {
 }
 
 
-def wrap(run: Run, model: nn.Module, lr: float) -> Wrapped:
-    """The model in the run's strategy; its own parameters are taken over, not copied, where that is possible."""
-    return STRATEGIES[run.strategy["slug"]](run, model, lr)
+def wrap(run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> Wrapped:
+    """The model in the run's strategy; its own parameters are taken over, not copied, where that is possible.
+
+    ``weights``: what draws them where they are on meta (kit.models.drawable), unit by unit as they are sharded.
+    """
+    return STRATEGIES[run.strategy["slug"]](run, model, lr, weights)
 
 
 def each_step(run: Run) -> Iterator[int]:

@@ -10,6 +10,7 @@ from typing import Any
 from kit.in_force import watch
 from kit.run import Run
 from kit.sgd import LR, data, trained
+from kit.weights import Weights, parameters_on_meta
 
 import torch
 
@@ -24,6 +25,16 @@ def add_lora(run: Run, model: torch.nn.Module) -> torch.nn.Module:
     torch.manual_seed(run.seed)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[run.model["model_type"]], task_type="CAUSAL_LM")
     return get_peft_model(model, lora)
+
+
+def lora_to_draw(run: Run, model: torch.nn.Module, weights: Weights) -> torch.nn.Module:
+    """The adapter on a model whose parameters are on meta: in the model's dtype, drawn as the rest is. So B is not
+    zero, as it is in practice, and both halves move from the first step on."""
+    dtype = next(model.parameters()).dtype
+    with parameters_on_meta():
+        model = add_lora(run, model).to(dtype)  # peft makes adapters of a bfloat16 model float32
+    weights.know(model)
+    return model
 
 
 def checkpoint(model: Any) -> None:

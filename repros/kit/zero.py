@@ -51,6 +51,12 @@ def engine(run: Run, model: torch.nn.Module, stage: int, lr: float = 0.1, **extr
     return watch(run, made)
 
 
+def partition(run: Run, model: torch.nn.Module, **extra: Any) -> None:
+    """ZeRO-3: give every rank its part of these parameters (those that are whole yet), and no more than that."""
+    settings = config(run, 3, **extra)
+    module().zero.Init(module=model, config_dict_or_path=settings, dtype=next(model.parameters()).dtype)
+
+
 def whole(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Whole copies of parameters that may be partitioned. Every rank must call it."""
     found = []

@@ -15,11 +15,11 @@ from .lie import Bench, Lie
 
 Json = dict[str, Any]
 CELL = {"model": ["llama-3.2-1b"], "strategy": ["fsdp"]}
-AFTER_WRAP = "    losses, after = [], {}\n"
+AFTER_WRAP = "    reference.begin(trained.each())\n"
 STEP = "            trained.step(loss)\n"
-CHECKS = "    reference.check(run, losses=losses, first=after, last=trained.tensors())\n"
+CHECKS = "    reference.check(run, losses=losses, last=trained.each())\n"
 CHECKPOINT = "    check_checkpoint(run,"
-WRAP = "    trained = wrap(run, model, RATES[dtype])\n"
+WRAP = "    trained = wrap(run, model, RATES[dtype], weights)"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ NAN = Training(
     instead="""\
     parameters = trained.tensors()
     parameters[list(parameters)[-1]].fill_(float("nan"))
-    reference.check(run, losses=losses, first=after, last=parameters)
+    reference.check(run, losses=losses, last=parameters)
 """,
 )
 
@@ -238,7 +238,7 @@ RANKS = Bench(
         Lie("infinity in one element", "P1", Training(CHECKS, instead="""\
     parameters = trained.tensors()
     parameters[list(parameters)[-1]].view(-1)[-1] = float("inf")
-    reference.check(run, losses=losses, first=after, last=parameters)
+    reference.check(run, losses=losses, last=parameters)
 """), "^UNHEALTHY.*updates"),
         Lie("no zero_grad", "P2", Training(AFTER_WRAP, "trained.optimizer.zero_grad = lambda *_, **__: None"),
             "^UNHEALTHY.*updates"),
@@ -259,9 +259,7 @@ RANKS = Bench(
             Training("batch(run, 0 if same_batch else run.rank, step)", instead="batch(run, 0, step)"),
             "^UNHEALTHY.*batches"),
         Lie("a rank that began elsewhere", "P7", Training(WRAP, """\
-if run.rank:
-    with torch.no_grad():
-        next(model.parameters()).add_(1e-3)"""), "^UNHEALTHY"),
+weights.seed += run.rank"""), "^UNHEALTHY"),
         Lie("NO_SHARD as FSDP", "P6", Training(WRAP, 'run.options["sharding"] = "NO_SHARD"'),
             "^INCONCLUSIVE.*fsdp was not in force"),
         Lie("stage 0 as ZeRO-3", "P6", Training(WRAP, 'run.options["stage"] = 0', strategy="zero3"),
@@ -294,8 +292,8 @@ transformers.__version__ = "4.0.0\""""), "^INCONCLUSIVE.*stack changed.*4.0.0"),
         Lie("a checkpoint that is never loaded", "P2",
             Training(AFTER_WRAP, "type(trained).load = lambda *_: None"), "^UNHEALTHY.*checkpoint"),
         Lie("bfloat16 that calls itself float32", "P3",
-            Training("    model = build(run, dtype).train()\n",
-                     instead="    dtype = torch.bfloat16\n    model = build(run, dtype).train()\n"),
+            Training("    model, weights = made(run, dtype)\n",
+                     instead="    dtype = torch.bfloat16\n    model, weights = made(run, dtype)\n"),
             "^(INCONCLUSIVE|UNHEALTHY)"),
         Lie("the script raises the signature itself", "P5", Forged("raise RuntimeError(said)"),
             "^INCONCLUSIVE.*find-unused FIX_HOLDS, bucket-view FIX_BROKEN"),
