@@ -55,6 +55,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         if verb == "gpu-proof" and wanted == verb:
             importlib.import_module("harness.verbs.gpu_proof").configure(sub)
         if verb in ("run", "matrix"):
+            if verb == "matrix":
+                sub.add_argument("--all", action="store_true", help="a line for every arm of every cell")
             sub.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
             sub.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
         if verb == "plan":

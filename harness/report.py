@@ -61,6 +61,24 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     out.print(table)
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Lines as they are; on a terminal a title is bold, and a verdict has its colour."""
+    out = console()
+    if not out.is_terminal:
+        for line in lines:
+            print(line)
+        return
+    from rich.text import Text
+
+    for line in lines:
+        shown = Text(line, style="bold" if line[:3].isalpha() and line[:3].isupper() else "")
+        shown.highlight_regex(r"^! .*", "bold red")
+        for verdict, colour in STYLES.items():
+            if verdict.isupper():
+                shown.highlight_words([verdict], colour)
+        out.print(shown, soft_wrap=True)
+
+
 def style(value: str) -> str:
     return STYLES.get(value.split(" ")[0].split("(")[0], "")
 

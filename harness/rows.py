@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,6 +33,7 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "flags": document["flags"],
         "ranks": document["ranks"],
         "variant": document["variant"],
+        "where": where_of(document),
         "stack": document["stack"]["name"],
         "hardware": document["hardware"]["profile"],
         "arm": name,
@@ -41,10 +43,18 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "attempts": len(outcomes),
         "verdict": verdict.get("name"),
         "expected": verdict.get("expected", "unset") if verdict else None,
+        "expectation": verdict.get("expectation"),
         "reason": arm.get("skipped") or _with_note(verdict) or _reason(outcomes),
         "wall_s": round(statistics.median(walls), 2) if walls else None,
         "torchrun": next((a["observation"]["attempt"].get("torchrun") for a in attempts), None),
     }
+
+
+def where_of(document: Mapping[str, Any]) -> str:
+    """The cell as a command line takes it."""
+    words = [f"case={document['case']}", f"model={document['model']}", f"strategy={document['strategy']}"]
+    words += [f"flags.{name}={json.dumps(value)}" for name, value in (document.get("flags") or {}).items()]
+    return " ".join([*words, *map(str, document.get("variant") or ())])
 
 
 def summary_of(outcomes: Iterable[Mapping[str, Any]]) -> str:

@@ -8,9 +8,10 @@ import threading
 from typing import Any
 
 from harness import rows
+from harness import summary as summaries
 from harness.errors import ReproError, unknown
 from harness.exit_code import bisect_exit, exit_code
-from harness.report import matrix_table, named, print_json, print_table, summary_line
+from harness.report import matrix_table, named, print_json, print_lines, print_table, summary_line
 from harness.running import session
 
 
@@ -61,7 +62,11 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"rows": found, "summary": totals})
     else:
-        matrix_table(found)
+        if args.verb == "run" or args.all:
+            matrix_table(found)
+        else:
+            print_lines(summaries.lines(summary.documents, found))
+            print()
         print(summary_line(found))
         print(
             f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
@@ -83,7 +88,10 @@ def main(args: argparse.Namespace) -> int:
     lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
     for name in sorted(lacking):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
-    return exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
+    code = exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
+    if not args.json:
+        print(summaries.ending(code, found))
+    return code
 
 
 def _check_case(name: str) -> None:

@@ -1,0 +1,155 @@
+"""What a run of many cells says at its end, the important first: what differs, what is new, a line per case, what was
+not measured and why, and the exit code. Pure: documents and rows -> lines of at most ``WIDTH`` columns.
+
+Modelled on pytest's short summary: every arm of every cell is in the documents, and printed with ``--all``.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.judge.evidence import items, mapping, text
+from harness.rows import Row, where_of
+
+WIDTH = 120
+LOG_LINES = 4
+# A verdict in a line that counts: one, several.
+WORDS = {
+    "FIX_HOLDS": ("fix holds", "fixes hold"), "FIX_BROKEN": ("fix broken", "fixes broken"),
+    "FIX_UNMASKS": ("unmasks another failure", "unmask another failure"), "FIX_HARMFUL": ("harmful", "harmful"),
+    "NOT_FIRING": ("does not fire", "do not fire"), "UPSTREAM_FIXED": ("fixed upstream", "fixed upstream"),
+    "CHANGED": ("fails otherwise", "fail otherwise"), "FLAKY": ("flaky", "flaky"),
+    "INCONCLUSIVE": ("inconclusive", "inconclusive"), "HEALTHY": ("healthy", "healthy"),
+    "UNHEALTHY": ("unhealthy", "unhealthy"),
+}  # fmt: skip
+ODD = {"unexpected": "DIFFERS from what is expected", "differs from cpu": "NEWS: differs from what a CPU showed"}
+Document = Mapping[str, Any]
+
+
+def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
+    """All parts, each with an empty line before it."""
+    known = {(where_of(document), document["stack"]["name"]): document for document in documents}
+    for kind, title in ODD.items():
+        found = [row for row in rows if row["expected"] == kind]
+        if found:
+            yield from ("", f"{title}: {_arms(len(found))}")
+            for row in found:
+                yield from _detail(row, known.get((row["where"], row["stack"])))
+    new = [row for row in rows if row["expected"] == "unset" and row["attempts"] and row["verdict"]]
+    if new:
+        yield from ("", f"NEW, nothing is expected of them yet: {_arms(len(new))}")
+        yield from _listed(new)
+    measured = [row for row in rows if row["attempts"]]
+    if measured:
+        yield from ("", "CASES measured")
+        yield from _cases(measured)
+    missing = [row for row in rows if not row["attempts"] and row["reason"]]
+    if missing:
+        yield from ("", f"NOT MEASURED: {_arms(len(missing))}")
+        yield from _reasons(missing)
+
+
+def _arms(count: int) -> str:
+    return f"{count} arm" if count == 1 else f"{count} arms"
+
+
+def _detail(row: Row, document: Document | None) -> Iterator[str]:
+    yield f"  {row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
+    wanted = f"expected {row['expectation']}" if row["expectation"] else "a control must be healthy"
+    yield from _wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3)
+    for line in _log(row["arm"], document):
+        yield _cut(f"    | {line}")
+    yield from _wrapped(f"repro run {row['case']} {row['where'].partition(' ')[2]} arms=[{row['arm']}]", "    $ ", 9)
+
+
+def _log(arm: str, document: Document | None) -> list[str]:
+    """The last lines that the first failing rank printed; its own words, where a traceback was."""
+    attempts = items(mapping(mapping((document or {}).get("arms")).get(arm)).get("attempts"))
+    for attempt in attempts:
+        outcome, seen = mapping(attempt.get("outcome")), mapping(attempt.get("observation"))
+        if outcome.get("outcome") == "clean":
+            continue
+        first = mapping(outcome.get("primary")).get("rank")
+        ranks = items(seen.get("ranks"))
+        rank = next((r for r in ranks if r.get("rank") == first), ranks[0] if ranks else {})
+        printed = [plain(line) for line in text(rank.get("log_tail")).splitlines()]
+        return [line for line in printed if line.strip()][-LOG_LINES:]
+    return []
+
+
+def plain(line: str) -> str:
+    """A line without what a terminal would obey: escape sequences, control and bidirectional characters."""
+    line = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", line)
+    return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
+
+
+def _listed(rows: Iterable[Row]) -> Iterator[str]:
+    """Each case and cell in a line: its arms and their verdicts."""
+    grouped: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        where = f"{row['case']} {row['model']}/{row['strategy']}" + "".join(f" {word}" for word in row["variant"] or ())
+        grouped.setdefault(where, {}).setdefault(row["verdict"], []).append(row["arm"])
+    same: dict[str, list[str]] = {}
+    for where, verdicts in grouped.items():
+        same.setdefault("; ".join(f"{name}: {', '.join(arms)}" for name, arms in verdicts.items()), []).append(where)
+    for told, places in same.items():
+        case = places[0].split(" ")[0]
+        cells = ", ".join(place.partition(" ")[2] for place in places if place.startswith(case + " "))
+        for extra in [p for p in places if not p.startswith(case + " ")]:
+            cells += f"; {extra}"
+        yield from _wrapped(f"{case} {cells}: {told}", "  ", 4)
+
+
+def _cases(rows: Sequence[Row]) -> Iterator[str]:
+    names = list(dict.fromkeys(row["case"] for row in rows))
+    width = max(map(len, names))
+    for name in names:
+        own = [row for row in rows if row["case"] == name]
+        found = Counter(row["verdict"] for row in own if row["verdict"])
+        told = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
+        odd = sum(row["expected"] in ("unexpected", "differs from cpu") for row in own)
+        cells = len({row["where"] + row["stack"] + row["hardware"] for row in own})
+        first = [row["outcome"] for row in own if not row["verdict"]]
+        fires = Counter(first)
+        seen = ", ".join(f"{kind}" if count == len(first) else f"{kind} in {count}" for kind, count in fires.items())
+        mark = "!" if odd else " "
+        simulated = " [simulated]" if own[0]["simulated"] else ""
+        count = f"{cells} cell{'s' if cells > 1 else ''}"
+        head = f"{mark} {name.ljust(width)}  {count:>8}  "
+        yield from _wrapped(head + (f"{seen}: " if seen else "") + told + simulated, "", len(head))
+
+
+def _reasons(rows: Sequence[Row]) -> Iterator[str]:
+    found = Counter(row["reason"] for row in rows)
+    for reason, count in found.most_common():
+        cases = list(dict.fromkeys(row["case"] for row in rows if row["reason"] == reason))
+        about = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
+        yield from _wrapped(f"{count:4}  {reason} [{about}]", "", 6)
+
+
+def _wrapped(told: str, indent: str, deeper: int) -> Iterator[str]:
+    told = plain(told)
+    head = len(told) - len(told.lstrip())
+    yield from textwrap.wrap(
+        told.lstrip(), WIDTH, initial_indent=indent + " " * head, subsequent_indent=" " * (len(indent) + deeper),
+        break_on_hyphens=False, max_lines=6, placeholder=" ...",
+    )  # fmt: skip
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
+
+
+def ending(code: int, rows: Sequence[Row]) -> str:
+    """The exit code and why, in a line."""
+    odd = sum(row["expected"] == "unexpected" for row in rows)
+    why = {
+        0: "nothing unexpected",
+        1: f"{_arms(odd)} differ from what is expected (a control that fails always does)",
+        3: "less could be measured than was asked for: see above, and `repro doctor`",
+    }.get(code, "")
+    return f"exit code {code}: {why}" if why else f"exit code {code}"

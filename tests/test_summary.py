@@ -1,0 +1,83 @@
+"""The end of a run: what matters stands first, nothing is wider than the page, no text obeys a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import document, exception, failed, observation, ok
+
+from harness import summary
+from harness.rows import arm_rows, by_attention
+
+BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
+BOOM["ranks"][0]["log_tail"] = "an early line\n" * 9 + "Traceback\n\x1b[31mRuntimeError: boom\u202e\x07\n"
+
+
+def cell(
+    verdict: str = "FIX_HOLDS", expected: str = "expected", case: str = "some-case", **changes: Any
+) -> dict[str, Any]:
+    made = document(
+        {"broken": [("fires", BOOM)], "fix": [("other_error", BOOM)]}, {"fix": verdict}, case=case, **changes
+    )
+    made["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIX_HOLDS"}
+    return made
+
+
+def shown(*documents: dict[str, Any]) -> list[str]:
+    return list(summary.lines(documents, by_attention(row for d in documents for row in arm_rows(d))))
+
+
+def test_what_differs_stands_first_with_its_error_and_the_command_that_shows_it_again() -> None:
+    said = shown(cell(case="quiet"), cell("FIX_BROKEN", "unexpected", case="loud", flags={"call": "root"}))
+    assert said[1] == "DIFFERS from what is expected: 1 arm"
+    assert said[2] == "  loud m/fsdp, arm fix"
+    assert said[3] == "    expected FIX_HOLDS, measured FIX_BROKEN: because"
+    assert said[4:8] == ["    | an early line", "    | an early line", "    | Traceback", "    | RuntimeError: boom  "]
+    assert said[8] == '    $ repro run loud model=m strategy=fsdp flags.call="root" arms=[fix]'
+    cases = said[said.index("CASES measured") + 1 :]
+    assert cases == ["! loud     1 cell  fires: 1 fix broken", "  quiet    1 cell  fires: 1 fix holds"]
+
+
+def test_news_is_listed_before_the_cases_and_by_its_verdicts() -> None:
+    news = cell("FIX_BROKEN", "differs from cpu", case="other")
+    said = shown(cell("CHANGED", "unset"), cell("CHANGED", "unset", model="n"), news)
+    titles = [line for line in said if line[:3].isupper()]
+    assert titles == [
+        "NEWS: differs from what a CPU showed: 1 arm",
+        "NEW, nothing is expected of them yet: 2 arms",
+        "CASES measured",
+    ]
+    assert "  some-case m/fsdp, n/fsdp: CHANGED: fix" in said
+
+
+def test_what_was_not_measured_is_grouped_by_its_reason() -> None:
+    lacking = [
+        document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}, case=c) for c in "ab"
+    ]
+    said = shown(*lacking, document({"broken": "needs vllm"}, {}, case="c"))
+    assert said[1:] == ["NOT MEASURED: 5 arms", "   4  needs 2 GPUs [2 cases]", "   1  needs vllm [c]"]
+
+
+def test_a_quiet_run_says_no_more_than_its_cases() -> None:
+    assert shown(*(cell(case=f"c{number}") for number in range(30)))[:2] == ["", "CASES measured"]
+    assert len(shown(*(cell(case=f"c{number}", model=m) for number in range(30) for m in "abc"))) == 32
+    assert shown() == []
+
+
+@given(st.text(max_size=400), st.sampled_from(["unexpected", "unset", "differs from cpu", "expected"]))
+def test_no_text_widens_or_obeys(hostile: str, expected: str) -> None:
+    made = cell("FIX_UNMASKS", expected)
+    made["verdicts"]["fix"]["reason"] = hostile
+    made["arms"]["fix"]["attempts"][0]["observation"]["ranks"][0]["log_tail"] = hostile * 3
+    skipped = document({"broken": hostile or "x"}, {}, case="b")
+    for line in shown(made, skipped):
+        assert len(line) <= summary.WIDTH and line.isprintable(), repr(line)
+
+
+def test_the_last_line_says_the_exit_code_and_why() -> None:
+    rows = arm_rows(cell("FIX_BROKEN", "unexpected"))
+    assert summary.ending(1, rows).startswith("exit code 1: 1 arm differ")
+    assert summary.ending(0, rows) == "exit code 0: nothing unexpected"
+    assert "repro doctor" in summary.ending(3, rows)
