@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_nvml import Card, FakeNvml
+from fake_stack import lines, python_that_says
 from test_engine import Fake, observation
 
 from harness import cli
@@ -43,7 +45,7 @@ class Cards(Fake):
 
 def proof(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: int,
-    minutes: float = 8, **kind: bool,
+    minutes: float = 8, words: Sequence[str] = (), **kind: bool,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
@@ -52,7 +54,7 @@ def proof(
     monkeypatch.setattr("harness.stacks.extensions.ready", lambda stack: False)
     monkeypatch.setattr("harness.stacks.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU"))
     monkeypatch.setattr(session, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
-    words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", "--json"]
+    words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", "--json", *words]
     code = cli.main([*words, "--out", str(tmp_path / "out"), "--minutes", str(minutes)])
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == json.loads((tmp_path / "out" / "proof.json").read_text())["steps"]
@@ -72,6 +74,15 @@ def test_two_cards_go_through_every_step(
     assert [attempt["outcome"] for attempt in steps["hang"]["attempts"]] == ["hang"]
     assert steps["memory"]["most_mb"] == 512.0
     assert len(list((tmp_path / "out").rglob("*.json"))) > 10
+
+
+def test_an_environment_that_is_there_needs_nothing_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`stack=python:...` counted as a stack still to be built, and DeepSpeed's op was compiled for it first."""
+    python = python_that_says(tmp_path, *lines())
+    _, steps = proof(tmp_path, monkeypatch, capsys, 2, words=[f"stack=python:{python}"])
+    assert steps["cells"]["measured"] >= 6 and list(steps["environment"]["stacks"]) == [f"python:{python}"]
 
 
 def test_one_card_shows_what_it_can_and_says_what_it_cannot(

@@ -13,7 +13,7 @@ from harness.hardware import Machine, Profile
 from harness.memory.look import lay_over
 from harness.plan import CellPlan, Planner
 from harness.running.hub import with_weights
-from harness.stacks import Stack, StackError, check, extensions, resolve
+from harness.stacks import Stack, StackError, check, extensions, resolve, there
 from harness.stacks import stacks as known_stacks
 
 
@@ -45,7 +45,7 @@ class Wanted:
         # So is that of an arm which was not asked for: what is recorded of it is kept while it would be launched alike.
         for name in sorted((named | self._stacks_of_arms(cells, every=True)) - self.stacks.keys()):
             # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
-            if states.get(name) in ("here", "built") or (name not in states and not self.build):
+            if states.get(name) in ("here", "built") or there(name) or (name not in states and not self.build):
                 self._resolve(name)
             elif self.build and name in named:
                 self.unbuilt.add(name)

@@ -49,6 +49,12 @@ def check(text: str) -> None:
         spec.definition(wanted.base)
 
 
+def there(text: str) -> bool:
+    """Whether ``text`` names an environment that is there already, so that nothing has to be built for it."""
+    wanted = spec.parse(text)
+    return wanted.python is not None and not wanted.swaps
+
+
 def _nearest(said: str) -> str:
     """The package that may be meant, or the releases near the one that does not exist, where the index can be asked."""
     misspelt = re.search(r"Because (\S+) was not found in the package registry", said)
