@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from harness.paths import CONF, REPROS
@@ -23,3 +28,21 @@ def conf(tmp_path: Path) -> Path:
 @pytest.fixture
 def repros() -> Path:
     return REPROS
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """``once(name, make)``: what ``make`` returned (JSON) in whichever worker asked first. For what several tests look
+    at and nobody changes: launches from cold cost most of what tests cost."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+
+    def made(name: str, make: Callable[[], Any]) -> Any:
+        path = folder / f"once-{name}.json"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_text(json.dumps(make()), encoding="utf-8")
+            return json.loads(path.read_text(encoding="utf-8"))
+
+    return made

@@ -15,11 +15,12 @@ import pytest
 from hostile import HOSTILE
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import attempt_of
+from launching import attempt_of, launched
 from test_plan import CATALOGUE, NORM, plans
 
 from harness.config import RunSettings, compose_run
 from harness.errors import ConfigError
+from harness.launch import ColdLauncher
 from harness.launch.attempt import environment, stack_environment, torchrun_line
 from harness.launch.inherited import building, inherited
 from harness.launch.warm import server_environment
@@ -95,25 +96,37 @@ def test_by_hand_a_note_names_what_the_harness_would_not_pass_on(tmp_path: Path)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("launcher", "words"),
-    [
-        ("torchrun", ["case=fsdp-optim-state-padding"]),  # an assertion, which PYTHONOPTIMIZE takes away
-        ("warm", ["case=old-checkpointing-hook", "model=qwen-7b"]),  # a log record, which a verbosity hides
-        ("warm", ["case=ddp-unfinished-reduction"]),  # DDP, which TORCH_DISTRIBUTED_DEBUG=DETAIL breaks
-    ],
-)
 def test_the_same_outcome_among_sixty_hostile_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: None, launcher: str, words: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: None
 ) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    texts = [*words, "hardware=cpu", f"launcher={launcher}", f"results={tmp_path / 'r'}", "repeat=1"]
-    first = session.prepare(texts)
-    fix = next(arm.arm for arm in first.plans[0].arms if arm.arm != "broken" and not arm.skipped)
-    prepared = session.prepare([*texts, f"arms=[{fix}]"])
-    prepared.plans = prepared.plans[:1]
+    traps = (
+        "fsdp-optim-state-padding",  # an assertion, which PYTHONOPTIMIZE takes away
+        "old-checkpointing-hook",  # a log record, which a verbosity hides
+        "ddp-unfinished-reduction",  # DDP, which TORCH_DISTRIBUTED_DEBUG=DETAIL breaks
+    )
+    texts = [f"case={','.join(traps)}", "hardware=cpu", "launcher=warm", f"results={tmp_path / 'r'}", "repeat=1"]
+    everything = session.prepare(texts)
+    first = {plan.cell.case: plan for plan in reversed(everything.plans)}
+    fixes = {
+        case: next(a.arm for a in plan.arms if a.arm != "broken" and not a.skipped) for case, plan in first.items()
+    }
+    prepared = session.prepare([*texts, f"arms=[{','.join(sorted(set(fixes.values())))}]"])
+    prepared.plans = [plan for plan in prepared.plans if plan.cell == first[plan.cell.case].cell]
     session.execute(prepared, lambda event: None, threading.Event())
-    document: dict[str, Any] = next(iter(Store(tmp_path / "r").documents()))
-    verdict = document["verdicts"][fix]
-    assert verdict["expected"] == "as expected" or verdict["name"] == "FIX_HOLDS", json.dumps(verdict)
+    documents: dict[str, Any] = {document["case"]: document for document in Store(tmp_path / "r").documents()}
+    assert set(documents) == set(traps)
+    for case, fix in fixes.items():
+        verdict = documents[case]["verdicts"][fix]
+        assert verdict["expected"] == "as expected" or verdict["name"] == "FIX_HOLDS", json.dumps(verdict)
     assert os.environ["PYTHONOPTIMIZE"] == "1"
+
+
+@pytest.mark.ranks
+def test_no_hostile_variable_reaches_a_rank_from_cold(tmp_path: Path, hostile: None) -> None:
+    seen = launched(ColdLauncher(), attempt_of(tmp_path / "a", "environment"))
+    assert seen["infra"] is None
+    for rank in seen["ranks"]:
+        env = rank["record"]["facts"]["env"]
+        assert env["REPRO_ATTEMPT"] == seen["attempt"]["id"] and rank["record"]["facts"]["optimize"] == 0
+        assert not [name for name, value in HOSTILE.items() if env.get(name) == value]

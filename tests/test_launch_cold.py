@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import FAULTS, Json, attempt_of, free, gone, launched, launched_until, stuck, wait_for
+from test_end_to_end import Once, measured_from_cold
 
 from harness.launch import ColdLauncher, backtraces, processes
 from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, torchrun_line
@@ -51,12 +52,16 @@ def case_attempt(directory: Path, slug: str, arm: str, model: str, strategy: str
     return dataclasses.replace(blank, script=script, settings=settings)
 
 
-def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path) -> None:
-    arms = {}
-    for arm in ("broken", "summon"):
-        attempt = case_attempt(tmp_path / arm, "qwen15-fsdp-norm-shard", arm, "qwen1.5-0.5b", "fsdp")
-        arms[arm] = launch(attempt)["ranks"]
-        assert len(arms[arm]) == 2
+def cold_ranks(once: Once, tmp_path: Path, arm: str) -> list[Json]:
+    """What two ranks of an arm of end_to_end's case left, from cold."""
+    document = measured_from_cold(once, tmp_path)["document"]
+    ranks: list[Json] = document["arms"][arm]["attempts"][0]["observation"]["ranks"]
+    assert len(ranks) == 2
+    return ranks
+
+
+def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path, once: Once) -> None:
+    arms = {arm: cold_ranks(once, tmp_path, arm) for arm in ("broken", "summon")}
     errors = [rank["record"]["exception"] for rank in arms["broken"]]
     assert all(error["message"].startswith("The size of tensor a (512) must match") for error in errors)
     assert errors[0]["frames"][-1]["module"].startswith("transformers.")
@@ -64,7 +69,7 @@ def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path) -> None:
     line = torchrun_line(case_attempt(tmp_path, "qwen15-fsdp-norm-shard", "broken", "qwen1.5-0.5b", "fsdp"))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     done = subprocess.run(
-        line, shell=True, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, timeout=200
+        line, shell=True, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, timeout=600
     )
     output = done.stdout.decode()
     lines = [f"[rank {rank}] {errors[0]['type']}: {errors[0]['message']}" for rank in (0, 1)]

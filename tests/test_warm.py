@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import Json, attempt_of, ends, failed_together, free, gone, launched, stuck, wait_for
+from test_end_to_end import Once, measured_from_cold
 from test_launch_cold import case_attempt
 
 from harness.launch import ColdLauncher, processes
@@ -80,13 +82,15 @@ def essence(observation: Json) -> list[Json]:
 
 
 @pytest.mark.parametrize("arm", ["broken", "summon"])
-def test_a_case_has_the_same_outcome_from_cold_and_warm(tmp_path: Path, warm: WarmLauncher, arm: str) -> None:
+def test_a_case_has_the_same_outcome_from_cold_and_warm(
+    tmp_path: Path, warm: WarmLauncher, once: Once, arm: str
+) -> None:
     attempt = case_attempt(tmp_path / "warm", "qwen15-fsdp-norm-shard", arm, "qwen1.5-0.5b", "fsdp")
-    one = launch(warm, dataclasses.replace(attempt, imports=("transformers",)))
-    assert one["attempt"]["launcher"] == "warm"
-    other = ColdLauncher().launch(dataclasses.replace(attempt, directory=tmp_path / "cold"), threading.Event())
+    one = json.loads(json.dumps(launch(warm, dataclasses.replace(attempt, imports=("transformers",)))))
+    other = measured_from_cold(once, tmp_path)["document"]["arms"][arm]["attempts"][0]["observation"]
+    assert one["attempt"]["launcher"] == "warm" and other["attempt"]["launcher"] == "torchrun"
     assert essence(one) == essence(other)
-    assert set(one["attempt"]) == set(other["attempt"])
+    assert set(one["attempt"]) == set(other["attempt"]) - {"fingerprint", "versions"}  # which the run adds
 
 
 def test_what_must_start_from_cold_does_and_says_so(tmp_path: Path, warm: WarmLauncher) -> None:
