@@ -42,9 +42,9 @@ def message(text: str) -> Callable[[Json], Any]:
     return lambda seen: any(text in (r["record"]["exception"] or {}).get("message", "") for r in seen["ranks"])
 
 
-def tail(text: str) -> Callable[[Json], Any]:
+def tail(rank: int, text: str) -> Callable[[Json], Any]:
     def check(seen: Json) -> bool:
-        said = seen["ranks"][0]["log_tail"]
+        said = seen["ranks"][rank]["log_tail"]
         return said.endswith(text) and len(said) <= 8192 and not any(ord(c) < 32 and c not in "\n\t" for c in said)
 
     return check
@@ -63,7 +63,7 @@ def never_done(rank: int) -> Callable[[Json], Any]:
 
 
 class Fault(NamedTuple):
-    """Two ranks, of which some do what a function of tests/faults says."""
+    """Two ranks, of which some do what a function of tests/faults says; or as many as ``each`` names functions."""
 
     does: str
     ends: dict[int, End]
@@ -84,7 +84,17 @@ FAULTS = {
     "raises while its peer ignores SIGTERM": Fault(
         "ignores_term", {0: FAILED, 1: (None, "SIGKILL", "launcher")}, script="two_faults.py"
     ),
-    "exits 0 without finishing": Fault("leaves", {0: OK}, looks=(never_done(0),), flags={"rank": 0}),
+    "ends, without finishing, or with processes, shared memory, binary or 1 GB of output left behind": Fault(
+        "each", dict.fromkeys(range(5), OK),
+        looks=(never_done(0), leftover(3), leftover(2, "killed"), leftover(1, "/dev/shm"), tail(3, "after it"),
+               tail(4, "the last line")),
+        flags={"each": ["leaves", "grandchildren", "leaves_memory", "binary", "prints"], "megabytes": 1024},
+    ),
+    "hangs in Python, ignores SIGTERM or has a grandchild in its own session": Fault(
+        "each", {0: OK, 1: HANG, 2: (None, "SIGKILL", "deadline"), 3: HANG},
+        looks=(stack(1, "stuck_in_here"), stack(2, "ignores_term"), stack(3, "grandchild_and_stuck")),
+        flags={"each": ["nothing", "stuck_in_here", "ignores_term", "grandchild_and_stuck"]}, stuck=3,
+    ),
     "os._exit(3)": Fault("leaves", {0: (3, None, "self")}, looks=(never_done(0),), flags={"rank": 0, "code": 3}),
     "segfaults": Fault(
         "segfault", {1: (None, "SIGSEGV", "self")}, looks=(never_done(1), stack(1, "# faulthandler", "segfault")),
@@ -101,22 +111,8 @@ FAULTS = {
         "hang", {}, script="collective.py", stuck=2,
         looks=(stack(0, "barrier", "collective.py"), stack(1, "recv", "collective.py"), leftover(0)),
     ),
-    "hangs in Python": Fault(
-        "stuck_in_here", {0: OK, 1: HANG}, looks=(stack(1, "stuck_in_here"),), flags={"rank": 1}, stuck=1
-    ),
-    "hangs and ignores SIGTERM": Fault(
-        "ignores_term", {0: OK, 1: (None, "SIGKILL", "deadline")}, looks=(stack(1, "stuck_in_here"),),
-        flags={"rank": 1}, stuck=1,
-    ),
-    "leaves a process in its own session and a daemon": Fault("grandchildren", {0: OK, 1: OK}, looks=(leftover(4),)),
-    "hangs with a grandchild in its own session": Fault("grandchild_and_stuck", {0: HANG, 1: HANG}, stuck=2),
-    "leaves shared memory": Fault("leaves_memory", {0: OK, 1: OK}, looks=(leftover(2, "/dev/shm"),)),
     "fills the disk": Fault("disk_full", {0: FAILED}, "disk", flags={"rank": 0}),
     "has no room for its record": Fault("disk_full_for_the_record", {0: FAILED}, "disk", flags={"rank": 0}),
-    "prints binary": Fault("binary", {0: OK, 1: OK}, looks=(tail("after it"),)),
-    "prints 1 GB": Fault(
-        "prints", {0: OK, 1: OK}, looks=(tail("the last line"),), flags={"rank": 0, "megabytes": 1024}
-    ),
     # Both fail: the launcher may end one before it has failed by itself.
     "cannot import what it needs": Fault("none", {}, "import", (failed_together,), script="no_kit.py"),
 }  # fmt: skip
@@ -128,9 +124,12 @@ def test_a_rank_that(
     tmp_path: Path, launchers: dict[str, Launcher], name: str, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = FAULTS[name]
-    if fault.does == "prints":
+    each = fault.flags.get("each", "ab")
+    if "prints" in each:
         monkeypatch.setattr(watch, "LOOK_S", 0.2)
-    attempt = attempt_of(tmp_path / "a", fault.does, fault.script, deadline=400, keep=True, **fault.flags)
+    attempt = attempt_of(
+        tmp_path / "a", fault.does, fault.script, deadline=400, keep=True, world_size=len(each), **fault.flags
+    )
     if fault.stuck:
         seen = launched_until(launchers[launcher], attempt, fault.stuck)
     else:

@@ -140,6 +140,10 @@ def disk_full_for_the_record(run: Run) -> None:
     disk_full(run)
 
 
+def each(run: Run) -> None:
+    globals()[run.flags["each"][run.rank]](run)
+
+
 def body(run: Run) -> None:
     at = run.flags.get("rank", "all")
     if at in ("all", run.rank):
