@@ -45,6 +45,7 @@ class ArmPlan:
     skipped: str | None
     fingerprint: str
     memory: MemoryPlan | None = None  # what it needs, where that is known (harness/memory)
+    expected_s: float | None = None  # how long it takes at full size, roughly
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from harness import catalogue, matrix, overrides
 from harness.config import RunSettings, Scale
 from harness.errors import ConfigError
 from harness.hardware import Gpu, Machine, Profile
-from harness.memory import planned
+from harness.memory import duration, planned
 from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, parts, plan, weights_held
 from harness.memory.facts import Known
-from harness.memory.fit import fitted, too_much
+from harness.memory.fit import best, fitted, too_much, with_layers
 from harness.memory.look import lay_over
 from harness.placing import place
 from harness.plan import CellPlan, Planner
@@ -30,11 +30,6 @@ from harness.stacks import Stack
 from harness.stacks.stack import existing
 
 CATALOGUE = catalogue.load()
-# A script that keeps no whole model on its ranks.
-BY_PARTS = replace(
-    CATALOGUE,
-    cases={**CATALOGUE.cases, "train-step": CATALOGUE.cases["train-step"].model_copy(update={"copies": 0})},
-)
 STRATEGIES = ("ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp")
 SHARDED = ("fsdp", "fsdp2", "zero3")
 LAPTOP = Machine((), None, "cpu", 4, 16.0, "linux")
@@ -100,13 +95,24 @@ def test_a_peak_is_the_sum_of_its_parts(model: Facts, strategy: str, place: Any,
 
 
 @given(models, st.sampled_from(STRATEGIES), places, st.integers(2, 16))
-def test_a_reference_layer_by_layer_needs_less_and_none_is_on_every_rank(
+def test_the_reference_is_on_two_ranks_at_most_and_on_one_in_turns(
     model: Facts, strategy: str, place: Any, ranks: int
 ) -> None:
-    whole, layered = (plan(model, Layout(strategy, ranks, place, reference=where)) for where in ("host", "layers"))
-    assert layered.host_node <= whole.host_node
-    reference = next(phase for phase in whole.host if phase.name == "reference")
-    assert reference.node(ranks) - reference.rank() == (ranks - 1) * sum(reference.each.values()), "one a node"
+    beside, turns = (plan(model, Layout(strategy, ranks, place, reference=where)) for where in ("host", "turns"))
+    assert turns.host_node <= beside.host_node
+    for found, runs in ((beside, 2), (turns, 1)):
+        reference = next(phase for phase in found.host if phase.name == "reference")
+        assert reference.node(ranks) - ranks * sum(reference.each.values()) == runs * sum(reference.once.values())
+        assert reference.once["weights"] == model.bytes * model.parameters
+
+
+def test_a_node_never_holds_a_large_model_on_every_rank() -> None:
+    """Qwen-14B on eight ranks: 1.3 TB on the host when each kept its copies."""
+    assert plan(QWEN_14B, Layout("fsdp", 8, "cpu", base=350 * MIB)).host_node < 150 * GIB
+    found = plan(QWEN_14B, Layout("fsdp", 8, "cuda", base=350 * MIB))
+    assert found.host_node < 150 * GIB
+    assert plan(QWEN_14B, Layout("fsdp", 8, "cuda", reference="device")).host_node < 50 * GIB
+    assert found.disk == pytest.approx(3 * 2 * 14.17e9, rel=0.01), "after two steps, and a checkpoint"
 
 
 @given(models, st.integers(2, 64))
@@ -196,15 +202,15 @@ STACK = Stack(
 )
 
 
-def cell(strategy: str, profile: Profile, machine: Machine) -> CellPlan:
+def cell(strategy: str, profile: Profile, machine: Machine, deadline: float | None = None) -> CellPlan:
     cells = matrix.enumerate_cells(
         CATALOGUE,
         overrides.parse(["case=train-step", "model=qwen-14b", f"strategy={strategy}"]),
     )
-    settings = RunSettings(scale=Scale.full)
+    settings = RunSettings(scale=Scale.full, deadline=deadline)
     placed = place(CATALOGUE, cells, [profile], auto=False).cells
     made = Planner(CATALOGUE, settings, {profile.name: profile}, machine, {"current": STACK}, {}).plan(placed)[0]
-    return fitted(made, BY_PARTS, profile, machine, lambda arm: (QWEN_14B, 350.0))
+    return fitted(made, CATALOGUE, profile, machine, lambda arm: (QWEN_14B, 350.0), deadline)
 
 
 def test_full_size_on_a_laptop_is_a_skip_with_the_numbers() -> None:
@@ -236,9 +242,53 @@ def test_the_reference_goes_where_it_fits() -> None:
     machine = Machine(gpus(8, 80), None, "cpu", 96, 1000.0, "linux")
     profile = Profile("gpu8", "cuda", "nccl", gpus(8, 80))
     assert cell("fsdp", profile, machine).arms[0].settings["reference"] == "device"
-    small = replace(profile, gpus=gpus(8, 48))
-    assert cell("fsdp", small, machine).arms[0].settings["reference"] == "host"
-    assert cell("fsdp", small, replace(machine, memory_gb=32.0)).arms[0].settings["reference"] == "layers"
+    layout = Layout("fsdp", 8, "cuda", base=350 * MIB)
+    for gib, host, where in ((80, 1000, "device"), (40, 1000, "host"), (40, 90, "turns")):
+        small, there = replace(profile, gpus=gpus(8, gib)), replace(machine, memory_gb=float(host))
+        found, reference = best(QWEN_14B, layout, small, there)
+        assert reference == where and too_much(found, small, there) is None
+    assert "on the host for 8 ranks" in (too_much(found, small, replace(machine, memory_gb=32.0)) or "")
+
+
+def test_a_skip_says_how_many_layers_would_fit_and_they_do() -> None:
+    laptop = replace(LAPTOP, memory_gb=32.0)
+    found = cell("fsdp", CPU, laptop)
+    assert found.skipped and "; cut to model.config.num_hidden_layers=" in found.skipped and " of 40" in found.skipped
+    layers = int(found.skipped.partition("num_hidden_layers=")[2].split()[0])
+    assert 0 < layers < 40
+    for count, fits in ((layers, True), (layers + 1, False)):
+        made = best(with_layers(QWEN_14B, count), Layout("fsdp", 2, base=350 * MIB), CPU, laptop)[0]
+        assert (too_much(made, CPU, laptop) is None) == fits
+    assert with_layers(QWEN_14B, 40) == QWEN_14B
+    tiny = replace(LAPTOP, memory_gb=16.0)
+    assert "cut to" not in (cell("fsdp", CPU, tiny).skipped or "cut to"), "not even one"
+
+
+def test_a_full_disk_is_said_before_it_is_full() -> None:
+    large = replace(LAPTOP, memory_gb=1000.0)
+    assert cell("fsdp", CPU, replace(large, disk_gb=500.0)).skipped is None
+    found = cell("fsdp", CPU, replace(large, disk_gb=20.0)).skipped
+    assert found and found.startswith("needs 79.2 GiB of disk") and "20 are free" in found
+
+
+@given(models, st.sampled_from(STRATEGIES), places, st.integers(1, 16), st.integers(1, 96), st.floats(1, 1000))
+def test_a_deadline_is_many_times_what_is_expected_and_never_below_the_cases(
+    model: Facts, strategy: str, place: Any, ranks: int, cores: int, least: float
+) -> None:
+    layout = Layout(strategy, ranks, place)
+    found = duration.deadline(model, layout, cores, least)
+    assert found >= least and found >= duration.MARGIN * duration.seconds(model, layout, cores)
+    bigger = replace(model, parameters=2 * model.parameters)
+    assert duration.deadline(bigger, layout, cores, least) >= found
+    assert duration.seconds(model, layout, cores + 1) <= duration.seconds(model, layout, cores)
+
+
+def test_the_deadline_follows_from_the_plan_unless_the_user_gives_one() -> None:
+    large = replace(LAPTOP, memory_gb=1000.0)
+    planned_for = cell("fsdp", CPU, large).arms[0]
+    assert planned_for.deadline > 3600 > 120 == CATALOGUE.cases["train-step"].launch.deadline
+    assert planned_for.expected_s and planned_for.expected_s * duration.MARGIN == planned_for.deadline
+    assert cell("fsdp", CPU, large, deadline=77.0).arms[0].deadline == 77.0
 
 
 def test_a_model_that_nobody_knows_is_neither_planned_nor_skipped() -> None:

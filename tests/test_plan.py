@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import catalogue, matrix, overrides
-from harness.config import RunSettings, compose_run
+from harness.config import RunSettings, Scale, compose_run
 from harness.errors import ConfigError
 from harness.hardware import Gpu, Machine, Profile, settle, settle_all
 from harness.placing import place
@@ -244,3 +244,29 @@ def test_sweeps_have_documents_of_their_own() -> None:
     found = [keys(*texts) for texts in sweeps]
     assert keys() == keys("ranks=2") == keys("repeat=3", "jobs=1") == {"train-step/qwen1.5-0.5b-ddp"}
     assert len(set().union(*found)) == 8 and all(key.count("/") == 1 for some in found for key in some)
+
+
+def test_full_size_is_bfloat16_and_what_is_asked_for_wins() -> None:
+    full = RunSettings(scale=Scale.full)
+    assert plans("case=train-step", "strategy=ddp")[0].arms[0].settings["flags"]["dtype"] == "float32"
+    found = plans("case=train-step", "strategy=ddp", settings=full)[0].arms[0]
+    assert found.settings["flags"]["dtype"] == "bfloat16" and found.skipped is None
+    asked = plans("case=train-step", "strategy=ddp", "flags.dtype=float32", settings=full)[0].arms[0]
+    assert asked.settings["flags"]["dtype"] == "float32"
+
+
+def test_a_flag_that_a_strategy_does_not_know_is_a_skip() -> None:
+    found = plans("case=train-step", "model=llama-2-7b", "flags.lora=true")
+    why = {plan.cell.strategy: plan.skipped for plan in found}
+    assert why.pop("tp") == "flags.lora=True is for ddp, fsdp, fsdp2, zero2, zero3; the strategy is tp"
+    assert set(why.values()) == {None} and len(why) == 5
+
+
+def test_layers_cut_at_full_width_are_in_the_name_and_the_settings() -> None:
+    texts = ["case=train-step", "model=qwen-14b", "strategy=fsdp", "model.config.num_hidden_layers=2"]
+    selection = overrides.parse(texts)
+    known, full = catalogue.load(patches=selection.patches), RunSettings(scale=Scale.full)
+    named = matrix.enumerate_cells(known, selection, matrix.variant_of(full, selection.patches))
+    assert "scale=full" in named[0].key and "num_hidden_layers=2" in named[0].key
+    found = plans(*texts, settings=full, known=known)[0].arms[0].settings["model"]["config"]
+    assert found["num_hidden_layers"] == 2 and found["hidden_size"] == 5120

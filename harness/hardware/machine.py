@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness.hardware import nvml
 from harness.hardware.gpus import Gpu, LeftOut
 from harness.hardware.signs import signs
 from harness.hardware.visible import NAME, read
+from harness.paths import cache_dir
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Machine:
     # Why there is no GPU to be used although some are there or were meant; () where there simply is none.
     meant: tuple[str, ...] = ()
     unseen: str | None = None  # what CUDA_VISIBLE_DEVICES leaves out, where it may be a mistake or a wish
+    disk_gb: float | None = None  # free where attempts have their folders
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,6 +67,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         gpus, cards.driver, _cpu_name(), cores, round(memory / 2**30, 1), platform.platform(),
         None if cards.missing else cards.error, cards.cuda, left_out, tuple(meant),
         f"{NAME}={env[NAME]!r} asks for no GPU" if shown.wished else shown.problem,
+        _free_gb(),
     )  # fmt: skip
 
 
@@ -83,6 +87,16 @@ def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
             quota, period = (place / "cpu.max").read_text(encoding="utf-8").split()
             cores = min(cores, int(quota) / int(period))
     return cores, memory
+
+
+def _free_gb() -> float | None:
+    place = cache_dir()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return round(shutil.disk_usage(place).free / 2**30, 1)
+    except OSError:
+        return None
 
 
 def _cpu_name() -> str:

@@ -1,7 +1,7 @@
 """A model's facts and a strategy -> what each rank needs, phase by phase, on its device and on the host. Pure.
 
 A phase is a moment of an attempt; its parts are what is in memory then. ``each`` is on every rank, ``once`` on one rank
-of the node only (the reference). Bytes throughout. What each part is:
+or two of the node only (the reference). Bytes throughout. What each part is:
 
 base         the interpreter, torch and the other packages (measured in the stack); on a GPU, its context
 weights      the parameters a rank holds: all of them, or its shard
@@ -25,6 +25,7 @@ CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
 # Beyond the base as it is measured (one rank): connections between ranks, the wrapper's own code at its first use.
 CONNECTIONS = {"zero2": 55 * MIB, "zero3": 55 * MIB}
 CONNECTED = 30 * MIB
+CHUNKS = 64 * MIB  # float32 parts of what is compared (repros/kit/norms.py)
 
 Parts = Mapping[str, int]
 
@@ -70,7 +71,7 @@ class Layout:
     sharding: str = "FULL_SHARD"
     base: int = 300 * MIB
     copies: int = 0
-    reference: Literal["device", "host", "layers", "none"] = "host"
+    reference: Literal["device", "host", "turns", "none"] = "host"
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,14 @@ class Phase:
     name: str
     each: Parts
     once: Parts
+    runs: int = 1  # ranks of the node that hold ``once``
 
     def rank(self) -> int:
         """The fullest rank's bytes."""
         return sum(self.each.values()) + sum(self.once.values())
 
     def node(self, ranks: int) -> int:
-        return ranks * sum(self.each.values()) + sum(self.once.values())
+        return ranks * sum(self.each.values()) + self.runs * sum(self.once.values())
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class MemoryPlan:
     ranks: int
     host: tuple[Phase, ...]
     device: tuple[Phase, ...]  # empty on a CPU
+    disk: int = 0
 
     @property
     def host_rank(self) -> int:
@@ -111,6 +114,7 @@ class MemoryPlan:
             "host_rank_mb": _mb(self.host_rank),
             "host_node_mb": _mb(self.host_node),
             "host": _described(self.host),
+            "disk_mb": _mb(self.disk),
         }
         if self.device:
             out |= {"device_rank_mb": _mb(self.device_rank), "device": _described(self.device)}
@@ -144,30 +148,33 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
         "units": whole_at_once(facts, layout),
         "activations": facts.activation_bytes(layout.sequences),
     }
-    comparing = {**steady, "buckets": buckets(facts, layout), "units": 4 * 4 * facts.largest}
-    # A second model is put together and loaded beside the first.
-    twice = 2 if layout.strategy in ("ddp", "zero2") else 1
+    comparing = {**steady, "buckets": buckets(facts, layout), "units": compared_at_once(facts, layout)}
+    # A second model is put together and loaded beside the first; where every rank holds all of it, from a whole file.
+    whole_file = facts.bytes * facts.parameters if layout.strategy in ("ddp", "zero2") else 0
     loading = {name: 2 * size for name, size in steady.items()} | {
-        "buckets": twice * buckets(facts, layout),
-        "units": max(drawn_at_once(facts, layout), 2 * facts.bytes * facts.largest)
-        + (facts.bytes * facts.parameters if twice == 2 else 0),
+        "buckets": 2 * buckets(facts, layout),
+        "units": max(drawn_at_once(facts, layout), compared_at_once(facts, layout), whole_file),
     }
     work = [("drawing", drawing), ("training", training), ("comparing", comparing), ("loading", loading)]
     reference, extra = reference_parts(facts, layout), {"copies": layout.copies * facts.bytes * facts.parameters}
+    # The plain run and the perturbed one, side by side or in turns.
+    runs = 1 if layout.reference == "turns" else min(2, layout.ranks)
     here = CONNECTIONS.get(layout.strategy, CONNECTED)
     if layout.place == "cpu":
         base = {"base": layout.base + here, **extra}
-        host = [Phase("reference", base, reference)] + [Phase(name, {**base, **found}, {}) for name, found in work]
-        return MemoryPlan(layout.ranks, tuple(host), ())
+        host = [Phase("reference", base, reference, runs)] + [
+            Phase(name, {**base, **found}, {}) for name, found in work
+        ]
+        return MemoryPlan(layout.ranks, tuple(host), (), disk(facts, layout))
     host_base = {"base": layout.base + here + CUDA_HOST, **extra}
     on_device = layout.reference == "device"
     host_phases = (
-        Phase("reference", host_base, {} if on_device else reference),
-        Phase("comparing", {**host_base, "units": 3 * 4 * facts.largest}, {}),
+        Phase("reference", host_base, {"units": 2 * facts.bytes * facts.largest} if on_device else reference, runs),
+        Phase("comparing", {**host_base, "units": 2 * facts.bytes * facts.largest + CHUNKS}, {}),
     )
-    device = [Phase("reference", {"base": CONTEXT}, reference if on_device else {})]
+    device = [Phase("reference", {"base": CONTEXT}, reference if on_device else {}, runs)]
     device += [Phase(name, {"base": CONTEXT, **found}, {}) for name, found in work]
-    return MemoryPlan(layout.ranks, host_phases, tuple(device))
+    return MemoryPlan(layout.ranks, host_phases, tuple(device), disk(facts, layout))
 
 
 def share(layout: Layout) -> int:
@@ -227,22 +234,33 @@ def drawn_at_once(facts: Facts, layout: Layout) -> int:
     return facts.bytes * max(facts.layer, facts.root)
 
 
-def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
-    """The single process that the others are compared with: everything whole, on all ranks' batches.
+def compared_at_once(facts: Facts, layout: Layout) -> int:
+    """What is whole while parameters are compared one by one: the parameter, what it is to be, and the unit that it
+    comes out of."""
+    unit = {"fsdp": max(facts.layer, facts.root), "ddp": 0, "zero2": 0}.get(layout.strategy, 2 * facts.largest)
+    return facts.bytes * (unit + 2 * facts.largest) + CHUNKS
 
-    ``layers``: one layer at a time, the rest on disk.
-    """
+
+def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
+    """The single process that the others are compared with: everything whole, on all ranks' batches. Each gradient is
+    used as it is made; where it began is drawn again, and another run's values are read, one parameter at a time."""
     if layout.reference == "none":
         return {}
     sequences = layout.sequences * (1 if layout.strategy == "tp" else layout.ranks)
-    activations = facts.activation_bytes(sequences)
-    if layout.reference == "layers":
-        unit = facts.bytes * max(facts.root, facts.layer)
-        own = min(unit, facts.bytes * facts.trainable)
-        return {"layer": unit, "gradients": own, "activations": _divided(activations, max(1, facts.layers))}
+    trained = facts.bytes * min(facts.largest, facts.trainable)
     return {
         "weights": facts.bytes * facts.parameters,
-        "gradients": facts.bytes * facts.trainable,
-        "activations": activations,
+        "gradient, or what is compared": max(
+            trained + facts.activation_bytes(sequences), 3 * facts.bytes * facts.largest + CHUNKS
+        ),
         "buffers": facts.buffers,
     }
+
+
+def disk(facts: Facts, layout: Layout) -> int:
+    """What an attempt leaves in its folder on a node, until it ends: the reference after its first and last step, and a
+    checkpoint."""
+    found = facts.bytes * facts.parameters
+    if layout.reference != "none":
+        found += facts.bytes * (facts.parameters + facts.trainable)
+    return found + layout.ranks * optimizer_state(facts, layout)

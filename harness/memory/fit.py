@@ -8,32 +8,77 @@ from typing import Any
 
 from harness.catalogue import Catalogue
 from harness.hardware import Machine, Profile
+from harness.memory import duration
 from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, Phase, parts, plan
 from harness.plan import ArmPlan, CellPlan
 
 # Of one arm: its model's facts and the MiB of its packages; None: not known, then nothing is said.
 Look = Callable[[ArmPlan], "tuple[Facts, float] | None"]
 
-REFERENCES = ("device", "host", "layers")  # where a single process computes it: the first that fits
+# Where a single process computes it, the first that fits: its two runs (kit/proof.py) each on a device, side by side on
+# the host, or there one after the other.
+REFERENCES = ("device", "host", "turns")
 
 
-def fitted(cell: CellPlan, catalogue: Catalogue, profile: Profile, machine: Machine, look: Look) -> CellPlan:
-    """The cell with its arms' needs; arms that cannot fit are skipped, all of them where the first one cannot."""
+def fitted(
+    cell: CellPlan, catalogue: Catalogue, profile: Profile, machine: Machine, look: Look, deadline: float | None = None
+) -> CellPlan:
+    """The cell with its arms' needs; arms that cannot fit are skipped, all of them where the first one cannot.
+    ``deadline``: the user's own."""
     copies = catalogue.cases[cell.cell.case].copies
-    arms = [_arm(arm, copies, profile, machine, look) for arm in cell.arms]
+    arms = [_arm(arm, copies, profile, machine, look, deadline) for arm in cell.arms]
     if arms[0].skipped and not cell.arms[0].skipped:
         arms = [arm if arm.skipped else replace(arm, skipped=arms[0].skipped) for arm in arms]
     return replace(cell, arms=tuple(arms))
 
 
-def _arm(arm: ArmPlan, copies: int, profile: Profile, machine: Machine, look: Look) -> ArmPlan:
+def _arm(arm: ArmPlan, copies: int, profile: Profile, machine: Machine, look: Look, deadline: float | None) -> ArmPlan:
     known = None if arm.skipped else look(arm)
     if known is None:
         return arm
     facts, base_mb = known
-    found, reference = best(facts, layout_of(arm.settings, profile, copies, base_mb), profile, machine)
-    settings = arm.settings if copies else {**arm.settings, "reference": reference}
-    return replace(arm, memory=found, settings=settings, skipped=too_much(found, profile, machine))
+    layout = layout_of(arm.settings, profile, copies, base_mb)
+    found, reference = best(facts, layout, profile, machine)
+    made = replace(arm, memory=found, skipped=too_much(found, profile, machine))
+    if made.skipped and not copies:
+        made = replace(made, skipped=made.skipped + would_fit(facts, layout, profile, machine))
+    if arm.settings["model"]["scale"] == "full":
+        layout = replace(layout, reference=reference)  # type: ignore[arg-type]
+        made = replace(made, expected_s=duration.seconds(facts, layout, machine.cores))
+        if deadline is None:
+            made = replace(made, deadline=duration.deadline(facts, layout, machine.cores, arm.deadline))
+        if not copies:
+            made = replace(made, settings={**arm.settings, "reference": reference})
+    return made
+
+
+def would_fit(facts: Facts, layout: Layout, profile: Profile, machine: Machine) -> str:
+    """``; with model.config.num_hidden_layers=6 (of 40) it would need 11.9``: the most layers that fit, in words."""
+    low, high = 0, facts.layers - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        found, _ = best(with_layers(facts, middle), layout, profile, machine)
+        low, high = (middle, high) if too_much(found, profile, machine) is None else (low, middle - 1)
+    if not low:
+        return ""
+    found, _ = best(with_layers(facts, low), layout, profile, machine)
+    return (
+        f"; cut to model.config.num_hidden_layers={low} of {facts.layers} it would need "
+        f"{found.host_node / GIB:.1f} GiB on the host"
+        + (f" and {found.device_rank / GIB:.1f} a rank on the device" if found.device else "")
+    )
+
+
+def with_layers(facts: Facts, layers: int) -> Facts:
+    """The same model with fewer layers."""
+    left = layers / max(facts.layers, 1)
+    inside = facts.layers * facts.layer
+    parameters = facts.parameters - inside + layers * facts.layer
+    trainable = round(facts.trainable * left) if facts.trainable < facts.parameters else parameters
+    split = facts.split - round(inside * (1 - left))
+    # What the head needs stays; of what the layers keep, a part.
+    sizes = {size: round(found * left) for size, found in facts.activations.items()}
+    return replace(facts, layers=layers, parameters=parameters, trainable=trainable, split=split, activations=sizes)
 
 
 def layout_of(settings: Mapping[str, Any], profile: Profile, copies: int, base_mb: float) -> Layout:
@@ -58,7 +103,7 @@ def best(facts: Facts, layout: Layout, profile: Profile, machine: Machine) -> tu
         found[where] = plan(facts, replace(layout, reference=where))  # type: ignore[arg-type]
         if too_much(found[where], profile, machine) is None:
             return found[where], where
-    return found["layers"], "layers"
+    return found["turns"], "turns"
 
 
 def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | None:
@@ -75,6 +120,10 @@ def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | Non
         return (
             f"needs {found.host_node / GIB:.1f} GiB on the host for {ranks} (the fullest while {full.name}: "
             f"{words(full)}); this machine has {machine.memory_gb:g}"
+        )
+    if machine.disk_gb is not None and found.disk > machine.disk_gb * GIB:
+        return (
+            f"needs {found.disk / GIB:.1f} GiB of disk for the reference and a checkpoint; {machine.disk_gb:g} are free"
         )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from harness.catalogue import Catalogue
 from harness.hardware import Machine
@@ -21,9 +22,10 @@ def lay_over(
     machine: Machine,
     ask: bool,
     cold: bool = False,
+    deadline: float | None = None,
 ) -> tuple[list[CellPlan], list[str]]:
     """The plans with their memory, and what could not be found out. ``ask``: the stacks, for what is not known yet
-    (seconds, once); otherwise only what is. ``cold``: everything is launched from cold."""
+    (seconds, once); otherwise only what is. ``cold``: everything is launched from cold. ``deadline``: the user's."""
     known = {name: Known(stack) for name, stack in stacks.items()}
     # Fake tensors have no data: a simulated case holds nothing of its model.
     held = [plan for plan in plans if not catalogue.cases[plan.cell.case].simulated]
@@ -43,8 +45,5 @@ def lay_over(
         base = known[arm.stack].base_mb(imports_of(catalogue, catalogue.cases[case], arm), start) if facts else None
         return (facts, base) if facts and base else None
 
-    found = [
-        fitted(plan, catalogue, plan.profile, machine, lambda arm, case=plan.cell.case: look(case, arm))  # type: ignore[misc]
-        for plan in plans
-    ]
+    found = [fitted(plan, catalogue, plan.profile, machine, partial(look, plan.cell.case), deadline) for plan in plans]
     return found, problems

@@ -42,6 +42,7 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> tuple[Pro
         memory_gb=spec.memory_gb or MEMORY_PER_GPU_GB * spec.gpus,
         left_out=(),
         meant=(),
+        disk_gb=None,
         cpu=f"not this machine: {name} as conf/hardware describes it",
     )
     return Profile(name, "cuda", backend, gpus), there, True

@@ -52,7 +52,8 @@ def _memory(seen: list[Mapping[str, Any]]) -> float | None:
 def expect(known: Recorded, key: str, arm: ArmPlan) -> Took:
     """What to expect of one attempt. One that was never measured counts as long: it may be, and shall not come last."""
     took = known.get((key, arm.arm))
-    seconds = took.seconds if took else max([UNKNOWN_S, *(each.seconds for each in known.values())])
+    unknown = max([UNKNOWN_S, arm.expected_s or 0.0, *(each.seconds for each in known.values())])
+    seconds = took.seconds if took else unknown
     planned = arm.memory.host_node / GIB if arm.memory else MEMORY_PER_RANK_GB * arm.world_size
     memory = (took.memory_gb if took else None) or planned
     return Took(min(seconds, arm.deadline), memory)

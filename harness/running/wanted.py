@@ -79,7 +79,8 @@ class Wanted:
         if self.build and self.settings.weights.value == "hub":
             plans = with_weights(plans, self.stacks)
         cold = self.settings.launcher.value == "torchrun"
-        plans, problems = lay_over(plans, self.catalogue, usable, self.machine, self.ask_models, cold)
+        own = self.settings.deadline
+        plans, problems = lay_over(plans, self.catalogue, usable, self.machine, self.ask_models, cold, own)
         self.unplanned += problems
         return plans
 

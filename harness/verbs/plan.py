@@ -17,9 +17,6 @@ from harness.running import recorded, schedule, session
 from harness.running.simulate import Ended, forecast
 from harness.store import Store
 
-LEAST_S = 30.0  # assumed of a full-size attempt that was never measured, beside what its weights take to be drawn
-DRAWN_PER_S = 60e6  # elements: random weights, on one core
-
 
 def main(args: argparse.Namespace) -> int:
     prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
@@ -32,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
             rows.append(_row(plan.cell, arm, _measured(known.get(key, []), arm)))
             if not arm.skipped:
                 wanted = recorded.expect(took, key, arm)
-                seconds = wanted.seconds if (key, arm.arm) in took else _assumed(arm)
+                seconds = wanted.seconds if (key, arm.arm) in took else arm.expected_s or wanted.seconds
                 tasks += [
                     schedule.Task(number, arm.arm, index, seconds, arm.gpus, wanted.memory_gb or 0.0)
                     for index in range(arm.repeat)
@@ -53,12 +50,6 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _assumed(arm: ArmPlan) -> float:
-    """Seconds of an attempt that nobody has measured: by how much memory it fills; at most its deadline."""
-    elements = arm.memory.host_node / 4 if arm.memory else 0
-    return min(arm.deadline, LEAST_S + elements / DRAWN_PER_S)
-
-
 def _measured(documents: list[dict[str, Any]], arm: ArmPlan) -> float | None:
     """The largest recorded peak of a rank (MiB) on the host, of the latest document of this stack."""
     own = [d for d in documents if d["stack"]["name"] == arm.stack and d["arms"].get(arm.arm, {}).get("attempts")]
@@ -72,7 +63,8 @@ def _row(cell: Any, arm: ArmPlan, measured: float | None) -> dict[str, Any]:
     return {
         "case": cell.case, "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "arm": arm.arm,
         "ranks": arm.world_size, "planned": arm.memory.to_json() if arm.memory else None,
-        "reference": arm.settings.get("reference"), "measured_mb": measured, "skipped": arm.skipped,
+        "reference": arm.settings.get("reference"), "deadline_s": arm.deadline,
+        "measured_mb": measured, "skipped": arm.skipped,
     }  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class Reference:
 
     The first two ranks of a node share the work, the plain run and the perturbed one, and leave what they found in the
     attempt's folder, tensor by tensor; nobody waits for it before the first check. Where the memory plan says that
-    there is not room for two (settings ``reference``: "turns", "layers"), the first rank does both.
+    there is not room for two (settings ``reference``: "turns"), the first rank does both.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Reference:
         where = str(run.settings.get("reference") or "host")
         local = int(os.environ.get("LOCAL_RANK", "0")) if run.world_size > 1 else 0
         helpers = min(2, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size)))) if run.world_size > 1 else 1
-        if where in ("turns", "layers"):
+        if where == "turns":
             helpers = 1
         token = os.environ.get("MASTER_PORT", "0") if run.world_size > 1 else "one"
         self._folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}"
@@ -206,9 +206,8 @@ class Reference:
                 for name, parameter in model.named_parameters():
                     if when == "first" or parameter.requires_grad:
                         shelf.put(name, parameter)
-                    value = start.value(name)
-                    found[when][name] = norm(parameter, value)
-                    found["values"][name] = unit(value.dtype) / 4 * norm(value)
+                    found[when][name] = norm(parameter, start.value(name)) if parameter.requires_grad else 0.0
+                    found["values"][name] = unit(parameter.dtype) / 4 * norm(parameter)
                 shelf.close()
 
         found["losses"] = train_alone(start, loss_at, self.steps, self.lr, after)
@@ -223,6 +222,8 @@ class Reference:
                 plain = self.after(when)
                 found[when] = {
                     name: norm(parameter, off.value(name), plain[name], start.value(name))
+                    if parameter.requires_grad
+                    else 0.0
                     for name, parameter in model.named_parameters()
                 }
 

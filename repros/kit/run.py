@@ -30,6 +30,7 @@ import argparse
 import ctypes
 import faulthandler
 import json
+import resource
 import signal
 import tempfile
 import time
@@ -117,9 +118,16 @@ class Run:
 
     def phase(self, name: str) -> None:
         """Names what the rank is doing now; kept in the record, so that an error says where it happened."""
+        if self.model.get("scale") == "full":
+            self._peak()
         self.record.data["phase"] = name
         if self.witness is not None:
             self.witness.phase(name)
+
+    def _peak(self) -> None:
+        """How much memory this rank has held at most until its phase ended: a fact, to be read beside the plan."""
+        peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        self.record.data["facts"].setdefault("peak_mb", {})[self.record.data["phase"]] = peak
 
     def metric(self, name: str, value: float) -> None:
         self.record.data["metrics"][name] = value
@@ -238,6 +246,16 @@ def _release(package: str) -> tuple[int, ...]:
         return ()
 
 
+def give_memory_back() -> None:
+    """Blocks of a MiB and more go back to the system when they are freed (glibc). By itself it raises that size to 32
+    MiB as such blocks are freed, and a layer's weights then stay with the process for good: a plan of phases, each of
+    which is gone when the next one begins, would be wrong by the sum of them."""
+    try:
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
+    except (OSError, AttributeError):
+        pass  # not glibc
+
+
 def die_with_parent() -> None:
     """SIGKILL this rank when its launcher dies (Linux): nothing may keep a GPU after the harness is gone."""
     try:
@@ -336,6 +354,8 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
     code = 1
     try:
         pin_float32()
+        if settings["model"].get("scale") == "full":
+            give_memory_back()
         run = Run(settings, record, witness)
         if settings["process_group"]:
             run.phase("init_process_group")
