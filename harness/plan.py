@@ -145,7 +145,8 @@ class Planner:
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
-        wrong = wrong_ranks(case, cell.ranks) or wrong_hardware(case, settings, strategy, profile)
+        wrong = wrong_ranks(case, cell.ranks) or wrong_tp_size(strategy, settings)
+        wrong = wrong or wrong_hardware(case, settings, strategy, profile)
         wrong = wrong or wrong_strategy(case, settings)
         if wrong:
             return wrong
@@ -185,6 +186,14 @@ def wrong_ranks(case: Case, ranks: int) -> str | None:
     if ranks != case.launch.world_size and not case.scales:
         return f"is about {case.launch.world_size} rank(s) (the case does not declare `scales`); ranks={ranks}"
     return None
+
+
+def wrong_tp_size(strategy: Strategy, settings: Mapping[str, Any]) -> str | None:
+    """Why a size that was asked for would not be what is measured, or None."""
+    size, ranks = settings["tp_size"], settings["world_size"]
+    if not strategy.divides:
+        return f"strategy {strategy.slug} has no tensor parallelism; tp_size={size}" if size > 1 else None
+    return None if size == ranks else f"tensor parallelism is over all ranks here; tp_size={size} with {ranks} ranks"
 
 
 def wrong_hardware(case: Case, settings: Mapping[str, Any], strategy: Strategy, profile: Profile) -> str | None:

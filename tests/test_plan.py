@@ -197,6 +197,24 @@ def test_too_few_ranks_are_a_skip_and_never_a_verdict(case: str, ranks: int) -> 
             assert arm.skipped or arm.world_size == (found.arms[arm.arm].world_size or ranks)
 
 
+@pytest.mark.parametrize(
+    ("words", "tp_size", "why"),
+    [
+        (("strategy=tp",), 4, "over all ranks here; tp_size=4 with 2 ranks"),
+        (("strategy=tp",), 1, "over all ranks here; tp_size=1 with 2 ranks"),
+        (("strategy=ddp",), 2, "strategy ddp has no tensor parallelism"),
+        (("strategy=tp",), 2, None),
+        (("strategy=tp", "ranks=4"), 4, None),
+        (("strategy=tp", "ranks=4"), None, None),
+    ],
+)
+def test_nothing_is_stored_under_a_tp_size_that_was_not_measured(
+    words: tuple[str, ...], tp_size: int | None, why: str | None
+) -> None:
+    (found,) = plans("case=train-step", "model=qwen1.5-0.5b", *words, settings=RunSettings(tp_size=tp_size))
+    assert found.skipped is None if why is None else why in str(found.skipped)
+
+
 def test_a_control_that_cannot_exist_is_skipped_by_its_heads() -> None:
     plan = plans("case=train-step", "strategy=tp", "model=qwen2.5-0.5b", "ranks=8")[0]
     assert plan.skipped == "14 attention heads do not divide over 8 ranks"
