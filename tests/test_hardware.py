@@ -12,7 +12,8 @@ from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
 
 from harness import catalogue
 from harness.errors import ConfigError
-from harness.hardware import Machine, cgroup_limits, detect, settle, states
+from harness.hardware import Machine, cgroup_limits, detect, settle, settle_all, states
+from harness.hardware.around import warnings
 from harness.hardware.nvml import Nvml, without_peers
 from harness.launch.attempt import RUN_TOKEN
 
@@ -149,6 +150,19 @@ def test_the_cpu_where_there_is_no_gpu_or_none_is_wished(
     nvml: FakeNvml, env: dict[str, str], files: dict[str, str], look: Look, root: Root
 ) -> None:
     assert settle("auto", KNOWN, look(nvml, root(**files), **env)).name == "cpu"
+
+
+def test_ranks_do_not_share_a_card_that_lets_one_process_in(look: Look) -> None:
+    """Two ranks on it failed in set_device, attempt after attempt."""
+    exclusive, usual = look(FakeNvml([Card(mode="exclusive_process")])), look(FakeNvml([Card()]))
+    assert [profile.name for profile in settle_all(["auto"], KNOWN, usual)] == ["gpu1", "gpu1-shared", "cpu"]
+    found = settle_all(["auto"], KNOWN, exclusive)
+    assert [profile.name for profile in found] == ["gpu1", "cpu"]
+    assert warnings(found[0], 4096) == [
+        "GPU 0 is in exclusive_process mode: ranks cannot share it (nvidia-smi -c 0)",
+    ]
+    with pytest.raises(ConfigError, match="compute mode is exclusive_process, so that ranks cannot share it"):
+        settle("gpu1-shared", KNOWN, exclusive)
 
 
 def test_a_gpu_profile_says_why_cards_are_not_usable(look: Look) -> None:

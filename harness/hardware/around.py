@@ -29,6 +29,9 @@ def warnings(profile: Profile, shm: int | None) -> list[str]:
     if profile.backend == "nccl" and len(profile.gpus) > 1 and (shm or 0) < SHM_MB:
         have = "is missing" if shm is None else f"has {shm} MiB"
         found.append(f"/dev/shm {have}; NCCL needs shared memory (in Docker: --shm-size=1g or --ipc=host)")
+    if len(profile.gpus) == 1 and not profile.shared and profile.gpus[0].mode.startswith("exclusive"):
+        gpu = profile.gpus[0]
+        found.append(f"GPU {gpu.index} is in {gpu.mode} mode: ranks cannot share it (nvidia-smi -c 0)")
     slow = [gpu.index for gpu in profile.gpus if gpu.persistence is False]
     if slow:
         found.append(f"persistence mode is off on {gpus_named(slow)}: attempts wait for the driver (nvidia-smi -pm 1)")

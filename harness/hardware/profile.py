@@ -47,10 +47,12 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     if spec.accelerator == "cpu":
         return Profile(name, "cpu", "gloo")
     fitting = [gpu for gpu in machine.gpus if _fits(spec, gpu)]
+    alone = [str(_alone(gpu)) for gpu in fitting if spec.shared and _alone(gpu)]
+    fitting = [] if alone else fitting
     if len(fitting) < spec.gpus:
         kind = f"{spec.gpu_name} " if spec.gpu_name else ""
         have = ", ".join(gpu.name for gpu in machine.gpus) or machine.nvml_error or "none"
-        why = [str(card) for card in machine.left_out] or list(machine.meant)
+        why = [*alone, *map(str, machine.left_out)] or list(machine.meant)
         why += [machine.unseen] if machine.unseen and machine.unseen not in why else []
         raise HardwareError(
             f"hardware={name} needs {spec.gpus} {kind}GPU{'s' if spec.gpus != 1 else ''}; this machine has: {have}. "
@@ -69,8 +71,16 @@ def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machin
     first = settle("auto", known, machine)
     if first.accelerator == "cpu":
         return [first]
-    one = [spec.slug for spec in known.values() if spec.shared and len(machine.gpus) == spec.gpus]
+    able = not any(_alone(gpu) for gpu in machine.gpus)
+    one = [spec.slug for spec in known.values() if spec.shared and len(machine.gpus) == spec.gpus and able]
     return [first, *(settle(name, known, machine) for name in (*one, "cpu"))]
+
+
+def _alone(gpu: Gpu) -> str | None:
+    """Why two processes cannot be on the card at once, or None."""
+    if not gpu.mode.startswith("exclusive"):
+        return None
+    return f"GPU {gpu.index}: its compute mode is {gpu.mode}, so that ranks cannot share it (nvidia-smi -c 0)"
 
 
 def _fits(spec: Hardware, gpu: Gpu) -> bool:
