@@ -84,7 +84,11 @@ def observation(*ranks: dict[str, Any], infra: Any = None, **attempt: Any) -> di
         "cpu_s": 30.0, "deadline_s": 120, "timed_out": False, "interrupted": False, "leftover": [], "seed": 0,
         "settings": {},
     }  # fmt: skip
-    return copy.deepcopy({"schema": 1, "attempt": {**made, **attempt}, "infra": infra, "ranks": list(ranks)})
+    made = copy.deepcopy({"schema": 1, "attempt": {**made, **attempt}, "infra": infra, "ranks": list(ranks)})
+    for rank in made["ranks"]:  # record() is of two ranks
+        if isinstance(rank, dict) and isinstance(rank.get("record"), dict) and "world_size" in rank["record"]:
+            rank["record"]["world_size"] = made["attempt"]["world_size"]
+    return made
 
 
 EXCEPTION = {
@@ -134,6 +138,11 @@ def outcome(name: str, reason: str = "because", **changes: Any) -> Outcome:
     return Outcome(name, reason, **changes)  # type: ignore[arg-type]
 
 
+def _named(seen: dict[str, Any], name: str) -> dict[str, Any]:
+    """The observation as that of an attempt of its own."""
+    return {**seen, "attempt": {**seen["attempt"], "id": name}} if "attempt" in seen else seen
+
+
 def document(
     arms: dict[str, list[tuple[str, dict[str, Any]]] | str],
     verdicts: dict[str, str] | None = None,
@@ -154,7 +163,8 @@ def document(
                 "skipped": attempts if isinstance(attempts, str) else None,
                 "settings": {},
                 "attempts": [] if isinstance(attempts, str) else [
-                    {"observation": seen, "outcome": outcome(result).to_json()} for result, seen in attempts
+                    {"observation": _named(seen, f"{name}-{index}"), "outcome": outcome(result).to_json()}
+                    for index, (result, seen) in enumerate(attempts)
                 ],
             }
             for name, attempts in arms.items()

@@ -122,10 +122,15 @@ def test_a_check_that_was_made_twice_does_not_count() -> None:
 
 @pytest.mark.parametrize(("pid", "wrote", "says"), [(7, 0, "process 1, the rank was process 7"), (1, 1, "says rank 1")])
 def test_a_record_of_another_process_does_not_count(pid: int, wrote: int, says: str) -> None:
-    seen = [ok(0, pid=pid, record=record(wrote)), ok(1, pid=1)]
+    seen = [ok(0, pid=pid, record=record(wrote)), ok(1, pid=2, record=record(1, pid=2))]
     found = grade(CASE, "broken", observation(*seen), [CASE])
     assert found.outcome == "infra" and says in found.reason
-    assert grade(CASE, "broken", observation(ok(0, pid=1), ok(1, pid=1)), [CASE]).outcome == "clean"
+    assert (
+        grade(CASE, "broken", observation(ok(0, pid=1), ok(1, pid=2, record=record(1, pid=2))), [CASE]).outcome
+        == "clean"
+    )
+    alike = grade(CASE, "broken", observation(ok(0, pid=1), ok(1, pid=1)), [CASE])
+    assert alike.reason == "no-proof: ranks 0 and 1 are one process"
 
 
 def test_all_failed_checks_are_in_the_reason_the_worst_first() -> None:

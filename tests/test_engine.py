@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,15 +51,19 @@ FIRES = {
 
 def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
     proof = CATALOGUE.cases[attempt.settings["case"]].proof
-    checks = [{"name": name, "passed": True, "got": 0, "want": 0, "tolerance": 0} for name in proof.checks]
+    count, now = attempt.settings["steps"], time.time()
+    checks = [
+        {"name": name, "passed": True, "got": count, "want": count, "tolerance": 0, "at": 0.5} for name in proof.checks
+    ]
     ranks = [
         {
             "rank": rank, "exit_code": 1 if error else 0, "signal": None, "ended_by": "self", "log_tail": "",
             "stack": None,
             "record": {
-                "schema": 1, "rank": rank, "done": not error, "exception": error, "checks": [] if error else checks,
-                "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": 0.0,
-                "ended": 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
+                "schema": 2, "rank": rank, "done": not error, "exception": error, "checks": [] if error else checks,
+                "done_at": 0.9,
+                "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": now,
+                "ended": now + 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
                 **as_promised(attempt.settings, attempt.world_size, proof.in_force),
             },
         }
@@ -66,7 +71,8 @@ def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) ->
     ]  # fmt: skip
     about = {
         "id": attempt.id, "launcher": "fake", "command": [], "torchrun": "torchrun", "backend": "gloo",
-        "world_size": attempt.world_size, "started": 0.0, "ended": 1.0, "wall_s": 1.0, "cpu_s": 0.2, "deadline_s": 1.0,
+        "world_size": attempt.world_size, "started": now, "ended": now + 1.0, "wall_s": 1.0, "cpu_s": 0.2,
+        "deadline_s": 1.0,
         "timed_out": False, "interrupted": False, "leftover": [], "seed": 0, "settings": attempt.settings, **extra,
     }  # fmt: skip
     return {"schema": 1, "attempt": about, "infra": None, "ranks": ranks}

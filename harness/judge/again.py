@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from harness.judge import facts, grade, verdict
+from harness.judge import facts, genuine, grade, verdict
 from harness.judge.evidence import items, mapping, text
 from harness.judge.expect import as_expected
 from harness.judge.grade import Outcome
@@ -41,7 +41,7 @@ def judged_again(documents: Iterable[Mapping[str, Any]], cases: Mapping[str, Cas
         if document.get("case") not in cases:
             continue
         where = str(document.get("path") or document.get("key"))
-        wrong = contradiction(document)
+        wrong = contradiction(document) or genuine.contradiction(document, cases[document["case"]])
         if wrong:
             found.notes.append(f"{where}: left out: {wrong}")
             continue

@@ -219,6 +219,8 @@ class Rank:
     def __init__(self, data: Mapping[str, Any], position: int) -> None:
         number_ = data.get("rank")
         self.rank: int = number_ if isinstance(number_, int) and not isinstance(number_, bool) else position
+        pid = data.get("pid")
+        self.pid: int | None = pid if isinstance(pid, int) and not isinstance(pid, bool) else None
         code = data.get("exit_code")
         self.exit_code: int | None = code if isinstance(code, int) and not isinstance(code, bool) else None
         self.signal = text(data.get("signal"))
@@ -343,11 +345,14 @@ class Attempt:
         self.backend = text(attempt.get("backend"))
         self.timed_out = attempt.get("timed_out") is True
         self.interrupted = attempt.get("interrupted") is True
+        self.started = number(attempt.get("started"))
         self.deadline = number(attempt.get("deadline_s"))
         self.hang = mapping(attempt.get("hang"))  # how the launcher found the hang; an older one did not say
         self.settings = mapping(attempt.get("settings"))
         self.strategy = text(mapping(self.settings.get("strategy")).get("slug"))
         self.planned = mapping(attempt.get("versions"))  # the releases that it was planned with
+        # Made by an engine of today: its strategy's settings hold promises.
+        self.recent = "versions" in attempt or "fingerprint" in attempt
         self.accelerator = text(mapping(attempt.get("settings")).get("device"))
         self.infra = data.get("infra")
         found = [Rank(item, position) for position, item in enumerate(items(data.get("ranks")))]

@@ -4,7 +4,8 @@ The order of judgement, first match wins:
 
 1. the infrastructure failed, the user interrupted it, the stack was another,
    ranks were still starting or moved when the time was over, a record is not its
-   rank's own, or the script itself failed first (harness/judge/own.py)            -> infra
+   rank's own (harness/judge/genuine.py), or the script itself failed first
+   (harness/judge/own.py)                                                          -> infra
 2. a signature of the case itself is recognised (also on a run that finished)     -> fires,
    or infra where no rank has read what the arm changes: it changes nothing
 3. another case's failure is recognised                                           -> other_error, which names it
@@ -29,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-from harness.judge import in_force, looks
+from harness.judge import genuine, in_force, looks
 from harness.judge.evidence import Attempt, Rank, mapping, text
 from harness.judge.own import script_fails
 from harness.judge.peers import Failure, Failures, died_of, failures_of
@@ -110,7 +111,9 @@ def grade(
     failures = failures_of(attempt)
     primary = _primary(failures.first)
     recognised = _recognise(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
-    infra = _infra(attempt) or _stack_changed(attempt, attempt.planned) or _stack_changed(attempt, planned or {})
+    infra = (
+        _infra(case, arm, attempt) or _stack_changed(attempt, attempt.planned) or _stack_changed(attempt, planned or {})
+    )
     if infra:
         return Outcome("infra", infra, recognised, primary)
     mistake = script_fails(attempt, failures)
@@ -204,6 +207,9 @@ def _not_proven(case: Case, attempt: Attempt) -> str:
         for check in rank.checks:
             if check.state == "void":
                 return _line(f"check {check.name} on rank {rank.rank} says nothing: {check.says}")
+    steps = genuine.other_steps(attempt)
+    if steps:
+        return steps
     names = {name: None for rank in asked for name in rank.asked(case.proof.checks, attempt.settings)}
     for name in names:
         owing = (rank for rank in asked if name in rank.asked(case.proof.checks, attempt.settings))
@@ -234,7 +240,7 @@ def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
     return tuple(found)
 
 
-def _infra(attempt: Attempt) -> str | None:
+def _infra(case: Case, arm: str, attempt: Attempt) -> str | None:
     if attempt.interrupted:
         return "interrupted"
     if attempt.infra is not None and attempt.infra is not False:
@@ -245,6 +251,9 @@ def _infra(attempt: Attempt) -> str | None:
     for rank in attempt.ranks:
         if rank.foreign:
             return f"no-proof: rank {rank.rank}: {rank.foreign}"
+    forged = genuine.doubt(case, arm, attempt)
+    if forged:
+        return f"no-proof: {forged}"
     slow = looks.no_hang(attempt)
     return None if slow is None else f"{slow[0]}: {slow[1]}"
 
@@ -259,7 +268,8 @@ def _stack_changed(attempt: Attempt, planned: Mapping[str, Any]) -> str | None:
             want = planned.get(package)
             if want is not None and had != "unknown" and not same_release(str(want), str(had)):
                 return f"stack changed: rank {rank.rank} had {package} {had}, the plan {want}"
-    return None
+    apart = genuine.versions_apart(attempt)
+    return None if apart is None else f"stack changed: {apart}"
 
 
 def same_release(one: str, other: str) -> bool:

@@ -33,8 +33,11 @@ def _of_one(document: Document, named: Collection[str]) -> Iterable[str]:
     elif provenance.get("git_dirty") is not False:
         yield "measured on a tree with changes that are not committed"
     for name, arm in mapping(document.get("arms")).items():
-        outcomes = [text(mapping(attempt.get("outcome")).get("outcome")) for attempt in items(arm.get("attempts"))]
-        counted = sum(outcome not in NO_EVIDENCE for outcome in outcomes)
+        attempts = items(arm.get("attempts"))
+        counts = [a for a in attempts if text(mapping(a.get("outcome")).get("outcome")) not in NO_EVIDENCE]
+        counted = len({_identity(attempt, number) for number, attempt in enumerate(counts)})
+        if counted < len(counts):
+            yield f"arm {name}: an attempt is there more than once"
         if not arm.get("skipped") and counted < ATTEMPTS:
             made = f"{counted} attempt that counts" if counted == 1 else f"{counted} attempts that count"
             yield f"arm {name}: {made}; {ATTEMPTS} are the floor (repeat={ATTEMPTS})"
@@ -42,6 +45,12 @@ def _of_one(document: Document, named: Collection[str]) -> Iterable[str]:
         verdict_name = text(mapping(verdict).get("name"))
         if verdict_name in SUSPICIOUS and verdict_name not in named:
             yield f"arm {name} is {verdict_name}: {text(mapping(verdict).get('reason'))} (--take {verdict_name} if so)"
+
+
+def _identity(attempt: Mapping[str, Any], number: int) -> tuple[Any, ...]:
+    """What two attempts cannot share: their name, and when they began."""
+    made = mapping(mapping(attempt.get("observation")).get("attempt"))
+    return (made["id"], made.get("started")) if made.get("id") else (number,)
 
 
 def _machines(documents: Iterable[Document]) -> list[str]:

@@ -25,7 +25,7 @@ VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
 
 def settings(case: str, strategy: str) -> Json:
     flags = {name: flag.default for name, flag in KNOWN.cases[case].flags.items()}
-    return {"strategy": copy.deepcopy(KNOWN.raw["strategy"][strategy]), "flags": flags}
+    return {"strategy": copy.deepcopy(KNOWN.raw["strategy"][strategy]), "flags": flags, "steps": 2}
 
 
 def numbers(name: str, got: Any = 1e-7, want: Any = 0.0, tolerance: Any = 1e-6) -> Json:
@@ -157,6 +157,47 @@ def only_rank_zero_left(seen: Json) -> None:
     seen["ranks"][1] = copy.deepcopy(seen["ranks"][0])
 
 
+def all_checks(name: str, **changes: Any) -> Callable[[Json], None]:
+    """Every rank's check of that name, changed."""
+
+    def plant(seen: Json) -> None:
+        for rank in seen["ranks"]:
+            for one in rank["record"]["checks"]:
+                one.update(changes if one["name"] == name else {})
+
+    return plant
+
+
+def of_an_older_kit(seen: Json) -> None:
+    """Whose checks were believed: wrong numbers that call themselves passed."""
+    for rank in seen["ranks"]:
+        rank["record"]["schema"] = 1
+        for one in rank["record"]["checks"]:
+            one.update(got=0.9, passed=True)
+
+
+def without_promises(seen: Json) -> None:
+    del seen["attempt"]["settings"]["strategy"]["promises"]
+    without_evidence(seen)
+
+
+def one_process(seen: Json) -> None:
+    for rank in seen["ranks"]:
+        rank["pid"] = rank["record"]["pid"] = 100
+
+
+def two_releases(seen: Json) -> None:
+    """Nobody says which was planned."""
+    del seen["attempt"]["versions"]
+    seen["attempt"]["fingerprint"] = "f"
+    versions = seen["ranks"][1]["record"]["versions"]
+    seen["ranks"][1]["record"]["versions"] = {**versions, "torch": "2.12.0"}
+
+
+def settings_say(key: str, value: Any) -> Callable[[Json], None]:
+    return lambda seen: seen["attempt"]["settings"].update({key: value})
+
+
 LOOK = {"at_s": 1.0, "ended": False, "cpu_s": 1.0, "io": 10, "busy": True, "phase": "step 0", "stack": "a",
         "entered": "a", "inside": "", "spins": False}  # fmt: skip
 
@@ -165,7 +206,7 @@ def slow(seen: Json) -> None:
     """At the deadline the ranks still moved between two looks."""
     seen["attempt"].update(timed_out=True, working_s=1.0, hang={"starting": False, "never_meet": None, "limit_s": 120})
     for rank in seen["ranks"]:
-        rank.update({**ended(rank["rank"], "deadline", "SIGKILL"), "pid": 1})
+        rank.update({**ended(rank["rank"], "deadline", "SIGKILL"), "pid": None})
         rank["looks"] = [LOOK, {**LOOK, "at_s": 5.0, "cpu_s": 5.0, "io": 999, "phase": "step 1", "stack": "b"}]
 
 
@@ -213,6 +254,17 @@ TRAINING = Bench(
         Lie("shares of NaN", "P6", in_force("parameters", got="nan"), "INCONCLUSIVE.*left no evidence"),
         Lie("a rank on another transformers", "P10", last(record={"versions": {"transformers": "4.39.3"}}),
             "INCONCLUSIVE.*stack changed.*4.39.3"),
+        Lie("a record that calls itself an older kit's", "more", of_an_older_kit, "INCONCLUSIVE.*older kit's"),
+        Lie("settings without the strategy's promises", "more", without_promises, "INCONCLUSIVE.*promises"),
+        Lie("fewer steps wanted than were to be made", "more", all_checks("steps", got=1, want=1), "wanted 1, the att"),
+        Lie("nine tenths of an update as rounding", "more", all_checks("updates", got=0.9, tolerance=0.95),
+            "so wide a tolerance"),
+        Lie("one process as two ranks", "more", one_process, "INCONCLUSIVE.*one process"),
+        Lie("ranks on two releases", "more", two_releases, "INCONCLUSIVE.*stack changed.*rank 0"),
+        Lie("yesterday's record", "more", last(record={"started": -1e5}), "INCONCLUSIVE.*before the attempt"),
+        Lie("a record of one rank alone", "more", last(record={"world_size": 1}), "INCONCLUSIVE.*of 1 ranks"),
+        Lie("done, and never ended", "more", last(record={"ended": None}), "INCONCLUSIVE.*never ended"),
+        Lie("another case's attempt", "more", settings_say("case", "ddp-ready-once"), "INCONCLUSIVE.*of case ddp"),
         Lie("slow ranks as a hang", "P14", slow, "INCONCLUSIVE.*too slow"),
         Lie("an interrupted attempt that was done", "more", attempt(interrupted=True), "INCONCLUSIVE.*interrupted"),
     ),

@@ -43,6 +43,7 @@ def attempts_of(document: Json, arm: str, under: str) -> list[Json]:
     for attempt in made:
         if "fingerprint" in attempt["observation"]["attempt"]:
             attempt["observation"]["attempt"]["fingerprint"] = document["arms"][under]["fingerprint"]
+        attempt["observation"]["attempt"]["settings"] = document["arms"][under]["settings"]
     return made
 
 
@@ -195,6 +196,16 @@ STORED = Bench(
         Lie("one arm's attempts under another's name", "P12", arm_for_arm, "^(?!FIX_HOLDS)"),
         Lie("a package replaced between attempts", "P10", replaced_between, "^INCONCLUSIVE.*stack changed"),
         Lie("an arm that the case does not have", "P10", edit("case", to="no-such-case"), "^left out; claim untested"),
+        Lie("another strategy's name", "more", edit("strategy", to="fsdp2"), "^left out.*ran with strategy ddp"),
+        Lie("another model's name", "more", edit("model", to="llama-3.2-1b"), "^left out.*ran with model"),
+        Lie("tiny as full size", "more", edit("scale", to="full"), "^left out.*ran with scale tiny"),
+        Lie("random weights as real ones", "more", edit("weights", to="hub"), "^left out.*ran with weights random"),
+        Lie("two ranks as eight", "more", edit("ranks", to=8), "^left out.*ran with ranks 2"),
+        Lie("a CPU's measurement as a GPU's", "more", edit("hardware", "accelerator", to="cuda"), "^left out.*cpu"),
+        Lie("one machine's profile as another's", "more", edit("hardware", "profile", to="a100x8"), "^left out.*fold"),
+        Lie("a measurement of the future", "more", edit("provenance", "started", to=9e12), "^left out.*begun after"),
+        Lie("another arm's attempt", "more", the(FIX, "observation", "attempt", "settings", "arm", to="broken"),
+            "^INCONCLUSIVE.*attempt of arm broken"),
         Lie("an observation without ranks", "P10", the(FIX, "observation", "ranks", to=[]), "^INCONCLUSIVE"),
         Lie("an observation that is a text", "P10", the(FIX, "observation", to="clean"), "^INCONCLUSIVE"),
     ),
@@ -236,11 +247,23 @@ def _publish(plants: Sequence[Any]) -> list[str]:
         document["provenance"].update(git_commit="c0ffee", git_dirty=False)
         document["arms"] = {name: document["arms"][name] for name in ("broken", FIX)}
         for arm in document["arms"].values():
-            arm["attempts"] = [copy.deepcopy(arm["attempts"][0]) for _ in range(3)]
+            arm["attempts"] = [_another(arm["attempts"][0], number) for number in range(3)]
         more = (plant(document) or []) if plant else []
         found = judged_again([document, *more], KNOWN.cases)
         said.append("; ".join(refusals(found.documents)) or "published")
     return said
+
+
+def _another(attempt: Json, number: int) -> Json:
+    """One more attempt that came out alike."""
+    made = copy.deepcopy(attempt)
+    made["observation"]["attempt"]["id"] += f"-{number}"
+    return made
+
+
+def one_attempt_thrice(document: Json) -> None:
+    for arm in document["arms"].values():
+        arm["attempts"] = [copy.deepcopy(arm["attempts"][0]) for _ in range(3)]
 
 
 def other_machine(document: Json) -> list[Json]:
@@ -274,6 +297,7 @@ PUBLISHED = Bench(
         Lie("measured on a changed tree", "P15", edit("provenance", "git_dirty", to=True), "not committed"),
         Lie("measured outside a checkout", "P15", edit("provenance", "git_commit", to=None), "outside a checkout"),
         Lie("an arm with one attempt", "P15", one_attempt, "arm broken: 1 attempt that counts"),
+        Lie("one attempt three times", "P15", one_attempt_thrice, "an attempt is there more than once"),
         Lie("infra that calls itself clean", "P15", two_of_three_lost, f"arm {FIX}: 1 attempt that counts"),
         Lie("two machines under one profile", "P15", other_machine, "another machine"),
         Lie("a broken arm that never fired, with a fix that fails", "P15",

@@ -1,0 +1,130 @@
+"""Whether an attempt's records can be what its own ranks left, and what its settings asked for. Pure.
+
+A forgery that is consistent in everything (records, settings, versions, fingerprint, times) is believed: records are
+not signed. What contradicts itself is no evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from harness.judge.evidence import Attempt, Rank, items, mapping, number, text
+from harness.schema import Case
+
+NEWER = ("done_at",)  # what records of schema 1 do not hold
+SKEW_S = 60.0  # by how much the clocks of a node's ranks and of the controller may disagree
+
+
+def doubt(case: Case, arm: str, attempt: Attempt) -> str | None:
+    """The first reason why the attempt's records are not what they say; None where there is none."""
+    said = attempt.settings
+    for key, here in (("case", case.slug), ("arm", arm)):
+        if said.get(key) not in (None, here):
+            return f"it is an attempt of {key} {said.get(key)}, not {here}"
+    if attempt.recent and said.get("strategy") and "promises" not in mapping(said.get("strategy")):
+        return "its settings hold none of the strategy's promises"
+    pids: dict[int, int] = {}
+    for rank in attempt.ranks:
+        if rank.pid is not None and rank.pid in pids:
+            return f"ranks {pids[rank.pid]} and {rank.rank} are one process"
+        if rank.pid is not None:
+            pids[rank.pid] = rank.rank
+        problem = _of_rank(rank, attempt)
+        if problem:
+            return f"rank {rank.rank}: {problem}"
+    return None
+
+
+def _of_rank(rank: Rank, attempt: Attempt) -> str | None:
+    record = rank.record
+    if not record:
+        return None
+    began = number(record.get("started"))
+    if began is not None and attempt.started is not None and began < attempt.started - SKEW_S:
+        return f"its record was begun {attempt.started - began:.0f} s before the attempt"
+    size = record.get("world_size")
+    if size is not None and attempt.world_size and size != attempt.world_size:
+        return f"its record is of {size} ranks, the attempt of {attempt.world_size}"
+    if rank.schema == 1:
+        newer = [key for key in NEWER if key in record]
+        return f"its record says that it is an older kit's, and holds {newer[0]}" if newer else None
+    if rank.done and rank.at is None:
+        return "its record says done, and was never ended"
+    return None
+
+
+def versions_apart(attempt: Attempt) -> str | None:
+    """Two ranks of one attempt on different releases."""
+    seen: dict[str, tuple[str, int]] = {}
+    for rank in attempt.ranks:
+        for package, had in mapping(rank.record.get("versions")).items():
+            first, where = seen.setdefault(str(package), (str(had), rank.rank))
+            if "unknown" not in (first, str(had)) and first != str(had):
+                return f"rank {rank.rank} had {package} {had}, rank {where} {first}"
+    return None
+
+
+def other_steps(attempt: Attempt) -> str | None:
+    """A count of steps that was compared with another number than the attempt was to make."""
+    asked = attempt.settings.get("steps")
+    for rank in attempt.ranks:
+        for check in items(rank.record.get("checks")) if rank.schema > 1 else []:
+            if asked is not None and text(check.get("name")) == "steps" and check.get("want") != asked:
+                return f"check steps on rank {rank.rank} wanted {check.get('want')}, the attempt {asked}"
+    return None
+
+
+def contradiction(document: Mapping[str, object], case: Case) -> str | None:
+    """Where what a document says of itself is not what its attempts ran with, in words; else None."""
+    hardware, provenance = mapping(document.get("hardware")), mapping(document.get("provenance"))
+    ended = [-1.0]
+    folders = PurePath(text(document.get("path"))).parts[-4:]  # profile/stack/case/cell.json
+    profile = text(hardware.get("profile"))
+    if len(folders) == 4 and folders[2] == case.slug and profile and folders[0] != profile:
+        return f"its folder says {folders[0]}, and its hardware {profile}"
+    for name, arm in mapping(document.get("arms")).items():
+        for attempt in items(mapping(arm).get("attempts")):
+            made = mapping(mapping(attempt.get("observation")).get("attempt"))
+            wrong = _of_attempt(document, name, mapping(arm), mapping(made.get("settings")), hardware)
+            if wrong:
+                return f"arm {name}: {wrong}"
+            ended.append(number(made.get("ended")) or -1.0)
+    started = number(provenance.get("started"))
+    if started is not None and max(ended) >= 0 and started > max(ended) + SKEW_S:
+        return "it says that it was begun after its last attempt had ended"
+    if document.get("simulated") is None and case.simulated:
+        return f"case {case.slug} is simulated, and it does not say so"
+    return None
+
+
+def _of_attempt(
+    document: Mapping[str, object],
+    name: str,
+    arm: Mapping[str, object],
+    ran: Mapping[str, object],
+    hardware: Mapping[str, object],
+) -> str | None:
+    planned = mapping(arm.get("settings"))
+    for key in sorted(set(ran) & set(planned)):
+        if ran[key] != planned[key]:
+            return f"its {key} is not what its attempt ran with"
+    device, accelerator = text(ran.get("device")), text(hardware.get("accelerator"))
+    if device in ("cpu", "cuda") and accelerator and device != accelerator:
+        return f"it ran on {device}, the document says {accelerator}"
+    if name not in ("broken", "control"):
+        return None  # a fix may be a change of axis
+    model, strategy = mapping(ran.get("model")), mapping(ran.get("strategy"))
+    axes = (
+        ("model", model.get("slug")), ("strategy", strategy.get("slug")), ("scale", model.get("scale")),
+        ("weights", model.get("weights")), ("ranks", ran.get("world_size")),
+    )  # fmt: skip
+    for axis, had in axes:
+        said = document.get(axis)
+        if said is not None and had is not None and said != had:
+            return f"it ran with {axis} {had}, the document says {said}"
+    flags = mapping(ran.get("flags"))
+    for flag, value in mapping(document.get("flags")).items():
+        if flag in flags and flags[flag] != value:
+            return f"it ran with {flag}={flags[flag]}, the document says {value}"
+    return None
