@@ -103,7 +103,7 @@ def test_a_case_that_cannot_be_imported_is_named_and_the_others_go_on(
     for folder in ("conf", "repros"):
         shutil.copytree(Path(__file__).parents[1] / folder, root / folder)
     about = yaml.safe_load((root / "conf/case/ddp-module-bypass.yaml").read_text(encoding="utf-8"))
-    about |= {"slug": "lacking", "script": "lacking.py", "expect": []}
+    about |= {"slug": "lacking", "script": "lacking.py"}
     about["launch"]["imports"] = ["no_such_package"]
     (root / "conf/case/lacking.yaml").write_text(yaml.safe_dump(about), encoding="utf-8")
     (root / "repros/lacking.py").write_text("import no_such_package\n", encoding="utf-8")

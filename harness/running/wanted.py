@@ -70,9 +70,9 @@ class Wanted:
             self._resolve(name)
         self._ask(cells)
         usable: dict[str, Stack] = dict(self.stacks)
-        if any(self._compiles(cell) for cell in cells):
-            for name in (named | self._stacks_of_arms(cells)) & usable.keys():
-                usable[name] = _prepared(usable[name])
+        compiling = [cell for cell in cells if cell.stack in usable and self._compiles(cell)]
+        for name in ({cell.stack for cell in compiling} | self._stacks_of_arms(compiling)) & usable.keys():
+            usable[name] = _prepared(usable[name])
         code = provenance.code_hashes(self.catalogue)
         found: Mapping[str, Stack | str] = {**usable, **self.unavailable}
         plans = Planner(self.catalogue, self.settings, self.profiles, self.machine, found, code).plan(cells)
