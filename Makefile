@@ -13,6 +13,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
+# Some machines set it: every process would then compile the whole of harness/ anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup repro-matrix gpu-proof nightly test lies lint bench claims clean
 
 help: ## this text

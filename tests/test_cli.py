@@ -26,7 +26,7 @@ def test_no_verb_that_lists_imports_torch_or_hydra() -> None:
         "bad = {'torch', 'hydra', 'transformers', 'psutil'} & set(sys.modules); "
         "sys.exit(f'imported {bad}' if bad else code)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

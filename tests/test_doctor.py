@@ -25,7 +25,7 @@ def repro(
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environ |= nvml.on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")} | (env or {})
     command = [sys.executable, "-m", "harness.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=800)
 
 
 def documents(tmp_path: Path) -> list[dict[str, Any]]:

@@ -254,7 +254,7 @@ def test_interrupted_attempts_are_no_answers(tmp_path: Path) -> None:
     def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
         if attempt.settings["arm"] == "root-call":
             pressed.set()
-            return observation(attempt, None, interrupted=stop.wait(10))
+            return observation(attempt, None, interrupted=stop.wait(200))
 
     summary = run(tmp_path, Fake(interrupt), stop=pressed)
     assert summary.interrupted and not summary.documents
@@ -276,7 +276,7 @@ def test_a_full_disk_stops_the_run_and_is_said(tmp_path: Path, monkeypatch: pyte
 
 
 def test_attempts_side_by_side(tmp_path: Path) -> None:
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=200)
 
     def together(attempt: Attempt, stop: threading.Event) -> Any:
         if attempt.settings["arm"] != "broken":
@@ -337,7 +337,7 @@ def test_cells_that_wait_for_a_build_are_measured_after_it_and_the_others_meanwh
         measured.set()
 
     def build() -> list[Any]:
-        assert measured.wait(30)  # what is there already does not wait for what is being built
+        assert measured.wait(200)  # what is there already does not wait for what is being built
         return [others]
 
     with engine_of(tmp_path, Fake(tell), RunSettings(), "train-step") as (engine, plans):

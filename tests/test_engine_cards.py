@@ -54,7 +54,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attempts_side_by_side_each_on_cards_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card() for _ in range(4)])
     nvml.install(monkeypatch)
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=200)
     seen: list[tuple[str, ...]] = []
 
     def together(attempt: Attempt, stop: threading.Event) -> Any:
@@ -78,7 +78,7 @@ def test_a_card_that_falls_off_ends_its_attempt_which_is_made_once_more_elsewher
         used.append(attempt.gpus)
         if len(used) == 1:
             nvml.cards[0].xids.append(79)
-            assert stop.wait(20)  # its ranks would hang in a collective until the deadline
+            assert stop.wait(200)  # its ranks would hang in a collective until the deadline
             return observation(attempt, None, interrupted=True)
 
     summary = on_cards(tmp_path, nvml, Fake(fall_off))
@@ -176,7 +176,7 @@ def test_a_context_that_stays_behind_takes_its_card_out_of_the_run(
 def test_gpu_and_cpu_cells_in_one_run_each_under_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card(), Card()])
     nvml.install(monkeypatch)
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=200)
     launched: list[tuple[str, ...]] = []
 
     def together(attempt: Attempt, stop: threading.Event) -> Any:

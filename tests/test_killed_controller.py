@@ -54,7 +54,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_as_an_undisturbed_run(
     wait_for(lambda: list((tmp_path / "cache" / "state" / "runs").glob("*")))  # made when it has the results' lock
     undisturbed.send_signal(signal.SIGSTOP)  # it is at work for as long as this takes
     second = run(tmp_path, "a")  # the same results at once: refused; others: side by side
-    _, refused = second.communicate(timeout=100)
+    _, refused = second.communicate(timeout=300)
     undisturbed.send_signal(signal.SIGCONT)
     assert second.returncode == 2 and "another run is writing here" in refused
     before: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_as_an_undisturbed_run(
         victim = run(tmp_path, "b", "--resume")
         time.sleep(moments.uniform(0.5, 9))
         victim.kill()
-        victim.communicate(timeout=100)
+        victim.communicate(timeout=300)
         now = recorded(tmp_path, "b")
         assert {name: now.get(name) for name in before} == before
         before = now

@@ -136,7 +136,7 @@ def test_two_builds_at_the_same_time_make_one(conf: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code, str(conf)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    pythons = {run.communicate(timeout=120)[0].strip() for run in runs}
+    pythons = {run.communicate(timeout=600)[0].strip() for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0] and len(pythons) == 1
     assert len(list(build.stacks_dir().glob("*/env-*"))) == 1
 
@@ -349,7 +349,7 @@ def test_prune_takes_what_is_old_or_unfinished_and_leaves_what_runs(conf: Path) 
         done = prune(everything=True)
         assert done.removed == () and f"process {sleeper.pid}" in done.kept[0][1]
     finally:
-        sleeper.communicate(b"\n", timeout=30)
+        sleeper.communicate(b"\n", timeout=200)
     assert len(prune(everything=True).removed) == 1 and show() == []
 
 

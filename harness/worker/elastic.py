@@ -196,8 +196,7 @@ def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
     subprocess.Popen = Recorded  # type: ignore[misc]
     os.kill, os.killpg = noted(os.kill), noted(os.killpg)
     os.environ.update(spec["env"], REPRO_PARENT=str(os.getpid()))
-    port = spec["port"] or free_port()
-    answer: dict[str, Any] = {"ranks": [], "error": None, "finished": False, "port": port, "leftover": []}
+    answer: dict[str, Any] = {"ranks": [], "error": None, "finished": False, "port": None, "leftover": []}
 
     def up() -> None:
         write(answer_file, {**answer, "ranks": described()})
@@ -208,6 +207,8 @@ def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        # Chosen now: in the seconds that the imports take somebody else might have taken it.
+        port = answer["port"] = spec["port"] or free_port()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
