@@ -3,9 +3,11 @@
 #   TORCH=2.13.0        the torch that is installed when .venv has none, in a build that fits the NVIDIA driver where there
 #                       is one; TORCH= keeps whatever is there
 #   VENV_ARGS=--system-site-packages   use a vendor's torch (a container's) instead of installing one
+#   EXTRAS=             the controller alone, for a stack that is there already (ARGS=stack=python:/path); no network: docs/hardware.md
 #   ARGS="case=qwen15-* repeat=3"      what `repro matrix` is given
 PYTHON ?= python3
 TORCH ?= 2.13.0
+EXTRAS ?= stack,test
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -27,7 +29,7 @@ $(READY): pyproject.toml requirements/tested.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
 	@test -z "$(TORCH)" || $(BIN)/python harness/install_torch.py "$(TORCH)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e '.[stack,test]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $(READY)
 
 repro-matrix: $(READY) ## the main job: every known failure, with and without each fix (on CPU when there is no GPU)
