@@ -82,3 +82,10 @@ def test_the_makefile_keeps_torch_and_what_is_there() -> None:
     line = next(line for line in text.splitlines() if "install_torch.py" in line)
     assert 'test -z "$(TORCH)" ||' in line and '"$(TORCH)"' in line
     assert "://" not in text and "://" not in (Path(__file__).parents[1] / "harness/install_torch.py").read_text()
+
+
+@pytest.mark.parametrize(("words", "wanted"), [((), "'.[stack,test]'"), (("EXTRAS=",), "-e '.'")])
+def test_set_up_can_leave_the_stack_to_the_machine(words: tuple[str, ...], wanted: str) -> None:
+    command = ["make", "-n", "-B", "setup", "TORCH=", *words]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert wanted in done.stdout
