@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly test lies lint bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly test lies mutants lint bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -49,6 +49,9 @@ test: $(READY) ## the project's own tests
 
 lies: $(READY) ## plant what must not be believed (scripts, documents, environment, stacks); a table, 1 if one is
 	@cd tests && $(BIN)/python -m lies $(ARGS)
+
+mutants: $(READY) ## change one place at a time of what judges; its tests must fail (half an hour; ARGS="--only judge/met")
+	@$(BIN)/python -m bench.mutants $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
 	@for name in $(or $(ONLY),scale schedule launch catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done

@@ -48,10 +48,6 @@ CUTS: dict[str, list[tuple[str, str]]] = {
         ("        witness.start()\n", "        pass\n"),
     ],
     "kit/record.py": [('"packages": place.packages(),', '"packages": {},')],
-    "train_step.py": [
-        ("after = after or trained.tensors()", "pass"),
-        ("last=trained.tensors()", "last={}"),
-    ],
     "ddp_ready_once.py": [("last=full_parameters(run, wrapped)", "last={}")],
     "fsdp_tied_embeddings.py": [("last=full_parameters(run, fsdp)", "last={}")],
 }

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, document, failed, observation, ok, record
 
-from harness.judge.again import judged_again
+from harness.judge.again import contradiction, judged_again
 from harness.judge.grade import grade, same_release
 from harness.schema import Case
 
@@ -152,3 +152,14 @@ def test_nothing_written_into_verdicts_or_outcomes_changes_the_judgement(b: Any,
     before = copy.deepcopy(stored)
     assert named(stored)[0] == honest
     assert stored == before, "what was read stays as it was"
+
+
+@pytest.mark.parametrize(("package", "version"), [("torch", "2.12.0"), ("transformers", "4.39.3")])
+def test_each_release_that_a_label_names_is_compared(package: str, version: str) -> None:
+    stored = cell()
+    versions = {"torch": "2.13.0", "transformers": "5.23.0"}
+    stored["stack"] = {**stored["stack"], "versions": versions, "label": "torch2.13.0-tf5.23.0-abcdef"}
+    stored["path"] = "baseline/cpu/torch2.13.0-tf5.23.0-abcdef/some-case/m-fsdp.json"
+    assert contradiction(stored) is None
+    stored["stack"]["versions"] = {**versions, package: version}
+    assert f"says {package}" in str(contradiction(stored))

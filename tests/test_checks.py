@@ -181,3 +181,15 @@ def test_nothing_but_itself_is_the_same(value: Any) -> None:
 @given(st.dictionaries(st.sampled_from(["name", "got", "want", "tolerance", "passed", "at", "looked_at"]), JSON))
 def test_anything_can_be_judged(check: dict[str, Any]) -> None:
     judged(check, 2, 9.0)
+
+
+def test_numbers_without_a_tolerance_prove_nothing_though_they_are_equal() -> None:
+    same_number = {"name": "n", "got": 2, "want": 2, "tolerance": None, "looked_at": "x", "passed": True, "at": 1.0}
+    assert judged(same_number, done_at=2.0).state == "void"
+    assert judged({**same_number, "got": "two", "want": "two"}, done_at=2.0).state == "passed"
+
+
+def test_where_nothing_but_zero_is_wanted_half_is_no_rounding() -> None:
+    wide = {"name": "n", "got": 0.4, "want": 0.0, "tolerance": 0.5, "looked_at": "x", "passed": True, "at": 1.0}
+    assert judged(wide, done_at=2.0).state == "void"
+    assert judged({**wide, "tolerance": 0.45}, done_at=2.0).state == "passed"

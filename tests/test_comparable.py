@@ -161,3 +161,11 @@ def test_a_machine_is_what_does_not_change_from_day_to_day() -> None:
     assert machine(one) == machine(other)
     for key in ("cpu", "cores", "driver"):
         assert machine(one) != machine({**one, "hardware": {**one["hardware"], key: "other"}})
+
+
+def test_a_strategy_is_named_and_what_only_one_says_is_no_difference() -> None:
+    one = {"strategy": {"slug": "ddp"}, "steps": 2, "device": "cpu"}
+    assert "strategy ddp" in str(comparable(one, {**one, "strategy": {"slug": "fsdp"}}))
+    assert comparable(one, {"strategy": {"slug": "ddp"}, "device": "cpu"}) is None
+    assert comparable({"strategy": {"slug": "ddp"}, "device": "cpu"}, one) is None
+    assert "steps 2" in str(comparable(one, {**one, "steps": 3}))

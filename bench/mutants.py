@@ -1,0 +1,354 @@
+"""Mutation testing of what judges: ``make mutants`` (or ``python -m bench.mutants --only judge/grade,judge/met``).
+
+One place of one module is changed at a time (a comparison, a condition, a constant, a result, a call left out), and the
+fast tests of that module must fail. Nothing is written to the tree: a forked child compiles the changed source when the
+module is imported, runs the tests in itself and ends at the first failure. Where a module has more places than
+``--sample``, a sample is drawn (seeded: the same each time). Killed by its time limit counts as killed.
+
+``EXPLAINED`` says of survivors why no test can, or need, see them; whatever else survives is to get a test. Exit code 1
+where a module's share is not over 90 % or a survivor is not explained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib.abc
+import importlib.util
+import io
+import json
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "bench" / "mutants.json"
+CPU_LIMIT_S = 60  # of one mutant's tests; the slowest honest ones take 15
+
+# Module -> its fast tests, those that see most first.
+_GRADE = ("test_grade", "test_checks", "test_own_mistakes", "test_in_force", "test_lies")
+MODULES: dict[str, tuple[str, ...]] = {
+    "harness/judge/again.py": ("test_again", "test_facts", "test_comparable"),
+    "harness/judge/checks.py": ("test_checks", "test_grade", "test_lies"),
+    "harness/judge/claims.py": ("test_claims", "test_comparable"),
+    "harness/judge/collectives.py": ("test_hang",),
+    "harness/judge/comparable.py": ("test_comparable", "test_facts"),
+    "harness/judge/conditions.py": ("test_conditions", "test_claims"),
+    "harness/judge/evidence.py": ("test_place", "test_signature", *_GRADE, "test_hang"),
+    "harness/judge/expect.py": ("test_expect", "test_met", "test_facts"),
+    "harness/judge/facts.py": ("test_facts",),
+    "harness/judge/foreign.py": ("test_signature_parts",),
+    "harness/judge/genuine.py": ("test_lies", "test_checks"),
+    "harness/judge/grade.py": _GRADE,
+    "harness/judge/in_force.py": ("test_in_force", "test_lies"),
+    "harness/judge/looks.py": ("test_hang",),
+    "harness/judge/met.py": ("test_met", "test_expect"),
+    "harness/judge/metrics.py": ("test_claims",),
+    "harness/judge/own.py": ("test_own_mistakes", "test_grade"),
+    "harness/judge/peers.py": ("test_signature", "test_grade"),
+    "harness/judge/publishable.py": ("test_publishable", "test_accept"),
+    "harness/judge/runs_here.py": ("test_claims", "test_in_force"),
+    "harness/judge/signature.py": ("test_signature", "test_signature_parts", "test_place", "test_hang"),
+    "harness/judge/verdict.py": ("test_verdict", "test_met", "test_own_mistakes", "test_expect", "test_comparable"),
+    "harness/document.py": ("test_result_schema", "test_store", "test_engine", "test_lies"),
+    "harness/verbs/accept.py": ("test_accept", "test_publishable", "test_met"),
+    "repros/kit/proof.py": ("test_kit_proof",),
+    "repros/kit/alone.py": ("test_kit_proof",),
+    "repros/kit/worst.py": ("test_kit_proof",),
+}
+# (module, what the mutant does, the line's text) -> why nothing can, or need, notice it.
+_TWICE = "verdict.judge leaves out what is not older, or not alike, itself: this only spares it the work"
+_STACKS = (
+    'return machine and mapping(other.get("stack")).get("versions") != mapping(document.get("stack")).get("versions")'
+)
+EXPLAINED: dict[tuple[str, str, str], str] = {
+    ("harness/judge/again.py", "And -> Or", _STACKS): _TWICE,
+    ("harness/judge/again.py", "'stack' -> 'stackx'", _STACKS): _TWICE,
+}
+
+_SWAPPED: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    module: str
+    line: int
+    what: str
+    text: str  # of the line
+    number: int  # which of the module's places
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.module, self.what, self.text
+
+
+class _Places(ast.NodeTransformer):
+    """Walks a module; changes the place with the number that is asked for and keeps a list of all."""
+
+    def __init__(self, wanted: int | None = None) -> None:
+        self.wanted = wanted
+        self.found: list[tuple[int, str]] = []
+
+    def _here(self, node: Any, what: str) -> bool:
+        self.found.append((node.lineno, what))
+        return self.wanted == len(self.found) - 1
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        node.body = [self.visit(part) for part in node.body]  # neither annotations nor decorators
+        node.args.defaults = [self.visit(part) for part in node.args.defaults]
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        node.body = [self.visit(part) for part in node.body]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        if isinstance(node.value, ast.Constant):
+            return node  # a docstring
+        if isinstance(node.value, ast.Call) and self._here(node, "call left out"):
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
+        return node  # words
+
+    def visit_Raise(self, node: ast.Raise) -> Any:
+        return ast.copy_location(ast.Pass(), node) if self._here(node, "raise left out") else node
+
+    def visit_Continue(self, node: ast.Continue) -> Any:
+        return ast.copy_location(ast.Pass(), node) if self._here(node, "continue left out") else node
+
+    def visit_Return(self, node: ast.Return) -> Any:
+        constant = isinstance(node.value, ast.Constant) and node.value.value is None
+        if node.value is not None and not constant and self._here(node, "returns None"):
+            node.value = ast.copy_location(ast.Constant(None), node.value)
+            return node
+        return self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        for index, operator in enumerate(node.ops):
+            other = _SWAPPED[type(operator)]
+            if self._here(node, f"{type(operator).__name__} -> {other.__name__}"):
+                node.ops[index] = other()
+        return self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        other = _SWAPPED[type(node.op)]
+        if self._here(node, f"{type(node.op).__name__} -> {other.__name__}"):
+            node.op = other()
+        return self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        other = _SWAPPED.get(type(node.op))
+        words = any(
+            isinstance(side, (ast.JoinedStr, ast.Constant)) and _is_text(side) for side in (node.left, node.right)
+        )
+        if other is not None and not words and self._here(node, f"{type(node.op).__name__} -> {other.__name__}"):
+            node.op = other()
+        return self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        if isinstance(node.op, ast.Not) and self._here(node, "not left out"):
+            return self.visit(node.operand)
+        return self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> Any:
+        if self._here(node, "if never"):
+            node.test = ast.copy_location(ast.Constant(False), node.test)
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        if self._here(node, "if turned round"):
+            node.body, node.orelse = node.orelse, node.body
+        return self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> Any:
+        for index, test in enumerate(node.ifs):
+            if self._here(test, "filter left out"):
+                node.ifs[index] = ast.copy_location(ast.Constant(True), test)
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        value = node.value
+        if isinstance(value, bool):
+            changed: Any = not value
+        elif isinstance(value, (int, float)):
+            changed = value + 1
+        elif isinstance(value, str) and value and " " not in value:  # a name; what has blanks is for people to read
+            changed = value + "x"
+        else:
+            return node
+        return ast.copy_location(ast.Constant(changed), node) if self._here(node, f"{value!r} -> {changed!r}") else node
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, ast.JoinedStr) or isinstance(node.value, str)
+
+
+def places(module: str, source: str) -> list[Mutant]:
+    walk = _Places()
+    walk.visit(ast.parse(source))
+    lines = source.splitlines()
+    return [Mutant(module, line, what, lines[line - 1].strip(), n) for n, (line, what) in enumerate(walk.found)]
+
+
+def mutated(source: str, number: int) -> ast.Module:
+    tree = _Places(number).visit(copy.deepcopy(ast.parse(source)))
+    return ast.fix_missing_locations(tree)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives one file's module a changed tree, under whatever name it is imported."""
+
+    def __init__(self, file: Path, tree: ast.Module) -> None:
+        self.file, self.tree = file, tree
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name.rpartition(".")[2] != self.file.stem:
+            return None
+        for folder in path or sys.path:
+            if Path(folder or ".").resolve() == self.file.parent:
+                return importlib.util.spec_from_file_location(name, self.file, loader=self)
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        exec(compile(self.tree, str(self.file), "exec"), module.__dict__)
+
+
+def prepared() -> None:
+    """Import what the tests need and what is not under test: a child forks from here."""
+    for name in ("pytest", "hypothesis", "hypothesis.strategies", "pydantic", "yaml", "jsonschema", "rich", "psutil",
+                 "packaging.version", "hydra", "torch"):  # fmt: skip
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    from hypothesis import Phase, settings
+
+    # A failure is enough: nobody reads the smallest example.
+    settings.register_profile(
+        "ci", derandomize=True, deadline=None, database=None, phases=[Phase.explicit, Phase.generate]
+    )
+
+
+def survives(mutant: Mutant | None, tests: Sequence[str], source: str, file: Path) -> bool:
+    """Whether the tests pass, run in a forked child. None: nothing is changed."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd in (1, 2):
+                os.dup2(null, fd)
+            sys.stdout = sys.stderr = io.StringIO()
+            if mutant is not None:
+                sys.meta_path.insert(0, _Finder(file, mutated(source, mutant.number)))
+                sys.dont_write_bytecode = True
+            import pytest
+
+            names = [f"tests/{name}.py" for name in tests]
+            words = [
+                "-x",
+                "-q",
+                "-m",
+                "not ranks",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "-o",
+                "addopts=",
+                "--assert=plain",
+            ]
+            code = int(pytest.main([*words, *names]))
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def chosen(module: str, source: str, sample: int, seed: int) -> tuple[list[Mutant], int]:
+    every = places(module, source)
+    if len(every) <= sample:
+        return every, len(every)
+    return sorted(random.Random(f"{seed}/{module}").sample(every, sample), key=lambda m: m.number), len(every)
+
+
+def measure(modules: dict[str, tuple[str, ...]], sample: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    for module, tests in modules.items():
+        file = ROOT / module
+        source = file.read_text(encoding="utf-8")
+        if not survives(None, tests, source, file):
+            raise SystemExit(f"{module}: its tests fail as it is: {', '.join(tests)}")
+        some, count = chosen(module, source, sample, seed)
+        began = time.monotonic()
+        left = [mutant for mutant in some if survives(mutant, tests, source, file)]
+        yield module, {
+            "places": count, "tried": len(some), "killed": len(some) - len(left), "tests": list(tests),
+            "wall_s": round(time.monotonic() - began, 1),
+            "survivors": [
+                {"line": m.line, "what": m.what, "text": m.text, "why": EXPLAINED.get(m.key)} for m in left
+            ],
+        }  # fmt: skip
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    lines = ["| module | places | tried | killed | survivors explained |", "|---|---|---|---|---|"]
+    for module, row in rows.items():
+        explained = sum(1 for each in row["survivors"] if each["why"])
+        lines.append(f"| {module} | {row['places']} | {row['tried']} | {row['killed']} | {explained} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, default=20, help="mutants of a module, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="modules, by parts of their names, with commas")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "repros")]
+    prepared()
+    words = arguments.only.split(",") if arguments.only else [""]
+    modules = {name: tests for name, tests in MODULES.items() if any(word in name for word in words)}
+    known = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    rows: dict[str, dict[str, Any]] = known.get("modules", {}) if known.get("seed") == arguments.seed else {}
+    bad = 0
+    for module, row in measure(modules, arguments.sample, arguments.seed):
+        rows[module] = row
+        open_ones = [each for each in row["survivors"] if not each["why"]]
+        noticeable = row["tried"] - len(row["survivors"]) + len(open_ones)
+        bad += bool(open_ones) or row["killed"] <= 0.9 * noticeable
+        print(
+            f"{module}: {row['killed']} of {row['tried']} killed ({row['places']} places, {row['wall_s']:.0f} s)",
+            flush=True,
+        )
+        for each in row["survivors"]:
+            print(f"    {each['line']}: {each['what']}: {each['text']}   {each['why'] or 'NOT EXPLAINED'}", flush=True)
+        rows = {name: rows[name] for name in MODULES if name in rows}
+        OUT.write_text(json.dumps({"seed": arguments.seed, "modules": rows}, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
