@@ -34,7 +34,7 @@ OUT = ROOT / "bench" / "mutants.json"
 CPU_LIMIT_S = 60  # of one mutant's tests; the slowest honest ones take 15
 
 # Module -> its fast tests, those that see most first.
-_GRADE = ("test_grade", "test_checks", "test_own_mistakes", "test_in_force", "test_lies")
+_GRADE = ("test_grade", "test_checks", "test_own_mistakes", "test_in_force", "test_lies", "test_again")
 MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/again.py": ("test_again", "test_facts", "test_comparable"),
     "harness/judge/checks.py": ("test_checks", "test_grade", "test_lies"),
