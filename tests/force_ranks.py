@@ -76,6 +76,7 @@ SCENES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
     "group of one": ("fsdp", {}, {}, group_of_one),
     "checkpointing": ("ddp", {}, {"checkpointing": "as asked"}, ignored_checkpointing),
     "checkpointing ignored": ("ddp", {}, {"checkpointing": "ignored"}, ignored_checkpointing),
+    "adapters and checkpointing": ("fsdp2", {}, {"lora": True, "checkpointing": True}, train_step.body),
     "lora of nothing": ("ddp", {}, {}, lora_of_nothing),
     "accelerate falls back": ("fsdp", {}, {"precision": "fp32"}, accelerate_falls_back),
     "zero3": ("zero3", {}, {}, train_step.body),

@@ -53,7 +53,7 @@ def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = 
 def test_what_is_not_in_force_is_no_evidence(tmp_path: Path) -> None:
     has = {name: importlib.util.find_spec(name) is not None for name in ("accelerate", "deepspeed")}
     says = {
-        "ddp": "", "fsdp": "", "checkpointing": "",
+        "ddp": "", "fsdp": "", "checkpointing": "", "adapters and checkpointing": "",
         "fsdp in NO_SHARD": "fsdp was not in force: every rank holds all parameters",
         "group of one": "fsdp was not in force: every rank holds all parameters",
         "checkpointing ignored": "checkpointing was not in force on rank 0: got 0",
@@ -66,7 +66,8 @@ def test_what_is_not_in_force_is_no_evidence(tmp_path: Path) -> None:
         says["zero3 in stage 0"] = "zero3 was not in force: every rank holds all parameters"
     facts = measured(list(says), tmp_path)
     for scene, reason in says.items():
-        named = {"checkpointing": ("checkpointing",), "lora": ("lora",)}.get(scene.split()[0], ())
+        wanted = {"checkpointing": ("checkpointing",), "lora": ("lora",), "adapters": ("lora", "checkpointing")}
+        named: tuple[str, ...] = wanted.get(scene.split()[0], ())
         found = judged(facts, scene, named)
         assert found.outcome == ("infra" if reason else "clean"), (scene, found)
         assert reason in found.reason, (scene, found)

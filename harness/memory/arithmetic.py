@@ -231,7 +231,8 @@ def drawn_at_once(facts: Facts, layout: Layout) -> int:
         return facts.bytes * facts.largest
     if share(layout) == 1:  # DeepSpeed flattens a copy
         return facts.bytes * facts.parameters if layout.strategy == "zero2" else 0
-    return facts.bytes * max(facts.layer, facts.root)
+    # FSDP1 flattens a copy of the unit (measured on two ranks).
+    return facts.bytes * max(facts.layer, facts.root) * (2 if layout.strategy == "fsdp" else 1)
 
 
 def compared_at_once(facts: Facts, layout: Layout) -> int:

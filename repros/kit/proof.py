@@ -50,6 +50,7 @@ RATES = {torch.float32: LR, torch.bfloat16: 1.0}
 FACTOR = 8.0
 # The yardstick is no good where rounding alone changes the whole model's update by more than this part of it.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+_made: list[str] = []  # references of this process: every rank makes as many
 WAIT_S = 120.0  # for what another rank computes at the same time
 
 Batch = Callable[[Run, int, int], dict[str, torch.Tensor]]
@@ -97,7 +98,8 @@ class Reference:
         if where == "turns":
             helpers = 1
         token = os.environ.get("MASTER_PORT", "0") if run.world_size > 1 else "one"
-        self._folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}"
+        _made.append(token)  # a second one in this process must not be read as the first
+        self._folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}-{len(_made)}"
         start: Start
         if weights is None:
             start = Copied(model)
