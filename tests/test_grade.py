@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from typing import Any
 
 import pytest
@@ -318,10 +317,10 @@ def test_no_observation_crashes_the_grader(data: st.DataObject) -> None:
         assert json.dumps(found.to_json()) and found.reason
 
 
-def test_grading_is_fast() -> None:
-    """Re-judging a whole store of results over the whole catalogue must take seconds."""
+def test_a_failure_is_recognised_among_many_like_it() -> None:
+    """How long that takes for a whole store is for bench/scale.py."""
     catalogue = {
-        f"case-{n}": case(f"case-{n}", [{**EXCEPTION, "message": rf"mismatch \(\d+\) number {n}"}, *REMARK_SIGNATURE])
+        f"case-{n}": case(f"case-{n}", [{**EXCEPTION, "message": rf"mismatch \(\d+\) number {n}$"}, *REMARK_SIGNATURE])
         for n in range(30)
     }
     mine = catalogue["case-29"]
@@ -330,10 +329,9 @@ def test_grading_is_fast() -> None:
     there = observation(
         *(failed(rank, error) for rank in (0, 1)), ok(2, record=record(2, logs=noise)), ok(3, record=record(3))
     )
-    began = time.process_time()
-    for _ in range(500):
-        assert grade(mine, "broken", there, catalogue).outcome == "fires"
-    assert time.process_time() - began < 3.0  # measured: 0.3 s, so 10,000 in about 6 s
+    found = grade(mine, "broken", there, catalogue)
+    assert found.outcome == "fires"
+    assert [item.case for item in found.recognised if item.kind == "exception"] == ["case-29"]
 
 
 REMARK_SIGNATURE = [{"name": "old", "kind": "log", "message": "is deprecated", "package": "transformers"}]
