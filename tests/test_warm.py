@@ -54,7 +54,10 @@ def scripted(directory: Path, body: str, **kwargs: object) -> Attempt:
 def facts(observation: Json) -> list[Json]:
     assert observation["infra"] is None and observation["attempt"]["launcher"] == "warm", observation
     assert all(rank["record"]["done"] for rank in observation["ranks"]), observation["ranks"][0]["log_tail"]
-    return [{k: v for k, v in rank["record"]["facts"].items() if k != "float32"} for rank in observation["ranks"]]
+    of_every_run = ("float32", "machine")
+    return [
+        {k: v for k, v in rank["record"]["facts"].items() if k not in of_every_run} for rank in observation["ranks"]
+    ]
 
 
 # --- the same outcomes

@@ -90,7 +90,7 @@ def short(label: str | None) -> str:
 
 def _need(reason: str) -> str:
     """A declared need in the same words on every stack: without the stack's name, and what it has instead."""
-    told = re.match(r"stack .*?: (needs .+)$", reason)
+    told = re.match(r"stack .*?: (?:on \w+ )?(needs .+)$", reason)
     return re.sub(r", and it has [^ ,;]+|; needs stack .*$", "", told[1]) if told else reason
 
 
