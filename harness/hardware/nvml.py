@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
 
-from harness.hardware.gpus import CardState, Gpu, GpuProcess, LeftOut, Seen
+from harness.hardware.gpus import Cards, CardState, Gpu, GpuProcess, LeftOut, Seen
 from harness.launch.attempt import RUN_TOKEN
 
 MIB = 2**20
@@ -26,17 +25,6 @@ _RECOVERY = {  # NVML_GPU_RECOVERY_ACTION_*, drivers from r570 on
 # Errors of a program, after which the card is as good as before: what NVIDIA's own k8s-device-plugin passes over, too.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 _LOST = ("GPU_IS_LOST", "NOT_FOUND", "RESET_REQUIRED", "UNKNOWN")  # NVML_ERROR_...: asked about a card that was there
-
-
-@dataclass(frozen=True)
-class Cards:
-    """All that NVML shows, before CUDA_VISIBLE_DEVICES. ``seen``: a card, or why it cannot be used, by NVML's index."""
-
-    seen: tuple[Gpu | LeftOut, ...] = ()
-    driver: str | None = None
-    cuda: str | None = None  # the newest CUDA that the driver knows
-    error: str | None = None  # why NVML says nothing
-    missing: bool = False  # there is no NVML here: no error by itself
 
 
 def read() -> Cards:
