@@ -49,6 +49,6 @@ def digest(tensors: Iterable[tuple[str, Any]]) -> str:
 
 def checksum(tensor: torch.Tensor) -> int:
     """Of a tensor's bits."""
-    return (
-        zlib.crc32(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else 0
-    )
+    if not tensor.numel():
+        return 0
+    return zlib.crc32(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -247,7 +247,7 @@ class Reference:
         if name not in self._found:
             path = self._there(self._folder / name)
             self._found[name] = json.loads(path.read_text(encoding="utf-8"))
-        return self._found[name]  # type: ignore[no-any-return]
+        return self._found[name]
 
     def _shelf(self, name: str) -> Shelf:
         self._there(index_of(self._folder / name))
@@ -262,7 +262,7 @@ class Reference:
         return path
 
 
-class Layered(Mapping):  # type: ignore[type-arg]
+class Layered(Mapping):
     """What the upper mapping has, else the lower one."""
 
     def __init__(self, upper: Mapping[str, Any], lower: Mapping[str, Any]) -> None:

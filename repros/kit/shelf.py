@@ -25,7 +25,7 @@ class Writer:
         if name in self.index:
             raise ValueError(f"{name} is on the shelf {self.path} already")
         held = tensor.detach().to("cpu").contiguous()
-        data = held.view(-1).view(torch.uint8).numpy() if held.numel() else b""
+        data = held.view(-1).view(torch.uint8).numpy().data if held.numel() else b""
         dtype = str(held.dtype).replace("torch.", "")
         self.index[name] = (self.file.tell(), held.numel(), list(held.shape), dtype, zlib.crc32(data))
         self.file.write(data)
@@ -41,7 +41,7 @@ def index_of(path: Path) -> Path:
     return path.with_suffix(".index")
 
 
-class Shelf(Mapping):  # type: ignore[type-arg]
+class Shelf(Mapping):
     """Name -> tensor; each look reads it from the file anew. Raises ValueError where the file is not what was put."""
 
     def __init__(self, path: Path) -> None:
