@@ -1,6 +1,7 @@
 """What `repro accept` publishes: which documents it writes, leaves and drops, and the tables of expectations. Pure.
 
-Of a range of releases that agree only the first and the last measurement are kept; what lies between says the same.
+Of a version map's releases that agree only the first and the last measurement are kept; what lies between says the
+same.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def _case(found: Publication, case: Case, held: list[Document], given: list[Docu
     all_of_it = [item for key, document in {**before, **now}.items() for item in measured(case, document, key)]
     line = runs(all_of_it)
     inner = {key for run in line for key in run.inner} - {key for run in line for key in run.kept}
+    # A stack that has a name is measured again when the checks change: it is what others are compared with.
+    inner -= {key for key, document in {**before, **now}.items() if "+" not in document["stack"]["name"]}
     found.inner += sorted(inner & now.keys())
     found.dropped += sorted(inner & before.keys())
     found.written |= {key: document for key, document in now.items() if key not in inner}

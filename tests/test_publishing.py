@@ -28,7 +28,12 @@ def cell(release: str, verdict: str = "FIX_HOLDS", where: str = "m/fsdp", **chan
         {name: [("fires", observation(failed(0)))] for name in ("broken", "fix", "other-fix")},
         {"fix": verdict, "other-fix": "FIX_BROKEN"}, where=where, key=f"some-case/{where.replace('/', '-')}", **changes,
     )  # fmt: skip
-    made["stack"] = {**made["stack"], "versions": {"torch": "2.6.0", "transformers": release}, "label": f"tf{release}"}
+    made["stack"] = {
+        **made["stack"],
+        "name": f"base+transformers@{release}",
+        "versions": {"torch": "2.6.0", "transformers": release},
+        "label": f"tf{release}",
+    }
     for arm in made["arms"].values():
         arm["fingerprint"] = "same"
     return made
@@ -86,6 +91,14 @@ def test_what_was_measured_again_and_says_the_same_is_left() -> None:
         {**new, "arms": {**new["arms"], "fix": {**new["arms"]["fix"], "attempts": new["arms"]["fix"]["attempts"] * 3}}},
     ):
         assert list(decide([old], [other]).written) == [place(old)]
+
+
+def test_a_stack_that_has_a_name_is_kept_between_two_releases_that_say_the_same() -> None:
+    first, inner, last = (cell(f"4.{minor}.0") for minor in (38, 39, 40))
+    assert decide([first, last], [inner]).inner == [place(inner)]
+    named = {**inner, "stack": {**inner["stack"], "name": "torch2.2-tf4.39"}}
+    assert list(decide([first, last], [named]).written) == [place(inner)]
+    assert decide([first, named, last], [cell("4.41.0")]).dropped == [place(last)]
 
 
 def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:

@@ -139,6 +139,7 @@ def _without_reason(entry: Expectation) -> str:
     """What an entry says of which measurements. What was met, and facts of the
     machine, came later than the verdicts, and are no other reason."""
     plain = entry.model_dump(exclude={"reason", "met", "facts"})
+    plain["measured"] = [sorted(end.items()) for end in plain["measured"]]
     return repr([sorted(value.items()) if isinstance(value, dict) else value for value in plain.values()])
 
 
