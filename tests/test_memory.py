@@ -17,7 +17,7 @@ from harness.config import RunSettings, Scale
 from harness.errors import ConfigError
 from harness.hardware import Gpu, Machine, Profile
 from harness.memory import duration, planned
-from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, parts, plan, weights_held
+from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, chunks, parts, plan, weights_held
 from harness.memory.facts import Known
 from harness.memory.fit import best, fitted, too_much, with_layers
 from harness.memory.look import lay_over
@@ -113,6 +113,23 @@ def test_a_node_never_holds_a_large_model_on_every_rank() -> None:
     assert found.host_node < 150 * GIB
     assert plan(QWEN_14B, Layout("fsdp", 8, "cuda", reference="device")).host_node < 50 * GIB
     assert found.disk == pytest.approx(3 * 2 * 14.17e9, rel=0.01), "after two steps, and a checkpoint"
+
+
+@given(model=models, strategy=st.sampled_from(STRATEGIES), place=places, ranks=st.integers(1, 16))
+def test_a_case_that_only_runs_forward_needs_no_gradients_and_nothing_to_load(
+    model: Facts, strategy: str, place: Any, ranks: int
+) -> None:
+    layout = Layout(strategy, ranks, place, reference="none")
+    forward = plan(model, replace(layout, trains=False))
+    assert {phase.name for phase in forward.host + forward.device} <= {"drawing", "forward", "comparing", "reference"}
+    assert not any("gradients" in parts(phase) or "buckets" in parts(phase) for phase in forward.host + forward.device)
+    assert forward.host_rank <= plan(model, layout).host_rank
+
+
+def test_what_a_comparison_has_beside_a_tensor_is_no_larger_than_the_tensor() -> None:
+    tiny = replace(facts(2, 1000, 1000), largest=500)
+    assert chunks(tiny) == 4 * 4 * 500
+    assert chunks(replace(tiny, largest=10**9)) == 64 * MIB  # repros/kit/norms.py goes on chunk by chunk
 
 
 @given(models, st.integers(2, 64))
@@ -218,6 +235,21 @@ def test_full_size_on_a_laptop_is_a_skip_with_the_numbers() -> None:
     assert found.skipped and found.arms[0].memory
     assert "GiB on the host for 2 ranks" in found.skipped and "this machine has 16" in found.skipped
     assert "weights 13.2" in found.skipped and "gradients 13.2" in found.skipped
+
+
+@pytest.mark.parametrize(
+    "case, phase", [("train-step", "training"), ("qwen15-fsdp-kv-cache", "forward"), ("fsdp-generate", "forward")]
+)
+def test_inference_and_generation_are_planned_as_forward_only(case: str, phase: str) -> None:
+    """The phase that a case's proof says it has; the other one is in no plan of it."""
+    roomy = replace(LAPTOP, memory_gb=1e6)
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}", "model=qwen1.5-0.5b"]))
+    placed = place(CATALOGUE, cells[:1], [CPU], auto=False).cells
+    stacks = {name: replace(STACK, name=name) for name in ("current", "torch2.2-tf4.39")}
+    made = Planner(CATALOGUE, RunSettings(), {"cpu": CPU}, roomy, stacks, {}).plan(placed)[0]
+    found = fitted(made, CATALOGUE, CPU, roomy, lambda arm: (QWEN_14B, 350.0)).arms[0].memory
+    assert found is not None
+    assert {"training", "forward"} & {each.name for each in found.host} == {phase}
 
 
 def test_what_fits_is_not_skipped_and_is_packed_by_its_plan() -> None:

@@ -25,7 +25,7 @@ CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
 # Beyond the base as it is measured (one rank): connections between ranks, the wrapper's own code at its first use.
 CONNECTIONS = {"zero2": 55 * MIB, "zero3": 55 * MIB}
 CONNECTED = 30 * MIB
-CHUNKS = 64 * MIB  # float32 parts of what is compared (repros/kit/norms.py)
+CHUNK = 2**22  # elements of a tensor that are compared at a time, as float32, in four parts (repros/kit/norms.py)
 
 Parts = Mapping[str, int]
 
@@ -71,6 +71,7 @@ class Layout:
     sharding: str = "FULL_SHARD"
     base: int = 300 * MIB
     copies: int = 0
+    trains: bool = True  # False: a case that only runs the model forward
     reference: Literal["device", "host", "turns", "none"] = "host"
 
 
@@ -156,6 +157,9 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
         "units": max(drawn_at_once(facts, layout), compared_at_once(facts, layout), whole_file),
     }
     work = [("drawing", drawing), ("training", training), ("comparing", comparing), ("loading", loading)]
+    if not layout.trains:
+        forward = {**training, "gradients": 0, "buckets": 0, "units": whole_at_once(facts, layout)}
+        work = [("drawing", drawing), ("forward", forward), ("comparing", {**comparing, "buckets": 0})]
     reference, extra = reference_parts(facts, layout), {"copies": layout.copies * facts.bytes * facts.parameters}
     # The plain run and the perturbed one, side by side or in turns.
     runs = 1 if layout.reference == "turns" else min(2, layout.ranks)
@@ -170,7 +174,7 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
     on_device = layout.reference == "device"
     host_phases = (
         Phase("reference", host_base, {"units": 2 * facts.bytes * facts.largest} if on_device else reference, runs),
-        Phase("comparing", {**host_base, "units": 2 * facts.bytes * facts.largest + CHUNKS}, {}),
+        Phase("comparing", {**host_base, "units": 2 * facts.bytes * facts.largest + chunks(facts)}, {}),
     )
     device = [Phase("reference", {"base": CONTEXT}, reference if on_device else {}, runs)]
     device += [Phase(name, {"base": CONTEXT, **found}, {}) for name, found in work]
@@ -219,7 +223,7 @@ def whole_at_once(facts: Facts, layout: Layout) -> int:
     layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter."""
     if share(layout) == 1:
         return 0
-    trained = facts.trainable / facts.parameters
+    trained = facts.trainable / facts.parameters if layout.trains else 0
     if layout.strategy == "zero3":
         return facts.bytes * round(facts.largest * (1 + trained))
     return facts.bytes * round(facts.root * (1 + trained) + facts.layer * (2 + trained))
@@ -235,11 +239,16 @@ def drawn_at_once(facts: Facts, layout: Layout) -> int:
     return facts.bytes * max(facts.layer, facts.root) * (2 if layout.strategy == "fsdp" else 1)
 
 
+def chunks(facts: Facts) -> int:
+    """The parts of a tensor that a comparison has beside it: no larger than the largest parameter."""
+    return 4 * 4 * min(CHUNK, facts.largest)
+
+
 def compared_at_once(facts: Facts, layout: Layout) -> int:
     """What is whole while parameters are compared one by one: the parameter, what it is to be, and the unit that it
     comes out of."""
     unit = {"fsdp": max(facts.layer, facts.root), "ddp": 0, "zero2": 0}.get(layout.strategy, 2 * facts.largest)
-    return facts.bytes * (unit + 2 * facts.largest) + CHUNKS
+    return facts.bytes * (unit + 2 * facts.largest) + chunks(facts)
 
 
 def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
@@ -252,7 +261,7 @@ def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
     return {
         "weights": facts.bytes * facts.parameters,
         "gradient, or what is compared": max(
-            trained + facts.activation_bytes(sequences), 3 * facts.bytes * facts.largest + CHUNKS
+            trained + facts.activation_bytes(sequences), 3 * facts.bytes * facts.largest + chunks(facts)
         ),
         "buffers": facts.buffers,
     }

@@ -11,6 +11,7 @@ from harness.hardware import Machine, Profile
 from harness.memory import duration
 from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, Phase, parts, plan
 from harness.plan import ArmPlan, CellPlan
+from harness.schema import Case
 
 # Of one arm: its model's facts and the MiB of its packages; None: not known, then nothing is said.
 Look = Callable[[ArmPlan], "tuple[Facts, float] | None"]
@@ -25,19 +26,20 @@ def fitted(
 ) -> CellPlan:
     """The cell with its arms' needs; arms that cannot fit are skipped, all of them where the first one cannot.
     ``deadline``: the user's own."""
-    copies = catalogue.cases[cell.cell.case].copies
-    arms = [_arm(arm, copies, profile, machine, look, deadline) for arm in cell.arms]
+    case = catalogue.cases[cell.cell.case]
+    arms = [_arm(arm, case, profile, machine, look, deadline) for arm in cell.arms]
     if arms[0].skipped and not cell.arms[0].skipped:
         arms = [arm if arm.skipped else replace(arm, skipped=arms[0].skipped) for arm in arms]
     return replace(cell, arms=tuple(arms))
 
 
-def _arm(arm: ArmPlan, copies: int, profile: Profile, machine: Machine, look: Look, deadline: float | None) -> ArmPlan:
+def _arm(arm: ArmPlan, case: Case, profile: Profile, machine: Machine, look: Look, deadline: float | None) -> ArmPlan:
     known = None if arm.skipped else look(arm)
     if known is None:
         return arm
     facts, base_mb = known
-    layout = layout_of(arm.settings, profile, copies, base_mb)
+    copies, forward = case.copies, case.proof is not None and case.proof.kind in ("inference", "generating")
+    layout = replace(layout_of(arm.settings, profile, copies, base_mb), trains=not forward)
     found, reference = best(facts, layout, profile, machine)
     made = replace(arm, memory=found, skipped=too_much(found, profile, machine))
     if made.skipped and not copies:
