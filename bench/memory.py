@@ -2,7 +2,7 @@
 
 Nothing is launched but the look at each model on meta tensors: DIR holds the documents of a run of the same selection
 (``repro matrix ranks=4 results=DIR``). The plan is made anew by this checkout. Only attempts that were clean count: one
-that failed never got to its fullest moment. Deviations are planned / measured - 1, of a rank's whole memory on the host,
+that failed never got to its fullest moment. Deviations are planned / measured - 1, of a rank's memory on the host,
 interpreter and packages included (``beyond_base``: without what a rank holds before any model, in MiB).
 """
 
