@@ -86,9 +86,7 @@ class World:
     # -- the command line
 
     def repro(self, *words: str) -> int:
-        plain = [word for word in words if not word.startswith("--")]
-        options = [word for word in words if word.startswith("--")]
-        return main([*plain, f"results={self.folder / 'results'}", "jobs=1", *options])
+        return main([*words, f"results={self.folder / 'results'}", "jobs=1"])
 
     @property
     def probed(self) -> list[str]:

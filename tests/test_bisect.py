@@ -29,7 +29,7 @@ def found(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: i
 
 
 def of_releases(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    return found(world, capsys, "stack=base", "good=4.37.0", "bad=4.45.0", *words, code=code)
+    return found(world, capsys, "stack=base", "--good", "4.37.0", "--bad", "4.45.0", *words, code=code)
 
 
 # -- releases
@@ -50,7 +50,7 @@ def test_the_release_that_broke_it(world: World, capsys: pytest.CaptureFixture[s
 
 def test_where_good_is_newer_the_search_is_for_the_fix(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, arm: "fires" if before(versions, "4.42") else "clean"
-    data = found(world, capsys, "stack=base", "good=4.45.0", "bad=4.37.0")
+    data = found(world, capsys, "stack=base", "--good", "4.45.0", "--bad", "4.37.0")
     (stage,) = data["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.41.1")
     assert "first good release" in stage["sentence"] and "no longer fires" in stage["sentence"]
@@ -59,14 +59,14 @@ def test_where_good_is_newer_the_search_is_for_the_fix(world: World, capsys: pyt
 def test_swapped_endpoints_are_said_and_searched_when_asked(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, arm: "fires" if before(versions, "4.42") else "clean"
     err = of_releases(world, capsys, code=2)["err"]
-    assert "good and bad are swapped" in err and "find=fix" in err
+    assert "good and bad are swapped" in err and "--find fix" in err
     assert world.probed == ["4.45.0", "4.37.0"]
-    (stage,) = of_releases(world, capsys, "find=fix")["stages"]
+    (stage,) = of_releases(world, capsys, "--find", "fix")["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.41.1")
     world.history = lambda versions, arm: "clean" if before(versions, "4.42") else "fires"
-    err = found(world, capsys, "stack=base", "good=4.44.0", "bad=4.37.2", code=2)["err"]
+    err = found(world, capsys, "stack=base", "--good", "4.44.0", "--bad", "4.37.2", code=2)["err"]
     assert "swapped" in err and "Swap them" in err
-    err = found(world, capsys, "stack=base", "good=4.37.2", "bad=4.44.0", "find=fix", code=2)["err"]
+    err = found(world, capsys, "stack=base", "--good", "4.37.2", "--bad", "4.44.0", "--find", "fix", code=2)["err"]
     assert "comes in between" in err
 
 
@@ -79,13 +79,13 @@ def test_endpoints_that_answer_alike(world: World, capsys: pytest.CaptureFixture
 def test_an_endpoint_that_gives_no_answer(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, arm: "hang" if before(versions, "4.38") else "fires"
     err = of_releases(world, capsys, code=3)["err"]
-    assert "good=transformers 4.37.0 gives no answer for arm broken: hang" in err
+    assert "good (transformers 4.37.0) gives no answer for arm broken: hang" in err
     world.broken = {("transformers", "4.45.0")}
     assert "cannot be installed" in of_releases(world, capsys, code=3)["err"]
 
 
 def test_a_case_that_cannot_run_there_says_why(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    err = found(world, capsys, "stack=base", "arm=fsdp2", "good=4.37.0", "bad=4.45.0", code=3)["err"]
+    err = found(world, capsys, "stack=base", "--arm", "fsdp2", "--good", "4.37.0", "--bad", "4.45.0", code=3)["err"]
     assert "needs torch>=2.4" in err
 
 
@@ -116,7 +116,7 @@ def test_another_error_is_unknown_unless_it_is_the_good_end(world: World, capsys
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.39.3", "transformers 4.40.0")
     world.folder /= "anew"
     world.history = lambda versions, arm: "fires" if before(versions, "4.42") else "no such key"
-    (stage,) = found(world, capsys, "stack=base", "good=4.45.0", "bad=4.37.0")["stages"]
+    (stage,) = found(world, capsys, "stack=base", "--good", "4.45.0", "--bad", "4.37.0")["stages"]
     assert stage["good"]["name"] == "transformers 4.42.0"
     assert stage["good"]["answer"] == "other error: KeyError: no such key"
 
@@ -124,7 +124,7 @@ def test_another_error_is_unknown_unless_it_is_the_good_end(world: World, capsys
 def test_find_change_takes_any_two_answers(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, arm: "clean" if before(versions, "4.43") else "no such key"
     assert "fires at neither end" in of_releases(world, capsys, code=2)["err"]
-    (stage,) = of_releases(world, capsys, "find=change")["stages"]
+    (stage,) = of_releases(world, capsys, "--find", "change")["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.43.0")
 
 
@@ -148,7 +148,7 @@ def test_a_flaky_failure_is_repeated_by_its_rate(world: World, capsys: pytest.Ca
 def test_the_budget_and_an_interruption_leave_a_range_that_can_be_gone_on_with(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (stage,) = of_releases(world, capsys, "budget=3")["stages"]
+    (stage,) = of_releases(world, capsys, "--budget", "3")["stages"]
     assert len(world.launched) == 3 and stage["unprobed"] and not stage["exact"]
     world.interrupt_at = 4
     data = of_releases(world, capsys, code=130)
@@ -162,18 +162,18 @@ def test_the_budget_and_an_interruption_leave_a_range_that_can_be_gone_on_with(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("good=4.37.0",), "bad= is missing"),
-        (("good=4.37.0", "bad=4.37"), "the same release"),
-        (("good=4.37.0", "bad=4.40.9"), "has no release 4.40.9; the nearest are"),
-        (("good=4.37.0", "bad=base"), "two releases of a package, or two stacks"),
-        (("good=base", "bad=base"), "the same stack"),
-        (("good=base", "bad=bse"), "no stack named 'bse'"),
-        (("good=4.37.0", "bad=4.45.0", "package=transformes"), "did you mean 'transformers'"),
-        (("good=4.37.0", "bad=4.45.0", "arm=rot-call"), "did you mean 'root-call'"),
-        (("good=4.37.0", "bad=4.45.0", "find=fixes"), "did you mean 'fix'"),
-        (("good=4.37.0", "bad=4.45.0", "god=4.37.0"), "did you mean 'good'"),
-        (("good=4.37.0", "bad=4.45.0", "repo=/nowhere"), "no such folder"),
-        (("good=4.37.0", "bad=4.45.0", "arms=[broken]"), "arm=NAME"),
+        (("--good", "4.37.0"), "required: --bad"),
+        (("--good", "4.37.0", "--bad", "4.37"), "the same release"),
+        (("--good", "4.37.0", "--bad", "4.40.9"), "has no release 4.40.9; the nearest are"),
+        (("--good", "4.37.0", "--bad", "base"), "two releases of a package, or two stacks"),
+        (("--good", "base", "--bad", "base"), "the same stack"),
+        (("--good", "base", "--bad", "bse"), "no stack named 'bse'"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--package", "transformes"), "did you mean 'transformers'"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--arm", "rot-call"), "did you mean 'root-call'"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--find", "fixes"), "choose from 'failure', 'fix', 'change'"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "god=4.37.0"), "did you mean '--good'"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--repo", "/nowhere"), "no such folder"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "arms=[broken]"), "--arm NAME"),
     ],
 )
 def test_bad_input(world: World, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
@@ -192,7 +192,7 @@ def two_stacks(world: World, **other: str) -> None:
 
 def test_two_stacks_give_the_package_and_its_release(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     two_stacks(world)
-    data = found(world, capsys, "good=base", "bad=newer")
+    data = found(world, capsys, "--good", "base", "--bad", "newer")
     assert data["packages"]["members"] == ["transformers"] and data["packages"]["unproven"] == []
     (stage,) = data["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.39.3", "transformers 4.40.0")
@@ -204,7 +204,7 @@ def test_two_packages_that_fail_only_together(world: World, capsys: pytest.Captu
     world.history = lambda versions, arm: (
         "clean" if before(versions, "4.41.1") or before(versions, "0.31", "accelerate") else "fires"
     )
-    data = found(world, capsys, "good=base", "bad=newer")
+    data = found(world, capsys, "--good", "base", "--bad", "newer")
     assert sorted(data["packages"]["members"]) == ["accelerate", "transformers"]
     firsts = {stage["what"]: stage["bad"]["name"] for stage in data["stages"]}
     assert firsts == {"transformers": "transformers 4.41.1", "accelerate": "accelerate 0.31.0"}
@@ -213,7 +213,7 @@ def test_two_packages_that_fail_only_together(world: World, capsys: pytest.Captu
 def test_packages_that_cannot_be_told_apart_are_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     two_stacks(world, python="3.12.0")
     world.history = lambda versions, arm: "fires" if versions["python"] == "3.12.0" else "clean"
-    data = found(world, capsys, "good=base", "bad=newer", code=3)
+    data = found(world, capsys, "--good", "base", "--bad", "newer", code=3)
     assert data["packages"]["members"] is None
     assert "Python differs" in data["report"] and "could not be narrowed to a package" in data["report"]
 
@@ -270,7 +270,7 @@ def test_a_clone_gives_the_commit(
     (clone / "untracked.txt").write_text("mine", encoding="utf-8")
     git = ["git", "-C", str(clone)]
     looked = [subprocess.run([*git, *w], capture_output=True, check=True).stdout for w in (["status"], ["reflog"])]
-    data = of_releases(world, capsys, f"repo={clone}")
+    data = of_releases(world, capsys, "--repo", str(clone))
     release, commit = data["stages"]
     assert release["bad"]["name"] == "transformers 4.40.0"
     assert commit["exact"] and "state = 3" in commit["title"]

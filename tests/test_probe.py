@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from probing import CASE, World, world
 
-from harness.bisection import words
 from harness.bisection.labels import answer, plain, short
 from harness.bisection.probe import Prober, Stopped, Target, quoted
-from harness.errors import ConfigError
 from harness.overrides import parse
 
 __all__ = ["world"]
@@ -98,31 +96,12 @@ def test_what_differs_from_run_to_run_is_left_out_of_a_text() -> None:
     assert len(plain("x" * 999)) == 160
 
 
-# -- words
-
-
-def test_own_words_are_taken_out_and_the_rest_is_left() -> None:
-    own, rest = words.take(["a=1", "case=x", "flags.y=2", "model.config.z=3", "b='q'"], {"a": "", "b": ""})
-    assert (own.number("a"), own.get("b"), rest) == (1, "q", ["case=x", "flags.y=2", "model.config.z=3"])
+# -- text for Hydra
 
 
 @pytest.mark.parametrize("text", ["plain", "a=1 b", "it's", "back\\slash", "torch==2.13.0+cpu", "x @ git+file:///c@1"])
 def test_any_stack_survives_hydras_grammar(text: str) -> None:
     assert parse([f"stack={quoted(text)}"]).stack == [text]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["a"], "is not NAME=VALUE"),
-        (["a=1", "a=2"], "given twice"),
-        (["aa=1"], "did you mean 'a'"),
-        (["repat=1"], "did you mean 'repeat'"),
-    ],
-)
-def test_wrong_words(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        words.take(given, {"a": ""})
 
 
 # -- a probe

@@ -105,7 +105,7 @@ def test_an_upgrade_names_package_and_release(world: World, capsys: pytest.Captu
         return "fires" if arm == "broken" and not before(versions, "4.41.0") else "clean"
 
     world.history = history
-    data = upgraded(world, capsys, "from=base", "to=newer", "releases=true", code=1)
+    data = upgraded(world, capsys, "--from", "base", "--to", "newer", "--releases", code=1)
     changes = {change["arm"]: change for change in data["changes"]}
     assert {arm: change["change"] for arm, change in changes.items()} == {
         "broken": "enters", "summon": "stops working", "root-call": "is needed now",
@@ -118,16 +118,18 @@ def test_an_upgrade_names_package_and_release(world: World, capsys: pytest.Captu
     )
     assert changes["root-call"]["cause"] is None
     launched = len(world.launched)
-    assert upgraded(world, capsys, "from=base", "to=newer", "releases=true", code=1)["changes"] == data["changes"]
+    assert (
+        upgraded(world, capsys, "--from", "base", "--to", "newer", "--releases", code=1)["changes"] == data["changes"]
+    )
     assert len(world.launched) == launched
 
 
 def test_an_upgrade_for_the_better_is_exit_0(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     newer(world)
     world.history = lambda versions, arm: "fires" if arm == "broken" and before(versions, "4.42") else "clean"
-    data = upgraded(world, capsys, "from=base", "to=newer", "why=false")
+    data = upgraded(world, capsys, "--from", "base", "--to", "newer", "--why", "none")
     assert data["counts"] == {"leaves": 1, "needless": 2} and all(c["cause"] is None for c in data["changes"])
-    assert world.repro("upgrade", f"case={CASE}", "arms=[root-call]", "from=base", "to=newer") == 0
+    assert world.repro("upgrade", f"case={CASE}", "arms=[root-call]", "--from", "base", "--to", "newer") == 0
     out = capsys.readouterr().out
     assert "leaves (1): the known failure no longer fires" in out and "transformers" in out
 
@@ -136,7 +138,7 @@ def test_a_change_of_python_alone_is_not_blamed_on_a_package(world: World, capsy
     newer(world)
     world.bases["newer"]["python"] = "3.12.0"
     world.history = lambda versions, arm: "fires" if versions["python"] == "3.12.0" and arm == "broken" else "clean"
-    data = upgraded(world, capsys, "from=base", "to=newer", code=1)
+    data = upgraded(world, capsys, "--from", "base", "--to", "newer", code=1)
     cause = next(c["cause"] for c in data["changes"] if c["arm"] == "broken")
     assert cause["packages"] is None and "Python differs" in cause["note"]
 
@@ -144,19 +146,19 @@ def test_a_change_of_python_alone_is_not_blamed_on_a_package(world: World, capsy
 def test_an_interrupted_explanation_shows_the_changes(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     newer(world)
     world.interrupt_at = 7  # six for the two stacks, then the search for the package
-    data = upgraded(world, capsys, "from=base", "to=newer", code=130)
+    data = upgraded(world, capsys, "--from", "base", "--to", "newer", code=130)
     assert data["stopped"] == "interrupted" and data["counts"] == {"enters": 1, "is needed now": 2}
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("from=base",), "to= is missing"),
-        (("from=base", "to=base"), "the same stack"),
-        (("from=base", "to=bse"), "no stack named 'bse'"),
-        (("from=base", "to=newer", "stack=base"), "from= and to="),
-        (("from=base", "to=newer", "relases=true"), "did you mean 'releases'"),
-        (("from=base", "to=newer", "case=nope"), "unknown case 'nope'"),
+        (("--from", "base"), "required: --to"),
+        (("--from", "base", "--to", "base"), "the same stack"),
+        (("--from", "base", "--to", "bse"), "no stack named 'bse'"),
+        (("--from", "base", "--to", "newer", "stack=base"), "--from and --to"),
+        (("--from", "base", "--to", "newer", "relases=true"), "did you mean '--releases'"),
+        (("--from", "base", "--to", "newer", "case=nope"), "unknown case 'nope'"),
     ],
 )
 def test_bad_input(world: World, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:

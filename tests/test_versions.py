@@ -19,7 +19,7 @@ LABELS = st.sampled_from(["clean", "fires", "other error: KeyError", None])
 
 
 def drawn(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    got = world.repro("versions", CASE, "stack=base", "arms=[root-call]", "between=..", *words, "--json")
+    got = world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--between", "..", *words, "--json")
     out = capsys.readouterr()
     assert got == code, out.err
     return dict(json.loads(out.out))
@@ -76,7 +76,7 @@ def test_the_budget_is_for_all_arms_together() -> None:
 
 
 def test_a_line_per_stretch_of_releases(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert world.repro("versions", CASE, "stack=base", "arms=[root-call]", "between=4.37..4.45") == 0
+    assert world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--between", "4.37..4.45") == 0
     out = capsys.readouterr().out
     assert "4.37.0–4.39.3" in out and "4.40.0–4.45.0" in out
     assert "every change that was seen lies between two neighbouring releases" in out
@@ -84,7 +84,7 @@ def test_a_line_per_stretch_of_releases(world: World, capsys: pytest.CaptureFixt
 
 
 def test_every_boundary_has_a_stored_probe_on_each_side(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    data = drawn(world, capsys, "spread=4")
+    data = drawn(world, capsys, "--spread", "4")
     (edge,) = data["arms"]["broken"]["boundaries"]
     for side, answer in (("before", "clean"), ("after", "fires")):
         with open(edge[side]["document"], encoding="utf-8") as stored:
@@ -97,7 +97,7 @@ def test_every_boundary_has_a_stored_probe_on_each_side(world: World, capsys: py
 def test_a_history_that_goes_back_and_forth(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     bad = ("4.38.0", "4.41.0", "4.41.1", "4.44.0")
     world.history = lambda versions, arm: "fires" if arm == "broken" and versions["transformers"] in bad else "clean"
-    data = drawn(world, capsys, "exhaustive=true")
+    data = drawn(world, capsys, "--exhaustive")
     firing = [s["probed"] for s in data["arms"]["broken"]["segments"] if s["answer"] == "fires"]
     assert firing == [["4.38.0"], ["4.41.0", "4.41.1"], ["4.44.0"]] and data["unprobed"] == []
 
@@ -113,7 +113,7 @@ def test_unknown_releases_are_said_and_widen_the_boundary(world: World, capsys: 
     world.history = lambda versions, arm: (
         "hang" if versions["transformers"] == "4.41.0" else "clean" if before(versions, "4.40") else "fires"
     )
-    data = drawn(world, capsys, "exhaustive=true")
+    data = drawn(world, capsys, "--exhaustive")
     (edge,) = data["arms"]["broken"]["boundaries"]
     assert (edge["before"]["release"], edge["after"]["release"]) == ("4.39.3", "4.41.1")
     assert edge["unknown"] == ["4.40.0", "4.41.0"] and not edge["adjacent"]
@@ -157,7 +157,7 @@ def test_the_index_out_of_reach_keeps_what_is_known(
         return world.resolve(spec)
 
     monkeypatch.setattr(stacks, "resolve", away)
-    data = drawn(world, capsys, "exhaustive=true", code=3)
+    data = drawn(world, capsys, "--exhaustive", code=3)
     assert data["stopped"] == "the index is out of reach"
     assert [s["answer"] for s in data["arms"]["broken"]["segments"]] == ["clean", "fires"]
     assert "4.41.1" in data["unprobed"]
@@ -166,12 +166,12 @@ def test_the_index_out_of_reach_keeps_what_is_known(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("package=transformes",), "did you mean 'transformers'"),
-        (("betwen=4.37..4.40",), "did you mean 'between'"),
-        (("between=4.36",), "write FIRST..LAST"),
-        (("between=6..7",), "no release between"),
-        (("spread=none",), "spread=none: a number"),
-        (("exhaustive=perhaps",), "exhaustive=perhaps: true or false"),
+        (("--package", "transformes"), "did you mean 'transformers'"),
+        (("betwen=4.37..4.40",), "did you mean '--between'"),
+        (("--between", "4.36"), "write FIRST..LAST"),
+        (("--between", "6..7"), "no release between"),
+        (("--spread", "none"), "--spread: 'none' is not a number of at least 1"),
+        (("--exhaustiv",), "did you mean '--exhaustive'"),
         (("arms=[rot-call]",), "did you mean 'root-call'"),
         (("model=*",), "choose one by model="),
         (("stack=bse",), "no stack named 'bse'"),

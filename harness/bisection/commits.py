@@ -45,7 +45,7 @@ class Clone:
         done = self._run(words)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
-            raise ConfigError(f"repo={self.path}: git {words[0]}: {said[-1]}")
+            raise ConfigError(f"--repo {self.path}: git {words[0]}: {said[-1]}")
         return done.stdout.decode(errors="replace").strip()
 
     def _run(self, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
@@ -55,7 +55,7 @@ class Clone:
         try:
             return subprocess.run(["git", "-C", str(self.path), *words], capture_output=True, env=env, timeout=600)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"repo={self.path}: git does not answer: {error}") from None
+            raise ConfigError(f"--repo {self.path}: git does not answer: {error}") from None
 
     # -- which commits
 
@@ -68,7 +68,7 @@ class Clone:
             if done.returncode == 0:
                 return done.stdout.decode().strip()
         have = self.git("tag", "--list").split()
-        raise ConfigError(f"repo={self.path}: no tag for {self.package} {release}{nearest(f'v{release}', have)}")
+        raise ConfigError(f"--repo {self.path}: no tag for {self.package} {release}{nearest(f'v{release}', have)}")
 
     def _heads(self) -> tuple[str, ...]:
         return ("v", "", "release-", "release/", f"{self.package}-", f"{self.package}-v", f"{self.package}/v")
@@ -82,7 +82,9 @@ class Clone:
         done = self._run(["merge-base", first, last])
         fork = done.stdout.decode().strip()
         if done.returncode or not fork:
-            raise ConfigError(f"repo={self.path}: {first[:10]} and {last[:10]} have no common past (a shallow clone?)")
+            raise ConfigError(
+                f"--repo {self.path}: {first[:10]} and {last[:10]} have no common past (a shallow clone?)"
+            )
         way = [first, *reversed(self._leg(fork, first)), fork, *self._leg(fork, last), last]
         return [c for index, c in enumerate(way) if c not in way[:index]]
 
@@ -162,8 +164,8 @@ class Clone:
 def open_clone(path: str, package: str) -> Clone:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"repo={path}: there is no such folder")
+        raise ConfigError(f"--repo {path}: there is no such folder")
     clone = Clone(folder, package)
     if clone._run(["rev-parse", "--git-dir"]).returncode:
-        raise ConfigError(f"repo={path}: not a git clone")
+        raise ConfigError(f"--repo {path}: not a git clone")
     return clone

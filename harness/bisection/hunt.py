@@ -27,7 +27,7 @@ class Roles:
 
     good: str
     bad: str
-    exact: bool = False  # find=change: only these two texts, and not every clean run
+    exact: bool = False  # --find change: only these two texts, and not every clean run
 
     def of(self, answer: Answer) -> search.Label | None:
         """YES: bad. NO: good. None: it cannot be known."""
@@ -99,30 +99,31 @@ class Hunt:
         worse, better = self.ask(bad).arms[self.arm], self.ask(good).arms[self.arm]
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
             if answer.label is None:
-                raise MeasureError(f"{side}={target.name} gives no answer for arm {self.arm}: {answer.detail}")
+                raise MeasureError(f"{side} ({target.name}) gives no answer for arm {self.arm}: {answer.detail}")
         exact = find == "change"
         if (worse.whole == better.whole) if exact else (worse.label == better.label):
             raise ConfigError(
-                f"good={good.name} and bad={bad.name} answer alike ({shown(better)}): there is no change between them "
-                "to find. `repro versions` shows where the answers of more releases lie"
+                f"good ({good.name}) and bad ({bad.name}) answer alike ({shown(better)}): there is no change "
+                "between them to find. `repro versions` shows where the answers of more releases lie"
             )
         if exact:
             return Roles(str(better.whole), str(worse.whole), True), False
         if FIRES not in (worse.label, better.label):
             raise ConfigError(
-                f"the failure fires at neither end: good={good.name} {shown(better)}; bad={bad.name} {shown(worse)}. "
-                "find=change finds where one answer turns into the other"
+                f"the failure fires at neither end: {good.name} (good): {shown(better)}; "
+                f"{bad.name} (bad): {shown(worse)}. "
+                "--find change finds where one answer turns into the other"
             )
         swapped = better.label == FIRES
         fixing = bad_is_older if not swapped else (None if bad_is_older is None else not bad_is_older)
         if swapped and find != "fix":
             raise ConfigError(
-                f"good and bad are swapped: good={good.name} {shown(better)}, and bad={bad.name} {shown(worse)}. "
-                + ("Swap them" if fixing is False else "That is a search for the fix: say find=fix, or swap them")
+                f"good and bad are swapped: {good.name} (good): {shown(better)}; {bad.name} (bad): {shown(worse)}. "
+                + ("Swap them" if fixing is False else "That is a search for the fix: say --find fix, or swap them")
             )
         if find == "fix" and fixing is False:
             raise ConfigError(
-                f"find=fix: the failure comes in between {good.name} and {bad.name} and does not go; leave find= out"
+                f"--find fix: the failure comes in between {good.name} and {bad.name} and does not go; leave --find out"
             )
         firing, other = (better, worse) if swapped else (worse, better)
         return Roles(str(other.label), str(firing.label)), swapped

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness import arguments, overrides
 from harness import catalogue as catalogues
-from harness import overrides
 from harness.bisection.ranges import whole
 from harness.compact import compacted, lines
 from harness.config import compose_run
@@ -30,6 +30,15 @@ from harness.report import print_json, print_notes, print_table
 from harness.running import session
 from harness.schema import Case
 from harness.store import Store, write_text
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
+    parser.add_argument("--reason", help="why these verdicts are now the expected ones")
+    parser.add_argument("--plan", action="store_true", help="show what would change, and write nothing")
+    parser.add_argument("--from", dest="source", metavar="DIR", help="results folder (default: results/scratch)")
+    told = "also publish verdicts that may as well be a mistake (may be given for each)"
+    parser.add_argument("--take", action="append", default=[], choices=("CHANGED", "FIX_HARMFUL"), help=told)
 
 
 def main(args: argparse.Namespace) -> int:

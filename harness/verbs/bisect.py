@@ -1,4 +1,4 @@
-"""`repro bisect CASE good=... bad=...`: which release, package or commit changed the answer."""
+"""`repro bisect CASE --good X --bad Y`: which release, package or commit changed the answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from harness import hardware, provenance
-from harness.bisection import bisect_report, commits, releases, words
+from harness import arguments, hardware, provenance
+from harness.bisection import bisect_report, commits, releases
 from harness.bisection.blame import Blame, blame, line_of, release_of
 from harness.bisection.hunt import FINDS, Find, Hunt, Hunted, Roles
 from harness.bisection.probe import Prober, Stopped, Target, one_case
@@ -22,21 +22,9 @@ from harness.report import print_json
 from harness.running import session
 from harness.stacks.stack import canonical
 
-OWN = {
-    "good": "a release that does not fire, or a stack (a name, a lock, a requirements file, python:PATH)",
-    "bad": "a release that fires, or a stack",
-    "package": "whose releases (default: transformers); with two stacks: search in this package only",
-    "stack": "the stack whose package is replaced (default: the one on which the case is known to fire)",
-    "arm": "whose answer (default: broken)",
-    "find": "failure (default), fix (good and bad may be given the wrong way round) or change (any two answers)",
-    "repo": "a local git clone of the package: goes on to the commit; only read, nothing is checked out",
-    "budget": "at most so many probes of each search",
-    "yanked": "true: yanked releases too",
-    "pre": "true: pre-releases too",
-}
 EPILOG = (
-    "NAME=VALUE words of its own:\n" + words.listed(OWN) + "\n\nand model=, strategy=, flags.<name>=, repeat=, "
-    "results=... as for `repro run`.\n"
+    "and model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack whose\n"
+    "package is replaced (default: the one on which the case is known to fire).\n\n"
     "good: the arm does not fire (clean; or, where the good endpoint itself fails with another error, that error).\n"
     "bad: it fires. Any other answer in between is Unknown and is skipped over. Where good is the newer of the two,\n"
     "the search is for the release with the fix. With repeat=N a flaky failure is repeated by its measured firing\n"
@@ -46,35 +34,50 @@ EPILOG = (
 )
 
 
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.case(parser)
+    arguments.overrides(parser)
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("--good", required=True, help="a release that does not fire, or a stack (a name, a lock, python:PATH ...)")
+    add("--bad", required=True, help="a release that fires, or a stack")
+    add("--package", help="whose releases (default: transformers); with two stacks: search in this package only")
+    add("--arm", help="whose answer (default: broken)")
+    told = "failure (default), fix (good and bad may be given the wrong way round) or change (any two answers)"
+    add("--find", choices=FINDS, default=FINDS[0], help=told)
+    add("--repo", metavar="DIR", help="a local git clone of the package: goes on to the commit; it is only read")
+    add("--budget", type=arguments.number(3), metavar="N", help="at most so many probes of each search")
+    add("--yanked", action="store_true", help="yanked releases too")
+    add("--pre", action="store_true", help="pre-releases too")
+
+
 def main(args: argparse.Namespace) -> int:
-    own, texts = words.take(args.overrides, OWN, {"arms": "a bisection is of one arm: arm=NAME"})
+    base, texts = arguments.one_stack(args, {"arms": "a bisection is of one arm: --arm NAME"})
     case = one_case(args.case)
-    good = own.need("good", "a release that does not fire, or a stack")
-    bad = own.need("bad", "a release that fires, or a stack")
-    arm = own.get("arm") or next(iter(case.arms))
+    good, bad = args.good, args.bad
+    arm = args.arm or next(iter(case.arms))
     if arm not in case.arms:
         raise unknown("arm", arm, case.arms, f"case {case.slug}")
     if case.arms[arm].stack:
         raise ConfigError(f"arm {arm} of {case.slug} runs on a stack of its own ({case.arms[arm].stack})")
-    own.choice("find", FINDS), own.number("budget", 3), own.flag("yanked"), own.flag("pre")  # before any probe
-    package = canonical(own.get("package", "transformers") or "")
-    clone = commits.open_clone(own.get("repo") or "", package) if own.get("repo") else None
+    package = canonical(args.package or "transformers")
+    clone = commits.open_clone(args.repo, package) if args.repo else None
     two = _is_release(good), _is_release(bad)
     if two[0] != two[1]:
-        raise ConfigError(f"good={good} and bad={bad}: give two releases of a package, or two stacks")
+        raise ConfigError(f"--good {good} --bad {bad}: give two releases of a package, or two stacks")
     stop = threading.Event()
     prober = Prober(args.case, texts, _say, stop, arms=[arm])
-    search = Bisect(own, prober, arm, clone)
+    search = Bisect(args, prober, arm, clone)
     with session.interruptible(stop, _say):
         try:
             if two[0]:
-                search.releases(good, bad, package, own.get("stack") or case.needs.stack or "current")
+                search.releases(good, bad, package, base or case.needs.stack or "current")
             else:
-                search.stacks(good, bad, [package] if own.get("package") else [])
+                search.stacks(good, bad, [package] if args.package else [])
         except Stopped as error:
             _say(f"stopped: {error}. What was probed is stored; the same command goes on")
             return error.exit_code
-    data = search.data(shlex.join(["repro", "bisect", args.case, *args.overrides]))
+    data = search.data(shlex.join(["repro", "bisect", *args.words]))
     print_json({**data, "report": bisect_report.render(data)}) if args.json else print(bisect_report.render(data))
     if search.stopped:
         _say(f"stopped: {search.stopped}. What was probed is stored; the same command goes on")
@@ -97,11 +100,10 @@ def _is_release(text: str) -> bool:
 class Bisect:
     """One bisection: its searches one after another, each a stage of the report."""
 
-    def __init__(self, own: words.Words, prober: Prober, arm: str, clone: commits.Clone | None) -> None:
+    def __init__(self, args: argparse.Namespace, prober: Prober, arm: str, clone: commits.Clone | None) -> None:
         self.prober, self.arm, self.clone = prober, arm, clone
-        self.find: Find = own.choice("find", FINDS)  # type: ignore[assignment]
-        self.budget = own.number("budget", 3)
-        self.yanked, self.pre = own.flag("yanked"), own.flag("pre")
+        self.find: Find = args.find
+        self.budget, self.yanked, self.pre = args.budget, args.yanked, args.pre
         self.hunt = Hunt(prober, arm)
         self.stages: list[dict[str, Any]] = []
         self.blame: Blame | None = None
@@ -149,7 +151,7 @@ class Bisect:
             if self.clone is not None and package == self.clone.package:
                 self._commits(package, found, roles, older < newer)
         if self.clone is not None and self.clone.package not in members:
-            self.notes.append(f"repo={self.clone.path} was not used: {self.clone.package} is not the guilty package.")
+            self.notes.append(f"--repo {self.clone.path} was not used: {self.clone.package} is not the guilty package.")
 
     # -- the commits between two releases
 

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from harness import arguments, overrides
 from harness import catalogue as catalogues
-from harness import overrides
 from harness.config import compose_run
 from harness.judge import claims as ledger
 from harness.judge.again import judged_again
@@ -15,6 +15,11 @@ from harness.paths import BASELINE
 from harness.report import named, print_json, print_notes, print_table
 from harness.running import session
 from harness.store import Store
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
+    parser.add_argument("--from", dest="source", metavar="DIR", help="read only this results folder")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from harness import hardware
+from harness import arguments, hardware
 from harness.hardware import HardwareError, Machine, around, nvml
 from harness.hardware.probe import Prober, problem
 from harness.paths import cache_dir
@@ -15,6 +15,10 @@ from harness.report import named, print_json, print_table
 from harness.running import session
 
 _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import rows
+from harness import arguments, rows
 from harness.errors import ConfigError, MeasureError, ReproError
 from harness.exit_code import DIFFERS, TOO_LITTLE, exit_code
 from harness.hardware import around, states
@@ -252,5 +252,6 @@ def _said(found: Mapping[str, Any]) -> str:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
     parser.add_argument("--minutes", type=float, default=8.0, help="time for all of it (default: 8)")
     parser.add_argument("--out", metavar="DIR", help="where it goes (default: results/gpu-proof/<name>)")

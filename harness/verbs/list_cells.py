@@ -6,10 +6,14 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from harness import arguments, matrix, overrides
 from harness import catalogue as catalogues
-from harness import matrix, overrides
 from harness.config import RunSettings, compose_run
 from harness.report import named, print_json, print_table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
 
 
 def main(args: argparse.Namespace) -> int:

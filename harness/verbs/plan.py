@@ -9,6 +9,7 @@ import argparse
 import sys
 from typing import Any
 
+from harness import arguments
 from harness.memory.arithmetic import GIB, MemoryPlan, Phase
 from harness.memory.fit import words
 from harness.plan import ArmPlan
@@ -16,6 +17,11 @@ from harness.report import print_json, print_table
 from harness.running import recorded, schedule, session
 from harness.running.simulate import Ended, forecast
 from harness.store import Store
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
+    parser.add_argument("--measured", action="store_true", help="each plan beside the recorded peak")
 
 
 def main(args: argparse.Namespace) -> int:

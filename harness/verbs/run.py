@@ -1,136 +1,27 @@
-"""`repro run CASE` and `repro matrix`: launch, watch, print what was found."""
+"""`repro run CASE`: one case, all its arms, live."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import threading
-from typing import Any
 
-from harness import rows
-from harness import summary as summaries
-from harness.errors import ReproError, unknown
-from harness.exit_code import bisect_exit, exit_code
-from harness.report import matrix_table, named, print_json, print_lines, print_table, summary_line
-from harness.running import session
+from harness import arguments, catalogue
+from harness.errors import unknown
+from harness.overrides import expand
+from harness.verbs import matrix
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.case(parser)
+    arguments.overrides(parser)
+    matrix.how(parser)
+    told = "for git bisect run: of the broken arm, 0 clean, 1 fires, 125 neither; 128 and more: an error"
+    parser.add_argument("--bisect-exit", action="store_true", help=told)
 
 
 def main(args: argparse.Namespace) -> int:
-    texts = list(args.overrides)
-    if args.verb == "run":
-        _check_case(args.case)
-        texts = [f"case={args.case}", *texts]
-    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True)
-    print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
-    for note in prepared.notes():
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    if args.plan:
-        return show_plan(prepared, args.json)
-    from harness.running.progress import Progress
-
-    stop = threading.Event()
-    with Progress(verbose=args.verb == "run") as progress, session.interruptible(stop, progress.warn):
-        summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
-    found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
-    per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
-    totals = {
-        "hardware": [profile.name for profile in prepared.profiles],
-        "profiles": [
-            {
-                "profile": profile.name,
-                "accelerator": profile.accelerator,
-                "backend": profile.backend,
-                "devices": [gpu.name for gpu in profile.gpus],
-                "ranks": prepared.sizes(profile),
-            }
-            for profile in prepared.profiles
-        ],
-        "stacks": {stack.name: dict(stack.versions) for stack in prepared.stacks.values()},
-        "attempts": summary.attempts,
-        "reused": summary.reused,
-        "cpu_s": round(summary.cpu_s, 1),
-        "cpu_s_per_attempt": round(per_attempt, 2),
-        "wall_s": round(summary.wall_s, 1),
-        "cold": dict(summary.cold),
-        "interrupted": summary.interrupted,
-        "problem": summary.problem,
-        "cards": summary.cards,
-        "results": str(session.results_folder(prepared.settings)),
-        "verdicts": rows.counts(found),
-        "elsewhere": prepared.elsewhere,
-    }
-    if args.json:
-        print_json({"rows": found, "summary": totals})
-    else:
-        if args.verb == "run" or args.all:
-            matrix_table(found)
-        else:
-            print_lines(summaries.lines(summary.documents, found))
-            print()
-        print(summary_line(found))
-        print(
-            f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
-            f"({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s; documents in {totals['results']}"
-        )
-        for why, count in prepared.elsewhere.items():
-            print(f"{count} cells measured elsewhere than on {prepared.profiles[0].name}: {why}")
-        for why, count in summary.cold.most_common():
-            print(f"{count} of them started from cold: {why}")
-        for text in summary.cards:
-            print(f"note: {text}")
-    if summary.problem:
-        raise ReproError(summary.problem)
-    if summary.interrupted:
-        print("interrupted: --resume goes on with what is missing", file=sys.stderr)
-        return 130
-    if getattr(args, "bisect_exit", False):
-        return bisect_exit(summary.documents)
-    lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
-    for name in sorted(lacking):
-        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
-    code = exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
-    if not args.json:
-        print(summaries.ending(code, found))
-    return code
-
-
-def _check_case(name: str) -> None:
-    from harness import catalogue
-    from harness.overrides import expand
-
     known = catalogue.load().cases
-    if "=" in name:
-        raise unknown("case", name, known, "the first argument of `repro run` is a case")
-    expand("case", name.split(","), known)
-
-
-def show_plan(prepared: session.Session, as_json: bool) -> int:
-    items: list[dict[str, Any]] = [
-        {
-            "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
-            "flags": dict(plan.cell.flags), "ranks": plan.cell.ranks, "stack": arm.stack,
-            "hardware": plan.cell.hardware, "arm": arm.arm, "world_size": arm.world_size, "devices": arm.gpus,
-            "attempts": arm.repeat,
-            "deadline_s": arm.deadline, "skipped": arm.skipped,
-            "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
-        }
-        for plan in prepared.plans
-        for arm in plan.arms
-    ]  # fmt: skip
-    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys()):
-        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
-    if as_json:
-        print_json(items)
-        return 0
-    columns = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
-    table = [
-        [
-            named(i["case"], i["simulated"]), i["model"], i["strategy"], i["arm"], i["stack"], i["hardware"],
-            i["world_size"], i["devices"], i["attempts"], i["skipped"],
-        ]
-        for i in items
-    ]  # fmt: skip
-    print_table("", columns, table)
-    for why, count in prepared.elsewhere.items():
-        print(f"{count} cells would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
-    return 0
+    if "=" in args.case:
+        raise unknown("case", args.case, known, "the first argument of `repro run` is a case")
+    expand("case", args.case.split(","), known)
+    texts = [f"case={args.case}", *args.overrides]
+    return matrix.measure(args, texts, every_arm=True, live=True, for_git=args.bisect_exit)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from harness import arguments
 from harness.judge.expect import expected
 from harness.judge.facts import depends_on
 from harness.launch.attempt import Attempt, torchrun_line
@@ -14,6 +15,11 @@ from harness.plan import CellPlan
 from harness.report import print_json, print_table
 from harness.running import session
 from harness.schema import Case
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.case(parser)
+    arguments.overrides(parser)
 
 
 def main(args: argparse.Namespace) -> int:

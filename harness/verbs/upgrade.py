@@ -1,4 +1,4 @@
-"""`repro upgrade from=LOCK to=LOCK`: which known failures an upgrade brings, takes away or changes, through what."""
+"""`repro upgrade --from LOCK --to LOCK`: which known failures an upgrade brings, takes away or changes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import stacks
+from harness import arguments, stacks
 from harness.bisection import blame as blames
-from harness.bisection import words
 from harness.bisection.hunt import Hunt, Roles
 from harness.bisection.probe import Prober, Stopped, Target, quoted
 from harness.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare
@@ -21,37 +20,41 @@ from harness.report import print_json, print_table
 from harness.running import session
 from harness.stacks import Stack
 
-OWN = {
-    "from": "the stack in use: a name, a lock, a requirements file, python:PATH",
-    "to": "the stack to go to",
-    "why": "which changes to search the responsible package for: true (all, the default), worse or false",
-    "releases": "true: search for its release, too",
-    "budget": "at most so many probes of each search for a release",
-}
-WHY = ("true", "worse", "false")
+WHY = ("all", "worse", "none")
 EPILOG = (
-    "NAME=VALUE words of its own:\n" + words.listed(OWN) + "\n\nand case=, model=, strategy=, flags.<name>=, arms=, "
-    "repeat=, results=... as for `repro matrix`.\nWhat is stored for the two stacks is used, the rest is run. "
-    "Exit code 1: a failure enters, a control breaks,\na fix stops working or becomes needed; else 3: not every answer "
-    "could be had; else 0."
+    "and case=, model=, strategy=, flags.<name>=, arms=, repeat=, results=... as for `repro matrix`.\n\n"
+    "What is stored for the two stacks is used, the rest is run. Exit code 1: a failure enters, a control breaks,\n"
+    "a fix stops working or becomes needed; else 3: not every answer could be had; else 0."
 )
 
 
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    told = "the stack in use: a name, a lock, a requirements file, python:PATH"
+    add("--from", dest="source", metavar="STACK", required=True, help=told)
+    add("--to", dest="target", metavar="STACK", required=True, help="the stack to go to")
+    told = "which changes to search the responsible package for (default: all)"
+    add("--why", choices=WHY, default=WHY[0], help=told)
+    add("--releases", action="store_true", help="search for the package's release, too")
+    add("--budget", type=arguments.number(3), metavar="N", help="at most so many probes of each search for a release")
+
+
 def main(args: argparse.Namespace) -> int:
-    own, texts = words.take(args.overrides, OWN, {"stack": "the stacks are from= and to="})
-    specs = own.need("from", "the stack in use"), own.need("to", "the stack to go to")
-    why, with_releases, budget = own.choice("why", WHY), own.flag("releases"), own.number("budget", 3)
+    _, texts = arguments.one_stack(args, {"stack": "the stacks are --from and --to"})
+    specs, why = (args.source, args.target), args.why
     one, other = (stacks.resolve(spec, say=_say) for spec in specs)
     if specs[0] == specs[1] or one.key == other.key:
-        raise ConfigError(f"from and to are the same stack, {specs[0]}")
+        raise ConfigError(f"--from and --to are the same stack, {specs[0]}")
     stop = threading.Event()
     stopped: Stopped | None = None
     with session.interruptible(stop, _say):
         documents = _measure(texts, {specs[0]: one, specs[1]: other}, stop)
         found = compare(*([d for d in documents if d["stack"]["name"] == spec] for spec in specs))
-        search = Causes(texts, specs, (one, other), stop, with_releases, budget)
+        search = Causes(texts, specs, (one, other), stop, args.releases, args.budget)
         try:
-            search.of([c for c in found.changes if why == "true" or (why == "worse" and c.kind in WORSE)], documents)
+            search.of([c for c in found.changes if why == "all" or (why == "worse" and c.kind in WORSE)], documents)
         except Stopped as error:
             stopped = error
     data = describe(specs, (one, other), found, search.found)

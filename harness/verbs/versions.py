@@ -8,8 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import stacks
-from harness.bisection import releases, words
+from harness import arguments, stacks
+from harness.bisection import releases
 from harness.bisection.labels import short
 from harness.bisection.maps import VersionMap, maps
 from harness.bisection.probe import Point, Prober, Stopped, Target, one_case
@@ -21,38 +21,44 @@ from harness.running import session
 from harness.stacks import Stack
 from harness.stacks.stack import canonical
 
-OWN = {
-    "package": "whose releases (default: transformers)",
-    "between": "FIRST..LAST, such as 4.36..5.23, or one of them (default: from the oldest that a stack here pins)",
-    "stack": "the stack whose package is replaced (default: the one on which the case is known to fire)",
-    "spread": "points to probe at first (default: at least 8); every change seen is then narrowed to neighbours",
-    "exhaustive": "true: probe every release",
-    "budget": "at most so many probes",
-    "yanked": "true: yanked releases too",
-    "pre": "true: pre-releases too",
-}
 EPILOG = (
-    "NAME=VALUE words of its own:\n" + words.listed(OWN) + "\n\nand arms=[...], model=, strategy=, flags.<name>=, "
-    "repeat=, results=... as for `repro run`.\nHistory is not assumed to be monotone. A boundary is always between two "
-    "probed releases. Probes are stored:\nthe same command again goes on where it was stopped, and repeats none."
+    "and arms=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
+    "whose package is replaced (default: the one on which the case is known to fire).\n\n"
+    "History is not assumed to be monotone. A boundary is always between two probed releases. Probes are stored:\n"
+    "the same command again goes on where it was stopped, and repeats none."
 )
 
 
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.case(parser)
+    arguments.overrides(parser)
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("--package", default="transformers", help="whose releases (default: transformers)")
+    told = "such as 4.36..5.23, or one of them (default: from the oldest that a stack here pins)"
+    add("--between", metavar="FIRST..LAST", help=told)
+    told = "releases to probe at first (default: at least 8); every change seen is then narrowed to neighbours"
+    add("--spread", type=arguments.number(1), metavar="N", help=told)
+    add("--exhaustive", action="store_true", help="probe every release")
+    add("--budget", type=arguments.number(0), metavar="N", help="at most so many probes")
+    add("--yanked", action="store_true", help="yanked releases too")
+    add("--pre", action="store_true", help="pre-releases too")
+
+
 def main(args: argparse.Namespace) -> int:
-    own, texts = words.take(args.overrides, OWN)
+    given, texts = arguments.one_stack(args)
     case = one_case(args.case)
-    package = canonical(own.get("package", "transformers") or "")
-    spread, budget = own.number("spread"), own.number("budget", 0)
-    exhaustive = own.flag("exhaustive")
-    asked = own.get("between")
+    package = canonical(args.package)
+    spread, budget, exhaustive = args.spread, args.budget, args.exhaustive
+    asked = args.between
     first, last = releases.parse_between(asked or "..")
-    base = own.get("stack") or case.needs.stack or "current"
+    base = given or case.needs.stack or "current"
     stop = threading.Event()
     prober = Prober(args.case, texts, _say, stop)
     if not prober.arms:
         raise ReproError(f"{args.case}: the arms asked for run on a stack of their own: {', '.join(prober.own_stack)}")
     stack = prober.base(base)
-    found = releases.releases(package, yanked=own.flag("yanked"), pre=own.flag("pre"))
+    found = releases.releases(package, yanked=args.yanked, pre=args.pre)
     listed = releases.between(found, first if asked else _oldest(package, stack, found), last)
     targets = [Target(release.version, stacks.swapped(base, package, release.version)) for release in listed]
 

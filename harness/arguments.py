@@ -1,0 +1,126 @@
+"""What verbs' arguments have in common: the parser, Hydra overrides, and the old NAME=VALUE words that are options now.
+
+A verb's module owns its arguments: ``configure(parser)`` adds them, ``main(args)`` obeys them. ``args.overrides`` are
+axes and settings in Hydra's grammar, ``args.words`` the command as it was typed, ``args.options`` the verb's options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import NoReturn
+
+from harness.config import RunSettings
+from harness.errors import ConfigError, nearest, unknown
+from harness.overrides import GROUPS
+
+OVERRIDES = "Hydra overrides: case=qwen15-* model=a,b strategy=fsdp flags.call=root repeat=3 jobs=2 hardware=cpu ..."
+SETTINGS = (*GROUPS, "ranks", *(field.name for field in fields(RunSettings)))  # never an option: these stay overrides
+YES = ("true", "yes", "1", "on")
+RESPELLED = {("why", "true"): "all", ("why", "false"): "none"}  # values that changed with their words
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors: one way to say what is wrong, and one exit code for it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (`{self.prog} --help` shows its arguments)")
+
+
+# -- for configure
+
+
+def case(parser: argparse.ArgumentParser, text: str = "the case's slug (`repro list` shows them)") -> None:
+    parser.add_argument("case", metavar="CASE", help=text)
+
+
+def overrides(parser: argparse.ArgumentParser) -> None:
+    """The overrides, and --json, which goes with all verbs that take any."""
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES)
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+
+
+def number(least: int) -> Callable[[str], int]:
+    """An option's type: a whole number of at least ``least``."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return int(text)
+
+    return read
+
+
+# -- for main
+
+
+def one_stack(args: argparse.Namespace, refused: Mapping[str, str] | None = None) -> tuple[str | None, list[str]]:
+    """(the value of ``stack=``, the other overrides) of a verb that goes over stacks by itself.
+
+    ``refused``: names that mean nothing here, with the reason. A name that no run knows is an error with the nearest:
+    a search would compose it only with its first probe.
+    """
+    found, rest = None, []
+    for text in args.overrides:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise ConfigError(f"{text!r} is not NAME=VALUE")
+        if name in (refused or {}):
+            raise ConfigError(f"{text!r}: {(refused or {})[name]}")
+        if name.lstrip("+~").split(".")[0] not in (*SETTINGS, "flags"):
+            raise unknown("setting", name, (*SETTINGS, *args.options))
+        if name != "stack":
+            rest.append(text)
+        elif found is not None:
+            raise ConfigError("stack= is given twice")
+        elif not _unquoted(value):
+            raise ConfigError("stack=: a value is missing")
+        else:
+            found = _unquoted(value)
+    return found, rest
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+# -- for cli
+
+
+def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Raises ConfigError: an unknown option with the nearest one, an old word with the command as it is written now."""
+    modern = _modern(parser, words)
+    if modern is not None:
+        raise ConfigError(f"options are written with -- now: {parser.prog} {shlex.join(modern)}")
+    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    args, late = parser.parse_known_args(words)
+    # Overrides that stand after an option arrive here: argparse takes a positional list in one piece only.
+    for word in late:
+        if word.startswith("-"):
+            raise ConfigError(f"unknown option {word}{nearest(word.partition('=')[0], known)}")
+    if late and not hasattr(args, "overrides"):
+        parser.error(f"too many words: {' '.join(late)}")
+    if late:
+        args.overrides += late
+    args.words, args.options = list(words), known
+    return args
+
+
+def _modern(parser: Parser, words: Sequence[str]) -> list[str] | None:
+    """The command with ``good=4.37.0`` as ``--good 4.37.0``, ``yanked=true`` as ``--yanked``; None: nothing to say."""
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    said: list[str] = []
+    value_of_option = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        option = options.get(f"--{name}")
+        if value_of_option or not equals or option is None or name in SETTINGS:
+            said.append(word)
+        elif option.nargs == 0:
+            said += [f"--{name}"] if value.lower() in YES else []
+        else:
+            said += [f"--{name}", RESPELLED.get((name, value), value)]
+        value_of_option = not value_of_option and word in options and options[word].nargs != 0
+    return said if said != list(words) else None

@@ -1,0 +1,143 @@
+"""`repro matrix`, and what `repro run CASE` does too: launch, watch, print what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from harness import arguments, rows
+from harness import summary as summaries
+from harness.errors import ReproError
+from harness.exit_code import bisect_exit, exit_code
+from harness.report import matrix_table, named, print_json, print_lines, print_table, summary_line
+from harness.running import session
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.overrides(parser)
+    parser.add_argument("--all", action="store_true", help="a line for every arm of every cell")
+    how(parser)
+
+
+def how(parser: argparse.ArgumentParser) -> None:
+    """What `repro run CASE` takes as well."""
+    parser.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
+    parser.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
+
+
+def main(args: argparse.Namespace) -> int:
+    return measure(args, args.overrides, every_arm=args.all)
+
+
+def measure(
+    args: argparse.Namespace, texts: Sequence[str], *, every_arm: bool, live: bool = False, for_git: bool = False
+) -> int:
+    """``every_arm``: a line for each instead of what differs; ``live``: a line for each attempt; ``for_git``: exit
+    codes for `git bisect run`."""
+    prepared = session.prepare(list(texts), build_stacks=not args.plan, overlap=True, probe=True)
+    print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
+    for note in prepared.notes():
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    if args.plan:
+        return show_plan(prepared, args.json)
+    from harness.running.progress import Progress
+
+    stop = threading.Event()
+    with Progress(verbose=live) as progress, session.interruptible(stop, progress.warn):
+        summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
+    found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
+    per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
+    totals = {
+        "hardware": [profile.name for profile in prepared.profiles],
+        "profiles": [
+            {
+                "profile": profile.name,
+                "accelerator": profile.accelerator,
+                "backend": profile.backend,
+                "devices": [gpu.name for gpu in profile.gpus],
+                "ranks": prepared.sizes(profile),
+            }
+            for profile in prepared.profiles
+        ],
+        "stacks": {stack.name: dict(stack.versions) for stack in prepared.stacks.values()},
+        "attempts": summary.attempts,
+        "reused": summary.reused,
+        "cpu_s": round(summary.cpu_s, 1),
+        "cpu_s_per_attempt": round(per_attempt, 2),
+        "wall_s": round(summary.wall_s, 1),
+        "cold": dict(summary.cold),
+        "interrupted": summary.interrupted,
+        "problem": summary.problem,
+        "cards": summary.cards,
+        "results": str(session.results_folder(prepared.settings)),
+        "verdicts": rows.counts(found),
+        "elsewhere": prepared.elsewhere,
+    }
+    if args.json:
+        print_json({"rows": found, "summary": totals})
+    else:
+        if every_arm:
+            matrix_table(found)
+        else:
+            print_lines(summaries.lines(summary.documents, found))
+            print()
+        print(summary_line(found))
+        print(
+            f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
+            f"({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s; documents in {totals['results']}"
+        )
+        for why, count in prepared.elsewhere.items():
+            print(f"{count} cells measured elsewhere than on {prepared.profiles[0].name}: {why}")
+        for why, count in summary.cold.most_common():
+            print(f"{count} of them started from cold: {why}")
+        for text in summary.cards:
+            print(f"note: {text}")
+    if summary.problem:
+        raise ReproError(summary.problem)
+    if summary.interrupted:
+        print("interrupted: --resume goes on with what is missing", file=sys.stderr)
+        return 130
+    if for_git:
+        return bisect_exit(summary.documents)
+    lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
+    for name in sorted(lacking):
+        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
+    code = exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
+    if not args.json:
+        print(summaries.ending(code, found))
+    return code
+
+
+def show_plan(prepared: session.Session, as_json: bool) -> int:
+    items: list[dict[str, Any]] = [
+        {
+            "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
+            "flags": dict(plan.cell.flags), "ranks": plan.cell.ranks, "stack": arm.stack,
+            "hardware": plan.cell.hardware, "arm": arm.arm, "world_size": arm.world_size, "devices": arm.gpus,
+            "attempts": arm.repeat,
+            "deadline_s": arm.deadline, "skipped": arm.skipped,
+            "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
+        }
+        for plan in prepared.plans
+        for arm in plan.arms
+    ]  # fmt: skip
+    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys()):
+        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
+    if as_json:
+        print_json(items)
+        return 0
+    columns = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
+    table = [
+        [
+            named(i["case"], i["simulated"]), i["model"], i["strategy"], i["arm"], i["stack"], i["hardware"],
+            i["world_size"], i["devices"], i["attempts"], i["skipped"],
+        ]
+        for i in items
+    ]  # fmt: skip
+    print_table("", columns, table)
+    for why, count in prepared.elsewhere.items():
+        print(f"{count} cells would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
+    return 0

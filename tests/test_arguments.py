@@ -1,0 +1,106 @@
+"""Verbs own their arguments: each has its own, old words are answered with the new command, overrides stay Hydra's."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import arguments, cli
+from harness.errors import ConfigError
+
+
+def parser(verb: str) -> arguments.Parser:
+    made = arguments.Parser(prog=f"repro {verb}", allow_abbrev=False)
+    importlib.import_module(f"harness.verbs.{cli.VERBS[verb][0]}").configure(made)
+    return made
+
+
+def test_every_verb_has_its_arguments_in_its_module() -> None:
+    for verb in cli.VERBS:
+        assert parser(verb).format_help()
+
+
+def test_help_imports_no_verb() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys; from harness import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(str([name for name in sys.modules if name.startswith('harness.verbs.') or name == 'pydantic']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("bisect CASE good=4.44.0 bad=4.39 package=peft", "bisect CASE --good 4.44.0 --bad 4.39 --package peft"),
+        ("bisect C good=1 bad=2 find=fix yanked=true pre=no", "bisect C --good 1 --bad 2 --find fix --yanked"),
+        ("versions CASE between=0.21..0.25 stack=x", "versions CASE --between 0.21..0.25 stack=x"),
+        ("upgrade from=a to=b why=true releases=true", "upgrade --from a --to b --why all --releases"),
+        ("upgrade --from a to=b why=worse", "upgrade --from a --to b --why worse"),
+        ("matrix resume=true", "matrix --resume"),
+    ],
+)  # fmt: skip
+def test_old_words_are_answered_with_the_command_as_it_is_written_now(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(old.split()) == 2
+    assert f"options are written with -- now: repro {new}\n" in capsys.readouterr().err
+    verb, *words = new.split()
+    assert arguments.parse(parser(verb), words).words == words  # what is said works
+
+
+def test_the_value_of_an_option_is_no_old_word() -> None:
+    args = arguments.parse(parser("bisect"), ["CASE", "--good", "bad=1", "--bad", "2"])
+    assert (args.good, args.bad) == ("bad=1", "2")
+
+
+@given(
+    st.permutations(["--good 1", "--bad 2", "--yanked", "stack=base", "repeat=3", "arms=[a]"]),
+    st.integers(min_value=0, max_value=6),
+)
+def test_options_and_overrides_stand_in_any_order(pieces: list[str], where: int) -> None:
+    pieces.insert(where, "CASE") if not any("=" in piece for piece in pieces[:where]) else pieces.insert(0, "CASE")
+    args = arguments.parse(parser("bisect"), " ".join(pieces).split())
+    assert (args.case, args.good, args.bad, args.yanked) == ("CASE", "1", "2", True)
+    assert args.overrides == [piece for piece in pieces if "=" in piece]
+
+
+def given_overrides(*texts: str) -> argparse.Namespace:
+    return argparse.Namespace(overrides=list(texts), options=["--between"])
+
+
+def test_a_search_takes_its_one_stack_and_leaves_the_rest() -> None:
+    texts = ("case=x", "stack='a b'", "flags.y=2", "model.config.z=3")
+    assert arguments.one_stack(given_overrides(*texts)) == ("a b", ["case=x", "flags.y=2", "model.config.z=3"])
+    assert arguments.one_stack(given_overrides()) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["a"], "is not NAME=VALUE"),
+        (["stack=1", "stack=2"], "given twice"),
+        (["stack="], "a value is missing"),
+        (["betwen=1"], "did you mean '--between'"),
+        (["repat=1"], "did you mean 'repeat'"),
+        (["arms=[a]"], "arms.*not here"),
+    ],
+)
+def test_what_a_search_cannot_take(texts: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        arguments.one_stack(given_overrides(*texts), {"arms": "not here"})
+
+
+def test_too_many_words_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "--jsn"]) == 2 and "did you mean '--json'" in capsys.readouterr().err
+    assert cli.main(["stack", "list", "--older-than", "3"]) == 2
+    assert cli.main(["run", "--bisect-exit"]) == 130  # `git bisect run` takes 2 for "bad"
