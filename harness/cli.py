@@ -21,6 +21,7 @@ VERBS = {
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
     "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
+    "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),
     "doctor": ("doctor", "what this machine can run, and why not the rest"),
     "gpu-proof": ("gpu_proof", "the first minutes on a GPU machine: what works here, as one folder to commit"),

@@ -141,18 +141,11 @@ def settle(
     judged = verdict.judge(
         case, outcomes, history, document["stack"]["versions"], settings, document["hardware"]["facts"]
     )
-    document["verdicts"] = {}
-    for name, found in judged.items():
-        hardware = document["hardware"]
-        at = (name, document["stack"]["versions"], hardware["profile"], hardware["facts"])
-        wanted, guess = expect.expected(case, where, *at), expect.predicted(case, where, *at)
-        known = wanted or guess
-        document["verdicts"][name] = {
-            **asdict(found),
-            "expected": expect.compare(found, wanted, guess, control=case.kind == "control"),
-            "expectation": known.verdicts[name] if known else None,
-            "met_note": expect.said_of_met(found, known),
-        }
+    hardware, versions = document["hardware"], document["stack"]["versions"]
+    document["verdicts"] = {
+        name: asdict(found) | expect.told(case, where, name, found, versions, hardware["profile"], hardware["facts"])
+        for name, found in judged.items()
+    }
     document["provenance"]["ended"] = ended
     document["complete"] = True
 

@@ -73,6 +73,7 @@ def _attempt(attempt: Attempt, launcher: str, command: list[str], seen: Watched)
         "leftover": list(seen.leftover),
         "seed": attempt.settings.get("seed", 0),
         "settings": attempt.settings,
+        **({"gpus": list(attempt.gpus)} if attempt.gpus else {}),  # which cards it had
     }
 
 

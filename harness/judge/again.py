@@ -14,8 +14,9 @@ from typing import Any
 
 from harness.judge import facts, genuine, grade, verdict
 from harness.judge.evidence import items, mapping, text
-from harness.judge.expect import as_expected
+from harness.judge.expect import as_expected, told
 from harness.judge.grade import Outcome
+from harness.judge.met import Met
 from harness.schema import Case
 
 Document = dict[str, Any]
@@ -58,6 +59,18 @@ def judged_again(documents: Iterable[Mapping[str, Any]], cases: Mapping[str, Cas
         where = str(document.get("path") or document.get("key"))
         found.notes += [f"{where}: {text}" for text in _other_verdicts(said, document["verdicts"])]
     return found
+
+
+def with_expectations(document: Document, case: Case) -> Document:
+    """A document judged again, whose verdicts also say how they compare with what is expected now."""
+    stack, hardware = mapping(document.get("stack")), mapping(document.get("hardware"))
+    versions, profile = mapping(stack.get("versions")), text(hardware.get("profile"))
+    where = text(document.get("where")) or f"{text(document.get('model'))}/{text(document.get('strategy'))}"
+    verdicts = {}
+    for name, said in mapping(document.get("verdicts")).items():
+        found = verdict.Verdict(**{**said, "met": tuple(Met(**met) for met in said["met"])})
+        verdicts[name] = {**said, **told(case, where, name, found, versions, profile, mapping(hardware.get("facts")))}
+    return {**document, "verdicts": verdicts}
 
 
 def outcomes_of(document: Mapping[str, Any], case: Case, cases: Mapping[str, Case]) -> dict[str, list[Outcome]]:

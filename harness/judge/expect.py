@@ -83,6 +83,21 @@ def compare(
     return "expected" if _agrees(verdict, expectation) else "unexpected"
 
 
+def told(
+    case: Case, where: str, arm: str, verdict: Verdict, versions: Mapping[str, str], hardware: str,
+    facts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a document says beside a verdict: how it compares with what is expected of its arm, and that."""
+    at = (case, where, arm, versions, hardware, facts)
+    wanted, guess = expected(*at), predicted(*at)
+    known = wanted or guess
+    return {
+        "expected": compare(verdict, wanted, guess, control=case.kind == "control"),
+        "expectation": known.verdicts[arm] if known else None,
+        "met_note": said_of_met(verdict, known),
+    }
+
+
 def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
     (arm, wanted), = expectation.verdicts.items()  # fmt: skip
     if as_expected(verdict.name) != as_expected(wanted):

@@ -6,6 +6,7 @@ import argparse
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from harness import arguments, rows
@@ -29,14 +30,20 @@ def how(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    return measure(args, args.overrides, every_arm=args.all)
+    return measure(args, args.overrides, every_arm=args.all, page=True)
 
 
 def measure(
-    args: argparse.Namespace, texts: Sequence[str], *, every_arm: bool, live: bool = False, for_git: bool = False
+    args: argparse.Namespace,
+    texts: Sequence[str],
+    *,
+    every_arm: bool,
+    live: bool = False,
+    for_git: bool = False,
+    page: bool = False,
 ) -> int:
     """``every_arm``: a line for each instead of what differs; ``live``: a line for each attempt; ``for_git``: exit
-    codes for `git bisect run`."""
+    codes for `git bisect run`; ``page``: write the page of this run beside its documents."""
     prepared = session.prepare(list(texts), build_stacks=not args.plan, overlap=True, probe=True)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
     for note in prepared.notes():
@@ -76,6 +83,8 @@ def measure(
         "verdicts": rows.counts(found),
         "elsewhere": prepared.elsewhere,
     }
+    written = _page(summary.documents, session.results_folder(prepared.settings)) if page else None
+    totals["page"] = str(written) if written else None
     if args.json:
         print_json({"rows": found, "summary": totals})
     else:
@@ -95,6 +104,8 @@ def measure(
             print(f"{count} of them started from cold: {why}")
         for text in summary.cards:
             print(f"note: {text}")
+        if written:
+            print(f"page: {written}")
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:
@@ -109,6 +120,17 @@ def measure(
     if not args.json:
         print(summaries.ending(code, found))
     return code
+
+
+def _page(documents: list[dict[str, Any]], folder: Path) -> Path | None:
+    """The page of a run. That there can be none is a note: what was measured is recorded."""
+    from harness.verbs.report import of_run
+
+    try:
+        return of_run(documents, folder)
+    except (ReproError, OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        print(f"note: no page of this run: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
 
 
 def show_plan(prepared: session.Session, as_json: bool) -> int:

@@ -1,0 +1,223 @@
+"""The same results for other programs: JUnit XML, Markdown, JSON, CSV. Pure: cells -> text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from harness.judge.claims import ClaimRow
+from harness.page.marks import MARKS
+from harness.page.safe import harmless, line
+from harness.page.view import ArmView, Cell
+
+SCHEMA = 1
+MOST = 65_000  # bytes of Markdown: what a comment or a job's summary takes
+ODD = ("unexpected", "differs from cpu")
+
+
+def arm_rows(cells: Iterable[Cell]) -> Iterator[dict[str, Any]]:
+    """An arm of a cell each, with stable keys."""
+    for cell in cells:
+        for arm, row in zip(cell.arms, cell.rows):
+            yield {
+                "results": cell.source, "case": cell.case, "kind": cell.kind, "simulated": bool(cell.simulated),
+                "model": cell.model, "strategy": cell.strategy, "also": cell.also, "ranks": cell.ranks,
+                "scale": cell.scale, "weights": cell.weights, "hardware": cell.hardware, "stack": cell.stack,
+                "versions": dict(cell.versions), "arm": arm.name, "outcome": arm.outcome,
+                "verdict": row["verdict"], "expected": row["expected"], "expectation": row["expectation"],
+                "attempts": arm.attempts, "fires": row["fires"], "clean": row["clean"], "wall_s": row["wall_s"],
+                "reason": arm.reason, "started": cell.started, "commit": cell.commit, "document": cell.path,
+                "command": arm.command,
+            }  # fmt: skip
+
+
+def as_json(cells: Sequence[Cell], ledger: Sequence[ClaimRow], sources: Sequence[str], made: str) -> str:
+    """By results/schema/report-v1.schema.json."""
+    rows = list(arm_rows(cells))
+    claims = [
+        {"case": row.case, "id": row.id, "text": row.text, "source": row.source, "status": row.status,
+         "detail": row.detail, "measurements": len(row.evidence)}
+        for row in ledger
+    ]  # fmt: skip
+    counts = Counter(arm.mark.name for cell in cells for arm in cell.arms)
+    value = {"schema": SCHEMA, "made": made, "results": list(sources), "counts": dict(counts.most_common()),
+             "rows": rows, "claims": claims}  # fmt: skip
+    return json.dumps(value, indent=1) + "\n"
+
+
+def as_csv(cells: Sequence[Cell]) -> str:
+    """A line for each arm; a release stands in a column of its own package."""
+    rows = list(arm_rows(cells))
+    packages = sorted({name for row in rows for name in row["versions"]})
+    out = io.StringIO()
+    keys = [key for key in (rows[0] if rows else _KEYS) if key != "versions"]
+    writer = csv.DictWriter(out, [*keys, *packages], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        versions = row.pop("versions")
+        writer.writerow({key: _no_formula(value) for key, value in {**row, **versions}.items()})
+    return out.getvalue()
+
+
+_KEYS = ("results", "case", "model", "strategy", "arm", "verdict")  # of no rows at all
+
+
+def _no_formula(value: Any) -> Any:
+    """A spreadsheet computes what begins so."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
+
+
+def as_junit(cells: Sequence[Cell]) -> str:
+    """A suite for each case, a test case for each arm: unexpected is a failure, infrastructure an error."""
+    from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
+
+    suites: dict[str, Any] = {}
+    for cell in cells:
+        suite = suites.setdefault(cell.case, TestSuite(cell.case))
+        for arm, row in zip(cell.arms, cell.rows):
+            where = " ".join(filter(None, (f"{cell.model}/{cell.strategy}", cell.also)))
+            test = TestCase(f"{where} {arm.name}", f"{cell.hardware}.{cell.stack}.{cell.case}", row["wall_s"] or 0.0)
+            found = _junit_result(cell, arm)
+            if found:
+                kind = {"failure": Failure, "error": Error, "skipped": Skipped}[found[0]]
+                result = kind(found[1], None if found[0] == "skipped" else arm.mark.name)
+                if found[2]:
+                    result.text = found[2]
+                test.result = [result]
+            said = [f"verdict: {arm.mark.name}", f"compared: {row['expected'] or 'nothing is expected of it'}"]
+            said += [f"reason: {arm.reason}", f"numbers: {arm.counts}; {arm.numbers}"]
+            said += [f"{proof.name}: {proof.state}, got {proof.got}, want {proof.want}, tolerance {proof.tolerance}"
+                     for proof in arm.proofs]  # fmt: skip
+            test.system_out = "\n".join([*said, f"document: {cell.path}", f"command: {arm.command}"])
+            suite.add_testcase(test)
+    xml = JUnitXml("repro-matrix")
+    for suite in suites.values():
+        xml.add_testsuite(suite)
+    written: bytes = xml.tostring()
+    return written.decode()
+
+
+def _junit_result(cell: Cell, arm: ArmView) -> tuple[str, str, str] | None:
+    """(kind, message, text)"""
+    if not arm.attempts:
+        return "skipped", arm.reason, ""
+    text = "\n\n".join(filter(None, (*(f"rank {s.ranks}: {s.how}\n{s.type}: {s.message}\n{s.log}" for s in arm.said),
+                                     arm.command)))  # fmt: skip
+    if arm.expected and arm.expected.name == "unexpected":
+        wanted = arm.expectation.name if arm.expectation else "HEALTHY" if cell.kind == "control" else "something else"
+        return "failure", f"expected {wanted}, measured {arm.mark.name}: {arm.reason}", text
+    if arm.outcome.startswith("infra") or (arm.mark.name == "INCONCLUSIVE" and "infra" in arm.reason):
+        return "error", arm.reason, text
+    return None
+
+
+def as_markdown(cells: Sequence[Cell], title: str = "repro-matrix", link: str = "") -> str:
+    """For a job's summary or a comment: what changed first, always under ``MOST`` bytes. ``link``: to the page."""
+    out = _Short(MOST - 200)
+    found = [(cell, arm) for cell in cells for arm in cell.arms]
+    odd = {state: [item for item in found if item[1].expected == MARKS[state]] for state in (*ODD, "unset")}
+    out.add(f"## {_plain(title)}\n")
+    worst = len(odd["unexpected"])
+    differ = (
+        f"**{worst} arms differ from what is expected.**" if worst > 1 else "**One arm differs from what is expected.**"
+    )
+    out.add(f"{differ if worst else 'Nothing differs from what is expected.'} {_tally(cells)}\n")
+    if link:
+        out.add(f"[The whole page]({link})\n")
+    for state, heading in (
+        ("unexpected", "Differs from what is expected"),
+        ("differs from cpu", "News: differs from what a CPU showed"),
+    ):
+        if odd[state]:
+            out.add(f"### {heading}\n")
+            out.each([_detail(cell, arm) for cell, arm in odd[state]], "more such arms")
+    if odd["unset"]:
+        out.add("### New: nothing is expected of them yet\n")
+        out.each([f"- {_place(cell, arm)}: {arm.mark.symbol} {arm.mark.name}" for cell, arm in odd["unset"]], "more")
+    if cells:
+        out.add("### Cases\n\n| case | cells | arms |\n|---|---|---|")
+        by_case: dict[str, list[Cell]] = {}
+        for cell in cells:
+            by_case.setdefault(cell.case, []).append(cell)
+        out.each(
+            [f"| {_plain(case)} | {len(own)} | {_tally(own)} |" for case, own in by_case.items()], "more cases", "\n"
+        )
+    missing = Counter(arm.reason for _, arm in found if not arm.attempts)
+    if missing:
+        out.add("\n\n### Not measured\n")
+        out.each([f"- {count}: {_code(reason)}" for reason, count in missing.most_common()], "more reasons")
+    return out.text
+
+
+class _Short:
+    """Text that stays under a size: what does not fit is counted."""
+
+    def __init__(self, most: int) -> None:
+        self.text = ""
+        self._left = most
+
+    def add(self, part: str) -> bool:
+        size = len(part.encode(errors="surrogatepass")) + 1
+        if size > self._left:
+            return False
+        self._left -= size
+        self.text += part + "\n"
+        return True
+
+    def each(self, parts: Sequence[str], rest: str, before: str = "") -> None:
+        """Of a long list no more than half of what is left, so that what follows is seen, too."""
+        self.text = self.text.rstrip("\n") + "\n" + ("" if before else "\n")
+        keep, self._left = self._left - self._left // 2, self._left // 2
+        for index, part in enumerate(parts):
+            if not self.add(part):
+                self._left += keep
+                self.add(f"{before}… and {len(parts) - index} {rest}\n")
+                return
+        self._left += keep
+
+
+def _tally(cells: Iterable[Cell]) -> str:
+    counts = Counter(arm.mark for cell in cells for arm in cell.arms)
+    return ", ".join(f"{mark.symbol} {count} {mark.word}" for mark, count in counts.most_common())
+
+
+def _place(cell: Cell, arm: ArmView) -> str:
+    where = " ".join(filter(None, (f"{cell.model}/{cell.strategy}", cell.also)))
+    on = f"({_plain(cell.hardware)}, {_plain(cell.stack)})"
+    return f"**{_plain(cell.case)}** {_plain(where)}, arm {_plain(arm.name)} {on}"
+
+
+def _detail(cell: Cell, arm: ArmView) -> str:
+    wanted = f"expected {arm.expectation.name}, " if arm.expectation else ""
+    parts = [f"- {_place(cell, arm)}: {wanted}measured {arm.mark.symbol} {arm.mark.name}\n"]
+    parts.append(f"  {_code(arm.reason)}\n")
+    for said in arm.said[:1]:
+        shown = harmless("\n".join(filter(None, (f"{said.type}: {said.message}" if said.type else "", said.log))), 800)
+        fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=2) + 1)
+        parts.append(
+            "\n".join(
+                "  " + text
+                for text in [
+                    fence if len(fence) > 2 else "```",
+                    *shown.splitlines(),
+                    fence if len(fence) > 2 else "```",
+                ]
+            )
+            + "\n"
+        )
+    parts.append(f"  {_code(arm.command)}\n")
+    return "\n".join(parts)
+
+
+def _code(text: str) -> str:
+    """In code nothing is a mark, a mention or a link."""
+    return f"`{line(text, 500).replace('`', chr(39)).replace('|', chr(0xA6))}`" if text else ""
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]<>|~#@!&])", r"\\\1", line(text, 200))

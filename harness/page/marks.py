@@ -1,0 +1,62 @@
+"""How a verdict or an outcome looks: a symbol, a word and a tone. Never a colour alone. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Mark(NamedTuple):
+    name: str  # the verdict or outcome
+    symbol: str
+    word: str
+    tone: str  # good, bad, warn, info, none: a class of page.css
+
+
+_MARKS = (
+    Mark("FIX_HOLDS", "✔", "fix holds", "good"),
+    Mark("HEALTHY", "✔", "healthy", "good"),
+    Mark("FIX_BROKEN", "✖", "fix broken", "bad"),
+    Mark("FIX_HARMFUL", "‼", "fix does harm", "bad"),
+    Mark("UNHEALTHY", "✖", "unhealthy", "bad"),
+    Mark("FIX_UNMASKS", "↷", "unmasks another failure", "warn"),
+    Mark("CHANGED", "≠", "fails otherwise", "warn"),
+    Mark("FLAKY", "≈", "flaky", "warn"),
+    Mark("INCONCLUSIVE", "?", "inconclusive", "none"),
+    Mark("NOT_FIRING", "○", "does not fire", "info"),
+    Mark("UPSTREAM_FIXED", "◆", "fixed upstream", "info"),
+    Mark("fires", "●", "fires", "fire"),
+    Mark("clean", "◌", "clean", "info"),
+    Mark("other_error", "△", "another error", "warn"),
+    Mark("hang", "⧖", "hangs", "warn"),
+    Mark("infra", "?", "no answer (infrastructure)", "none"),
+    Mark("skipped", "–", "not measured", "none"),
+    Mark("upheld", "✔", "upheld", "good"),
+    Mark("refuted", "✖", "refuted", "bad"),
+    Mark("conditional", "◐", "conditional", "warn"),
+    Mark("untested", "–", "untested", "none"),
+    Mark("unexpected", "!", "not as expected", "bad"),
+    Mark("differs from cpu", "!", "differs from CPU", "warn"),
+    Mark("unset", "+", "new: nothing expected", "info"),
+    Mark("expected", "=", "as expected", "good"),
+    Mark("as predicted", "=", "as predicted", "good"),
+)
+MARKS = {mark.name: mark for mark in _MARKS}
+
+
+def mark(name: str) -> Mark:
+    """Also of what is not known: a document of a later release may say more."""
+    first = name.partition(" ")[0].rstrip(",")  # "fires 2/3, clean 1/3"
+    known = MARKS.get(name) or (
+        MARKS.get(first) if first in ("fires", "clean", "other_error", "hang", "infra") else None
+    )
+    if known is None:
+        return Mark(name, "·", name, "none")
+    return known if known.name == name else Mark(known.name, "≈", name, "warn")
+
+
+def of_row(row: Mapping[str, Any]) -> Mark:
+    """A row of harness.rows: its verdict, else (the broken arm, one that was skipped) its outcome."""
+    if not row["attempts"]:
+        return MARKS["skipped"]
+    return mark(str(row["verdict"] or row["outcome"]))

@@ -1,0 +1,140 @@
+"""`repro report [RESULTS...]`: what was measured, as one page, as a static site, or for other programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import ResultsError, unknown
+
+if TYPE_CHECKING:
+    from harness.page.view import Cell
+
+FORMATS = ("html", "junit", "markdown", "json", "csv")
+AXES = ("case", "model", "strategy", "stack", "hardware")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="RESULTS",
+        help="results folders (default: results/scratch), several side by side; case=qwen15-* model= strategy= stack= "
+        "hardware= show a part of them",
+    )  # fmt: skip
+    parser.add_argument("--baseline", action="store_true", help="the published results, alone or beside the others")
+    parser.add_argument("--format", choices=FORMATS, default="html", help="default: html, one file that needs no other")
+    parser.add_argument("--output", metavar="PATH", help="where to write it; - is stdout (the default but for html)")
+    parser.add_argument("--site", metavar="DIR", help="write a static site there: an index, and a page for each case")
+
+
+def main(args: argparse.Namespace) -> int:
+    from harness import catalogue as catalogues
+    from harness.page import formats, render
+    from harness.page.page import page
+    from harness.page.read import read
+    from harness.page.view import cell
+    from harness.paths import BASELINE, RESULTS
+
+    words = args.overrides
+    wanted = _selection([word for word in words if "=" in word])
+    folders = [Path(word).expanduser() for word in words if "=" not in word] or (
+        [] if args.baseline else [RESULTS / "scratch"]
+    )
+    folders += [BASELINE] if args.baseline and BASELINE not in folders else []
+    target = _target(args, folders, RESULTS)
+    catalogue = catalogues.load()
+    found = read(folders, catalogue, wanted)
+    cells = [cell(document, catalogue.cases[document["case"]], source) for source, document in found.documents]
+    made = made_line(folders)
+    if args.format == "json":
+        text = formats.as_json(cells, found.ledger, [str(folder) for folder in folders], made)
+    elif args.format == "csv":
+        text = formats.as_csv(cells)
+    elif args.format == "junit":
+        text = formats.as_junit(cells)
+    elif args.format == "markdown":
+        text = formats.as_markdown(cells, title_of(folders))
+    else:
+        view = page(cells, title_of(folders), made, catalogue.cases, found.ledger, found.sources, found.notes)
+        if args.site:
+            pages = render.site(view)
+            for name, content in pages.items():
+                write(Path(args.site) / name, content)
+            print(f"{len(pages)} pages: {Path(args.site) / 'index.html'}")
+            return 0
+        text = render.one_file(view)
+    if target is None:
+        sys.stdout.write(text)
+        return 0
+    write(target, text)
+    print(target)
+    return 0
+
+
+def _selection(words: list[str]) -> dict[str, list[str]]:
+    found = {}
+    for word in words:
+        axis, _, value = word.partition("=")
+        if axis not in AXES:
+            raise unknown("axis", axis, AXES, "repro report")
+        found[axis] = [part.strip() for part in value.split(",")]
+    return found
+
+
+def _target(args: argparse.Namespace, folders: list[Path], results: Path) -> Path | None:
+    """None: stdout. Raises ResultsError: it would lie among the documents."""
+    if args.output == "-" or (args.output is None and args.format != "html"):
+        return None
+    if args.output is None:
+        own = results / "scratch" if args.baseline or not folders else folders[0]
+        return own / ("baseline.html" if args.baseline and len(folders) == 1 else "report.html")
+    target = Path(args.output).expanduser()
+    if target.is_dir():
+        raise ResultsError(f"{target}: is a folder; --output takes a file")
+    if target.suffix == ".json" and any(target.resolve().is_relative_to(folder.resolve()) for folder in folders):
+        raise ResultsError(f"{target}: would be taken for a cell's document there; write it to another folder")
+    return target
+
+
+def title_of(folders: list[Path]) -> str:
+    from harness.page.read import named
+
+    names = named(folders)
+    return "repro-matrix: " + (" beside ".join(names) if names != ["baseline"] else "what is known today")
+
+
+def made_line(folders: list[Path]) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    told = "Every statement comes from a launched process whose evidence is stored."
+    return f"Made {when} UTC from {', '.join(folder.name or str(folder) for folder in folders)}. {told}"
+
+
+def of_run(documents: list[dict[str, object]], folder: Path) -> Path:
+    """The page of a run that has just ended, from its documents in memory: they are judged. Raises ResultsError: it
+    cannot be written."""
+    from harness import catalogue as catalogues
+    from harness.page import render
+    from harness.page.page import page
+    from harness.page.read import ledger
+    from harness.page.view import cell
+
+    catalogue = catalogues.load()
+    cells: list[Cell] = [cell(document, catalogue.cases.get(str(document["case"]))) for document in documents]
+    told = ledger(catalogue, documents, {one.case for one in cells})
+    view = page(cells, title_of([folder]), made_line([folder]), catalogue.cases, told)
+    target = folder / "report.html"
+    write(target, render.one_file(view))
+    return target
+
+
+def write(target: Path, text: str) -> None:
+    """Raises ResultsError: it cannot be written."""
+    from harness.store import write_text
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, text)
+    except OSError as error:
+        raise ResultsError(f"{target}: cannot be written ({error.strerror or error})") from None
