@@ -61,6 +61,7 @@ class Attempt:
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
     start_limit_s: float | None = None  # for starting; None: what the accelerator allows (harness/launch/limits.py)
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
+    references: Path | None = None  # where attempts of this run leave each other their references (kit/reference.py)
 
     @property
     def records(self) -> Path:
@@ -106,8 +107,10 @@ class Attempt:
 
     def full_settings(self) -> Json:
         """The settings that the ranks read: the case's, and what the launch adds."""
+        shared = {"references": {"folder": str(self.references), "attempt": self.id}} if self.references else {}
         return {
             **self.settings,
+            **shared,
             "record_dir": str(self.records),
             "work_dir": str(self.work),
             "world_size": self.world_size,

@@ -24,6 +24,8 @@ from harness.schema import Case
 from harness.stacks import Stack
 from harness.store import RELEVANT
 
+REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
+
 
 @dataclass(frozen=True)
 class Made:
@@ -82,6 +84,7 @@ class Attempts:
             cold=case.launch.cold or teardown,
             stack_cache=cache_dir() / "stack-caches" / stack.key,
             keep=self.keep,
+            references=self.run_dir / REFERENCES,
         )
 
     def _env(self, case: Case, plan: ArmPlan, stack: Stack) -> dict[str, str]:

@@ -24,7 +24,7 @@ from harness.launch import open_launcher
 from harness.memory import planned as planning
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
-from harness.running.attempts import Attempts, new_run_dir
+from harness.running.attempts import REFERENCES, Attempts, new_run_dir
 from harness.running.engine import Engine
 from harness.running.events import Event, Later, Summary
 from harness.running.given import Given
@@ -197,6 +197,7 @@ def _ending(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        shutil.rmtree(run_dir / REFERENCES, ignore_errors=True)
         with contextlib.suppress(OSError):
             if not any((path / "records").exists() for path in run_dir.iterdir()):  # keep=true leaves records behind
                 shutil.rmtree(run_dir, ignore_errors=True)

@@ -1,6 +1,7 @@
 """The proof of clean training: the same steps in one process, and what must agree with them.
 
-``Reference`` trains the model as one process would, on all ranks' batches at once, before it is made parallel. Checks:
+``Reference`` trains the model as one process would, on all ranks' batches at once, before it is made parallel
+(kit/reference.py). Checks:
 
 ``steps``     all steps ran, each with a finite loss
 ``loss``      each step's loss, meant over the ranks, is the reference's
@@ -19,20 +20,17 @@ smallest errors are that each proof sees; tests/test_proofs.py proves that every
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import shutil
-import time
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Union
+from typing import Any, Callable, Iterable, Mapping, Optional, Union
 
-from kit.alone import Copied, Drawn, Perturbed, Start, Tensors, train_alone, unit
+from kit.alone import Copied, Drawn, Start, Tensors, unit
 from kit.models import batch
 from kit.norms import digest, norm, norm_of
+from kit.reference import Batch, Runs
 from kit.run import Run
-from kit.shelf import Shelf, Writer, index_of
 from kit.strategies import Wrapped
 from kit.together import gather
 from kit.weights import Weights
@@ -50,11 +48,7 @@ RATES = {torch.float32: LR, torch.bfloat16: 1.0}
 FACTOR = 8.0
 # The yardstick is no good where rounding alone changes the whole model's update by more than this part of it.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
-_made: list[str] = []  # references of this process: every rank makes as many
-WAIT_S = 120.0  # for what another rank computes at the same time
 
-Batch = Callable[[Run, int, int], dict[str, torch.Tensor]]
-Loss = Callable[[nn.Module, int], torch.Tensor]
 Named = Union[Tensors, Iterable["tuple[str, torch.Tensor]"]]  # by name, all at once or one by one
 
 
@@ -64,10 +58,6 @@ class Reference:
     ``same_batch``: the ranks share one batch (tensor parallelism). ``ranks``: how many ranks' batches make up a step,
     if it is not all of them. ``computes_in``: the dtype of mixed precision, where it is not the parameters' own.
     ``weights``: what draws the model's parameters where they are on meta; ``begin`` must then be called.
-
-    The first two ranks of a node share the work, the plain run and the perturbed one, and leave what they found in the
-    attempt's folder, tensor by tensor; nobody waits for it before the first check. Where the memory plan says that
-    there is not room for two (settings ``reference``: "turns"), the first rank does both.
     """
 
     def __init__(
@@ -81,59 +71,23 @@ class Reference:
         weights: Optional[Weights] = None,
     ) -> None:
         run.phase("reference")
-        self.ranks = 1 if same_batch else ranks or run.world_size
         self.same_batch = same_batch
-        self.steps = run.steps
         self.dtype = next(model.parameters()).dtype
         self.computes_in = computes_in
         self.lr = RATES[self.dtype]
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in model.named_parameters()]
         self.began: Optional[str] = None
-        self._found: dict[str, Any] = {}
-        self._wait_s = float(run.settings.get("limit_s") or WAIT_S)
-        where = str(run.settings.get("reference") or "host")
-        local = int(os.environ.get("LOCAL_RANK", "0")) if run.world_size > 1 else 0
-        helpers = min(2, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size)))) if run.world_size > 1 else 1
-        if where == "turns":
-            helpers = 1
-        token = os.environ.get("MASTER_PORT", "0") if run.world_size > 1 else "one"
-        _made.append(token)  # a second one in this process must not be read as the first
-        self._folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}-{len(_made)}"
         start: Start
         if weights is None:
             start = Copied(model)
             self.began = digest(start.values.items())
         else:
-            start = Drawn(model, weights, run.device if where == "device" else "cpu")
-
-        def loss_at(of: nn.Module, step: int) -> torch.Tensor:
-            parts = [make_batch(run, rank, step) for rank in range(self.ranks)]
-            whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            device = next(of.parameters()).device
-            return of(**{name: value.to(device) for name, value in whole.items()}, use_cache=False).loss
-
-        if local == 0:
-            self._plain(start, loss_at)
-        if local == helpers - 1:
-            self._perturbed(start, loss_at)
+            start = Drawn(model, weights, run.device if run.settings.get("reference") == "device" else "cpu")
+        together = 1 if same_batch else ranks or run.world_size
+        runs = Runs(run, model, start, together, self.lr, make_batch, computes_in)
+        self.truth, self.noise, self.after = runs.truth, runs.noise, runs.after
         self.watch(model)  # from here on: what it sees next is the training
-
-    # --- what the checks use
-
-    def truth(self) -> dict[str, Any]:
-        """The plain run: ``losses`` by step, ``start`` (a digest), and by tensor, the norms of ``values`` before it and
-        of the movement by the ``first`` step and until the ``last``."""
-        return self._take("truth")
-
-    def noise(self) -> dict[str, Any]:
-        """How far the perturbed run is from the plain one: ``losses`` by step, ``first`` and ``last`` by tensor."""
-        return self._take("noise")
-
-    def after(self, when: str) -> Mapping[str, torch.Tensor]:
-        """The plain run's parameters after its ``first`` or ``last`` step; frozen ones are stored once."""
-        first = self._shelf("first")
-        return Layered(self._shelf("last"), first) if when == "last" and self.steps > 1 else first
 
     # --- the checks
 
@@ -194,88 +148,6 @@ class Reference:
             now, self.after(when), self.truth()[when], self.noise()[when], self.truth()["values"], self.trained
         )
         run.check(check, **found)
-
-    # --- the two runs, and what the ranks leave each other
-
-    def _plain(self, start: Start, loss_at: Loss) -> None:
-        found: dict[str, Any] = {"first": {}, "values": {}}
-
-        def after(steps: int, model: nn.Module) -> None:
-            if steps == 0:
-                found["start"] = digest(model.named_parameters())
-            for when in self._moments(steps):
-                shelf, found[when] = Writer(self._folder / when), {}
-                for name, parameter in model.named_parameters():
-                    if when == "first" or parameter.requires_grad:
-                        shelf.put(name, parameter)
-                    found[when][name] = norm(parameter, start.value(name)) if parameter.requires_grad else 0.0
-                    found["values"][name] = unit(parameter.dtype) / 4 * norm(parameter)
-                shelf.close()
-
-        found["losses"] = train_alone(start, loss_at, self.steps, self.lr, after)
-        self._leave("truth", {"last": found["first"], **found})
-
-    def _perturbed(self, start: Start, loss_at: Loss) -> None:
-        off = Perturbed(start, self.computes_in)
-        found: dict[str, Any] = {}
-
-        def after(steps: int, model: nn.Module) -> None:
-            for when in self._moments(steps):
-                plain = self.after(when)
-                found[when] = {
-                    name: norm(parameter, off.value(name), plain[name], start.value(name))
-                    if parameter.requires_grad
-                    else 0.0
-                    for name, parameter in model.named_parameters()
-                }
-
-        losses = train_alone(off, loss_at, self.steps, self.lr, after)
-        found["losses"] = [abs(one - other) for one, other in zip(self.truth()["losses"], losses)]
-        self._leave("noise", {"last": found["first"], **found})
-
-    def _moments(self, steps: int) -> list[str]:
-        return ["first"] if steps == 1 else ["last"] if steps == self.steps and steps else []
-
-    def _leave(self, name: str, what: dict[str, Any]) -> None:
-        self._found[name] = what
-        self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / f"{name}.{os.getpid()}"
-        partial.write_text(json.dumps(what), encoding="utf-8")
-        partial.rename(self._folder / name)  # complete or not there
-
-    def _take(self, name: str) -> dict[str, Any]:
-        if name not in self._found:
-            path = self._there(self._folder / name)
-            self._found[name] = json.loads(path.read_text(encoding="utf-8"))
-        return self._found[name]
-
-    def _shelf(self, name: str) -> Shelf:
-        self._there(index_of(self._folder / name))
-        return Shelf(self._folder / name)
-
-    def _there(self, path: Path) -> Path:
-        limit = time.monotonic() + self._wait_s
-        while not path.exists():
-            if time.monotonic() > limit:
-                raise TimeoutError(f"no rank left {path.name} of the reference in {self._folder}: {self._wait_s:.0f} s")
-            time.sleep(0.005)
-        return path
-
-
-class Layered(Mapping):
-    """What the upper mapping has, else the lower one."""
-
-    def __init__(self, upper: Mapping[str, Any], lower: Mapping[str, Any]) -> None:
-        self.upper, self.lower = upper, lower
-
-    def __getitem__(self, name: str) -> Any:
-        return self.upper[name] if name in self.upper else self.lower[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.lower)
-
-    def __len__(self) -> int:
-        return len(self.lower)
 
 
 class Own:

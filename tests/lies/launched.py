@@ -295,6 +295,10 @@ transformers.__version__ = "4.0.0\""""), "^INCONCLUSIVE.*stack changed.*4.0.0"),
             Training("    model, weights = made(run, dtype)\n",
                      instead="    dtype = torch.bfloat16\n    model, weights = made(run, dtype)\n"),
             "^(INCONCLUSIVE|UNHEALTHY)"),
+        Lie("a tensor of the reference changed on the disk", "P3", Training(WRAP, """\
+for path in run.work_dir.glob("*-reference-*/last") if run.rank == 0 else []:
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+torch.distributed.barrier()"""), "^INCONCLUSIVE.*script itself fails: repros/kit/shelf.py"),
         Lie("the script raises the signature itself", "P5", Forged("raise RuntimeError(said)"),
             "^INCONCLUSIVE.*find-unused FIX_HOLDS, bucket-view FIX_BROKEN"),
         Lie("exec with an installed file's name", "P5", Forged(BORROWED), "^INCONCLUSIVE.*bucket-view FIX_BROKEN"),
