@@ -33,9 +33,7 @@ def _left(plants: Sequence[Callable[[Path], Any] | None]) -> list[str]:
                 plant(place)
             by = one.take("the key", folder / "taken")
             if by is not None:
-                said.append(
-                    f"taken, as {by} left it" if _read(folder / "taken") == FILES else "taken, and not as it was"
-                )
+                said.append(f"taken, as {by} left it" if _read(folder / "taken") == FILES else "taken, not as it was")
             else:
                 clean = not (folder / "taken").exists() and one.leave("the key", _made(folder / "again"))
                 whole = one.take("the key", folder / "taken") and _read(folder / "taken") == FILES
