@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly test lies mutants lint bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly site page-check pictures test lies mutants lint bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -43,6 +43,16 @@ nightly: $(READY) ## the main job as CI runs it at night: three attempts an arm
 
 claims: $(READY) ## the claims ledger, from stored measurements
 	@$(BIN)/repro claims
+
+site: $(READY) ## a static site of the published baseline in build/site: what is known today, a page for each case
+	@$(BIN)/repro report --baseline --site build/site $(ARGS)
+
+page-check: $(READY) ## the page in a headless chromium, with axe-core (fetched by npm) looking for barriers
+	@mkdir -p $(VENV)/axe-core && cd $(VENV)/axe-core && test -f package/axe.min.js || { npm pack --silent axe-core@4.10.3 > /dev/null && tar xzf axe-core-4.10.3.tgz; }
+	@$(BIN)/python -m pytest tests/test_page_browser.py -n 0 -rs $(PYTEST_ARGS)
+
+pictures: $(READY) ## docs/page.png and docs/terminal.png anew (needs chromium)
+	@$(BIN)/python -m bench.pictures
 
 test: $(READY) ## the project's own tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -67,10 +67,9 @@ def ledger(catalogue: Catalogue, documents: Iterable[Document], cases: Iterable[
 def named(folders: Sequence[Path]) -> list[str]:
     """A short name for each folder, each another one."""
     resolved = [folder.resolve() for folder in folders]
-    found = ["baseline" if folder == BASELINE else folder.name or str(folder) for folder in resolved]
-    for index, folder in enumerate(resolved):
-        if found.count(found[index]) > 1:
-            found[index] = "/".join(folder.parts[-2:])
+    short = ["baseline" if folder == BASELINE else folder.name or str(folder) for folder in resolved]
+    longer = ["/".join(folder.parts[-2:]) for folder in resolved]
+    found = [name if short.count(name) == 1 else more for name, more in zip(short, longer)]
     return [name if found.index(name) == index else f"{name} ({index + 1})" for index, name in enumerate(found)]
 
 

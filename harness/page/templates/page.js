@@ -80,4 +80,5 @@
   form.hidden = false;
   apply();
   arrive();
+  window.addEventListener("load", () => { if (location.hash) arrive(); });  // the browser takes the focus away when it gets there itself
 })();

@@ -1,0 +1,366 @@
+"""The page: what it says, that hostile texts stay texts, that it stays small, and the files for other programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import case, document, ended, exception, failed, observation, ok
+from junitparser import Error, Failure, JUnitXml, Skipped
+
+from harness import catalogue
+from harness.cli import main
+from harness.judge.claims import ClaimRow
+from harness.page import formats, hangs, render
+from harness.page.change import Change, changes
+from harness.page.marks import MARKS, mark
+from harness.page.page import Page, link, page
+from harness.page.read import named
+from harness.page.releases import axes
+from harness.page.safe import harmless, line
+from harness.page.view import Cell, cell, numbered
+from harness.paths import RESULTS
+from harness.schema import VerdictName
+from harness.store import write_json
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202eevil\u200b\x00<b>&amp;'\"`|\ud800"
+BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
+
+
+def made(verdict: str = "FIX_HOLDS", expected: str = "expected", error: str = "boom", **changes: Any) -> dict[str, Any]:
+    seen = observation(failed(0, exception("RuntimeError", error)), failed(1, exception("RuntimeError", error)))
+    seen["ranks"][0]["log_tail"] = error
+    said = document(
+        {"broken": [("fires", seen)], "fix": [("clean" if verdict == "FIX_HOLDS" else "fires", seen)]},
+        {"fix": verdict},
+        **changes,
+    )
+    said["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIX_HOLDS"}
+    said["arms"]["broken"]["settings"] = {"flags": {"call": "inner"}, "model": {"slug": "m"}}
+    said["arms"]["fix"]["settings"] = {"flags": {"call": "root"}, "model": {"slug": "m"}}
+    return said
+
+
+def paged(*cells: Cell, **more: Any) -> Page:
+    return page(cells, "a title", "made now", {}, **more)
+
+
+def html(*cells: Cell, **more: Any) -> str:
+    return render.one_file(paged(*cells, **more))
+
+
+# -- texts
+
+
+@given(st.text(max_size=300))
+def test_nothing_of_a_text_can_act_or_hide(text: str) -> None:
+    shown = harmless(text)
+    assert all(c == "\n" or c.isprintable() or c.isspace() for c in shown)
+    assert not re.search("[\u200b-\u200f\u202a-\u202e\u2066-\u2069\x00-\x08\x0b-\x1f\ud800-\udfff]", shown)
+    assert "\n" not in line(text) and len(line(text, 50)) <= 50
+
+
+@given(st.integers(0, 40_000), st.integers(10, 3000))
+def test_a_long_text_is_cut_and_says_so(size: int, limit: int) -> None:
+    shown = harmless("ab" * size, limit)
+    assert len(shown) <= limit + 60
+    assert ("left out" in shown) == (2 * size > limit)
+
+
+def test_ten_megabytes_cost_nothing_and_begin_and_end_as_they_did() -> None:
+    shown = harmless("first " + "x" * 10_000_000 + " last")
+    assert shown.startswith("first ") and shown.endswith(" last") and len(shown) < 2100
+
+
+@given(st.text(min_size=1, max_size=80))
+def test_the_page_escapes_every_text(text: str) -> None:
+    bomb = f"<img src=x onerror=alert(1)>{text}</script><script>"
+    shown = cell(made("FIX_BROKEN", "unexpected", error=bomb, model=bomb, title=bomb, references=[bomb]))
+    written = html(shown)
+    assert "<img" not in written and written.count("<script") == written.count("</script>") == 2
+    assert "<img" not in str(render.environment().get_template("parts.html").module.cell_body(shown))  # type: ignore[attr-defined]
+    for name, text_ in render.site(paged(shown)).items():
+        assert "<img" not in text_, name
+
+
+def test_a_hostile_document_is_shown_and_every_format_can_be_read() -> None:
+    bad = made("FIX_BROKEN", "unexpected", error=HOSTILE * 200, title=HOSTILE, model=HOSTILE, flags={HOSTILE: HOSTILE})
+    bad["verdicts"]["fix"]["reason"] = HOSTILE
+    shown = cell(bad)
+    written = html(shown)
+    written.encode()
+    assert "⟨U+202E⟩" in written and "\u202e" not in written and "\x1b" not in written and "\x00" not in written
+    JUnitXml.fromstring(formats.as_junit([shown]).encode())
+    assert len(list(csv.reader(io.StringIO(formats.as_csv([shown]))))) == 3
+    told = formats.as_markdown([shown])
+    assert "\u202e" not in told and not re.search(r"(?<!\\)<", re.sub(r"`{3,}.*?`{3,}|`[^`]*`", "", told, flags=re.S))
+    json.loads(formats.as_json([shown], [], [], "now"))
+
+
+# -- what it says
+
+
+def test_what_differs_stands_first_with_error_and_command() -> None:
+    quiet, loud = cell(made(case="a-quiet")), cell(made("FIX_BROKEN", "unexpected", case="loud"))
+    shown = paged(quiet, loud)
+    assert [one.cell.case for one in shown.unexpected] == ["loud"] and [v.slug for v in shown.cases] == [
+        "loud",
+        "a-quiet",
+    ]
+    written = html(quiet, loud)
+    first = written[written.index('id="worry"') : written.index('id="matrix"')]
+    assert "RuntimeError: boom" in first and "repro run loud model=m strategy=fsdp arms=[fix]" in first
+    assert "expected" in first and "fix holds" in first and "fix broken" in first
+    assert "Nothing differs" in html(quiet)
+
+
+def test_every_verdict_has_a_symbol_a_word_and_no_two_look_alike() -> None:
+    names = [*VerdictName.__args__, "fires", "clean", "other_error", "hang", "infra", "skipped"]  # type: ignore[attr-defined]
+    assert all(name in MARKS for name in names)
+    assert len({(MARKS[name].symbol, MARKS[name].word) for name in names}) == len(names)
+    assert mark("fires 2/3, clean 1/3").symbol == "≈" and mark("SOMETHING_LATER").word == "SOMETHING_LATER"
+
+
+def test_what_a_fix_changes_is_a_diff_of_settings() -> None:
+    shown = cell(made())
+    assert shown.arms[0].changes == () and shown.arms[1].changes == (Change("flags.call", "inner", "root"),)
+    one = {"strategy": {"slug": "fsdp", "options": {"wrap": "size"}}, "model": {"slug": "a", "config": {"x": 1}}}
+    other = {"strategy": {"slug": "ddp", "options": {}}, "model": {"slug": "b", "config": {"x": 2}}, "world_size": 1}
+    assert changes(one, other) == [
+        ("strategy", "fsdp", "ddp"), ("options.wrap", "size", None), ("model", "a", "b"), ("world_size", None, "1"),
+    ]  # fmt: skip
+
+
+def test_ranks_that_say_the_same_are_one_entry() -> None:
+    said = cell(made()).arms[0].said
+    assert [one.ranks for one in said] == ["0-1"] and said[0].type == "RuntimeError"
+    assert numbered([7, 0, 1, 2]) == "0-2, 7"
+
+
+def test_a_hang_is_a_tree_of_its_ranks() -> None:
+    stack = (
+        '# py-spy\nThread 1 (idle): "MainThread"\n    {} (/s/site-packages/torch/x.py:1)\n    body (/s/repros/a.py:3)\n'
+    )
+    nodes = hangs.tree({0: stack.format("all_reduce"), 1: stack.format("all_reduce"), 2: stack.format("barrier")})
+    assert [(node.ranks, node.frames) for node in nodes] == [([0, 1, 2], ["body (/s/repros/a.py:3)"])]
+    assert [(part.ranks, part.frames) for part in nodes[0].parts] == [
+        ([0, 1], ["all_reduce (torch/x.py:1)"]), ([2], ["barrier (torch/x.py:1)"]),
+    ]  # fmt: skip
+    hung = observation(ended(0, "deadline", stack=stack.format("barrier")), timed_out=True, hang={"limit_s": 20})
+    arm = cell(document({"broken": [("hang", hung)]}, {})).arms[0]
+    assert arm.why_hang == "still at work after 20 s" and arm.hang[0].ranks == [0]
+
+
+def test_proofs_have_their_numbers_and_those_that_failed_stand_first() -> None:
+    seen = observation(ok(0), ok(1))
+    for rank in seen["ranks"]:
+        rank["record"]["checks"] = [
+            {"name": "loss", "passed": True, "got": 1.0, "want": 1.0, "tolerance": 0.1},
+            {"name": "gradient", "passed": False, "got": 0.5, "want": 0.0, "tolerance": 1e-7},
+        ]
+    proofs = cell(document({"broken": [("clean", seen)]}, {})).arms[0].proofs
+    assert [(p.name, p.state, p.got, p.want, p.tolerance, p.ranks) for p in proofs] == [
+        ("gradient", "failed", "0.5", "0", "1e-07", "0-1"), ("loss", "passed", "1", "1", "0.1", "0-1"),
+    ]  # fmt: skip
+
+
+def at(version: str, verdict: str, torch: str = "2.6.0") -> Cell:
+    stack = {"name": f"s{version}-{torch}", "versions": {"torch": torch, "transformers": version}}
+    return cell(made(verdict, stack=stack))
+
+
+def test_the_release_that_flipped_leads_to_both_measurements() -> None:
+    cells = [
+        at("4.10.0", "FIX_HOLDS"),
+        at("4.9.0", "FIX_HOLDS"),
+        at("4.11.0", "FIX_BROKEN"),
+        at("5.0", "FIX_BROKEN", "2.13.0"),
+    ]
+    one, every = axes(cells)
+    assert one.package == "transformers" and one.columns == ("4.9.0", "4.10.0", "4.11.0")
+    ((flip, arms),) = one.flips
+    assert (flip.before, flip.after, arms) == ("4.10.0", "4.11.0", ["fix"]) and flip.cells == (cells[0].id, cells[2].id)
+    assert one.steady == 1 and every.package == "" and len(every.columns) == 4
+    written = html(*cells)
+    assert all(f'href="#{shown.id}"' in written and f'id="{shown.id}"' in written for shown in cells[:3])
+    assert axes(cells[:1]) == []
+
+
+def test_two_results_side_by_side() -> None:
+    before, after = cell(made(), source="a"), cell(made("FIX_BROKEN"), source="b")
+    alone = cell(made(model="n"), source="b")
+    shown = paged(before, after, alone, sources=["a", "b"])
+    assert shown.same == 1 and [d.arm for d in shown.differences] == ["fix", "broken", "fix"]
+    assert shown.differences[0].marks == ((MARKS["FIX_HOLDS"], before.id), (MARKS["FIX_BROKEN"], after.id))
+    assert "not there" in html(before, after, alone, sources=["a", "b"])
+    assert named([Path("/x/a/r"), Path("/y/b/r"), Path("/z/c")]) == ["a/r", "b/r", "c"]
+
+
+def test_claims_are_listed_by_what_they_were_read_in() -> None:
+    row = ClaimRow("some-case", "c1", "it <helps>", "QwenLM/Qwen#920", "refuted", "2 measurements", ())
+    written = html(cell(made()), ledger=[row])
+    assert 'href="https://github.com/QwenLM/Qwen/issues/920"' in written and "it &lt;helps&gt;" in written
+    assert link("accelerate source").address == "" and link("javascript:alert(1)#1").address == ""
+
+
+def test_nothing_measured_is_a_page_too() -> None:
+    assert "holds no cell" in html().replace("hold no cell", "holds no cell")
+    assert formats.as_csv([]).startswith("results,") and "Nothing differs" in formats.as_markdown([])
+    lacking = cell(document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}))
+    assert "needs 2 GPUs" in html(lacking) and lacking.arms[0].mark.name == "skipped"
+
+
+def test_the_page_asks_nobody_and_runs_its_own_script_only() -> None:
+    written = html(cell(made()))
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', unescape(written))
+    assert policy and policy[1].startswith("default-src 'none'; ") and "unsafe" not in policy[1]
+    assert not re.search(r'\b(src|srcset|action)=|<link|@import|url\(|style="', written)
+
+
+# -- sizes
+
+
+def many(count: int) -> list[Cell]:
+    told = [
+        made("FIX_BROKEN" if n % 9 == 0 else "FIX_HOLDS", case=f"case-{n % 40}", model=f"model-{n // 40}",
+             error=f"size mismatch, got input ({n}), mat (32x1024), vec ({n * 7919})")
+        for n in range(count)
+    ]  # fmt: skip
+    return [cell(one) for one in told]
+
+
+def test_a_page_of_a_thousand_cells_is_under_three_megabytes() -> None:
+    assert len(html(*many(1000)).encode()) < 3_000_000
+
+
+@given(st.integers(0, 60), st.text(max_size=60))
+def test_markdown_stays_under_its_limit(count: int, text: str) -> None:
+    cells = [
+        cell(made("FIX_BROKEN", "unexpected", error=text * 99, case=f"c{n}", model=text or "m")) for n in range(count)
+    ]
+    assert len(formats.as_markdown(cells * 40).encode()) <= formats.MOST
+
+
+def test_markdown_says_what_it_leaves_out_and_keeps_what_follows() -> None:
+    cells = [cell(made("FIX_BROKEN", "unexpected", case=f"c{n}")) for n in range(900)]
+    told = formats.as_markdown(cells)
+    assert "900 arms differ" in told and re.search(r"… and \d+ more such arms", told) and "### Cases" in told
+
+
+# -- other programs
+
+
+def test_junit_has_a_failure_an_error_and_a_skip_and_numbers_for_what_passed() -> None:
+    lost = made("INCONCLUSIVE")
+    lost["arms"]["fix"]["attempts"][0]["outcome"] |= {"outcome": "infra", "reason": "infra: no port"}
+    lost["verdicts"]["fix"] |= {"reason": "infra: no port"}
+    skipped = document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}, case="b")
+    xml = JUnitXml.fromstring(
+        formats.as_junit(
+            [cell(one) for one in (made(), made("FIX_BROKEN", "unexpected", model="n"), lost, skipped)]
+        ).encode()
+    )
+    found = [test for suite in xml for test in suite]
+    kinds = [type(test.result[0]).__name__ if test.result else "passed" for test in found]
+    assert kinds == ["passed", "passed", "passed", "Failure", "passed", "Error", "Skipped", "Skipped"]
+    assert (xml.failures, xml.errors, xml.skipped, xml.tests) == (1, 1, 2, 8)
+    assert "expected FIX_HOLDS, measured FIX_BROKEN" in str(found[3].result[0].message)
+    assert "verdict: FIX_HOLDS" in str(found[1].system_out) and "document:" in str(found[1].system_out)
+    assert {Failure, Error, Skipped}
+
+
+def test_json_is_as_its_schema_says() -> None:
+    schema = json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8"))
+    row = ClaimRow("some-case", "c1", "it helps", "", "upheld", "2 measurements", ())
+    skipped = document({"broken": "needs 2 GPUs"}, {})
+    value = json.loads(formats.as_json([cell(made()), cell(skipped)], [row], ["results/scratch"], "now"))
+    jsonschema.validate(value, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**value, "rows": [{**value["rows"][0], "verdict": "GREEN"}]}, schema)
+
+
+def test_csv_has_a_column_for_each_package_and_computes_nothing() -> None:
+    (row,) = [r for r in csv.DictReader(io.StringIO(formats.as_csv([cell(made(model="=1+1"))]))) if r["arm"] == "fix"]
+    assert (row["torch"], row["verdict"], row["model"]) == ("2.13.0", "FIX_HOLDS", "'=1+1")
+
+
+# -- the verb
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    known = catalogue.load().cases["train-step"]
+    seen = document({"control": [("infra", observation(infra={"kind": "port", "message": HOSTILE}))]}, {},
+                    case=known.slug, kind="control", title=known.title)  # fmt: skip
+    folder = tmp_path / "r ü" / "cpu" / "torch2.13.0-tf5.23.0-abc123" / known.slug
+    folder.mkdir(parents=True)
+    seen["stack"]["label"] = "torch2.13.0-tf5.23.0-abc123"
+    seen["key"] = "train-step/m-fsdp"
+    seen["provenance"]["fingerprint"] = "f"
+    write_json(folder / "m-fsdp.json", json.loads(json.dumps(seen, ensure_ascii=True).replace("\\ud800", "")))
+    return tmp_path / "r ü"
+
+
+def test_the_verb_writes_a_page_a_site_and_formats(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(stored)]) == 0
+    assert (stored / "report.html").is_file() and capsys.readouterr().out.strip() == str(stored / "report.html")
+    assert main(["report", str(stored), "--site", str(stored.parent / "site")]) == 0
+    assert sorted(p.name for p in (stored.parent / "site").iterdir()) == ["index.html", "train-step.html"]
+    capsys.readouterr()
+    for name in ("junit", "markdown", "json", "csv"):
+        assert main(["report", str(stored), "--format", name, "case=train-*"]) == 0
+        assert "train" in capsys.readouterr().out, name
+    assert main(["report", str(stored), "model=other", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+
+
+def test_bad_input_is_named(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        ([str(tmp_path / "nowhere")], "nowhere: no such folder"),
+        ([str(stored), "modle=x"], "did you mean 'model'"),
+        ([str(stored), "--output", str(tmp_path)], "is a folder"),
+        ([str(stored), "--format", "json", "--output", str(stored / "x.json")], "would be taken for a cell's document"),
+        ([str(stored), "--output", str(stored / "report.html" / "y.html")], "cannot be written"),
+    ):
+        (stored / "report.html").write_text("a file, no folder")
+        assert main(["report", *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_what_is_damaged_or_foreign_is_named_on_the_page(stored: Path) -> None:
+    (stored / "cpu" / "broken.json").write_text("{not json")
+    other = document({"broken": [("fires", BOOM)]}, {}, case="of-another-project")
+    write_json(stored / "cpu" / "other.json", other)
+    assert main(["report", str(stored)]) == 0
+    written = (stored / "report.html").read_text(encoding="utf-8")
+    assert "damaged" in written and "of-another-project" in written
+
+
+def test_the_catalogue_s_words_stand_beside_the_arms() -> None:
+    known = case(arms={"broken": {"help": "as reported"}, "fix": {"flags": {"call": "root"}, "help": "call the root"}})
+    assert [arm.help for arm in cell(made(), known).arms] == ["as reported", "call the root"]
+
+
+def test_a_run_whose_page_cannot_be_written_has_lost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from harness.page import render as rendering
+    from harness.verbs.matrix import _page
+
+    control = document({"control": [("clean", observation(ok(0), ok(1)))]}, {"control": "HEALTHY"}, case="train-step")
+    assert _page([control], tmp_path) == tmp_path / "report.html"
+    assert "train-step" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "a file").write_text("")
+    assert _page([control], tmp_path / "a file") is None
+    monkeypatch.setattr(rendering, "one_file", lambda page: {}["a mistake of ours"])
+    assert _page([control], tmp_path) is None
+    assert capsys.readouterr().err.count("note: no page of this run") == 2

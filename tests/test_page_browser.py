@@ -1,0 +1,166 @@
+"""The page in a real browser: Debian's chromium, headless. Without one these are skipped, and say so.
+
+The accessibility checker is axe-core; `make page-check` fetches it (nothing here asks the network for anything).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_page import HOSTILE, cell, html, made, paged
+
+from bench.browser import Browser, program
+from harness.judge.claims import ClaimRow
+from harness.page import render
+from harness.page.view import Cell
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.skipif(
+    program() is None, reason="no chromium here: apt-get install chromium, or CHROMIUM=path"
+)
+AXE = Path(os.environ.get("AXE_CORE") or ROOT / ".venv" / "axe-core" / "package" / "axe.min.js")
+
+
+def cells() -> list[Cell]:
+    shown = [cell(made(case="quiet", model=f"m{n}")) for n in range(3)]
+    old = {"name": "old", "versions": {"torch": "2.13.0", "transformers": "4.0.0"}}
+    shown.append(cell(made("FIX_BROKEN", case="quiet", model="m1", stack=old)))
+    shown.append(cell(made("FIX_BROKEN", "unexpected", case="loud", error=HOSTILE * 50, title=HOSTILE, model=HOSTILE)))
+    return shown
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "a page ü.html"
+    claim = ClaimRow("quiet", "c1", "it helps", "QwenLM/Qwen#920", "refuted", "why", ())
+    path.write_text(html(*cells(), ledger=[claim]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def shown(browser: Browser, address: Path) -> Browser:
+    browser.look(1280, 900)
+    browser.open(address)
+    browser.errors.clear()
+    browser.requests.clear()
+    return browser
+
+
+VISIBLE = "[...document.querySelectorAll('details.cell')].filter(c => c.checkVisibility()).length"
+
+
+def test_filters_live_in_the_address_and_a_link_brings_them_back(shown: Browser, address: Path) -> None:
+    assert shown.js(VISIBLE) == 5
+    shown.js("const f = document.forms.filters ?? document.getElementById('filters'); f.model.value = 'm1'; "
+             "f.dispatchEvent(new Event('input'))")  # fmt: skip
+    assert shown.js(VISIBLE) == 2 and shown.js("location.hash") == "#model=m1"
+    assert shown.js("document.getElementById('shown').value") == "2 of 5 cells"
+    shown.open(address.resolve().as_uri() + "#verdict=FIX_BROKEN&q=QUIET+old")
+    assert shown.js(VISIBLE) == 1 and shown.js("document.getElementById('filters').verdict.value") == "FIX_BROKEN"
+    shown.js("document.querySelector('#filters button[type=reset]').click()")
+    shown.until(f"{VISIBLE} === 5")
+    assert shown.js("location.hash") == ""
+    shown.open(address.resolve().as_uri() + "#model=of-nobody&nonsense=%&case")
+    assert shown.js(VISIBLE) == 5
+
+
+def test_a_cell_is_unpacked_when_it_is_opened_or_linked_to(shown: Browser, address: Path) -> None:
+    name = cells()[0].id
+    assert shown.js(f"document.getElementById('{name}').querySelector('table')") is None
+    shown.open(address.resolve().as_uri() + f"#{name}")
+    shown.until(f"document.getElementById('{name}').querySelector('table.arms tbody')?.rows.length === 2")
+    assert shown.js(f"document.getElementById('{name}').open && document.activeElement.parentElement.id") == name
+    assert "repro run quiet" in shown.js(f"document.getElementById('{name}').textContent")
+    assert shown.js("document.querySelectorAll('details.cell[open]').length") == 1
+    shown.js("document.getElementById('open').click()")
+    shown.until("document.querySelectorAll('details.cell[open] table.arms').length === 5")
+    assert not shown.errors
+
+
+def test_every_link_of_the_page_leads_somewhere(shown: Browser) -> None:
+    dead = shown.js("[...document.querySelectorAll('a[href^=\"#\"]')].map(a => a.getAttribute('href').slice(1))"
+                    ".filter(id => !document.getElementById(id))")  # fmt: skip
+    assert dead == []
+    away = shown.js("[...document.querySelectorAll('a:not([href^=\"#\"])')].map(a => a.href)")
+    assert away == ["https://github.com/QwenLM/Qwen/issues/920"]
+
+
+def test_hostile_texts_are_texts(shown: Browser) -> None:
+    shown.js("document.getElementById('open').click()")
+    shown.until("document.querySelectorAll('details.cell[open] table.arms').length === 5")
+    assert shown.js("document.images.length") == 0
+    assert "<img src=x onerror=alert(1)>" in shown.js("document.body.textContent")
+    assert shown.js("[...document.body.textContent].filter(c => /[\\u202e\\u200b\\u0000\\u001b]/.test(c)).length") == 0
+    assert not shown.errors and shown.requests == []
+
+
+def test_it_can_be_used_with_the_keyboard_alone(shown: Browser) -> None:
+    seen = []
+    for _ in range(60):
+        shown.key("Tab")
+        seen.append(shown.js("[document.activeElement].map(n => n.tagName + ' ' + (n.id || n.name || "
+                             "n.parentElement?.className))[0]"))  # fmt: skip
+        if seen[-1] == "SUMMARY cell":
+            break
+    assert seen[0] == "A skip" or shown.js("document.querySelector('.skip') !== null")
+    assert "INPUT q" in seen and "SELECT model" in seen and seen[-1] == "SUMMARY cell", seen
+    assert shown.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    shown.key("Enter")
+    shown.until("document.querySelector('details.cell[open] table.arms') !== null")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_is_wider_than_the_window(shown: Browser, width: int, dark: bool) -> None:
+    shown.look(width, 900, dark)
+    shown.js("document.getElementById('open').click()")
+    shown.until("document.querySelectorAll('details.cell[open] table.arms').length === 5")
+    assert shown.js("document.documentElement.scrollWidth") <= width
+    back = shown.js("getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(255, 255, 255)") is not dark
+
+
+def test_on_paper_there_are_no_filters_and_colours(shown: Browser) -> None:
+    shown.look(1280, 900, dark=True, media="print")
+    assert shown.js("document.getElementById('filters').checkVisibility()") is False
+    assert shown.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    shown.look(1280, 900)
+
+
+def test_the_site_needs_no_script(browser: Browser, tmp_path: Path) -> None:
+    for name, text in render.site(paged(*cells())).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(tmp_path / "index.html")
+        assert browser.js("document.querySelectorAll('.matrix tbody tr').length") == 2
+        browser.open(tmp_path / "quiet.html")
+        assert browser.js("document.querySelectorAll('details.cell table.arms').length") == 4
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    links = browser.js("[...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))")
+    assert all((tmp_path / link.partition("#")[0]).exists() for link in links if not link.startswith("http"))
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="no axe-core here: make page-check fetches it")
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_accessibility_checker_finds_nothing(shown: Browser, dark: bool) -> None:
+    shown.look(1280, 900, dark)
+    shown.js(
+        "document.getElementById('open').click(); document.querySelectorAll('details').forEach(d => d.open = true)"
+    )
+    shown.until("document.querySelectorAll('details.cell[open] table.arms').length === 5")
+    shown.js("document.querySelectorAll('details').forEach(d => d.open = true)")
+    shown.js(AXE.read_text(encoding="utf-8"))
+    found = shown.js("axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes.slice(0, 3).map(n => "
+                     "n.html.slice(0, 160) + ' ' + n.failureSummary).join(' | ')))")  # fmt: skip
+    assert found == []
