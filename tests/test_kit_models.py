@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,3 +126,51 @@ def test_the_published_version_demands_what_the_published_file_demands() -> None
     wanted = {"einops", "importlib", "math", "torch", "transformers", "transformers_stream_generator", "typing"}
     assert set(get_imports(published)) == wanted
     assert {"cpp_kernels", "qwen_generation_utils"} <= set(get_relative_imports(published))
+
+
+COPIES = """
+import shutil, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+import transformers.dynamic_module_utils as dynamic
+from kit import stored
+folder, cache, first = sys.argv[1:]
+dynamic.HF_MODULES_CACHE = cache
+copy = dynamic.shutil.copyfile
+
+def slowly(source, target, *args, **kwargs):  # half of the modelling code is there for a second
+    if first == "first" and Path(source).name == "modeling_qwen.py":
+        text = Path(source).read_bytes()
+        Path(target).write_bytes(text[: len(text) // 8].rpartition(b"\\n\\n\\n")[0])
+        Path(cache, "half").touch()
+        time.sleep(1)
+    return copy(source, target, *args, **kwargs)
+
+dynamic.shutil = SimpleNamespace(copyfile=slowly)
+run = SimpleNamespace(model={"remote_code": "qwen_v1"}, record=SimpleNamespace(data={"facts": {}}))
+stored.files = lambda *args, **kwargs: None  # what is recorded of files is not the question
+print(type(stored.load(run, folder)).__name__)
+"""
+
+
+@pytest.mark.ranks
+def test_a_rank_never_imports_code_that_another_one_is_still_copying(tmp_path: Path) -> None:
+    """Without a lock the second process met an empty class: AttributeError (ranks=4 and ranks=8, one attempt each)."""
+    from kit.models import build
+
+    build(run_of("qwen-1.8b")).save_pretrained(str(tmp_path / "stored"))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def start(which: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", COPIES, str(tmp_path / "stored"), str(cache), which]
+        env = {**os.environ, "PYTHONPATH": str(REPROS), "HF_HUB_OFFLINE": "1"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+    first = start("first")
+    while not (cache / "half").exists():
+        assert first.poll() is None, first.communicate()[1]
+        time.sleep(0.01)
+    for process in (start("second"), first):
+        out, err = process.communicate(timeout=300)
+        assert out.strip() == "QWenLMHeadModel", err

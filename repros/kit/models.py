@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
@@ -28,7 +29,7 @@ def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
     folder = run.model.get("remote_code")
     if not folder:
         return AutoConfig.for_model(run.model["model_type"], **values)
-    with one_at_a_time(folder):
+    with one_at_a_time(REMOTE_CODE / folder):
         config = AutoConfig.from_pretrained(str(REMOTE_CODE / folder), trust_remote_code=True, **values)
         if published:
             config.auto_map = {**config.auto_map, "AutoModelForCausalLM": "modeling_qwen_published.QWenLMHeadModel"}
@@ -39,11 +40,27 @@ def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
 
 
 @contextmanager
-def one_at_a_time(folder: str) -> Iterator[None]:
-    """transformers copies remote code into its cache before it imports it, without a lock between processes."""
-    with open(REMOTE_CODE / folder / "config.json") as lock:
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """transformers copies remote code into its cache before it imports it, without a lock between processes: a rank that
+    imports while another one copies meets half a module (measured: AttributeError, no QWenLMHeadModel in it; 2 of some
+    5000 attempts)."""
+    with open(folder / "config.json") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def fetch_code(source: str, folder: Path) -> None:
+    """Have the code of a model on disk copied and imported; afterwards the copies are equal, and no rank copies again.
+
+    ``source``: as ``from_pretrained`` will be given it; ``folder``: where its config.json lies.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    with one_at_a_time(folder):
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
+        for kind in ("AutoConfig", "AutoModelForCausalLM"):
+            if kind in named:
+                get_class_from_dynamic_module(named[kind], source)
 
 
 def build(
@@ -54,6 +71,8 @@ def build(
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM
+        if run.model.get("remote_code"):
+            fetch_code(run.model["hub"], hub_folder(run.model["hub"]))
         return auto.from_pretrained(run.model["hub"], trust_remote_code=bool(run.model.get("remote_code"))).to(dtype)
     model, weights = drawable(run, dtype, seed, published, **overrides)
     return weights.fill(model)
@@ -84,6 +103,8 @@ def _from_hub(run: Run, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = bool(run.model.get("remote_code"))
+    if trust:
+        fetch_code(run.model["hub"], hub_folder(run.model["hub"]))
     config = AutoConfig.from_pretrained(run.model["hub"], trust_remote_code=trust)
     return AutoModelForCausalLM.from_config(config, trust_remote_code=trust).to(dtype)
 

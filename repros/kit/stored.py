@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.in_force import files, sizes
+from kit.models import fetch_code
 from kit.run import Run
 
 import torch
@@ -41,6 +42,8 @@ def load(run: Run, folder: str, **options: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     remote = bool(run.model.get("remote_code"))
+    if remote:
+        fetch_code(folder, Path(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=remote, **options)
     files(run, folder, least=sizes(model.parameters())[1])
     return model
