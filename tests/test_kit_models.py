@@ -7,7 +7,6 @@ import inspect
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,16 +137,32 @@ folder, cache, first = sys.argv[1:]
 dynamic.HF_MODULES_CACHE = cache
 copy = dynamic.shutil.copyfile
 
-def slowly(source, target, *args, **kwargs):  # half of the modelling code is there for a second
-    if first == "first" and Path(source).name == "modeling_qwen.py":
+def there(name, seconds=2):  # by the other one; with turns it never is
+    limit = time.monotonic() + seconds
+    while not Path(cache, name).exists() and time.monotonic() < limit:
+        time.sleep(0.01)
+
+def slowly(source, target, *args, **kwargs):  # the first begins anew when the second thinks that all is there
+    if Path(source).name != "modeling_qwen.py":
+        return copy(source, target, *args, **kwargs)
+    if first == "first":
+        Path(cache, "copying").touch()
+        there("imported", 100)
+        there("copied")
         text = Path(source).read_bytes()
         Path(target).write_bytes(text[: len(text) // 8].rpartition(b"\\n\\n\\n")[0])
         Path(cache, "half").touch()
         time.sleep(1)
-    return copy(source, target, *args, **kwargs)
+        return copy(source, target, *args, **kwargs)
+    copy(source, target, *args, **kwargs)
+    Path(cache, "copied").touch()
+    there("half")
 
 dynamic.shutil = SimpleNamespace(copyfile=slowly)
 run = SimpleNamespace(model={"remote_code": "qwen_v1"}, record=SimpleNamespace(data={"facts": {}}))
+if first != "first":
+    Path(cache, "imported").touch()
+    there("copying", 100)
 stored.files = lambda *args, **kwargs: None  # what is recorded of files is not the question
 print(type(stored.load(run, folder)).__name__)
 """
@@ -167,10 +182,6 @@ def test_a_rank_never_imports_code_that_another_one_is_still_copying(tmp_path: P
         env = {**os.environ, "PYTHONPATH": str(REPROS), "HF_HUB_OFFLINE": "1"}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
-    first = start("first")
-    while not (cache / "half").exists():
-        assert first.poll() is None, first.communicate()[1]
-        time.sleep(0.01)
-    for process in (start("second"), first):
+    for process in [start("first"), start("second")]:
         out, err = process.communicate(timeout=300)
         assert out.strip() == "QWenLMHeadModel", err

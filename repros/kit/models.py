@@ -41,9 +41,9 @@ def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """transformers copies remote code into its cache before it imports it, without a lock between processes: a rank that
-    imports while another one copies meets half a module (measured: AttributeError, no QWenLMHeadModel in it; 2 of some
-    5000 attempts)."""
+    """transformers copies remote code into its cache before it imports it, without a lock between processes: a rank
+    that imports while another one copies meets half a module (measured at 4 and at 8 ranks, once each: AttributeError,
+    no QWenLMHeadModel in it)."""
     with open(folder / "config.json") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
