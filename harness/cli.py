@@ -19,6 +19,7 @@ VERBS = {
     "plan": ("plan", "memory of every cell, what does not fit, what runs when; also for hardware that is not here"),
     "versions": ("versions", "in which releases of a package each arm of a case fires, from measurement"),
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
+    "diff": ("diff", "what two runs, stacks or machines answer otherwise: failures, fixes, texts, cells, time, memory"),
     "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
     "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),

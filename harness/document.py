@@ -11,9 +11,9 @@ from harness.judge import expect, facts, grade, verdict
 from harness.judge.comparable import machine
 from harness.plan import CellPlan
 from harness.schema import Case
+from harness.store import SCHEMA
 
 Document = dict[str, Any]
-SCHEMA = 1
 
 
 def new(

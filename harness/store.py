@@ -18,6 +18,7 @@ from harness.compact import expanded
 from harness.errors import ResultsError
 
 Document = dict[str, Any]
+SCHEMA = 1  # of a cell's document
 # What a document says of its stack; the label's key stands for all the rest.
 RELEVANT = (
     "python", "torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors",
@@ -89,17 +90,10 @@ class Store:
     def read(self, path: Path) -> Document | None:
         """A document, or None. A damaged file is moved aside (never deleted) and named in ``damaged``."""
         try:
-            document = expanded(json.loads(path.read_text(encoding="utf-8")))
-            if (
-                document["schema"] != 1
-                or not isinstance(document["arms"], dict)
-                or "started" not in document["provenance"]
-            ):
-                raise ValueError("not a cell document of schema 1")
-            return _brought_up(document)
+            return document_of(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             aside = path.with_suffix(f".damaged-{time.time_ns()}")
             try:
                 os.replace(path, aside)
@@ -123,6 +117,22 @@ class Store:
             if document is not None:
                 document["path"] = str(path)
                 yield document
+
+
+def document_of(written: str) -> Document:
+    """The document that a file's text is. Raises ValueError with what is wrong: damaged, foreign, of a newer schema."""
+    try:
+        document = expanded(json.loads(written))
+        schema = document["schema"]
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise ValueError(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
+        if schema != SCHEMA or not isinstance(document["arms"], dict) or "started" not in document["provenance"]:
+            raise ValueError(f"not a cell document of schema {SCHEMA}")
+        return _brought_up(document)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a cell document: {type(error).__name__}: {error}") from None
+    except RecursionError:
+        raise ValueError("not a cell document: nested too deeply") from None
 
 
 def _brought_up(document: Document) -> Document:

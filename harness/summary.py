@@ -60,10 +60,10 @@ def _arms(count: int) -> str:
 def _detail(row: Row, document: Document | None) -> Iterator[str]:
     yield f"  {row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
     wanted = f"expected {row['expectation']}" if row["expectation"] else "a control must be healthy"
-    yield from _wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3)
+    yield from wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3)
     for line in _log(row["arm"], document):
         yield _cut(f"    | {line}")
-    yield from _wrapped(f"repro run {row['case']} {row['where'].partition(' ')[2]} arms=[{row['arm']}]", "    $ ", 9)
+    yield from wrapped(f"repro run {row['case']} {row['where'].partition(' ')[2]} arms=[{row['arm']}]", "    $ ", 9)
 
 
 def _log(arm: str, document: Document | None) -> list[str]:
@@ -101,7 +101,7 @@ def _listed(rows: Iterable[Row]) -> Iterator[str]:
         cells = ", ".join(place.partition(" ")[2] for place in places if place.startswith(case + " "))
         for extra in [p for p in places if not p.startswith(case + " ")]:
             cells += f"; {extra}"
-        yield from _wrapped(f"{case} {cells}: {told}", "  ", 4)
+        yield from wrapped(f"{case} {cells}: {told}", "  ", 4)
 
 
 def _cases(rows: Sequence[Row]) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _cases(rows: Sequence[Row]) -> Iterator[str]:
         simulated = " [simulated]" if own[0]["simulated"] else ""
         count = f"{cells} cell{'s' if cells > 1 else ''}"
         head = f"{mark} {name.ljust(width)}  {count:>8}  "
-        yield from _wrapped(head + (f"{seen}: " if seen else "") + told + simulated, "", len(head))
+        yield from wrapped(head + (f"{seen}: " if seen else "") + told + simulated, "", len(head))
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:
@@ -128,10 +128,10 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
     for reason, count in found.most_common():
         cases = list(dict.fromkeys(row["case"] for row in rows if row["reason"] == reason))
         about = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield from _wrapped(f"{count:4}  {reason} [{about}]", "", 6)
+        yield from wrapped(f"{count:4}  {reason} [{about}]", "", 6)
 
 
-def _wrapped(told: str, indent: str, deeper: int) -> Iterator[str]:
+def wrapped(told: str, indent: str, deeper: int) -> Iterator[str]:
     told = plain(told)
     head = len(told) - len(told.lstrip())
     yield from textwrap.wrap(
@@ -144,12 +144,13 @@ def _cut(line: str) -> str:
     return line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
 
 
-def ending(code: int, rows: Sequence[Row]) -> str:
-    """The exit code and why, in a line."""
+def ending(code: int, rows: Sequence[Row], otherwise: int = 0) -> str:
+    """The exit code and why, in a line. ``otherwise``: arms that answer otherwise than what they were compared with."""
     odd = sum(row["expected"] == "unexpected" for row in rows)
     why = {
         0: "nothing unexpected",
-        1: f"{_arms(odd)} differ from what is expected (a control that fails always does)",
+        1: f"{_arms(odd)} differ from what is expected (a control that fails always does)"
+        + (f"; {_arms(otherwise)} answer otherwise than before" if otherwise else ""),
         3: "less could be measured than was asked for: see above, and `repro doctor`",
     }.get(code, "")
     return f"exit code {code}: {why}" if why else f"exit code {code}"

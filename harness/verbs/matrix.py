@@ -11,8 +11,11 @@ from typing import Any
 
 from harness import arguments, rows
 from harness import summary as summaries
+from harness.diff import show, sides
+from harness.diff.compare import Diff, compare
+from harness.diff.sides import Side
 from harness.errors import ReproError
-from harness.exit_code import bisect_exit, exit_code
+from harness.exit_code import DIFFERS, bisect_exit, exit_code
 from harness.report import matrix_table, named, print_json, print_lines, print_table, summary_line
 from harness.running import session
 
@@ -26,6 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def how(parser: argparse.ArgumentParser) -> None:
     """What `repro run CASE` takes as well."""
     parser.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
+    told = "also say what this run answers otherwise than these results (as `repro diff`); exit code 1 for it"
+    parser.add_argument("--against", metavar="DIR", help=told)
     parser.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
 
 
@@ -44,6 +49,7 @@ def measure(
 ) -> int:
     """``every_arm``: a line for each instead of what differs; ``live``: a line for each attempt; ``for_git``: exit
     codes for `git bisect run`; ``page``: write the page of this run beside its documents."""
+    before = sides.side(args.against) if args.against else None  # what cannot be read is said before anything runs
     prepared = session.prepare(list(texts), build_stacks=not args.plan, overlap=True, probe=True)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
     for note in prepared.notes():
@@ -85,8 +91,10 @@ def measure(
     }
     written = _page(summary.documents, session.results_folder(prepared.settings)) if page else None
     totals["page"] = str(written) if written else None
+    changed = _against(before, summary.documents) if before else None
     if args.json:
-        print_json({"rows": found, "summary": totals})
+        against = {"against": show.as_json(changed)} if changed else {}
+        print_json({"rows": found, "summary": totals, **against})
     else:
         if every_arm:
             matrix_table(found)
@@ -116,10 +124,23 @@ def measure(
     lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
     for name in sorted(lacking):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
+    if changed and before and not args.json:
+        print(f"\nagainst {show.described(before.name, before.briefs)}")
+        print_lines(show.lines(changed))
     code = exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
+    if changed and changed.exit_code == DIFFERS:
+        code = DIFFERS
     if not args.json:
-        print(summaries.ending(code, found))
+        print(summaries.ending(code, found, len(changed.answers) if changed else 0))
     return code
+
+
+def _against(before: Side, documents: Sequence[dict[str, Any]]) -> Diff:
+    """What was measured now, against the same cells there: what was not selected has not vanished."""
+    now = sides.of_run("this run", documents)
+    asked = {brief.key for brief in now.briefs}
+    known = [brief for brief in before.briefs if brief.key in asked]
+    return compare(known, now.briefs, {**before.parts, **now.parts}, need_common=False)
 
 
 def _page(documents: list[dict[str, Any]], folder: Path) -> Path | None:

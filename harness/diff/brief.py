@@ -1,0 +1,180 @@
+"""One stored cell in brief: all that a comparison of many cells needs, in a hundredth of its document. Pure.
+
+A brief is made of a document that was judged anew (harness.judge.again), never of what the document says of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from harness.bisection.labels import answer
+from harness.judge.comparable import comparable
+from harness.judge.evidence import items, mapping, number, text
+from harness.judge.expect import as_expected
+from harness.judge.grade import Outcome
+from harness.judge.met import all_met
+from harness.rows import where_of
+from harness.store import RELEVANT
+
+NO_EVIDENCE = ("skipped", "infra")
+HANG = "hang"
+# Of an arm's settings, what makes it another measurement. Device and backend are left out: a comparison of two machines
+# is about those. Each part is stored once for all arms that have it.
+_PARTS = ("model", "flags", "strategy", "plain")
+Parts = dict[str, Any]  # digest -> a part of some arm's settings
+
+
+class ArmBrief(NamedTuple):
+    """``met``: what failed, by its identity (harness.judge.met), or ``hang``. ``kinds``: outcome -> attempts
+    that count. ``wall_s``, ``peak_mb``: of each of these, the fullest rank's peak."""
+
+    verdict: str | None
+    kinds: Mapping[str, int]
+    met: Sequence[str]
+    text: str  # what failed in its own words, without what differs from run to run; or why nothing is known
+    wall_s: Sequence[float]
+    peak_mb: Sequence[float]
+    settings: Sequence[str]  # digests of its parts
+    skipped: str | None = None
+    expected: str | None = None
+
+    @property
+    def measured(self) -> int:
+        """Attempts that count."""
+        return sum(self.kinds.values())
+
+    @property
+    def steady(self) -> bool:
+        return len(self.kinds) == 1
+
+    def counted(self) -> str:
+        """``fires 3/3``, ``clean 2/3, fires 1/3``, or why there is none."""
+        n = self.measured
+        shown = sorted(self.kinds.items(), key=lambda item: (-item[1], item[0]))
+        return ", ".join(f"{kind} {k}/{n}" for kind, k in shown) if n else self.skipped or self.text or "not measured"
+
+
+@dataclass(frozen=True)
+class Brief:
+    """A cell. ``versions``: of its stack, those that matter. ``started``: seconds since the epoch."""
+
+    case: str
+    key: str
+    where: str
+    hardware: str
+    stack: str
+    versions: Mapping[str, str]
+    started: float
+    commit: str | None
+    control: bool
+    arms: Mapping[str, ArmBrief]
+    path: str = ""
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.arms), "")
+
+
+def brief(document: Mapping[str, Any], parts: Parts) -> Brief:
+    """A judged document in brief; ``parts`` takes up what its arms' settings consist of.
+
+    Raises KeyError, TypeError or ValueError for what is no cell's document.
+    """
+    stack, made = document["stack"], document["provenance"]
+    versions = {name: str(v) for name, v in mapping(stack.get("versions")).items() if name in RELEVANT}
+    arms = {}
+    for name, arm in document["arms"].items():
+        arms[str(name)] = _arm(document, str(name), arm, parts)
+    return Brief(
+        case=str(document["case"]), key=str(document.get("key") or f"{document['case']}/{where_of(document)}"),
+        where=where_of(document), hardware=str(document["hardware"]["profile"]), stack=str(stack["name"]),
+        versions=versions, started=float(made["started"]), commit=made.get("git_commit"),
+        control=document.get("kind") == "control", arms=arms, path=text(document.get("path")),
+    )  # fmt: skip
+
+
+def _arm(document: Mapping[str, Any], name: str, arm: Mapping[str, Any], parts: Parts) -> ArmBrief:
+    case = str(document["case"])
+    attempts = items(arm["attempts"])
+    outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in attempts]
+    pairs = [(a, o) for a, o in zip(attempts, outcomes) if o.outcome not in NO_EVIDENCE]
+    met = {str(item) for item in all_met(case, outcomes)} | {HANG for _, o in pairs if o.outcome == HANG}
+    told = answer(case, arm)
+    verdict = mapping(mapping(document.get("verdicts")).get(name))
+    lost = [o.reason for o in outcomes if o.outcome == "infra"]
+    peaks = [_peak(attempt) for attempt, _ in pairs]
+    return ArmBrief(
+        verdict=as_expected(str(verdict["name"])) if verdict.get("name") else None,
+        kinds=dict(Counter(o.outcome for _, o in pairs)),
+        met=sorted(met),
+        text=told.detail if pairs and met else (lost[0] if lost and not pairs else ""),
+        wall_s=[float(number(a["observation"]["attempt"].get("wall_s")) or 0.0) for a, _ in pairs],
+        peak_mb=peaks if all(peaks) else [],
+        settings=_settings(mapping(arm.get("settings")), parts),
+        skipped=str(arm["skipped"]) if arm.get("skipped") else None,
+        expected=verdict.get("expected"),
+    )
+
+
+def _peak(attempt: Mapping[str, Any]) -> float:
+    """MiB of the fullest rank: of its card where it used one, else of the process; 0 where that is not recorded."""
+    records = [mapping(rank.get("record")) for rank in items(attempt["observation"]["ranks"])]
+    for name in ("peak_gpu_mb", "peak_rss_mb"):
+        found = [number(record.get(name)) or 0.0 for record in records]
+        if any(found):
+            return max(found)
+    return 0.0
+
+
+def _settings(settings: Mapping[str, Any], parts: Parts) -> list[str]:
+    if not settings:
+        return []
+    model, strategy = mapping(settings.get("model")), mapping(settings.get("strategy"))
+    found = {
+        "model": {key: model.get(key) for key in ("slug", "scale", "weights", "config")},
+        "flags": settings.get("flags"),
+        "strategy": {key: strategy.get(key) for key in ("slug", "options")},
+        "plain": {key: settings[key] for key in ("world_size", "tp_size", "steps", "seed") if key in settings},
+    }
+    return [_digest(found[name], parts) for name in _PARTS]
+
+
+def _digest(part: Any, parts: Parts) -> str:
+    written = json.dumps(part, sort_keys=True)
+    digest = hashlib.blake2b(written.encode(), digest_size=6).hexdigest()
+    parts.setdefault(digest, part)
+    return digest
+
+
+def unlike(one: ArmBrief, other: ArmBrief, parts: Parts) -> str | None:
+    """Why two arms were not measured alike, in words; None where they were, but for the machine."""
+    if one.settings == other.settings or not one.settings or not other.settings:
+        return None
+    mine, theirs = ({n: parts.get(d) for n, d in zip(_PARTS, arm.settings)} for arm in (one, other))
+    return comparable({**mine, **(mine["plain"] or {})}, {**theirs, **(theirs["plain"] or {})})
+
+
+def to_json(found: Brief) -> dict[str, Any]:
+    """As it is kept: by ``from_json`` it is the same again."""
+    arms = {name: list(arm) for name, arm in found.arms.items()}
+    return {**vars(found), "arms": arms}
+
+
+def from_json(data: Mapping[str, Any]) -> Brief:
+    arms = {name: ArmBrief(*values) for name, values in data["arms"].items()}
+    return Brief(**{**data, "arms": arms})
+
+
+def latest(found: Iterable[Brief]) -> dict[tuple[str, str, str], Brief]:
+    """(cell's key, hardware, stack) -> its newest brief."""
+    best: dict[tuple[str, str, str], Brief] = {}
+    for each in found:
+        at = (each.key, each.hardware, each.stack)
+        if at not in best or (each.started, each.path) > (best[at].started, best[at].path):
+            best[at] = each
+    return best

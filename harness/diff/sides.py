@@ -1,0 +1,226 @@
+"""A side of a comparison: a folder of results, or a named stack of the baseline -> briefs.
+
+Nothing read is changed, moved or believed: each document is judged anew by today's judge, so that two runs differ in
+what they measured and not in who judged them. That takes milliseconds a document; the briefs of a folder are therefore
+kept in the user's cache, for as long as its files, the judge and the cases are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from harness import catalogue
+from harness.diff.brief import Brief, Parts, brief, from_json, to_json
+from harness.errors import ResultsError, nearest
+from harness.judge.again import judged_again
+from harness.paths import BASELINE, CONF, EXPECTED, ROOT, cache_dir
+from harness.store import Document, document_of, write_text
+
+CHUNK = 64  # documents judged at a time: a folder need not fit into memory
+SEVERAL = 256  # from so many documents on, more than one process reads them
+Stat = tuple[int, int]  # of a file: another one whenever it was written
+
+
+@dataclass
+class Side:
+    """``notes``: files that are no results, and documents that say something else than they show."""
+
+    name: str
+    briefs: list[Brief] = field(default_factory=list)
+    parts: Parts = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def side(name: str) -> Side:
+    """What NAME means: a folder or a document of results, else a stack of the baseline by its name or its folder's.
+
+    Raises ResultsError: neither, or nothing in it is a result.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        found = read(path, name)
+        if not found.briefs:
+            more = f" (and {len(found.notes) - 1} more)" if len(found.notes) > 1 else ""
+            raise ResultsError(f"{name}: no results in it" + "".join(f": {why}{more}" for why in found.notes[:1]))
+        return found
+    published = read(BASELINE, name)
+    own = [b for b in published.briefs if name in (b.stack, Path(b.path).parent.parent.name)]
+    if not own:
+        stacks = {b.stack for b in published.briefs}
+        raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}")
+    return Side(name, own, published.parts, published.notes)
+
+
+def read(root: Path, name: str = "") -> Side:
+    """Every cell in a folder (older documents of its history left out). Raises ResultsError: it cannot be read."""
+    found = Side(name or str(root))
+    kept = _Kept(root)
+    cold: list[Path] = []
+    states: dict[str, Stat] = {}
+    try:
+        for path, state in _files(root):
+            at = str(path)
+            states[at] = state
+            if kept.has(at, state):
+                continue
+            cold.append(path)
+    except OSError as error:
+        raise ResultsError(f"{root}: {error.strerror or error}") from None
+    for briefs, parts, told in _judged(cold):
+        kept.parts.update(parts)
+        kept.take(briefs, told, states)
+    kept.forget(states)
+    found.parts = kept.parts
+    for _, data, notes in kept.entries.values():
+        if data is not None:
+            found.briefs.append(from_json(data))
+        found.notes += notes
+    if cold or kept.stale:
+        kept.write()
+    return found
+
+
+def of_run(name: str, documents: Iterable[Document]) -> Side:
+    """The cells of a run that has just been judged."""
+    found = Side(name)
+    found.briefs = [brief(document, found.parts) for document in documents]
+    return found
+
+
+def _files(root: Path) -> Iterator[tuple[Path, Stat]]:
+    if root.is_file():
+        info = root.stat()
+        yield root, (info.st_mtime_ns, info.st_size)
+        return
+    for folder, names, files in os.walk(root, onerror=_raise):
+        names[:] = sorted(name for name in names if name != "history" and not name.startswith("."))
+        for name in sorted(files):
+            if name.endswith(".json") and not name.startswith("."):
+                info = os.stat(os.path.join(folder, name))
+                yield Path(folder) / name, (info.st_mtime_ns, info.st_size)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+Read = tuple[dict[str, dict[str, Any]], Parts, dict[str, list[str]]]  # path -> brief; parts; path -> notes
+
+
+def _judged(paths: Sequence[Path]) -> Iterator[Read]:
+    """Chunks of documents of one case each: what is stored of a cell on other stacks belongs to its judgement."""
+    chunks: list[list[Path]] = []
+    for _, group in groupby(sorted(paths, key=lambda path: (path.parent.name, path)), key=lambda p: p.parent.name):
+        of_case = list(group)
+        chunks += [of_case[start : start + CHUNK] for start in range(0, len(of_case), CHUNK)]
+    cores = len(os.sched_getaffinity(0))
+    if len(paths) < SEVERAL or cores == 1:
+        yield from map(_chunk, chunks)
+        return
+    with ProcessPoolExecutor(min(cores, 16)) as pool:
+        yield from pool.map(_chunk, chunks)
+
+
+def _chunk(paths: Sequence[Path]) -> Read:
+    cases = catalogue.load().cases
+    notes: dict[str, list[str]] = {str(path): [] for path in paths}
+    parts: Parts = {}
+    found: dict[str, dict[str, Any]] = {}
+    documents: list[Document] = []
+    for path in paths:
+        try:
+            documents.append({**document_of(path.read_text(encoding="utf-8")), "path": str(path)})
+        except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+            notes[str(path)].append(f"{path}: left out: {error}")
+    foreign = [document for document in documents if document.get("case") not in cases]
+    for document in foreign:
+        wrong = f"case {document.get('case')!r} is not in this catalogue: its verdicts are taken as stored"
+        notes[document["path"]].append(f"{document['path']}: {wrong}")
+    known = [document for document in documents if document.get("case") in cases]
+    for document in [*_again(known, cases, notes), *foreign]:
+        try:
+            found[document["path"]] = to_json(brief(document, parts))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            wrong = f"{document['path']}: left out: damaged ({type(error).__name__}: {error})"
+            notes[document["path"]].append(wrong)
+    return found, parts, notes
+
+
+def _again(documents: list[Document], cases: Any, notes: dict[str, list[str]]) -> list[Document]:
+    """Judged anew, together; where one is so damaged that it cannot be, each alone."""
+    try:
+        judged = judged_again(documents, cases)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if len(documents) == 1:
+            at = documents[0]["path"]
+            notes[at].append(f"{at}: left out: damaged ({type(error).__name__}: {error})")
+            return []
+        return [each for document in documents for each in _again([document], cases, notes)]
+    for text in judged.notes:
+        at = next((str(d["path"]) for d in documents if text.startswith(f"{d['path']}: ")), "")
+        notes.setdefault(at, []).append(text)
+    return judged.documents
+
+
+class _Kept:
+    """The briefs of one folder in the user's cache: path -> (the file's state, the brief, notes)."""
+
+    def __init__(self, root: Path) -> None:
+        name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+        self.path = cache_dir() / "state" / "briefs" / f"{name}.json"
+        self.entries: dict[str, tuple[Stat, dict[str, Any] | None, list[str]]] = {}
+        self.parts: Parts = {}
+        self.stale = False
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if data["by"] == judge_key():
+                self.entries = {at: (tuple(state), found, notes) for at, (state, found, notes) in data["of"].items()}
+                self.parts = data["parts"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # none yet, of another judge, or damaged: everything is read again
+
+    def has(self, at: str, state: Stat) -> bool:
+        entry = self.entries.get(at)
+        return entry is not None and entry[0] == state
+
+    def take(self, briefs: dict[str, Any], notes: dict[str, list[str]], states: dict[str, Stat]) -> None:
+        for at in notes:
+            if at in states:
+                self.entries[at] = (states[at], briefs.get(at), notes[at])
+
+    def forget(self, states: Iterable[str]) -> None:
+        here = set(states)
+        gone = [at for at in self.entries if at not in here]
+        self.stale = bool(gone)
+        for at in gone:
+            del self.entries[at]
+
+    def write(self) -> None:
+        """Where the cache cannot be written, the next comparison takes as long as this one."""
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            data = {"by": judge_key(), "parts": self.parts, "of": self.entries}
+            write_text(self.path, json.dumps(data, separators=(",", ":")))
+
+
+@lru_cache(maxsize=1)
+def judge_key() -> str:
+    """What a brief depends on beside its document: the judge, the cases, and how briefs are made."""
+    code = ROOT / "harness"
+    folders = [(code / "judge", "*.py"), (code / "diff", "*.py"), (code / "bisection", "labels.py"), (code, "*.py")]
+    folders += [(CONF / "case", "*.yaml"), (EXPECTED, "*.yaml")]
+    digest = hashlib.sha256()
+    for folder, pattern in folders:
+        for path in sorted(folder.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
