@@ -91,6 +91,12 @@ def _unquoted(value: str) -> str:
 
 def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Raises ConfigError: an unknown option with the nearest one, an old word with the command as it is written now."""
+    words, command = list(words), []
+    if "--" in words and parser.get_default("command") is not None:  # the verb takes a command line of the user's
+        cut = words.index("--")
+        words, command = words[:cut], words[cut + 1 :]
+        if not command:
+            raise ConfigError("after -- stands a command: torchrun --nproc-per-node 2 train.py")
     modern = _modern(parser, words)
     if modern is not None:
         raise ConfigError(f"options are written with -- now: {parser.prog} {shlex.join(modern)}")
@@ -104,7 +110,9 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"too many words: {' '.join(late)}")
     if late:
         args.overrides += late
-    args.words, args.options = list(words), known
+    args.words, args.options = [*words, *(["--", *command] if command else [])], known
+    if command:
+        args.command = command
     return args
 
 

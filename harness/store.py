@@ -26,6 +26,9 @@ RELEVANT = (
 )  # fmt: skip
 
 
+SCRIPTS = "scripts"  # in a results folder: measurements of somebody's own scripts (harness/script)
+
+
 def stack_label(versions: Mapping[str, str], key: str) -> str:
     """A stack's folder: what people look for in its name, and a key for the rest."""
     parts = [f"torch{versions['torch']}" if "torch" in versions else "no-torch"]
@@ -109,6 +112,8 @@ class Store:
         if not self.root.is_dir():
             return
         for path in sorted(self.root.rglob("*.json")):
+            if path.relative_to(self.root).parts[0] == SCRIPTS:  # a script's measurements are no cells
+                continue
             if "history" in path.relative_to(self.root).parts and not history:
                 continue
             if cases and path.parent.name not in cases:

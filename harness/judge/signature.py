@@ -134,7 +134,9 @@ def _is_raised(signature: Signature, raised: Raised, patterns: tuple[re.Pattern[
     if not any(pattern.search(raised.message) for pattern in patterns):
         return False
     place = raised.innermost
-    if place is None or place.own or not any(within(name, signature.package or "") for name in place.modules):
+    if signature.package is not None and (  # None: of somebody's own script, which may raise its failure itself
+        place is None or place.own or not any(within(name, signature.package) for name in place.modules)
+    ):
         return False
     return all(_has_frame(frame, raised.places) for frame in signature.frames)
 

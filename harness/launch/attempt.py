@@ -60,6 +60,7 @@ class Attempt:
     cold: str | None = None  # why this attempt must start from a fresh interpreter
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
     start_limit_s: float | None = None  # for starting; None: what the accelerator allows (harness/launch/limits.py)
+    by_hand: str | None = None  # the command that does the same by hand, where the settings do not say it
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
     references: Path | None = None  # where attempts of this run leave each other their references (kit/reference.py)
 
@@ -242,6 +243,8 @@ def clear_directory(directory: Path) -> None:
 
 def torchrun_line(attempt: Attempt) -> str:
     """The command that does the same by hand, from the root of the checkout."""
+    if attempt.by_hand is not None:
+        return attempt.by_hand
     settings = attempt.settings
     script = attempt.script
     if script.is_relative_to(ROOT):

@@ -49,6 +49,11 @@ def building(given: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**inherited(given=environ), **{name: value for name, value in environ.items() if name in flags}}
 
 
+def set_by_launch(name: str) -> bool:
+    """Whether a variable is part of a launch's contract with its ranks (RANK, MASTER_PORT ...)."""
+    return bool(_CONTRACT.fullmatch(name))
+
+
 def refused(name: str) -> str | None:
     """Why a variable cannot be given by the setting ``env``, or None."""
     if not _NAME.fullmatch(name):

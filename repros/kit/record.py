@@ -101,8 +101,10 @@ class Capture(logging.Handler):
         self.logs: list[dict[str, Any]] = []
         self._show = warnings.showwarning
 
-    def install(self) -> None:
-        warnings.simplefilter("default")
+    def install(self, every: bool = True) -> None:
+        """``every``: a warning is shown once for each place; else the process's own filters say which are shown."""
+        if every:
+            warnings.simplefilter("default")
         warnings.showwarning = self._warning  # type: ignore[assignment]
         logging.getLogger().addHandler(self)
         logger_class = logging.getLoggerClass()

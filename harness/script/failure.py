@@ -1,0 +1,253 @@
+"""What counts as the failure of somebody's own script, and whether an observation shows it. Pure.
+
+The order of judgement, first match wins:
+
+1. the user interrupted it, nothing was launched, or the launcher was lost                   -> infra
+2. what was asked for is seen                                                                -> fires
+3. the machine got in the way (disk, memory, a port; too slow)                               -> infra
+4. the time was over                                                                         -> hang
+5. a rank failed, or the command ended with another exit code than 0                         -> other_error
+6. a metric was asked for and no line had it                                                 -> infra (no-proof)
+7. otherwise                                                                                 -> clean
+
+Errors are matched as a case's signature is (harness/judge/signature.py): against the ranks that failed first, never
+against what their peers said because of it. ``any`` (nothing was asked for) is 5, and the outcome says which error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from harness.bisection.labels import plain
+from harness.errors import ConfigError
+from harness.judge.evidence import Attempt, items, mapping, number, raised_chain, text
+from harness.judge.grade import SHOWN, Outcome, Primary, Recognised
+from harness.judge.peers import Failure as RankFailure
+from harness.judge.peers import Failures, failures_of, is_peer_error
+from harness.judge.signature import match_attempt
+from harness.schema import Signature, SignatureKind
+from harness.script.traceback_text import tracebacks
+
+SIGNATURE = "failure"  # the one thing that a script is asked for
+NOTHING_RAN = {"launch", "lost"}
+_LAUNCHERS_OWN = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException"}
+_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
+_METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
+
+Kind = Literal["any", "error", "log", "exit", "hang", "metric", "like"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One definition. Which fields apply depends on ``kind``."""
+
+    kind: Kind = "any"
+    text: str = ""  # as it was written
+    type: str = ""  # error, like
+    pattern: str = ""  # error, log: searched for; like: the message without what varies; metric: group 1 is the number
+    package: str = ""  # like: of the innermost frame; "" for the script's own
+    code: int = 0
+    seconds: float = 0.0
+    op: str = ""  # metric; "": the number alone, compared by a search
+    limit: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value not in ("", 0, 0.0)}
+
+    @property
+    def names_metric(self) -> str:
+        return self.text.split()[0] if self.kind == "metric" else ""
+
+
+# -- reading what was written
+
+
+def regex(option: str, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{option} {pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+def error(written: str) -> Failure:
+    """``IndexError: list index``: a type, and a regular expression for its message."""
+    kind, _, message = written.partition(":")
+    kind = kind.strip()
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", kind):
+        raise ConfigError(f"--error {written!r}: write TYPE: REGEX, such as 'IndexError: list index' or 'IndexError'")
+    if kind in ("Exception", "BaseException"):
+        raise ConfigError(f"--error {written!r}: {kind} is every error's; name the type that is raised")
+    return Failure("error", written, kind, regex("--error", message.strip()))
+
+
+def log(written: str) -> Failure:
+    if re.search(written if regex("--log", written) else "", ""):
+        raise ConfigError(f"--log {written!r} matches an empty line: say what the line says")
+    return Failure("log", written, pattern=written)
+
+
+def metric(written: str) -> Failure:
+    """``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search compares it."""
+    found = _METRIC.match(written)
+    if found is None:
+        raise ConfigError(f"--metric {written!r}: write NAME > NUMBER, or /REGEX WITH (A GROUP)/ > NUMBER")
+    name = found["name"]
+    if name.startswith("/"):
+        pattern = regex("--metric", name[1:-1])
+        if re.compile(pattern).groups != 1:
+            raise ConfigError(f"--metric {written!r}: the expression needs one group, around the number")
+    else:
+        pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=\s]\s*{_NUMBER}(?![\w])"
+    limit = 0.0
+    if found["op"]:
+        try:
+            limit = float(found["limit"])
+        except ValueError:
+            raise ConfigError(f"--metric {written!r}: {found['limit']!r} is no number") from None
+    return Failure("metric", written, pattern=pattern, op=found["op"] or "", limit=limit)
+
+
+def like_log(content: str, name: str) -> Failure:
+    """The failure that a log shows: its first traceback that is no peer's or launcher's."""
+    found = [one for one in tracebacks(content) if one["type"] not in _LAUNCHERS_OWN]
+    first = next((one for one in found if not is_peer_error(raised_chain(one)[0])), found[0] if found else None)
+    if first is None:
+        raise ConfigError(f"--like {name}: no whole traceback in it; say what the failure is: --error 'TYPE: REGEX'")
+    return _like(first["type"], first["message"], _package(raised_chain(first)[0].innermost), f"--like {name}")
+
+
+def learned(outcome: Outcome) -> Failure | None:
+    """The very failure of an outcome, so that another one elsewhere is never taken for it."""
+    primary = outcome.primary
+    if primary is None:
+        return None
+    package = "" if "/" in primary.where else primary.where.partition(".")[0]  # a path: the script's own code
+    return _like(primary.type, primary.message, package, "")
+
+
+def _like(kind: str, message: str, package: str, written: str) -> Failure:
+    return Failure("like", written or f"{kind}: {normal(message)}", kind, normal(message), package)
+
+
+def normal(message: str) -> str:
+    """A message's first line with its numbers taken out: sizes and counts differ between releases."""
+    return re.sub(r"\d+", "#", plain(message))
+
+
+def _package(place: Any) -> str:
+    if place is None or place.place == "" or (place.place is None and "site-packages" not in place.file):
+        return ""
+    return place.modules[0].partition(".")[0] if place.modules else ""
+
+
+# -- judging
+
+
+def judge(failure: Failure, observation: Mapping[str, Any], name: str) -> Outcome:
+    """``name``: of the script, which stands where a case's slug would."""
+    attempt = Attempt(observation)
+    failures = failures_of(attempt)
+    first = next((each for each in failures.primary if each.kind != "left"), None)
+    primary = None if first is None else Primary(first.rank, first.type, first.message[:SHOWN], _where(first))
+    infra = mapping(attempt.infra)
+    if attempt.interrupted:
+        return Outcome("infra", "interrupted", (), primary)
+    if infra.get("kind") in NOTHING_RAN or not attempt.ranks:
+        return Outcome("infra", f"{text(infra.get('kind'))}: {text(infra.get('message'))}", (), primary)
+    seen = _seen(failure, attempt, failures, first, observation)
+    if seen is not None:
+        ranks, kind, message = seen
+        found = Recognised(name, SIGNATURE, ranks, kind, message[:SHOWN])
+        return Outcome("fires", message, (found,), primary)
+    if infra and failure.kind != "any":
+        return Outcome("infra", f"{text(infra.get('kind'))}: {text(infra.get('message'))}", (), primary)
+    if attempt.timed_out:
+        return Outcome("hang", f"it did not end within {observation['attempt']['deadline_s']:g} s", (), primary)
+    bad = _bad_end(first, attempt, observation)
+    if bad:
+        return Outcome("other_error", bad, (), primary)
+    if failure.kind == "metric":
+        values = items(mapping(observation.get("printed")).get("metric"))
+        if not values:
+            return Outcome("infra", f"no-proof: no line of any rank had a number for {failure.text!r}", (), primary)
+        if not math.isfinite(values[-1]["value"]):
+            said = f"{failure.names_metric} is {values[-1]['value']}"
+            return Outcome("other_error", said, (), Primary(values[-1]["rank"], "metric", said, ""))
+        return Outcome("clean", f"{failure.names_metric} is {values[-1]['value']:g}")
+    return Outcome("clean", "every rank ended with exit code 0")
+
+
+Seen = tuple[tuple[int, ...], SignatureKind, str]
+
+
+def _seen(
+    failure: Failure, attempt: Attempt, failures: Failures, first: RankFailure | None, observation: Mapping[str, Any]
+) -> Seen | None:
+    printed = mapping(observation.get("printed"))
+    if failure.kind == "hang":
+        return (tuple(range(len(attempt.ranks))), "hang", f"not ended within {failure.seconds:g} s") \
+            if attempt.timed_out else None  # fmt: skip
+    if failure.kind == "any":
+        bad = None if attempt.timed_out else _bad_end(first, attempt, observation)
+        return None if not bad else ((first.rank if first else 0,), "exception", _line(first) if first else bad)
+    if failure.kind == "error":
+        signature = Signature.model_construct(
+            name=SIGNATURE, kind="exception", type=failure.type, message=failure.pattern or r"\A", package=None
+        )
+        match = match_attempt(signature, attempt, failures)
+        return None if match is None else (match.ranks, "exception", f"{failure.type}: {match.message}")
+    if failure.kind == "log":
+        lines = [(item["rank"], text(item.get("line"))) for item in items(printed.get("log"))]
+        for rank in attempt.ranks:
+            lines += [(rank.rank, note.message) for note in rank.notes if re.search(failure.pattern, note.message)]
+        return None if not lines else (tuple(sorted({rank for rank, _ in lines})), "log", lines[0][1])
+    if failure.kind == "exit":
+        ranks = tuple(rank.rank for rank in attempt.ranks if rank.exit_code == failure.code and rank.ended_by == "self")
+        return None if not ranks else (ranks, "exception", f"exit code {failure.code}")
+    if failure.kind == "metric":
+        values = items(printed.get("metric"))
+        if not values or not failure.op or not _compare(values[-1]["value"], failure.op, failure.limit):
+            return None
+        return (values[-1]["rank"],), "oracle", f"{failure.names_metric} is {values[-1]['value']:g}"
+    return _as_learned(failure, attempt, failures, first)
+
+
+def _as_learned(
+    failure: Failure, attempt: Attempt, failures: Failures, first: RankFailure | None
+) -> Seen | None:  # fmt: skip
+    for rank in attempt.ranks:
+        for raised in rank.chain if rank.rank in failures.ranks else ():
+            same = raised.type == failure.type and normal(raised.message) == failure.pattern
+            if same and _package(raised.innermost) == failure.package:
+                return (rank.rank,), "exception", f"{raised.type}: {raised.message}"
+    ended = first is not None and first.kind != "exception" and first.type == failure.type
+    return ((first.rank,), "signal", first.type) if ended and first else None
+
+
+def _bad_end(first: RankFailure | None, attempt: Attempt, observation: Mapping[str, Any]) -> str:
+    """What went wrong although nobody asked for it; "" when every rank and the command ended with 0."""
+    if first is not None:
+        return f"rank {first.rank}: {_line(first)}" + (f" in {_where(first)}" if first.where else "")
+    for rank in attempt.ranks:
+        if rank.exit_code not in (0, None) or rank.signal:
+            return f"rank {rank.rank} ended with {rank.signal or f'exit code {rank.exit_code}'}"
+    code = number(observation.get("command_exit"))
+    return f"the command ended with exit code {code:g}" if code else ""
+
+
+def _line(failure: RankFailure) -> str:
+    said = next((line.strip() for line in failure.message.splitlines() if line.strip()), "")
+    return f"{failure.type}: {said}" if said else failure.type
+
+
+def _where(failure: RankFailure) -> str:
+    return failure.where
+
+
+def _compare(value: float, op: str, limit: float) -> bool:
+    return {"<": value < limit, "<=": value <= limit, ">": value > limit, ">=": value >= limit}[op]

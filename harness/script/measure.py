@@ -1,0 +1,118 @@
+"""Attempts of somebody's own script on one stack, judged and stored: results/…/scripts/<script>/<stack>/<key>.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import hardware, provenance
+from harness.errors import ResultsError
+from harness.launch.attempt import Attempt, Json
+from harness.paths import cache_dir
+from harness.script import launch as launching
+from harness.script.command import Command
+from harness.script.failure import Failure, judge
+from harness.stacks import Stack
+from harness.stacks.stack import short_hash
+from harness.store import SCRIPTS, stack_label, write_json
+
+START_S = 180.0  # for a launcher to begin its ranks: it imports torch first
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is measured: the command, what counts as its failure, and how it is launched."""
+
+    command: Command
+    failure: Failure
+    results: Path
+    deadline_s: float = 300.0
+    env: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def limit_s(self) -> float:
+        return self.failure.seconds if self.failure.kind == "hang" else self.deadline_s
+
+    def key(self, stack: Stack) -> str:
+        """Of all that the answer depends on; another text of the script is another measurement."""
+        text = self.command.script.read_bytes().decode("utf-8", "replace") if self.command.script else ""
+        what = [*self.command.argv, text, json.dumps(self.failure.to_json()), json.dumps(self.env), str(self.limit_s)]
+        return short_hash(stack.key, os.getcwd(), *what)
+
+    def path(self, stack: Stack) -> Path:
+        label = stack_label(stack.versions, stack.label_key)
+        return self.results / SCRIPTS / self.command.name / label / f"{self.key(stack)}.json"
+
+
+def stored(script: Script, stack: Stack) -> Json | None:
+    """The document of an earlier measurement; its attempts are judged again, by today's judge."""
+    try:
+        document = json.loads(script.path(stack).read_text(encoding="utf-8"))
+        for attempt in document["attempts"]:
+            attempt["outcome"] = judge(script.failure, attempt["observation"], script.command.name).to_json()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return dict(document)
+
+
+def measure(script: Script, stack: Stack, repeat: int, stop: threading.Event, fresh: bool = False) -> tuple[Json, int]:
+    """(the document, attempts launched now). What is stored is not launched again, but for infra, or when ``fresh``."""
+    document = None if fresh else stored(script, stack)
+    kept = [each for each in (document or {}).get("attempts", []) if each["outcome"]["outcome"] != "infra"]
+    launched = 0
+    machine = hardware.detect()
+    while len(kept) < repeat and not stop.is_set():
+        observation = once(script, stack, "cuda" if machine.gpus else "cpu", stop)
+        launched += 1
+        outcome = judge(script.failure, observation, script.command.name)
+        kept.append({"observation": observation, "outcome": outcome.to_json()})
+        if outcome.outcome == "infra":
+            break  # the machine's, or nothing to be judged by: more of the same says no more
+    commit, dirty = provenance.git_state()
+    document = {
+        "schema": 1, "kind": "script", "script": script.command.name, "command": script.command.shown,
+        "failure": script.failure.to_json(), "env": script.env, "nproc": script.command.nproc,
+        "stack": {"name": stack.name, "key": stack.key, "versions": dict(stack.versions)},
+        "hardware": {"cpu": machine.cpu, "gpus": [gpu.name for gpu in machine.gpus]},
+        "provenance": {"started": time.time(), "git_commit": commit, "git_dirty": dirty},
+        "attempts": kept,
+    }  # fmt: skip
+    path = script.path(stack)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, document)
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be written ({error.strerror}); another folder: results=DIR") from None
+    return document, launched
+
+
+def once(script: Script, stack: Stack, device: str, stop: threading.Event) -> dict[str, Any]:
+    command = script.command
+    state = cache_dir() / "state" / "scripts"
+    state.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=state))
+    try:
+        attempt = Attempt(
+            id=folder.name,
+            run_id=folder.name,
+            directory=folder / "attempt",
+            script=command.script or Path(command.name),
+            settings={"device": device, "script": command.shown, "failure": asdict(script.failure), "seed": 0},
+            python=stack.python,
+            world_size=command.nproc,
+            deadline_s=script.limit_s,
+            env={**{k: v for k, v in stack.environment({}).items() if k != "PYTHONPATH"}, **script.env},
+            start_limit_s=START_S,
+            by_hand=command.shown,
+        )
+        overlay = os.pathsep.join(stack.path)
+        return launching.launch(attempt, command, script.failure, overlay, stop)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

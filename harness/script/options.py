@@ -1,0 +1,103 @@
+"""The arguments by which verbs take a script of somebody's own, and what they make of them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from harness import arguments
+from harness.config import RunSettings, compose_run
+from harness.errors import ConfigError
+from harness.paths import RESULTS
+from harness.script import command as commands
+from harness.script import failure as failures
+from harness.script.failure import Failure
+from harness.script.measure import Script
+
+TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that mean something for a script
+DEADLINE_S = 300.0
+_KINDS = ("error", "log", "exit", "hang", "metric", "like")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a script of your own (./train.py, or a command line after --)")
+    group.add_argument("--nproc", type=arguments.number(1), metavar="N", help="ranks (default: 2)")
+    group.add_argument("--args", default="", metavar="'...'", dest="script_args", help="the script's own arguments")
+    group.add_argument("--module", action="store_true", help="the first argument is a module, as of python -m")
+    told = "the failure: an exception's type and a regular expression, of the ranks that failed first"
+    group.add_argument("--error", metavar="'TYPE: REGEX'", help=told)
+    group.add_argument("--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns")
+    group.add_argument("--exit", type=int, metavar="CODE", help="the failure: a rank ends with this code")
+    group.add_argument("--hang", type=_seconds, metavar="SECONDS", help="the failure: it has not ended by then")
+    told = "the failure: 'loss > 3.2', of the last such number printed (NAME: 3.4, JSON lines, or /REGEX (GROUP)/)"
+    group.add_argument("--metric", metavar="'NAME > X'", help=told)
+    group.add_argument("--like", metavar="LOG", help="the failure: the one that this log shows")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
+
+
+def asked(args: argparse.Namespace) -> bool:
+    """Whether the verb's first argument is a script and not a case."""
+    return bool(getattr(args, "command", None)) or args.module or commands.is_script(args.case or "")
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Of a case none of these options is taken: its file says what its failure is."""
+    given = [name for name in (*_KINDS, "nproc") if getattr(args, name) is not None]
+    if given or args.script_args:
+        name = given[0] if given else "args"
+        raise ConfigError(f"--{name} is for a script of your own; {args.case!r} is a case (a script is written ./x.py)")
+
+
+def failure_of(args: argparse.Namespace) -> Failure:
+    given = [name for name in _KINDS if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0]} and --{given[1]}: one of them says what the failure is")
+    if not given:
+        return Failure()
+    value = getattr(args, given[0])
+    if given[0] == "error":
+        return failures.error(value)
+    if given[0] == "log":
+        return failures.log(value)
+    if given[0] == "metric":
+        return failures.metric(value)
+    if given[0] == "hang":
+        return Failure("hang", f"{value:g} s", seconds=value)
+    if given[0] == "exit":
+        return Failure("exit", f"exit code {value}", code=value)
+    try:
+        return failures.like_log(Path(value).read_text(encoding="utf-8", errors="replace"), value)
+    except OSError as error:
+        raise ConfigError(f"--like {value}: {error.strerror}") from None
+
+
+def script_of(args: argparse.Namespace) -> tuple[Script, str, RunSettings]:
+    """(what is measured, the stack's specification, the run's settings). Raises ConfigError before anything starts."""
+    words = list(getattr(args, "command", None) or ())
+    if words and args.case:
+        args.overrides, args.case = [args.case, *args.overrides], None
+    stack, texts = arguments.one_stack(args)
+    for text in texts:
+        name = re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0]
+        if name not in TAKEN:
+            raise ConfigError(f"{text!r} says nothing of a script (there are: {', '.join(TAKEN)})")
+    settings = compose_run(texts)
+    if words:
+        if args.script_args:
+            raise ConfigError("--args goes with a script's name; a command line after -- has its own")
+        command = commands.of_words(words, args.nproc)
+    else:
+        command = commands.of_script(args.case, args.nproc or 2, args.script_args, args.module)
+    results = Path(settings.results).absolute() if settings.results else RESULTS / "scratch"
+    script = Script(command, failure_of(args), results, settings.deadline or DEADLINE_S, dict(settings.env))
+    return script, stack or "current", settings

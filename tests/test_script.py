@@ -1,0 +1,241 @@
+"""Somebody's own script: what is launched, what counts as its failure, and how that is judged. Pure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import cli
+from harness.errors import ConfigError
+from harness.script import command, failure, launch, options
+from harness.script.failure import Failure, judge
+from harness.script.traceback_text import tracebacks
+
+WHERE = {"file": "/home/a/train.py", "line": 3, "function": "step", "module": "__main__", "place": "", "code": "x"}
+UPSTREAM = {**WHERE, "file": "/v/site-packages/transformers/cache.py", "module": "transformers.cache",
+            "place": "transformers.cache", "function": "get"}  # fmt: skip
+PEER = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:22437"
+
+
+def raised(kind: str, message: str, *frames: dict[str, Any]) -> dict[str, Any]:
+    return {"type": kind, "module": "builtins", "bases": ["Exception"], "message": message,
+            "frames": list(frames or (WHERE,)), "cause": None}  # fmt: skip
+
+
+def rank(number: int, code: int | None = 0, error: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    record = {"schema": 2, "rank": number, "pid": 100 + number, "done": code == 0, "exception": error, "ended": 5.0,
+              "warnings": [], "logs": [], "versions": {}}  # fmt: skip
+    return {"rank": number, "pid": 100 + number, "exit_code": code, "signal": None, "ended_by": "self",
+            "record": record, "log_tail": "", "stack": None, **more}  # fmt: skip
+
+
+def seen(*ranks: dict[str, Any], command_exit: int = 0, **more: Any) -> dict[str, Any]:
+    about = {"backend": "gloo", "world_size": len(ranks), "deadline_s": 60.0, "timed_out": False, "interrupted": False,
+             "settings": {}, "hang": None}  # fmt: skip
+    found = {"schema": 1, "attempt": about, "infra": None, "ranks": list(ranks), "command_exit": command_exit,
+             "printed": {"log": [], "metric": [], "cut": False}}  # fmt: skip
+    found["attempt"].update({key: more.pop(key) for key in list(more) if key in about})
+    return {**found, **more}
+
+
+def outcome(wanted: Failure, observation: dict[str, Any]) -> str:
+    return judge(wanted, observation, "train").outcome
+
+
+FAILED = seen(
+    rank(0, 1, raised("RuntimeError", PEER)), rank(1, 1, raised("IndexError", "list index 3")), command_exit=1
+)
+FINE = seen(rank(0), rank(1))
+
+
+# -- the failure
+
+
+def test_an_error_is_that_of_the_rank_that_failed_first() -> None:
+    assert outcome(failure.error("IndexError: list index"), FAILED) == "fires"
+    assert outcome(failure.error("IndexError: other text"), FAILED) == "other_error"
+    assert outcome(failure.error("RuntimeError: Connection closed"), FAILED) == "other_error"  # a peer's echo
+    assert outcome(failure.error("IndexError"), FINE) == "clean"
+    found = judge(Failure(), FAILED, "train")
+    assert found.outcome == "fires" and found.primary is not None
+    assert (found.primary.rank, found.primary.type) == (1, "IndexError")
+
+
+def test_what_is_learned_of_one_error_is_no_other() -> None:
+    """Alike but for numbers: the same. Another text, another type or another package: another failure."""
+    once = seen(rank(0, 1, raised("ValueError", "size 512 of 3", WHERE, UPSTREAM)))
+    known = failure.learned(judge(Failure(), once, "train"))
+    assert known is not None and known.package == "transformers"
+    for same, error in (
+        (True, raised("ValueError", "size 1024 of 4", UPSTREAM)),
+        (False, raised("ValueError", "sizes 512 of 3", UPSTREAM)),
+        (False, raised("KeyError", "size 512 of 3", UPSTREAM)),
+        (False, raised("ValueError", "size 512 of 3", WHERE)),
+    ):
+        assert outcome(known, seen(rank(0, 1, error))) == ("fires" if same else "other_error"), error
+
+
+def test_exit_codes_hangs_and_lines() -> None:
+    assert outcome(Failure("exit", code=3), seen(rank(0, 3), command_exit=1)) == "fires"
+    assert outcome(Failure("exit", code=3), seen(rank(0, 4), command_exit=1)) == "other_error"
+    late = seen(rank(0, None, ended_by="deadline", signal="SIGKILL"), timed_out=True, infra={"kind": "too slow"})
+    assert outcome(Failure("hang", seconds=60), late) == "fires"
+    assert outcome(failure.error("IndexError"), late) == "infra"
+    assert outcome(failure.error("IndexError"), {**late, "infra": None}) == "hang"
+    assert outcome(Failure("hang", seconds=60), FINE) == "clean"
+    line = {"log": [{"rank": 1, "line": "it diverges now"}], "metric": []}
+    assert outcome(failure.log("diverges"), {**FINE, "printed": line}) == "fires"
+    assert outcome(failure.log("diverges"), FINE) == "clean"
+
+
+def test_a_metric_by_its_last_value_and_never_without_one() -> None:
+    def at(*values: float) -> dict[str, Any]:
+        return {**FINE, "printed": {"log": [], "metric": [{"rank": 0, "value": v, "line": ""} for v in values]}}
+
+    wanted = failure.metric("loss > 3.2")
+    assert outcome(wanted, at(2.0, 3.3)) == "fires" and outcome(wanted, at(3.3, 3.1)) == "clean"
+    assert outcome(wanted, at()) == "infra"  # the line never came: neither
+    assert outcome(wanted, at(float("nan"))) == "other_error"
+
+
+def test_the_command_may_fail_alone_and_nothing_may_run() -> None:
+    assert outcome(Failure(), seen(rank(0), command_exit=1)) == "fires"
+    assert outcome(failure.error("IndexError"), seen(rank(0), command_exit=1)) == "other_error"
+    assert outcome(Failure(), seen(rank(0, None), infra={"kind": "launch", "message": "no rank"})) == "infra"
+    assert outcome(Failure(), seen(rank(0), interrupted=True)) == "infra"
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("loss 3.5", 3.5), ("loss: 3.5,", 3.5), ("step 3 loss=1e-3 lr 2", 1e-3), ('{"loss": 2, "x": 1}', 2.0),
+        ("{'loss': 3.25, 'epoch': 1}", 3.25), ("eval_loss 3.5", None), ("loss is bad", None), ("loss nan", "nan"),
+        ("rank 0 LOSS -0.5", -0.5),
+    ],
+)  # fmt: skip
+def test_the_number_of_a_line(line: str, value: float | str | None) -> None:
+    found = launch.metric_of(line, failure.metric("loss > 3.2"))
+    assert str(found) == "nan" if value == "nan" else found == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, width=32))
+def test_any_number_is_read_back(number: float) -> None:
+    for line in (f"loss={number!r}", f"step 1 loss: {number!r} lr=1", f'{{"loss": {number!r}}}'):
+        assert launch.metric_of(line, failure.metric("loss")) == float(repr(number))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: failure.error("no type"), "TYPE: REGEX"),
+        (lambda: failure.error("ValueError: ("), "no regular expression"),
+        (lambda: failure.error("Exception: x"), "every error's"),
+        (lambda: failure.log("x*"), "matches an empty line"),
+        (lambda: failure.metric("loss = 3"), "NAME > NUMBER"),
+        (lambda: failure.metric("loss > many"), "no number"),
+        (lambda: failure.metric("/loss .*/ > 3"), "one group"),
+        (lambda: failure.like_log("all is well", "a.log"), "no whole traceback"),
+    ],
+)
+def test_a_definition_that_cannot_be(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+LOG = """\x1b[31m[rank0]: Traceback (most recent call last):\x1b[0m
+[rank0]:   File "/v/site-packages/torch/distributed/c10d.py", line 9, in all_reduce
+[rank0]:     work.wait()
+[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:2
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/v/lib/python3.11/site-packages/transformers/cache.py", line 31, in get
+[rank1]:     return self.items[index]
+[rank1]: IndexError: list index 7 out of range
+"""
+
+
+def test_a_failure_is_learned_from_a_log() -> None:
+    found = failure.like_log(LOG, "failed.log")
+    assert (found.type, found.package) == ("IndexError", "transformers")
+    error = raised("IndexError", "list index 2 out of range", {**UPSTREAM, "function": "other"})
+    assert outcome(found, seen(rank(0, 1, error))) == "fires"
+    assert [one["type"] for one in tracebacks(LOG)] == ["RuntimeError", "IndexError"]
+    assert tracebacks(LOG[: LOG.index("[rank1]: IndexError")])[1:] == []  # cut off before it says what it is
+
+
+# -- the command
+
+
+def test_command_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    made = command.of_script(str(script), 2, "--lr '1 2'")
+    assert made.argv == (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        "--lr",
+        "1 2",
+    )
+    assert (made.name, made.nproc, made.plain) == ("train", 2, False)
+    for words, argv, nproc, plain in (
+        (f"torchrun --nproc_per_node=4 {script}", ("-m", "torch.distributed.run"), 4, False),
+        (f"python -m torch.distributed.run --nproc-per-node 3 {script}", ("-m", "torch.distributed.run"), 3, False),
+        (f"accelerate launch --cpu --num_processes 2 {script}", ("-m", "accelerate.commands.launch"), 2, False),
+        (f"deepspeed --num_gpus 2 {script} --x", ("-m", "deepspeed.launcher.runner"), 2, False),
+        (f"python3.11 {script} --x", (str(script), "--x"), 1, True),
+        ("python -m some.train", ("-m", "some.train"), 1, True),
+    ):
+        found = command.of_words(words.split())
+        assert (found.argv[:2], found.nproc, found.plain) == (argv, nproc, plain), words
+    assert command.of_words(["torchrun", str(script)]).nproc == 1
+    assert command.of_words(["torchrun", "--nproc-per-node", "auto", str(script)], 2).nproc == 2
+
+
+def test_what_cannot_be_launched_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("x = 1\nif True\n    pass\n")
+    Path("good.py").write_text("print(1)\n")
+    monkeypatch.setattr("harness.script.launch.launch", lambda *a: pytest.fail("launched"))
+    for words, said in (
+        (["./trian.py"], "there is no such script; did you mean 'train.py'"),
+        (["./train.py"], "./train.py:2: expected ':': if True"),
+        (["."], "unknown case"),
+        (["./good.py", "--nproc", "0"], "not a number of at least 1"),
+        (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
+        (["./good.py", "--hang", "soon"], "no number of seconds"),
+        (["./good.py", "--like", "no.log"], "no.log: No such file"),
+        (["./good.py", "--metric", "loss"], "NAME > NUMBER"),
+        (["./good.py", "model=a"], "says nothing of a script"),
+        (["./good.py", "stack=torhc2.2-tf4.39"], "did you mean 'torch2.2-tf4.39'"),
+        (["./good.py", "--args", "'"], "--args"),
+        (["--", "torchrun", "--nproc-per-node", "auto", "good.py"], "--nproc N before the --"),
+        (["--", "sbatch", "x.sh"], "cannot be launched"),
+        (["--", "accelerate", "config"], "accelerate launch"),
+        (["--"], "after -- stands a command"),
+        (["qwen15-fsdp-kv-cache", "--error", "A: b"], "is a case"),
+    ):
+        assert cli.main(["run", *words]) == 2, words
+        assert said in capsys.readouterr().err, words
+
+
+def test_a_command_line_keeps_its_own_options_and_overrides_stand_before_it() -> None:
+    from harness import arguments
+    from harness.verbs import run
+
+    parser = arguments.Parser(prog="repro run")
+    run.configure(parser)
+    args = arguments.parse(parser, ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"])
+    assert args.command == ["python", "x.py", "--json", "exit=3", "--", "y"] and args.json
+    assert (args.case, args.words[-3:]) == ("repeat=2", ["exit=3", "--", "y"])
+    assert options.asked(args)
+    assert not options.asked(argparse.Namespace(command=(), module=False, case="train-step"))
