@@ -3,8 +3,11 @@
 "Without" runs a *copy* of repros/ from which the evidence is cut: no reference, no checks and nothing gathered for
 them, nothing measured of what was in force, no witness. There is no such switch in the kit itself: what it would leave
 out is what makes an arm clean. Attempts are made by the engine's own code, warm, pair by pair and alternating which
-comes first, so that both see the same neighbours; only CPU seconds count. ``share``: of an attempt's CPU time, what
-evidence is; a run's, weighted with the catalogue's attempts by strategy.
+comes first, so that both see the same neighbours; only CPU seconds count.
+
+An attempt makes its reference or takes it from one before it in its run (kit/reference.py): ``made`` and ``taken`` are
+measured apart. ``share``: of an attempt's CPU time, what evidence is. How many of a real run's attempts made theirs is
+counted from its documents: ``--run results/scratch``.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from harness.plan import ArmPlan
 from harness.running import session
 from harness.running.attempts import Attempts
 from harness.running.leases import Leases
+from harness.store import Store
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent
+MADE, TAKEN, WITHOUT = "made", "taken", "without"
 # One model of each size; every strategy, and what most of the catalogue's attempts are.
 CELLS = (
     "case=train-step model=llama-3.2-1b",
@@ -111,7 +116,8 @@ def planned(cells: tuple[str, ...]) -> Iterator[tuple[session.Session, ArmPlan]]
 
 
 def compare(cells: tuple[str, ...], variants: dict[str, Path], rounds: int, folder: Path) -> list[Json]:
-    """One row per arm: the CPU seconds of each variant's attempts. The first attempt of each is not counted."""
+    """One row per arm: the CPU seconds of each variant's attempts. The first attempt of each is not counted: those
+    after it find its reference, but for ``made``, whose attempts have a run of their own."""
     rows: list[Json] = []
     launcher = WarmLauncher()
     try:
@@ -122,7 +128,8 @@ def compare(cells: tuple[str, ...], variants: dict[str, Path], rounds: int, fold
                     order = list(variants) if number % 2 else list(variants)[::-1]
                     for name in order:
                         catalogue = replace(prepared.catalogue, repros=variants[name])
-                        attempts = Attempts(catalogue, prepared.stacks, launcher, leases, folder / "run", False)
+                        run = folder / (f"run-{len(rows)}-{number}" if name == MADE else "run")
+                        attempts = Attempts(catalogue, prepared.stacks, launcher, leases, run, False)
                         seen = attempts.make(arm, (), threading.Event()).observation
                         if seen["infra"]:
                             raise SystemExit(f"{arm.cell.key} {arm.arm} ({name}): {seen['infra']}")
@@ -137,35 +144,48 @@ def compare(cells: tuple[str, ...], variants: dict[str, Path], rounds: int, fold
 
 
 def shares(rows: list[Json]) -> Json:
-    """By strategy and of everything: the part of the CPU time that evidence is."""
+    """By strategy and of everything: CPU seconds of an attempt, and which part of them evidence is."""
     groups: dict[str, list[Json]] = defaultdict(list)
     for row in rows:
         groups[row["strategy"]].append(row)
         groups["all"].append(row)
-    found = {}
+    found: Json = {}
     for name, group in groups.items():
-        full, bare = (sum(row[key] for row in group) for key in ("with", "without"))
-        found[name] = {
-            "attempts": len(group),
-            "with": round(full / len(group), 3),
-            "without": round(bare / len(group), 3),
-        }
-        found[name]["share"] = round(1 - bare / full, 3)
+        mean = {key: sum(row[key] for row in group) / len(group) for key in (MADE, TAKEN, WITHOUT)}
+        found[name] = {"arms": len(group), **{key: round(value, 3) for key, value in mean.items()}}
+        found[name]["share"] = {key: round(1 - mean[WITHOUT] / mean[key], 3) for key in (MADE, TAKEN)}
     return found
+
+
+def counted(results: Path) -> Json:
+    """Of a run's attempts, by case: how many made their reference and how many took it."""
+    found: dict[str, Json] = defaultdict(lambda: {MADE: 0, TAKEN: 0})
+    for document in Store(results).documents():
+        for arm in document["arms"].values():
+            for attempt in arm["attempts"]:
+                records = [rank["record"] for rank in attempt["observation"]["ranks"] if rank["record"]]
+                said = [record["facts"]["reference"] for record in records if "reference" in record["facts"]]
+                if said:
+                    own = said[0]["made_by"] == attempt["observation"]["attempt"]["id"]
+                    found[document["case"]][MADE if own else TAKEN] += 1
+    return dict(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cells", action="append", help="overrides of repro matrix; several times")
+    parser.add_argument("--run", type=Path, help="a run's results: who made a reference there is counted")
     parser.add_argument("--against", type=Path, action="append", default=[], help="another repros/ to run beside")
     parser.add_argument("--out", type=Path, default=HERE / "evidence.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
         folder = Path(name)
-        variants = {"with": REPROS, "without": cut(folder)} | {str(path): path for path in arguments.against}
+        variants = {MADE: REPROS, TAKEN: REPROS, WITHOUT: cut(folder)} | {str(path): path for path in arguments.against}
         rows = compare(tuple(arguments.cells or CELLS), variants, arguments.rounds, folder)
     result = {"machine": machine(), "rounds": arguments.rounds, "shares": shares(rows), "rows": rows}
+    if arguments.run:
+        result["run"] = counted(arguments.run)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for what, figures in result["shares"].items():
         print(f"{what:8} {figures}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from kit import Run, main
 from kit.models import build
-from kit.worst import apart
+from kit.rounding import Single
 from kit.wrapping import cache_length, own_batch, wrap
 
 import torch
@@ -22,16 +22,23 @@ def body(run: Run) -> None:
         from transformers import DynamicCache
 
         call["past_key_values"] = DynamicCache()
+    lengths: list[int] = []
+
+    def alone(whole: Any) -> dict[str, Any]:
+        made = whole(**copy.deepcopy(call))
+        lengths.append(cache_length(made.past_key_values))
+        return {"logits": made.logits}
+
     with torch.no_grad():
-        one = copy.deepcopy(model)(**copy.deepcopy(call))
+        one = Single(model, alone)
     fsdp = wrap(run, model)
     run.phase("forward")
     with torch.set_grad_enabled(run.flags["grad"]):
         out = fsdp(**call)  # <- the root, called properly
         cache = call["past_key_values"] if run.flags["cache"] == "own" else out.past_key_values
-        got, want = cache_length(cache), cache_length(one.past_key_values)
+        got, want = cache_length(cache), lengths[0]
         run.check("cache_length", got=got, want=want, tolerance=0)
-        run.check("logits", got=apart(out.logits, one.logits), want=0.0, tolerance=1e-4)
+        one.check(run, "logits", out.logits)
         run.fact("cache", type(cache).__name__)
     if got != want:
         return  # there is nothing to go on from
@@ -43,7 +50,7 @@ def body(run: Run) -> None:
         whole = torch.cat([inputs["input_ids"], token], dim=1)
         following = fsdp(input_ids=token, **step).logits[:, -1]
         expected = fsdp(input_ids=whole, use_cache=False).logits[:, -1]
-    run.check("next_token", got=apart(following, expected), want=0.0, tolerance=1e-4)
+    one.check(run, "next_token", following, part="logits", like=expected)
 
 
 if __name__ == "__main__":

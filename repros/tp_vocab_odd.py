@@ -7,7 +7,8 @@ from typing import Any
 
 from kit import Run, main
 from kit.in_force import files, watch
-from kit.worst import all_apart, looked_at
+from kit.rounding import Single, training
+from kit.worst import looked_at
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ def make(seed: int, vocab: int, hidden: int) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(vocab, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False))
 
 
-def train(run: Run, model: nn.Module, vocab: int, around: Any) -> list[float]:
+def train(run: Run, model: nn.Module, vocab: int, around: Any = nullcontext) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # DTensor and plain parameters side by side
     losses = []
     for step in range(run.steps):
@@ -42,8 +43,7 @@ def train(run: Run, model: nn.Module, vocab: int, around: Any) -> list[float]:
 
 def body(run: Run) -> None:
     vocab, hidden = run.flags["vocab"], run.model["config"]["hidden_size"]
-    reference = make(run.seed, vocab, hidden).to(run.device)
-    want = train(run, reference, vocab, nullcontext)
+    one = Single(make(run.seed, vocab, hidden).to(run.device), lambda whole: training(train(run, whole, vocab), whole))
 
     local_loss = run.flags["loss"] == "parallel"  # the logits stay sharded over the vocabulary
     mesh = init_device_mesh(run.device.type, (run.tp_size,))
@@ -58,7 +58,7 @@ def body(run: Run) -> None:
     parts = bool(rows) and all(0 < count < vocab for count in rows)
     run.check("sharded", got=parts, want=True, looked_at=f"{rows} of {vocab} rows")
     got = train(run, model, vocab, loss_parallel if local_loss else nullcontext)
-    run.check("losses", got=got, want=want, tolerance=1e-4)
+    one.check(run, "losses", torch.tensor(got))
 
     run.phase("save")
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -70,7 +70,7 @@ def body(run: Run) -> None:
     have, source = fresh.state_dict(), model.state_dict()
     wrong = [n for n, v in source.items() if not torch.equal(have[n], _full(v).cpu())]
     run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))
-    run.check("one-process", got=all_apart(have, reference.state_dict()), want=0.0, tolerance=1e-4)
+    one.check(run, "one-process", have, part="weights")
 
 
 def _full(value: torch.Tensor) -> torch.Tensor:

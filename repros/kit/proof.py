@@ -30,6 +30,7 @@ from kit.alone import Copied, Drawn, Start, Tensors, unit
 from kit.models import batch
 from kit.norms import digest, norm, norm_of
 from kit.reference import Batch, Runs
+from kit.rounding import FACTOR, ROUNDING
 from kit.run import Run
 from kit.strategies import Wrapped
 from kit.together import gather
@@ -44,10 +45,6 @@ from torch import nn
 LR = 0.1
 RATES = {torch.float32: LR, torch.bfloat16: 1.0}
 
-# How many times the change that one perturbation makes a tensor may be off. docs/proofs.md: what was measured.
-FACTOR = 8.0
-# The yardstick is no good where rounding alone changes the whole model's update by more than this part of it.
-ROUNDING = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 Named = Union[Tensors, Iterable["tuple[str, torch.Tensor]"]]  # by name, all at once or one by one
 
