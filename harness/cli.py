@@ -21,6 +21,7 @@ VERBS = {
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
     "diff": ("diff", "what two runs, stacks or machines answer otherwise: failures, fixes, texts, cells, time, memory"),
     "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),
+    "match": ("match", "which known failures a training log shows, and which fixes hold by stored measurement"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
     "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),

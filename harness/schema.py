@@ -68,6 +68,18 @@ class Collective(Strict):
         return [_regex(item) for item in value]
 
 
+class Elsewhere(Strict):
+    """Another cause that shows the very same: of an unknown script, a log alone does not tell which it was."""
+
+    cause: str
+    unless: str | None = None  # a regular expression: a line of the same log that rules the other cause out
+
+    @field_validator("unless")
+    @classmethod
+    def _check(cls, value: str | None) -> str | None:
+        return value if value is None else _regex(value)
+
+
 class Signature(Strict):
     """How one known failure shows itself. Which keys apply depends on ``kind``; see docs/cases.md."""
 
@@ -85,6 +97,7 @@ class Signature(Strict):
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
     accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
     ranks: Literal["any", "all"] = "any"
+    elsewhere: Elsewhere | None = None  # for `repro match` alone: here the script is known
 
     @field_validator("message", "logger")
     @classmethod

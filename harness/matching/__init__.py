@@ -1,0 +1,2 @@
+"""Known failures in any training log: reading it, putting its tracebacks together, and asking the signatures. Pure but
+for reading.py."""
