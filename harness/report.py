@@ -21,6 +21,9 @@ STYLES = {
 }  # fmt: skip
 
 
+WIDE = 120
+
+
 def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
@@ -40,25 +43,50 @@ def print_notes(texts: Sequence[str], shown: int = 10) -> None:
         print(f"note: and {len(texts) - shown} more like these", file=sys.stderr)
 
 
+def columns() -> int:
+    """How wide lines may be: the terminal's width; 120 off a terminal, and on a wider one."""
+    out = console()
+    return min(out.width, WIDE) if out.is_terminal else WIDE
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
-    """A table. Off a terminal every row is one line, never cut; a narrow one loses the columns named in ``narrow``."""
+    """A table. Off a terminal every row is one line, never cut; on one of less than ``WIDE`` columns what is named in
+    ``narrow`` stands below its row."""
     out = console()
     texts = [["" if value is None else str(value).replace("\n", " ") for value in row] for row in rows]
     if not out.is_terminal:
         _plain(title, columns, texts)
         return
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    drop = [index for index, name in enumerate(columns) if name in narrow] if out.width < 110 else []
-    table = Table(title=title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for index, name in enumerate(columns):
-        if index not in drop:
+    below = [index for index, name in enumerate(columns) if name in narrow] if out.width < WIDE else []
+    kept = [index for index in range(len(columns)) if index not in below]
+
+    def begun(titled: bool) -> Table:
+        table = Table(
+            title=title if titled and title else None, title_justify="left", box=None, header_style="bold",
+            pad_edge=False, show_header=titled,
+        )  # fmt: skip
+        for index in kept:
             last = index == len(columns) - 1
-            table.add_column(name, overflow="fold", no_wrap=False, ratio=1 if last and out.width >= 110 else None)
-    for row in texts:
-        table.add_row(*(Text(value, style=style(value)) for index, value in enumerate(row) if index not in drop))
-    out.print(table)
+            widest = max((len(row[index]) for row in [list(columns), *texts]), default=1) if below else None
+            table.add_column(columns[index], overflow="fold", min_width=widest and min(widest, out.width // len(kept)),
+                             ratio=1 if last and not below else None)  # fmt: skip
+        return table
+
+    table = begun(True)
+    for number, row in enumerate(texts):
+        table.add_row(*(Text(row[index], style=style(row[index])) for index in kept))
+        if below:
+            out.print(table)
+            for index in below:
+                if row[index]:
+                    out.print(Padding(Text(f"{columns[index]}: {row[index]}", style="dim"), (0, 0, 0, 4)))
+            table = begun(False) if number + 1 < len(texts) else table
+    if not below or not texts:
+        out.print(table)
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -76,6 +104,9 @@ def print_lines(lines: Iterable[str]) -> None:
         for verdict, colour in STYLES.items():
             if verdict.isupper():
                 shown.highlight_words([verdict], colour)
+        word = line.strip().partition(" ")[0]
+        if line.startswith("  ") and word in ("upheld", "refuted", "conditional", "untested"):
+            shown.stylize(STYLES[word], 2, 2 + len(word))
         out.print(shown, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`repro claims`: every claim of the write-ups, and what stored measurements say of it."""
+"""`repro claims [ID]`: the claims of the write-ups, and what stored measurements say; or one, with its evidence."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import arguments, overrides
 from harness import catalogue as catalogues
+from harness import listing, overrides
 from harness.config import compose_run
+from harness.errors import unknown
 from harness.judge import claims as ledger
 from harness.judge.again import judged_again
 from harness.paths import BASELINE
-from harness.report import named, print_json, print_notes, print_table
+from harness.report import columns, print_json, print_lines, print_notes
 from harness.running import session
 from harness.store import Store
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.overrides(parser)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="ID|OVERRIDE", help="a claim, to see its evidence; or case=... and settings"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
     parser.add_argument("--from", dest="source", metavar="DIR", help="read only this results folder")
 
 
 def main(args: argparse.Namespace) -> int:
-    selection = overrides.parse(args.overrides)
+    named = [word for word in args.overrides if "=" not in word]
+    selection = overrides.parse([word for word in args.overrides if "=" in word])
     settings = compose_run(selection.run)
     catalogue = catalogues.load()
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
@@ -33,13 +38,18 @@ def main(args: argparse.Namespace) -> int:
     judged = judged_again(stored, catalogue.cases)
     print_notes(judged.notes)
     found = ledger.ledger(cases, judged.documents, catalogue.strategies)
+    if named:
+        known = {row.id: row for row in found}
+        wrong = next((name for name in named if name not in known), None)
+        if wrong:
+            raise unknown("claim", wrong, known, "repro claims")
+        found = [known[name] for name in dict.fromkeys(named)]
     if args.json:
         print_json([asdict(row) for row in found])
-        return 0
-    table = [[named(r.case, catalogue.cases[r.case].simulated), r.id, r.status, r.detail, r.text] for r in found]
-    print_table("", ["case", "claim", "status", "measured", "claim's text"], table)
-    totals: dict[str, int] = {}
-    for row in found:
-        totals[row.status] = totals.get(row.status, 0) + 1
-    print(f"{len(found)} claims: " + ", ".join(f"{count} {status}" for status, count in totals.items()))
+    elif named:
+        for row in found:
+            print_lines([*listing.evidence(row, columns()), ""])
+    else:
+        simulated = [case.slug for case in cases if case.simulated]
+        print_lines(list(listing.claims(found, columns(), simulated))[1:])
     return 0

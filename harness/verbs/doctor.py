@@ -7,11 +7,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from harness import arguments, hardware
+from harness import arguments, hardware, listing
 from harness.hardware import HardwareError, Machine, around, nvml
 from harness.hardware.probe import Prober, problem
 from harness.paths import cache_dir
-from harness.report import named, print_json, print_table
+from harness.report import columns, named, print_json, print_lines, print_table
 from harness.running import session
 
 _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
@@ -19,6 +19,7 @@ _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
+    parser.add_argument("--all", action="store_true", help="a line for every cell")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -70,21 +71,25 @@ def main(args: argparse.Namespace) -> int:
     _print_gpus(machine, states, apart)
     shared = "none" if shm is None else f"{shm} MiB"
     print(f"/dev/shm: {shared}; stacks of hung ranks: {'faulthandler' if blind else 'py-spy'}")
-    print(f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; torch: {json.dumps(torch)}")
+    where = f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; torch: {json.dumps(torch)}"
+    print_lines(listing.wrapped(where, columns(), deeper="  "))
     shown = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print(f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(shown)}")
     for text in problems:
         print(f"PROBLEM: {text}")
     for text in notes:
         print(f"note: {text}")
-    table = [
-        [
-            named(r["case"], r["simulated"]), r["model"], r["strategy"], "yes" if r["runs"] else "no",
-            r["reason"] or _arms(r["skipped_arms"]),
-        ]
-        for r in rows
-    ]  # fmt: skip
-    print_table("", ["case", "model", "strategy", "runs here", "why not"], table)
+    if args.all:
+        table = [
+            [
+                named(r["case"], r["simulated"]), r["model"], r["strategy"], "yes" if r["runs"] else "no",
+                r["reason"] or _arms(r["skipped_arms"]),
+            ]
+            for r in rows
+        ]  # fmt: skip
+        print_table("", ["case", "model", "strategy", "runs here", "why not"], table, narrow=("why not",))
+    else:
+        print_lines([*listing.runs_here(rows, columns()), ""])
     print(f"{sum(r['runs'] for r in rows)} of {len(rows)} cells can run here")
     return 3 if problems else 0
 

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from harness import arguments, matrix, overrides
+from harness import arguments, listing, matrix, overrides
 from harness import catalogue as catalogues
 from harness.config import RunSettings, compose_run
-from harness.report import named, print_json, print_table
+from harness.report import columns, print_json, print_lines
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,17 +46,7 @@ def main(args: argparse.Namespace) -> int:
         entry["models"].add(row["model"])
         entry["strategies"].add(row["strategy"])
         entry["cells"] += 1
-    table = [
-        [
-            named(e["case"], e["simulated"]),
-            str(e["cells"]),
-            str(len(e["arms"])),
-            ", ".join(sorted(e["models"])) if len(e["models"]) < 3 else f"{len(e['models'])} models",
-            ", ".join(sorted(e["strategies"])) if len(e["strategies"]) < 3 else f"{len(e['strategies'])} strategies",
-            e["title"],
-        ]
-        for e in shown.values()
-    ]
-    print_table("", ["case", "cells", "arms", "model", "strategy", "title"], table, narrow=("title",))
+    told = [{**entry, "arms": len(entry["arms"])} for entry in shown.values()]
+    print_lines([*listing.cases(told, columns()), ""][1:])
     print(f"{len(shown)} cases, {len(cells)} cells. `repro show CASE` tells more; `repro doctor` what runs here.")
     return 0
