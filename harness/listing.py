@@ -45,7 +45,7 @@ def claims(rows: Sequence[ClaimRow], width: int, simulated: Iterable[str] = ()) 
             if row.case == case:
                 yield from _claim(row, names, width)
     if rows:
-        counts = Counter(row.status for row in rows)
+        counts = Counter(str(row.status) for row in rows)
         told = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
         yield ""
         yield from wrapped(f"{len(rows)} claims: {told}. `repro claims ID` shows the evidence.", width)
