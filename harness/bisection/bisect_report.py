@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.bisection.hunt import Hunted, shown
 from harness.bisection.labels import CLEAN, FIRES, short
-from harness.bisection.probe import Point, Prober, quoted
+from harness.bisection.probe import Point, Probing
 from harness.stacks.spec import parse
 from harness.stacks.stack import canonical
 
@@ -17,7 +17,7 @@ Data = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def stage(kind: str, what: str, hunted: Hunted, prober: Prober, older_is_good: bool | None) -> Data:
+def stage(kind: str, what: str, hunted: Hunted, prober: Probing, older_is_good: bool | None) -> Data:
     """One search: over releases or over commits."""
     arm = hunted.arm
     order = list(dict.fromkeys([len(hunted.targets) - 1, 0, *hunted.result.asked]))
@@ -40,7 +40,7 @@ def stage(kind: str, what: str, hunted: Hunted, prober: Prober, older_is_good: b
     }
 
 
-def side(point: Point, arm: str, prober: Prober) -> Data:
+def side(point: Point, arm: str, prober: Probing) -> Data:
     answer = point.arms[arm]
     return {
         "name": point.target.name,
@@ -51,7 +51,8 @@ def side(point: Point, arm: str, prober: Prober) -> Data:
         "document": point.document,
         "said": said(answer.label, answer.detail),
         "moved": {name: list(change) for name, change in point.moved.items() if name not in _swapped(point)},
-        "run": None if point.target.make else run_command(prober, point.target.spec, arm),
+        "run": None if point.target.make else shlex.join(prober.words(point.target.spec, arm)),
+        "install": install_line(point),
         "torchrun": _portable(point.torchrun.get(arm)),
     }
 
@@ -74,13 +75,10 @@ def _portable(line: str | None) -> str | None:
     return line.replace(f"{Path.home()}/", '"$HOME"/')
 
 
-def run_command(prober: Prober, spec: str, arm: str) -> str:
-    plain = spec.replace("==", "@")  # says the same, and needs no quotes
-    stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
-    here = ("results", "jobs", "keep")  # settings of this machine's, without a bearing on the answer
-    texts = [text for text in prober.texts if text.partition("=")[0] not in here]
-    words = ["repro", "run", prober.case.slug, *texts, f"stack={stack}", f"arms=[{arm}]"]
-    return shlex.join(words)
+def install_line(point: Point) -> str | None:
+    """How the packages that a probe replaced are installed elsewhere; None where it replaced none."""
+    pinned = sorted(f"{name}=={version}" for name, (_, version) in point.moved.items() if version)
+    return shlex.join(["pip", "install", *pinned]) if pinned and not point.target.make else None
 
 
 def _probe(point: Point, arm: str, hunted: Hunted) -> Data:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from harness.bisection import search
 from harness.bisection.labels import CLEAN, FIRES, Answer
-from harness.bisection.probe import Point, Prober, Stopped, Target
+from harness.bisection.probe import Point, Probing, Stopped, Target
 from harness.bisection.search import NO, YES, Bisection
 from harness.errors import ConfigError, MeasureError
 
@@ -75,7 +75,7 @@ class Hunted:
 class Hunt:
     """Asks points of one arm, a flaky one as often as its firing rate calls for."""
 
-    def __init__(self, prober: Prober, arm: str) -> None:
+    def __init__(self, prober: Probing, arm: str) -> None:
         self.prober, self.arm = prober, arm
         self.repeats = prober.repeat
 

@@ -6,11 +6,12 @@ interrupted goes on by being started again: its first probes are then read, not 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from harness import catalogue as catalogues
 from harness import matrix, overrides, stacks
@@ -59,6 +60,36 @@ class Point:
     attempts: int = 0  # launched now; 0: read from what was stored
 
 
+class Probing(Protocol):
+    """What a search asks of whoever probes: a case (Prober), or a script (harness/script/prober.py)."""
+
+    repeat: int
+    points: dict[str, Point]
+
+    @property
+    def case(self) -> Any: ...  # slug, title, references
+
+    @property
+    def cell(self) -> Any: ...  # model, strategy, hardware
+
+    @property
+    def arms(self) -> Sequence[str]: ...
+
+    @property
+    def own_stack(self) -> Mapping[str, str]: ...  # arms that follow no release
+
+    @property
+    def notes(self) -> Sequence[str]: ...  # what a report says of how it was judged
+
+    def learn(self, good: Target, bad: Target) -> None: ...  # what counts as the failure, where nobody said it
+
+    def base(self, spec: str) -> Stack: ...
+
+    def probe(self, target: Target, repeat: int | None = None) -> Point: ...
+
+    def words(self, spec: str, arm: str) -> list[str]: ...  # the command that shows it on one stack
+
+
 def one_case(name: str) -> Case:
     cases = catalogues.load().cases
     if name not in cases:
@@ -91,8 +122,19 @@ class Prober:
         self.arms = [arm for arm in wanted if arm not in self.own_stack]
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
+        self.notes: list[str] = []
         self.say = say
         self.stop = stop
+
+    def learn(self, good: Target, bad: Target) -> None:
+        """A case's file says what its failure is."""
+
+    def words(self, spec: str, arm: str) -> list[str]:
+        """`repro run` of the arm on a stack, without settings of this machine's that have no bearing on the answer."""
+        plain = spec.replace("==", "@")  # says the same, and needs no quotes
+        stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
+        texts = [text for text in self.texts if text.partition("=")[0] not in ("results", "jobs", "keep")]
+        return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"arms=[{arm}]"]
 
     def base(self, spec: str) -> Stack:
         """A stack that has to be there; raises what is wrong with it."""

@@ -43,7 +43,9 @@ class Script:
     def key(self, stack: Stack) -> str:
         """Of all that the answer depends on; another text of the script is another measurement."""
         text = self.command.script.read_bytes().decode("utf-8", "replace") if self.command.script else ""
-        what = [*self.command.argv, text, json.dumps(self.failure.to_json()), json.dumps(self.env), str(self.limit_s)]
+        # Of the definition only what is read off an attempt while its logs are there; the rest is judged again.
+        read = f"{self.failure.kind}: {self.failure.pattern}" if self.failure.kind in ("log", "metric") else ""
+        what = [*self.command.argv, text, read, json.dumps(self.env), str(self.limit_s)]
         return short_hash(stack.key, os.getcwd(), *what)
 
     def path(self, stack: Stack) -> Path:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -15,12 +15,16 @@ from harness import arguments, hardware, provenance
 from harness.bisection import bisect_report, commits, releases
 from harness.bisection.blame import Blame, blame, line_of, release_of
 from harness.bisection.hunt import FINDS, Find, Hunt, Hunted, Roles
-from harness.bisection.probe import Prober, Stopped, Target, one_case
+from harness.bisection.probe import Prober, Probing, Stopped, Target, one_case
 from harness.catalogue import load
 from harness.errors import ConfigError, unknown
 from harness.report import print_json
 from harness.running import session
+from harness.script import options
 from harness.stacks.stack import canonical
+
+if TYPE_CHECKING:
+    from harness.script.prober import ScriptProber
 
 EPILOG = (
     "and model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack whose\n"
@@ -35,7 +39,7 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.case(parser)
+    arguments.case(parser, "the case's slug (`repro list` shows them), or a script of your own: ./train.py")
     arguments.overrides(parser)
     parser.epilog = EPILOG
     add = parser.add_argument
@@ -49,9 +53,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=arguments.number(3), metavar="N", help="at most so many probes of each search")
     add("--yanked", action="store_true", help="yanked releases too")
     add("--pre", action="store_true", help="pre-releases too")
+    options.add(parser)
 
 
 def main(args: argparse.Namespace) -> int:
+    if options.asked(args):
+        return _of_script(args)
+    options.refuse(args)
     base, texts = arguments.one_stack(args, {"arms": "a bisection is of one arm: --arm NAME"})
     case = one_case(args.case)
     good, bad = args.good, args.bad
@@ -60,18 +68,41 @@ def main(args: argparse.Namespace) -> int:
         raise unknown("arm", arm, case.arms, f"case {case.slug}")
     if case.arms[arm].stack:
         raise ConfigError(f"arm {arm} of {case.slug} runs on a stack of its own ({case.arms[arm].stack})")
+    stop = threading.Event()
+    _check_ends(good, bad)
+    return _search(args, Prober(args.case, texts, _say, stop, arms=[arm]), arm, base or case.needs.stack or "current")
+
+
+def _of_script(args: argparse.Namespace) -> int:
+    """A script's one arm; two freezes become stacks first."""
+    from harness.script import prober as probers
+    from harness.script.ends import ends_of
+
+    if args.arm:
+        raise ConfigError(f"--arm {args.arm}: a script has no arms")
+    script, base, settings = options.script_of(args)
+    _check_ends(args.good, args.bad)
+    prober = probers.ScriptProber(script, args.overrides, _say, threading.Event(), settings.repeat or 1)
+    if not _is_release(args.good):
+        args.good, args.bad, notes = ends_of(args.good, args.bad, script.results)
+        prober.notes += notes
+    return _search(args, prober, probers.ARM, base)
+
+
+def _check_ends(good: str, bad: str) -> None:
+    if _is_release(good) != _is_release(bad):
+        raise ConfigError(f"--good {good} --bad {bad}: give two releases of a package, or two stacks")
+
+
+def _search(args: argparse.Namespace, prober: Prober | ScriptProber, arm: str, base: str) -> int:
+    good, bad, stop = args.good, args.bad, prober.stop
     package = canonical(args.package or "transformers")
     clone = commits.open_clone(args.repo, package) if args.repo else None
-    two = _is_release(good), _is_release(bad)
-    if two[0] != two[1]:
-        raise ConfigError(f"--good {good} --bad {bad}: give two releases of a package, or two stacks")
-    stop = threading.Event()
-    prober = Prober(args.case, texts, _say, stop, arms=[arm])
     search = Bisect(args, prober, arm, clone)
     with session.interruptible(stop, _say):
         try:
-            if two[0]:
-                search.releases(good, bad, package, base or case.needs.stack or "current")
+            if _is_release(good):
+                search.releases(good, bad, package, base)
             else:
                 search.stacks(good, bad, [package] if args.package else [])
         except Stopped as error:
@@ -100,7 +131,7 @@ def _is_release(text: str) -> bool:
 class Bisect:
     """One bisection: its searches one after another, each a stage of the report."""
 
-    def __init__(self, args: argparse.Namespace, prober: Prober, arm: str, clone: commits.Clone | None) -> None:
+    def __init__(self, args: argparse.Namespace, prober: Probing, arm: str, clone: commits.Clone | None) -> None:
         self.prober, self.arm, self.clone = prober, arm, clone
         self.find: Find = args.find
         self.budget, self.yanked, self.pre = args.budget, args.yanked, args.pre
@@ -120,6 +151,7 @@ class Bisect:
         self.prober.base(base)  # says what is wrong with it
         targets = line_of(package, base, one, other, yanked=self.yanked, pre=self.pre)
         older_is_good = Version(one) < Version(other)
+        self._learn(targets[0], targets[-1])
         roles, swapped = self.hunt.endpoints(targets[0], targets[-1], self.find, bad_is_older=not older_is_good)
         if swapped:
             targets, older_is_good = targets[::-1], not older_is_good
@@ -135,6 +167,7 @@ class Bisect:
         if good == bad or one.key == other.key:
             raise ConfigError(f"good and bad are the same stack, {good}")
         ends = Target("the good stack", good), Target("the bad stack", bad)
+        self._learn(*ends)
         roles, swapped = self.hunt.endpoints(*ends, self.find, bad_is_older=None)
         if swapped:
             good, bad, one, other = bad, good, other, one
@@ -152,6 +185,11 @@ class Bisect:
                 self._commits(package, found, roles, older < newer)
         if self.clone is not None and self.clone.package not in members:
             self.notes.append(f"--repo {self.clone.path} was not used: {self.clone.package} is not the guilty package.")
+
+    def _learn(self, good: Target, bad: Target) -> None:
+        self.prober.learn(good, bad)
+        self.notes += self.prober.notes
+        self.hunt = Hunt(self.prober, self.arm)  # it may have learned how often to ask
 
     # -- the commits between two releases
 

@@ -12,12 +12,13 @@ from harness import arguments, stacks
 from harness.bisection import releases
 from harness.bisection.labels import short
 from harness.bisection.maps import VersionMap, maps
-from harness.bisection.probe import Point, Prober, Stopped, Target, one_case
+from harness.bisection.probe import Point, Prober, Probing, Stopped, Target, one_case
 from harness.bisection.releases import Release
 from harness.bisection.search import Boundary
-from harness.errors import MeasureError, ReproError
+from harness.errors import ConfigError, MeasureError, ReproError
 from harness.report import print_json, print_table
 from harness.running import session
+from harness.script import options
 from harness.stacks import Stack
 from harness.stacks.stack import canonical
 
@@ -30,7 +31,7 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.case(parser)
+    arguments.case(parser, "the case's slug (`repro list` shows them), or a script of your own: ./train.py")
     arguments.overrides(parser)
     parser.epilog = EPILOG
     add = parser.add_argument
@@ -43,18 +44,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=arguments.number(0), metavar="N", help="at most so many probes")
     add("--yanked", action="store_true", help="yanked releases too")
     add("--pre", action="store_true", help="pre-releases too")
+    options.add(parser)
 
 
 def main(args: argparse.Namespace) -> int:
+    stop = threading.Event()
+    if options.asked(args):
+        from harness.script.prober import ScriptProber
+
+        script, base, settings = options.script_of(args)
+        if script.failure.kind == "metric" and not script.failure.op:
+            raise ConfigError(
+                f"--metric {args.metric!r}: write NAME > NUMBER (a bisection compares its ends by itself)"
+            )
+        return _draw(args, ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1), base, stop)
+    options.refuse(args)
     given, texts = arguments.one_stack(args)
     case = one_case(args.case)
+    return _draw(args, Prober(args.case, texts, _say, stop), given or case.needs.stack or "current", stop)
+
+
+def _draw(args: argparse.Namespace, prober: Probing, base: str, stop: threading.Event) -> int:
     package = canonical(args.package)
     spread, budget, exhaustive = args.spread, args.budget, args.exhaustive
     asked = args.between
     first, last = releases.parse_between(asked or "..")
-    base = given or case.needs.stack or "current"
-    stop = threading.Event()
-    prober = Prober(args.case, texts, _say, stop)
     if not prober.arms:
         raise ReproError(f"{args.case}: the arms asked for run on a stack of their own: {', '.join(prober.own_stack)}")
     stack = prober.base(base)
@@ -106,7 +120,7 @@ def _oldest(package: str, stack: Stack, found: Sequence[Release]) -> str | None:
 
 
 def describe(
-    prober: Prober,
+    prober: Probing,
     base: str,
     package: str,
     listed: Sequence[Release],

@@ -1,0 +1,173 @@
+"""Probes of a script, for the searches of harness/bisection: one stack, launched, stored, never launched twice.
+
+It stands where a case's prober does. What nobody said is learned at the ends of a search: which error is the failure,
+and which value of a metric divides them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from harness import stacks
+from harness.bisection import labels
+from harness.bisection.labels import Answer
+from harness.bisection.probe import Point, Say, Stopped, Target
+from harness.errors import ConfigError, MeasureError
+from harness.judge.grade import Outcome
+from harness.script import failure as failures
+from harness.script.measure import Script, measure
+from harness.stacks import Stack, StackError
+
+ARM = "script"  # the one arm that a script has
+NOISE = 3.0  # the ends' means lie at least so many times their own spread apart
+REPEAT = 3  # of an end whose metric may drift
+
+
+@dataclass
+class ScriptProber:
+    script: Script
+    texts: Sequence[str]
+    say: Say
+    stop: threading.Event
+    repeat: int = 1
+    points: dict[str, Point] = field(default_factory=dict)
+    arms: tuple[str, ...] = (ARM,)
+    own_stack: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def case(self) -> Any:
+        """What reports say of a case, of a script: it has no references, and its own command is its title."""
+        asked = self.script.failure.text or "any failure"
+        title = f"{self.script.command.shown} (the failure: {asked})"
+        return SimpleNamespace(slug=self.script.command.name, title=title, references=[])
+
+    @property
+    def cell(self) -> Any:
+        return SimpleNamespace(model="", strategy="", hardware="auto")
+
+    def base(self, spec: str) -> Stack:
+        return stacks.resolve(spec, say=self.say)
+
+    def words(self, spec: str, arm: str) -> list[str]:
+        """`repro run` of the same on a stack."""
+        texts = [text for text in self.texts if text.partition("=")[0] in ("deadline",) or text.startswith("env.")]
+        return ["repro", "run", *texts, f"stack={spec}", "--", *_command(self.script)]
+
+    # -- what is learned at the ends
+
+    def learn(self, good: Target, bad: Target) -> None:
+        """Make the definition one that can be compared. Raises what is wrong with the ends."""
+        if self.script.failure.kind == "any":
+            for end in (bad, good):
+                known = self._learned(end)
+                if known is not None:
+                    self.script = replace(self.script, failure=known)
+                    self.points.clear()
+                    self.say(f"the failure is that of {end.name}: {known.text}")
+                    self.notes.append(f"No failure was named; it is that of {end.name}: `{known.text}`.")
+                    return
+        elif self.script.failure.kind == "metric" and not self.script.failure.op:
+            self._divide(good, bad)
+
+    def _learned(self, end: Target) -> failures.Failure | None:
+        for attempt in self._document(end, self.repeat)[0]["attempts"]:
+            known = failures.learned(Outcome.from_json(attempt["outcome"]))
+            if attempt["outcome"]["outcome"] == "fires" and known is not None:
+                return known
+        return None
+
+    def _divide(self, good: Target, bad: Target) -> None:
+        """The value halfway between the ends, where they lie farther apart than their own noise."""
+        name = self.script.failure.names_metric
+        values = {end.name: self._values(end) for end in (good, bad)}
+        means = {end: sum(found) / len(found) for end, found in values.items()}
+        noise = max(max(found) - min(found) for found in values.values())
+        low, high = means[good.name], means[bad.name]
+        told = "; ".join(f"{end}: {', '.join(f'{value:g}' for value in found)}" for end, found in values.items())
+        if abs(high - low) <= NOISE * noise or high == low:
+            raise ConfigError(f"{name} does not differ by more than its noise ({noise:g}) at the two ends ({told})")
+        op, limit = (">" if high > low else "<"), (low + high) / 2
+        self.script = replace(self.script, failure=replace(self.script.failure, op=op, limit=limit))
+        self.repeat = max(self.repeat, REPEAT if noise else 1)
+        self.points.clear()
+        self.say(f"bad is {name} {op} {limit:g} ({told})")
+        self.notes.append(f"Bad is {name} {op} {limit:g}, halfway between the ends ({told}; noise {noise:g}).")
+
+    def _values(self, end: Target) -> list[float]:
+        document, _ = self._document(end, max(self.repeat, REPEAT))
+        found = [each["observation"]["printed"]["metric"] for each in document["attempts"]]
+        if not all(found):
+            reason = next(each["outcome"]["reason"] for each, had in zip(document["attempts"], found) if not had)
+            raise MeasureError(f"{end.name}: {reason}")
+        return [lines[-1]["value"] for lines in found]
+
+    # -- probes
+
+    def probe(self, target: Target, repeat: int | None = None) -> Point:
+        """Measure it, or read what is stored. Raises Stopped when no probe can be made any more."""
+        wanted = max(repeat or 1, self.repeat)
+        before = self.points.get(target.spec)
+        if before is not None and (before.document is None or before.arms[ARM].counted >= wanted):
+            return replace(before, target=target)
+        began = time.monotonic()
+        try:
+            document, launched = self._document(target, wanted)
+        except StackError as error:
+            if error.infra:
+                raise Stopped(str(error), error.exit_code) from None
+            why = labels.plain(str(error).removeprefix(f"stack {target.spec}: "))
+            point = Point(target, {ARM: Answer(None, f"cannot be installed: {why}")})
+        else:
+            stack: Stack = document["of"]
+            point = Point(
+                target,
+                {ARM: self._answer(document)},
+                dict(stack.versions),
+                dict(stack.moved),
+                str(self.script.path(stack)),
+                {ARM: self.script.command.shown},
+                time.monotonic() - began,
+                document["stack_s"],
+                launched,
+            )
+        self.points[target.spec] = point
+        answer = point.arms[ARM]
+        how = f"{point.wall_s:.1f} s" if point.attempts else "stored before"
+        said = f"{answer.label}: {answer.detail}" if answer.label == labels.FIRES else answer.label
+        self.say(f"{target.name}: {said or f'unknown ({answer.detail})'} ({how})")
+        return point
+
+    def _answer(self, document: dict[str, Any]) -> Answer:
+        arm = {"attempts": document["attempts"]}
+        if self.script.failure.kind == "any":  # each error is an answer of its own, and not one failure
+            arm = {"attempts": [{"outcome": _as_other(each["outcome"])} for each in document["attempts"]]}
+        return labels.answer(self.script.command.name, arm)
+
+    def _document(self, target: Target, repeat: int) -> tuple[dict[str, Any], int]:
+        if self.stop.is_set():
+            raise Stopped("interrupted", 130)
+        began = time.monotonic()
+        stack = target.make() if target.make else stacks.resolve(target.spec, say=self.say)
+        stack, built = replace(stack, name=target.spec), time.monotonic() - began
+        document, launched = measure(self.script, stack, repeat, self.stop)
+        if self.stop.is_set():
+            raise Stopped("interrupted", 130)
+        return {**document, "of": stack, "stack_s": built}, launched
+
+
+def _as_other(outcome: dict[str, Any]) -> dict[str, Any]:
+    return {**outcome, "outcome": "other_error", "recognised": []} if outcome["outcome"] == "fires" else outcome
+
+
+def _command(script: Script) -> list[str]:
+    """The command with the script as a person names it from here."""
+    words = shlex.split(script.command.shown)
+    return [os.path.relpath(word) if word.startswith(os.getcwd() + os.sep) else word for word in words]

@@ -1,0 +1,158 @@
+"""Searches over releases with a script instead of a case: made-up histories, no process is started."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from probing import World, before, world
+from test_script import FINE, UPSTREAM, raised, rank, seen
+
+from harness.cli import main
+from harness.script.failure import judge
+from harness.script.measure import Script
+from harness.stacks import Stack
+
+__all__ = ["world"]
+Observe = Callable[[Any], dict[str, Any]]
+
+
+def error(kind: str, message: str) -> dict[str, Any]:
+    return seen(rank(0, 1, raised(kind, message, UPSTREAM)), command_exit=1)
+
+
+def number(value: float | None) -> dict[str, Any]:
+    lines = [] if value is None else [{"rank": 0, "value": value, "line": ""}]
+    return {**FINE, "printed": {"log": [], "metric": lines, "cut": False}}
+
+
+class Lab:
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder, self.launched = world, folder, 0
+        self.observe: Observe = lambda v: FINE if before(v, "4.40") else error("IndexError", "list index 3")
+
+    def measure(self, script: Script, stack: Stack, repeat: int, stop: threading.Event) -> tuple[dict[str, Any], int]:
+        seen_ = [self.observe(stack.versions) for _ in range(repeat)]
+        self.launched += repeat
+        made = [{"observation": o, "outcome": judge(script.failure, o, "train").to_json()} for o in seen_]
+        return {"attempts": made}, repeat
+
+    def repro(self, *words: str) -> int:
+        return main([*words, f"results={self.folder / 'results'}"])
+
+
+@pytest.fixture
+def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    made = Lab(world, tmp_path)
+    monkeypatch.setattr("harness.script.prober.measure", made.measure)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print(1)\n")
+    return made
+
+
+BISECT = ("bisect", "./train.py", "stack=base", "--good", "4.37.0", "--bad", "4.45.0")
+
+
+def found(lab: Lab, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    got = lab.repro(*words, "--json")
+    out = capsys.readouterr()
+    assert got == code, out.err
+    return dict(json.loads(out.out)) if out.out else {"err": out.err}
+
+
+def test_the_release_that_broke_a_script(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    data = found(lab, capsys, *BISECT, "--error", "IndexError: list index")
+    (stage,) = data["stages"]
+    assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.39.3", "transformers 4.40.0")
+    assert stage["exact"] and data["probes"] <= 6
+    report = data["report"]
+    assert "repro run stack=base+transformers@4.40.0 -- torchrun" in report and "./train.py" not in report[:2]
+    assert "the script itself, launched as it is" in report
+
+
+def test_another_error_on_an_old_release_is_never_this_one(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody names the failure: it is the bad end's. What fails otherwise in between is unknown."""
+
+    def observe(versions: Any) -> dict[str, Any]:
+        if before(versions, "4.39"):
+            return FINE
+        return error("TypeError", "old") if before(versions, "4.41.1") else error("IndexError", "list index 3")
+
+    lab.observe = observe
+    data = found(lab, capsys, *BISECT)
+    (stage,) = data["stages"]
+    assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.38.0", "transformers 4.41.1")
+    assert not stage["exact"] and {item["name"] for item in stage["unknown"]} <= {
+        "transformers 4.39.3", "transformers 4.40.0", "transformers 4.41.0",
+    }  # fmt: skip
+    assert "IndexError: list index #" in data["report"]
+
+
+def test_a_definition_that_matches_both_ends_or_neither(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.observe = lambda versions: error("IndexError", "list index 3")
+    assert "answer alike (fires" in found(lab, capsys, *BISECT, "--error", "IndexError", code=2)["err"]
+    lab.observe = lambda versions: FINE
+    assert "answer alike (clean)" in found(lab, capsys, *BISECT, "--error", "IndexError", code=2)["err"]
+
+
+def test_a_metric_that_drifts(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = iter([0.0, 0.01, 0.02] * 100)
+    lab.observe = lambda versions: number((2.0 if before(versions, "4.42") else 2.5) + next(noise))
+    data = found(lab, capsys, *BISECT, "--metric", "loss")
+    (stage,) = data["stages"]
+    assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.41.1", "transformers 4.42.0")
+    assert "Bad is loss > 2.26" in data["report"] and "noise 0.02" in data["report"]
+    assert stage["probes"][0]["attempts"] == 3
+
+
+def test_a_metric_within_its_noise_or_never_printed(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = iter([0.0, 0.3, 0.6] * 100)
+    lab.observe = lambda versions: number((2.0 if before(versions, "4.42") else 2.5) + next(noise))
+    assert "more than its noise (0.6)" in found(lab, capsys, *BISECT, "--metric", "loss", code=2)["err"]
+    lab.observe = lambda versions: number(None)
+    assert "no line of any rank" in found(lab, capsys, *BISECT, "--metric", "loss", code=3)["err"]
+    assert "no line of any rank" in found(lab, capsys, *BISECT, "--metric", "loss > 3", code=3)["err"]
+
+
+def test_two_freezes_end_at_a_release(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7"}
+    Path("old.lock").write_text("transformers==4.38.0\npeft==0.9.0\n")
+    Path("new.lock").write_text("transformers==4.44.0\npeft==0.9.0\n")
+    data = found(lab, capsys, "bisect", "./train.py", "--good", "old.lock", "--bad", "new.lock")
+    assert data["packages"]["members"] == ["transformers"]
+    assert data["stages"][0]["bad"]["name"] == "transformers 4.40.0"
+    assert "differ in 1 packages: transformers 4.38.0 -> 4.44.0" in data["report"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--good", "old.lock", "--bad", "old.lock"), "name the same versions"),
+        (("--good", "old.lock", "--bad", "./no.lock"), "./no.lock: there is no such file"),
+        (("--good", "old.lock", "--bad", "4.45.0"), "two releases of a package, or two stacks"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--arm", "broken"), "a script has no arms"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "model=a"), "says nothing of a script"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--package", "transformes"), "did you mean 'transformers'"),
+    ],
+)
+def test_bad_input(lab: Lab, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    Path("old.lock").write_text("transformers==4.38.0\n")
+    assert said in found(lab, capsys, "bisect", "./train.py", *words, code=2)["err"]
+    assert lab.launched == 0
+
+
+def test_a_map_of_a_script_keeps_its_errors_apart(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    def observe(versions: Any) -> dict[str, Any]:
+        if before(versions, "4.39"):
+            return FINE
+        return error("TypeError", "old") if before(versions, "4.42") else error("IndexError", "list index 3")
+
+    lab.observe = observe
+    data = found(lab, capsys, "versions", "./train.py", "stack=base", "--between", "4.37..4.45")
+    parts = [(part["first"], part["answer"]) for part in data["arms"]["script"]["segments"]]
+    assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
+    assert "TypeError" in parts[1][1] and "IndexError" in parts[2][1]
