@@ -11,7 +11,7 @@ from typing import Any
 from kit import Run, main
 from kit.in_force import files, sizes, watch
 from kit.models import build
-from kit.rounding import Single, training
+from kit.rounding import FACTOR, Single, training
 from kit.worst import all_apart
 
 import colossalai.checkpoint_io.hybrid_parallel_checkpoint_io as saving
@@ -96,7 +96,7 @@ def body(run: Run) -> None:
 
     stages = 1 if flags["stages"] == "one" else 2
     reference = make(run.seed)
-    one = Single(reference, alone)  # one process's training, which the parallel one must equal
+    one = Single(reference, alone, factor=FACTOR)  # one process's training, which the parallel one must equal
 
     booster, model, optimizer = parallel(make(run.seed))
     watch(run, model.unwrap(), whole=sizes(reference.parameters())[2])

@@ -7,7 +7,7 @@ from typing import Any
 
 from kit import Run, main
 from kit.in_force import files, watch
-from kit.rounding import Single, training
+from kit.rounding import FACTOR, Single, training
 from kit.worst import looked_at
 
 import torch
@@ -43,7 +43,8 @@ def train(run: Run, model: nn.Module, vocab: int, around: Any = nullcontext) -> 
 
 def body(run: Run) -> None:
     vocab, hidden = run.flags["vocab"], run.model["config"]["hidden_size"]
-    one = Single(make(run.seed, vocab, hidden).to(run.device), lambda whole: training(train(run, whole, vocab), whole))
+    alone = make(run.seed, vocab, hidden).to(run.device)
+    one = Single(alone, lambda whole: training(train(run, whole, vocab), whole), factor=FACTOR)
 
     local_loss = run.flags["loss"] == "parallel"  # the logits stay sharded over the vocabulary
     mesh = init_device_mesh(run.device.type, (run.tp_size,))

@@ -328,3 +328,23 @@ def test_no_environment_turns_tf32_on_in_a_rank() -> None:
 
     assert said(code) == "highest False"
     assert said(code.replace("kit, ", "")) == "high True", "the variable means something to this torch"
+
+
+# --- what was in force
+
+
+def test_a_library_that_says_nothing_of_the_whole_is_measured_by_what_the_script_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ColossalAI's parameters are plain tensors, of which each rank has a part: of gradients, too."""
+    from kit import in_force
+
+    monkeypatch.setattr(in_force, "count_collectives", lambda: None)
+    run, model = a_run(), Tiny()
+    in_force.watch(run, model, whole=10_000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**proof.batch(run, 0, 0)).loss.backward()
+    optimizer.step()
+    run.watched.put()
+    found = {item["what"]: item.get("whole") for item in run.record.data["in_force"]}
+    assert found["parameters"] == found["gradients"] == found["updates"] == 10_000

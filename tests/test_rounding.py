@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs the stack `current`")
 if str(REPROS) not in sys.path:
     sys.path.insert(0, str(REPROS))
 
-from kit.rounding import Single, training  # noqa: E402
+from kit.rounding import FACTOR, Single, training  # noqa: E402
 
 from test_kit_proof import BAD, a_run, checks_of  # noqa: E402
 
@@ -98,7 +98,7 @@ def trained(model: Any, factor: float = 1.0) -> Any:
 
 def test_a_training_leaves_the_model_as_it_was_and_a_wrong_one_is_seen() -> None:
     model = layers()
-    one = Single(model, trained)
+    one = Single(model, trained, factor=FACTOR)
     assert all(torch.equal(value, layers().state_dict()[name]) for name, value in model.state_dict().items())
     for factor, state in ((1.0, "passed"), (1.0005, "failed")):
         run, other = a_run(), layers()

@@ -51,6 +51,7 @@ def watch(run: Run, module: Any, whole: int | None = None) -> Any:
         return module
     held, size, every = sizes(module.parameters(), module)
     _put(run, "parameters", held, size, whole or every)
+    watched.whole = whole
     watched.take(module)
     return module
 
@@ -109,6 +110,7 @@ class Watched:
         self.run = run
         self.module: Any = None  # the last whose forward was called with gradients
         self.modules: list[Any] = []
+        self.whole: int | None = None  # elements of the whole model, where its parameters do not tell
         self.optimizers: list[Any] = []
         # Of each parameter that was stepped on: its elements and bytes, and its gradient's.
         self.stepped: dict[int, tuple[int, int, int, int]] = {}
@@ -149,6 +151,8 @@ class Watched:
         if not self.stepped or self.module is None:
             return
         whole = sizes((p for p in self.module.parameters() if p.requires_grad), self.module)[2]
+        if self.whole and all(p.requires_grad for p in self.module.parameters()):
+            whole = self.whole
         own, size, kept, kept_size = (sum(column) for column in zip(*self.stepped.values()))
         _put(self.run, "gradients", kept, kept_size, whole)
         _put(self.run, "updates", own, size, whole)

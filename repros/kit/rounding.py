@@ -2,8 +2,8 @@
 
 The same is computed once more from parameters that are one unit in the last place off (kit/alone.py). What that changes
 is what rounding can do to the result; another way to compute it may be off by some times as much: ``FACTOR`` for the
-movement of a model's tensors in training (kit/proof.py), ``OUTPUT`` for what ``Single`` compares. docs/proofs.md says
-what was measured, and what the smallest errors are that such a proof sees.
+results of training (kit/proof.py too), ``OUTPUT`` for one forward. docs/proofs.md says what was measured, and what the
+smallest errors are that such a proof sees.
 """
 
 from __future__ import annotations
@@ -30,45 +30,59 @@ class Single:
     """What ``use(model)`` gives in one process, plain and perturbed: tensors, by name of the part that is checked.
 
     The model is left as it was. ``computes_in``: the dtype of mixed precision, where it is not the parameters' own.
+    ``factor``: how many times the change that the perturbation makes a result may be off.
     """
 
     def __init__(
-        self, model: nn.Module, use: Callable[[Any], dict[str, Part]], computes_in: Optional[torch.dtype] = None
+        self,
+        model: nn.Module,
+        use: Callable[[Any], dict[str, Part]],
+        computes_in: Optional[torch.dtype] = None,
+        factor: float = OUTPUT,
     ) -> None:
+        self.factor = factor
         start = Copied(model)
         with start.model() as plain:
             self._want = kept(use(plain))
         with Perturbed(start, computes_in).model() as perturbed:
-            self._other = kept(use(perturbed))
-        self._kind = computes_in or next(model.parameters()).dtype
+            other = kept(use(perturbed))
+        kind = computes_in or next(model.parameters()).dtype
+        self._good = {part: moved(want, other[part]) <= ROUNDING[kind] for part, want in self._want.items()}
+        # Chance may leave a number as it was: what is stored is rounded all the same.
+        self._noise = {
+            part: {
+                key: max(apart(other[part][key], want), unit(want.dtype) * largest(want)) for key, want in own.items()
+            }
+            for part, own in self._want.items()
+        }
 
     def check(self, run: Run, name: str, got: Part, part: Optional[str] = None, like: Optional[Part] = None) -> None:
         """Check that ``got`` is the plain run's ``part`` (the one of the check's name), or what is ``like`` it: of the
         tensor that is worst for what it is allowed, the greatest distance of two elements, as a part of its greatest.
         Where the yardstick is no good the tolerance is not a number, and the check proves nothing."""
         part = part or name
-        want, other, have = self._want[part], self._other[part], kept({part: got})[part]
+        want, noise, have = self._want[part], self._noise[part], kept({part: got})[part]
         aim = want if like is None else kept({part: like})[part]
         seen = looked_at(want, set(want) ^ set(have))
         if set(want) != set(have):
             return run.check(name, got=math.inf, want=0.0, tolerance=0.0, looked_at=seen)
-        scale = {key: largest(value) for key, value in want.items()}
-        # Chance may leave a number as it was: what is stored is rounded all the same.
-        noise = {key: max(apart(other[key], want[key]), unit(want[key].dtype) * scale[key]) for key in want}
         off = {key: apart(have[key], aim[key]) for key in want}
         ratio = {key: off[key] / noise[key] if noise[key] else (math.inf if off[key] else 0.0) for key in want}
         least = worst(ratio.values())
         where = next(key for key in want if ratio[key] == least or least != least != ratio[key])
-        whole = norm_of(map(norm, want.values())) or math.nan
-        good = norm_of(norm(want[key], other[key]) for key in want) / whole <= ROUNDING[self._kind]  # False for NaN
-        size = scale[where] or max(scale.values()) or math.nan  # a tensor of zeros has no greatest element
+        size = largest(want[where]) or max(map(largest, want.values())) or math.nan  # one of zeros has no greatest
         run.check(
             name,
             got=off[where] / size,
             want=0.0,
-            tolerance=OUTPUT * noise[where] / size if good else math.nan,
+            tolerance=self.factor * noise[where] / size if self._good[part] else math.nan,
             looked_at=f"{seen}, as parts of the greatest element; the worst: {where or part}",
         )
+
+
+def moved(want: Tensors, other: Tensors) -> float:
+    """By which part of it the perturbation changes the whole; NaN where there is nothing."""
+    return norm_of(norm(want[key], other[key]) for key in want) / (norm_of(map(norm, want.values())) or math.nan)
 
 
 def largest(tensor: torch.Tensor) -> float:
