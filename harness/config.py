@@ -51,6 +51,7 @@ class RunSettings:
     results: str | None = None
     keep: bool = False
     min_measured: int = 1
+    shard: str | None = None
     env: dict[str, str] = field(default_factory=dict)
 
 

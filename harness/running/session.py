@@ -24,6 +24,7 @@ from harness.launch import open_launcher
 from harness.memory import planned as planning
 from harness.paths import BASELINE, RESULTS, cache_dir
 from harness.plan import CellPlan
+from harness.running import canary, shards
 from harness.running.attempts import REFERENCES, Attempts, new_run_dir
 from harness.running.engine import Engine
 from harness.running.events import Event, Later, Summary
@@ -46,6 +47,7 @@ class Session:
     plans: list[CellPlan]
     unavailable: dict[str, str]  # stack -> why it is not there
     later: list[Later] = field(default_factory=list)  # what the run builds while it measures the rest
+    shard: dict[str, Any] | None = None  # which part of a selection this is (shards.py)
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
@@ -110,6 +112,9 @@ def prepare(
     named = matrix.enumerate_cells(catalogue, selection, matrix.variant_of(settings, selection.patches))
     placed = placing.place(catalogue, named, profiles, auto=selection.hardware == ["auto"])
     cells = placed.cells
+    part = shards.of(settings.shard)
+    if part:
+        cells = shards.part(cells, part, shards.weights(catalogue, cells, settings))
     if settings.arms:
         known = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
         settings.arms = overrides.expand("arm", settings.arms, known)
@@ -130,6 +135,8 @@ def prepare(
         raise kind(f"stack={asked[0]}: {wanted.unavailable[asked[0]]}")
     prepared = Session(catalogue, settings, profiles, machine, wanted.stacks, plans, wanted.unavailable)
     prepared.planned, prepared.unplanned = planned, wanted.unplanned
+    if part:
+        prepared.shard = shards.manifest(part, texts, cells)
     prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]
@@ -156,14 +163,18 @@ def execute(
     stop: threading.Event,
     resume: bool = False,
     on_warning: Callable[[str], None] = lambda text: None,
+    planted: bool = False,
 ) -> Summary:
-    """Run the session's plan over its results folder."""
+    """Run the session's plan over its results folder. ``planted``: measure the canary's cells first (canary.py), and
+    nothing at all where they do not come out as planted (MeasureError)."""
     store = Store(results_folder(session.settings))
     store.open()
     state = cache_dir() / "state"
     try:
         for text in clear_leftovers(state):
             on_warning(f"cleared what an earlier run left: {text}")
+        if session.shard:
+            shards.write(store.root, session.shard, session.stacks, provenance.git_state())
         run_dir = new_run_dir(state)
         known = history(store, {plan.cell.case for plan in session.plans})
         given = Given(
@@ -178,9 +189,19 @@ def execute(
         ):
             launcher = open_launcher(session.settings.launcher.value)
             try:
-                attempts = Attempts(session.catalogue, session.stacks, launcher, leases, run_dir, session.settings.keep)
-                engine = Engine(given, attempts, store, on_event, nvml)
-                summary = engine.run(session.plans, stop, resume, session.later)
+
+                def run(
+                    given: Given, plans: list[CellPlan], root: Store, tell: Callable[[Event], None], *rest: Any
+                ) -> Summary:
+                    keep = session.settings.keep
+                    attempts = Attempts(given.catalogue, session.stacks, launcher, leases, run_dir, keep)
+                    return Engine(given, attempts, root, tell, nvml).run(plans, stop, *rest)
+
+                if planted:
+                    broken = canary.look(given, session.plans, run, Store(run_dir / "canary"), stop)
+                    if broken:
+                        raise MeasureError(broken)
+                summary = run(given, session.plans, store, on_event, resume, session.later)
                 for text in dict.fromkeys(summary.notes):
                     on_warning(text)
                 return summary

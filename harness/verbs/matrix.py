@@ -48,7 +48,8 @@ def measure(
     page: bool = False,
 ) -> int:
     """``every_arm``: a line for each instead of what differs; ``live``: a line for each attempt; ``for_git``: exit
-    codes for `git bisect run`; ``page``: write the page of this run beside its documents."""
+    codes for `git bisect run`; ``page``: a run of the matrix, which measures planted cells first (running/canary.py)
+    and writes its page beside its documents."""
     before = sides.side(args.against) if args.against else None  # what cannot be read is said before anything runs
     prepared = session.prepare(list(texts), build_stacks=not args.plan, overlap=True, probe=True)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
@@ -60,7 +61,7 @@ def measure(
 
     stop = threading.Event()
     with Progress(verbose=live) as progress, session.interruptible(stop, progress.warn):
-        summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn)
+        summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
     found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
     per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
     totals = {

@@ -1,0 +1,24 @@
+"""Planted in every run of the matrix: does a failure come out as one, a wrong number as wrong, right work as right?"""
+
+from __future__ import annotations
+
+from kit import Run, main
+
+import torch
+import torch.distributed as dist
+
+
+def body(run: Run) -> None:
+    how = run.flags["how"]
+    mine = torch.full((4,), run.rank + 1.0, device=run.device)
+    if how == "raises":
+        torch.nn.Linear(3, 2).to(run.device)(mine)  # <- torch refuses: the layer is for three numbers
+    dist.all_reduce(mine)
+    if how == "lies":
+        mine += 1.0
+    ranks = run.world_size
+    run.check("sum", got=mine.tolist(), want=[ranks * (ranks + 1) / 2] * 4, tolerance=1e-6)
+
+
+if __name__ == "__main__":
+    main(body)
