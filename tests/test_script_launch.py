@@ -170,6 +170,14 @@ def test_a_hang_has_its_stack(bench: Bench) -> None:
     assert "waits_for_ever" in found["observation"]["ranks"][0]["stack"]
 
 
+def test_what_accelerate_launches_without_a_rank(bench: Bench) -> None:
+    """On a CPU it starts one plain process, whatever --num_processes says: that is rank 0, with its exit code."""
+    bench.write("raise LookupError('here')")
+    words = ["accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "train.py"]
+    found = bench.run(command.of_words(words), failure.error("LookupError: here"))
+    assert found["outcome"]["outcome"] == "fires" and found["observation"]["ranks"][0]["exit_code"] == 1
+
+
 def test_a_command_that_starts_no_rank(bench: Bench) -> None:
     bench.write("print(1)")
     found = bench.run(command.of_words(["torchrun", "--no-such-option", "--nproc-per-node", "2", "train.py"]))

@@ -35,6 +35,11 @@ class Command:
     shown: str
     script: Path | None = None
 
+    @property
+    def single(self) -> bool:
+        """It may be one process without a rank: accelerate starts its script so where it sees one device."""
+        return self.plain or self.argv[:2] == ("-m", "accelerate.commands.launch")
+
 
 def is_script(word: str) -> bool:
     """Whether the first word of a verb names a script rather than a case: cases' slugs have neither."""

@@ -74,7 +74,7 @@ def environment(attempt: Attempt, command: Command, overlay: str) -> dict[str, s
     private = private_environment(attempt)
     own = {name: private[name] for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")}
     path = os.pathsep.join(filter(None, (str(HOOKS), overlay, os.environ.get("PYTHONPATH", ""))))
-    hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.plain else {})}
+    hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
     return {
         **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
         **attempt.env, **own, **hooks, "PYTHONPATH": path, PARENT_TOKEN: str(os.getpid()),

@@ -29,9 +29,9 @@ def ranks_of(records: Path, plain: int | None) -> list[dict[str, Any]]:
     found = []
     for claim in sorted(records.glob("claim-*"), key=lambda path: int(path.name.partition("-")[2])):
         rank, text = int(claim.name.partition("-")[2]), claim.read_text()
-        ended: dict[str, Any] = {"code": plain, "signalled": False}
+        ended: dict[str, Any] = {"code": plain, "signalled": False}  # where no launcher says it
         try:
-            ended = json.loads((records / f"exit-{rank}.json").read_text())
+            ended = json.loads((records / f"exit-{text}.json").read_text())
         except (OSError, ValueError):
             pass
         code = ended["code"]
@@ -39,7 +39,10 @@ def ranks_of(records: Path, plain: int | None) -> list[dict[str, Any]]:
         if code is not None and code < 0:
             known = {int(each): each.name for each in signal.Signals}
             name = known.get(-code, f"SIG{-code}")
-        by_launcher = name in ("SIGTERM", "SIGKILL", "SIGINT") and ended["signalled"]
+        # A rank whose end nobody saw says nothing by it; what it raised stands in its record.
+        by_launcher = (code is None and plain is None) or (
+            name in ("SIGTERM", "SIGKILL", "SIGINT") and ended["signalled"]
+        )
         found.append(
             {
                 "rank": rank,

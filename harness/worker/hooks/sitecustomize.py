@@ -139,10 +139,6 @@ def watch_launcher(folder: str) -> None:
     os.kill, os.killpg = noted(os.kill), noted(os.killpg)
 
     class Popen(subprocess.Popen):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._its_rank = (kwargs.get("env") or {}).get("RANK")
-            super().__init__(*args, **kwargs)
-
         @property
         def returncode(self) -> int | None:
             return self._code
@@ -150,15 +146,21 @@ def watch_launcher(folder: str) -> None:
         @returncode.setter
         def returncode(self, code: int | None) -> None:
             self._code = code
-            if code is None or self._its_rank is None:
+            # sys.maxsize: somebody else has waited for it (DeepSpeed's launcher), and how it ended is not known here.
+            if code is None or code == sys.maxsize:
                 return
-            path = os.path.join(folder, f"exit-{self._its_rank}.json")
-            if not os.path.exists(path):  # of ranks that were started again, the first
-                with open(path + ".tmp", "w") as out:
-                    json.dump({"pid": self.pid, "code": code, "signalled": self.pid in signalled}, out)
-                os.replace(path + ".tmp", path)
+            path = os.path.join(folder, f"exit-{self.pid}.json")
+            with open(path + ".tmp", "w") as out:
+                json.dump({"code": code, "signalled": self.pid in signalled}, out)
+            os.replace(path + ".tmp", path)
 
     subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def is_launcher() -> bool:
+    with open("/proc/self/cmdline", "rb") as said:
+        words = said.read().decode("utf-8", "replace").split("\0")
+    return any(word.startswith(("torch.distributed.", "accelerate.commands.", "deepspeed.launcher.")) for word in words)
 
 
 def begin() -> None:
@@ -166,13 +168,13 @@ def begin() -> None:
     if not folder or not os.path.isdir(folder):
         return
     rank, plain = os.environ.get("RANK", ""), os.environ.get("REPRO_PLAIN")
-    if plain and not rank:
-        if claimed(folder, 0):
-            watch_rank(folder, 0, 1)
-    elif not rank:
+    if rank.isdigit():
+        if claimed(folder, int(rank)):
+            watch_rank(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
+    elif not plain or is_launcher():
         watch_launcher(folder)
-    elif rank.isdigit() and claimed(folder, int(rank)):
-        watch_rank(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
+    elif claimed(folder, 0):  # one process without a rank: `python train.py`, or what accelerate makes of a single one
+        watch_rank(folder, 0, 1)
 
 
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
