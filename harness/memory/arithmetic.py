@@ -25,6 +25,9 @@ CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
 # Beyond the base as it is measured (one rank): connections between ranks, the wrapper's own code at its first use.
 CONNECTIONS = {"zero2": 55 * MIB, "zero3": 55 * MIB}
 CONNECTED = 30 * MIB
+# DeepSpeed's float32 copies of a rank's part while an engine is put together (the part itself, its gradient, buffers);
+# chosen after the peaks of Qwen1.5-0.5B, uncut, on two ranks (docs/full-size.md).
+PUT_TOGETHER = {"zero2": 2, "zero3": 4}
 CHUNK = 2**22  # elements of a tensor that are compared at a time, as float32, in four parts (repros/kit/norms.py)
 
 Parts = Mapping[str, int]
@@ -232,11 +235,18 @@ def whole_at_once(facts: Facts, layout: Layout) -> int:
 def drawn_at_once(facts: Facts, layout: Layout) -> int:
     """What is whole, beside the shards, while a rank draws its weights."""
     if layout.strategy == "tp":
-        return facts.bytes * facts.largest
+        return drawn(facts)
+    copies = optimizer_state(facts, layout) * (PUT_TOGETHER.get(layout.strategy, 1) - 1)
     if share(layout) == 1:  # DeepSpeed flattens a copy
-        return facts.bytes * facts.parameters if layout.strategy == "zero2" else 0
+        return copies + (facts.bytes * facts.parameters if layout.strategy == "zero2" else 0)
     # FSDP1 flattens a copy of the unit (measured on two ranks).
-    return facts.bytes * max(facts.layer, facts.root) * (2 if layout.strategy == "fsdp" else 1)
+    unit = facts.bytes * max(facts.layer, facts.root) * (2 if layout.strategy == "fsdp" else 1)
+    return max(copies, unit, drawn(facts))
+
+
+def drawn(facts: Facts) -> int:
+    """A parameter while it is drawn: in float32, and rounded to what it is to be."""
+    return facts.largest * (4 + facts.bytes if facts.bytes < 4 else 4)
 
 
 def chunks(facts: Facts) -> int:
@@ -261,7 +271,8 @@ def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
     return {
         "weights": facts.bytes * facts.parameters,
         "gradient, or what is compared": max(
-            trained + facts.activation_bytes(sequences), 3 * facts.bytes * facts.largest + chunks(facts)
+            trained + facts.activation_bytes(sequences),
+            2 * facts.bytes * facts.largest + drawn(facts) + chunks(facts),
         ),
         "buffers": facts.buffers,
     }
