@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +13,8 @@ from harness.errors import ResultsError
 from harness.judge import claims
 from harness.judge.again import judged_again, with_expectations
 from harness.judge.claims import ClaimRow
+from harness.judge.evidence import items, mapping
+from harness.page.view import Cell, cell
 from harness.paths import BASELINE
 from harness.store import Store
 
@@ -20,11 +22,16 @@ Document = dict[str, Any]
 AXES = ("case", "model", "strategy", "stack", "hardware")
 
 
+# What the ledger does not look at, and most of a document: of a rank's record, and of an attempt.
+_OF_RECORD = {"exception", "checks", "facts", "versions", "packages", "warnings", "logs", "read", "in_force"}
+_OF_ATTEMPT = {"command", "torchrun", "settings", "versions", "leftover"}
+
+
 @dataclass
 class Results:
-    """``documents``: (the name of the results they are from, the document); all of one name where there is one only."""
+    """``sources``: the names of the results, where there are several."""
 
-    documents: list[tuple[str, Document]] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
     ledger: list[ClaimRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -33,28 +40,63 @@ class Results:
 def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Sequence[str]] | None = None) -> Results:
     """``wanted``: axis -> patterns. Documents of cases that the catalogue does not have are named, and left out.
 
-    Raises ResultsError: a folder is not there.
+    Case by case, so that a folder need not fit into memory. Raises ResultsError: a folder is not there.
     """
     names = named(folders)
     found = Results(sources=names if len(names) > 1 else [])
-    every: list[Document] = []
+    kept: list[Document] = []
     for name, folder in zip(names, folders):
         if not folder.is_dir():
             raise ResultsError(f"{folder}: no such folder of results (`repro matrix` writes one)")
         store = Store(folder)
-        stored = [document for document in store.documents() if _is_wanted(document, wanted or {})]
+        unknown: set[str] = set()
+        by_case: dict[str, list[Path]] = {}
+        for path in sorted(folder.rglob("*.json")):
+            if "history" not in path.relative_to(folder).parts:
+                by_case.setdefault(path.parent.name, []).append(path)
+        for paths in by_case.values():
+            stored = [document for document in _stored(store, paths) if _is_wanted(document, wanted or {})]
+            unknown |= {str(d["case"]) for d in stored if d["case"] not in catalogue.cases}
+            judged = judged_again(stored, catalogue.cases)
+            found.notes += judged.notes
+            for document in judged.documents:
+                own = catalogue.cases[document["case"]]
+                told = with_expectations(document, own)
+                found.cells.append(cell(told, own, name if found.sources else ""))
+                kept.append(slim(told))
         found.notes += store.damaged
-        unknown = sorted({str(d["case"]) for d in stored if d["case"] not in catalogue.cases})
         if unknown:
-            found.notes.append(f"{folder}: left out what is of no case of the catalogue: {', '.join(unknown[:8])}")
-        judged = judged_again(stored, catalogue.cases)
-        found.notes += judged.notes
-        told = [with_expectations(document, catalogue.cases[document["case"]]) for document in judged.documents]
-        found.documents += [(name if found.sources else "", document) for document in told]
-        every += told
-    cases = {document["case"] for document in every}
-    found.ledger = ledger(catalogue, every, cases)
+            listed = ", ".join(sorted(unknown)[:8])
+            found.notes.append(f"{folder}: left out what is of no case of the catalogue: {listed}")
+    found.ledger = ledger(catalogue, kept, {document["case"] for document in kept})
     return found
+
+
+def _stored(store: Store, paths: Iterable[Path]) -> Iterator[Document]:
+    for path in paths:
+        document = store.read(path)
+        if document is not None:
+            yield {**document, "path": str(path)}
+
+
+def slim(document: Document) -> Document:
+    """The document without what the ledger does not look at."""
+    return {**document, "arms": {name: _slim_arm(arm) for name, arm in document["arms"].items()}}
+
+
+def _slim_arm(arm: Mapping[str, Any]) -> Document:
+    return {**arm, "attempts": [{**a, "observation": _slim_seen(a["observation"])} for a in arm["attempts"]]}
+
+
+def _slim_seen(seen: Mapping[str, Any]) -> Document:
+    ranks = [
+        {"rank": rank.get("rank"), "record": _but(rank.get("record"), _OF_RECORD)} for rank in items(seen.get("ranks"))
+    ]
+    return {**seen, "attempt": _but(seen.get("attempt"), _OF_ATTEMPT), "ranks": ranks}
+
+
+def _but(value: Any, keys: set[str]) -> Document:
+    return {key: item for key, item in mapping(value).items() if key not in keys}
 
 
 def ledger(catalogue: Catalogue, documents: Iterable[Document], cases: Iterable[str]) -> list[ClaimRow]:

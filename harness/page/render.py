@@ -6,8 +6,8 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,9 +16,9 @@ from markupsafe import Markup
 from harness.page.marks import MARKS
 from harness.page.page import Page, facets, link
 from harness.page.safe import line
-from harness.page.view import Cell, numbered
+from harness.page.view import numbered
 
-PACK = 50  # cells that are packed together, and unpacked when one of them is opened
+PACK = 50  # bodies that are packed together, and unpacked when one of them is opened
 MEANING = {
     "FIX_HOLDS": "the broken arm fires, this fix is clean",
     "FIX_BROKEN": "the same failure fires with the fix too",
@@ -51,13 +51,24 @@ def environment() -> Environment:
 
 def one_file(page: Page) -> str:
     """The whole page as one file."""
-    body = environment().get_template("parts.html").module.cell_body  # type: ignore[attr-defined]
+    parts: Any = environment().get_template("parts.html").module
+
+    def at(name: str) -> str:
+        return f"#{name}"
+
+    bodies: dict[str, Callable[[], Any]] = {cell.id: partial(parts.cell_body, cell) for cell in page.cells}
+    bodies |= {f"r-{view.slug}": partial(parts.axes, view, at) for view in page.cases if view.axes}
+    bodies |= {
+        f"s-{number}": partial(parts.source, name, listed, at)
+        for number, (name, listed) in enumerate(page.ledger.items(), 1)
+    }
     packed: list[str] = []
     packs: dict[str, int] = {}
-    for number, cells in enumerate(_packs(page.cells)):
-        packed.append(_packed({cell.id: str(body(cell)) for cell in cells}))
-        packs |= {cell.id: number for cell in cells}
-    return _made("page.html", page, page.title, lambda name: f"#{name}", packed=packed, packs=packs)
+    for start in range(0, len(bodies), PACK):
+        names = list(bodies)[start : start + PACK]
+        packs |= dict.fromkeys(names, len(packed))
+        packed.append(_packed({name: str(bodies[name]()) for name in names}))
+    return _made("page.html", page, page.title, at, packed=packed, packs=packs)
 
 
 def site(page: Page) -> dict[str, str]:
@@ -87,11 +98,6 @@ def _made(
         page=page, title=title, at=at, css=Markup(css), script=Markup(script), policy=_policy(css, script),
         packed=packed, **more,
     )  # fmt: skip
-
-
-def _packs(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
-    for start in range(0, len(cells), PACK):
-        yield cells[start : start + PACK]
 
 
 def _packed(bodies: dict[str, str]) -> str:

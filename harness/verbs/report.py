@@ -34,7 +34,6 @@ def main(args: argparse.Namespace) -> int:
     from harness.page import formats, render
     from harness.page.page import page
     from harness.page.read import read
-    from harness.page.view import cell
     from harness.paths import BASELINE, RESULTS
 
     words = args.overrides
@@ -46,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     target = _target(args, folders, RESULTS)
     catalogue = catalogues.load()
     found = read(folders, catalogue, wanted)
-    cells = [cell(document, catalogue.cases[document["case"]], source) for source, document in found.documents]
+    cells = found.cells
     made = made_line(folders)
     if args.format == "json":
         text = formats.as_json(cells, found.ledger, [str(folder) for folder in folders], made)

@@ -26,7 +26,7 @@
     }
   };
   document.addEventListener("toggle", event => {
-    if (event.target.matches?.("details.cell") && event.target.open) fill(event.target);
+    if (event.target.matches?.("details[data-p]") && event.target.open) fill(event.target);
   }, true);
 
   const wanted = () => Object.fromEntries([...new FormData(form)].filter(([, value]) => value));
