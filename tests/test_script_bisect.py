@@ -156,3 +156,16 @@ def test_a_map_of_a_script_keeps_its_errors_apart(lab: Lab, capsys: pytest.Captu
     parts = [(part["first"], part["answer"]) for part in data["arms"]["script"]["segments"]]
     assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
     assert "TypeError" in parts[1][1] and "IndexError" in parts[2][1]
+
+
+def test_an_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.world.bases["newer"] = {**lab.world.bases["base"], "transformers": "4.44.0"}
+    words = ("upgrade", "--from", "base", "--to", "newer", "--script", "./train.py")
+    data = found(lab, capsys, *words, "--releases", code=1)
+    (change,) = data["changes"]
+    assert change["change"] == "enters" and change["cause"]["packages"] == ["transformers"]
+    assert change["cause"]["releases"]["transformers"]["first"] == "transformers 4.40.0"
+    lab.observe = lambda versions: FINE
+    assert found(lab, capsys, *words)["same"] == 1
+    said = found(lab, capsys, "upgrade", "--from", "base", "--to", "newer", "--error", "A: b", code=2)["err"]
+    assert "--script ./train.py" in said

@@ -83,7 +83,7 @@ def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Chan
             found = "; ".join(sides)
         else:
             broken = (old[first], new[first]) if arm != first and first in old else None
-            kind = _kind(one, other) if broken is None else _fix_kind(one, other, *broken)
+            kind = kind_of(one, other) if broken is None else _fix_kind(one, other, *broken)
             found = Change(kind, case, str(after["key"]), arm, one, other) if kind else None
         out[arm] = found
     return out
@@ -96,7 +96,7 @@ def _answers(case: str, document: Mapping[str, Any]) -> dict[str, Answer]:
     }
 
 
-def _kind(one: Answer, other: Answer) -> str | None:
+def kind_of(one: Answer, other: Answer) -> str | None:
     """Of the broken arm, or of a control."""
     if one.label == other.label:
         return None if one.whole == other.whole or one.label != FIRES else "changes its text"

@@ -50,30 +50,37 @@ def asked(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "command", None)) or args.module or commands.is_script(args.case or "")
 
 
+def given(args: argparse.Namespace) -> list[str]:
+    """The options of a script that were given."""
+    found = [name for name in (*_KINDS, "nproc") if getattr(args, name) is not None]
+    return [*found, *(["args"] if args.script_args else [])]
+
+
 def refuse(args: argparse.Namespace) -> None:
     """Of a case none of these options is taken: its file says what its failure is."""
-    given = [name for name in (*_KINDS, "nproc") if getattr(args, name) is not None]
-    if given or args.script_args:
-        name = given[0] if given else "args"
-        raise ConfigError(f"--{name} is for a script of your own; {args.case!r} is a case (a script is written ./x.py)")
+    found = given(args)
+    if found:
+        raise ConfigError(
+            f"--{found[0]} is for a script of your own; {args.case!r} is a case (a script is written ./x.py)"
+        )
 
 
 def failure_of(args: argparse.Namespace) -> Failure:
-    given = [name for name in _KINDS if getattr(args, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"--{given[0]} and --{given[1]}: one of them says what the failure is")
-    if not given:
+    said = [name for name in _KINDS if getattr(args, name) is not None]
+    if len(said) > 1:
+        raise ConfigError(f"--{said[0]} and --{said[1]}: one of them says what the failure is")
+    if not said:
         return Failure()
-    value = getattr(args, given[0])
-    if given[0] == "error":
+    value = getattr(args, said[0])
+    if said[0] == "error":
         return failures.error(value)
-    if given[0] == "log":
+    if said[0] == "log":
         return failures.log(value)
-    if given[0] == "metric":
+    if said[0] == "metric":
         return failures.metric(value)
-    if given[0] == "hang":
+    if said[0] == "hang":
         return Failure("hang", f"{value:g} s", seconds=value)
-    if given[0] == "exit":
+    if said[0] == "exit":
         return Failure("exit", f"exit code {value}", code=value)
     try:
         return failures.like_log(Path(value).read_text(encoding="utf-8", errors="replace"), value)

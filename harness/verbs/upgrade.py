@@ -14,10 +14,11 @@ from harness import arguments, stacks
 from harness.bisection import blame as blames
 from harness.bisection.hunt import Hunt, Roles
 from harness.bisection.probe import Prober, Stopped, Target, quoted
-from harness.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare
+from harness.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare, kind_of
 from harness.errors import ConfigError, ReproError
 from harness.report import print_json, print_table
 from harness.running import session
+from harness.script import options
 from harness.stacks import Stack
 
 WHY = ("all", "worse", "none")
@@ -39,10 +40,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--why", choices=WHY, default=WHY[0], help=told)
     add("--releases", action="store_true", help="search for the package's release, too")
     add("--budget", type=arguments.number(3), metavar="N", help="at most so many probes of each search for a release")
+    add("--script", metavar="SCRIPT", help="a script of your own instead of the catalogue: ./train.py")
+    options.add(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     _, texts = arguments.one_stack(args, {"stack": "the stacks are --from and --to"})
+    args.case = args.script
+    if args.script:
+        return _of_script(args)
+    if options.given(args):
+        raise ConfigError(f"--{options.given(args)[0]} is for a script of your own: --script ./train.py")
     specs, why = (args.source, args.target), args.why
     one, other = (stacks.resolve(spec, say=_say) for spec in specs)
     if specs[0] == specs[1] or one.key == other.key:
@@ -66,6 +74,38 @@ def main(args: argparse.Namespace) -> int:
     if any(change.kind in WORSE for change in found.changes):
         return 1
     return 3 if not (found.changes or found.same) or _infra(found) else 0
+
+
+def _of_script(args: argparse.Namespace) -> int:
+    """The script on both stacks; where it answers otherwise, through which package (and release)."""
+    from harness.script import prober as probers
+    from harness.script.ends import ends_of
+
+    script, _, settings = options.script_of(args)
+    source, target, notes = ends_of(args.source, args.target, script.results)
+    specs, stop = (source, target), threading.Event()
+    ends = stacks.resolve(source, say=_say), stacks.resolve(target, say=_say)
+    if source == target or ends[0].key == ends[1].key:
+        raise ConfigError(f"--from and --to are the same stack, {source}")
+    prober = probers.ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1)
+    search = Causes((), specs, ends, stop, args.releases, args.budget)
+    with session.interruptible(stop, _say):
+        try:
+            prober.learn(Target(source, source), Target(target, target))
+            before, after = (prober.probe(Target(spec, spec)).arms[probers.ARM] for spec in specs)
+            name, known = script.command.name, before.label is not None and after.label is not None
+            kind = kind_of(before, after) if known else None
+            changes = [Change(kind, name, name, probers.ARM, before, after)] if kind else []
+            for change in changes if args.why == "all" or (args.why == "worse" and kind in WORSE) else ():
+                search.found[change.key, change.arm] = search._cause(Hunt(prober, change.arm), change)
+        except Stopped as error:
+            _say(f"stopped: {error}. What was probed is stored; the same command goes on")
+            return error.exit_code
+    why = "; ".join(answer.detail for answer in (before, after) if answer.label is None)
+    found = Compared(tuple(changes), () if known else ((name, probers.ARM, why),), int(known and not changes))
+    data = {**describe(specs, ends, found, search.found), "stopped": None, "notes": [*notes, *prober.notes]}
+    print_json(data) if args.json else show(data)
+    return 3 if not known else 1 if kind in WORSE else 0
 
 
 def _say(text: str) -> None:
