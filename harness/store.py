@@ -80,7 +80,9 @@ class Store:
             raise _explained(error, path) from None
 
     def _keep_older(self, path: Path, document: Document) -> None:
-        older = self.read(path)
+        if path.exists() and _is_newer(path):
+            raise ResultsError(f"{path}: a newer repro-matrix wrote it; give this run a folder of its own: results=DIR")
+        older = self.read(path, replacing=True)
         if older is None or older["provenance"]["started"] == document["provenance"]["started"]:
             return
         if any(arm.get("attempts") for arm in older["arms"].values()):
@@ -90,22 +92,28 @@ class Store:
             if not kept.exists():
                 shutil.copy2(path, kept)
 
-    def read(self, path: Path) -> Document | None:
-        """A document, or None. A damaged file is moved aside (never deleted) and named in ``damaged``."""
+    def read(self, path: Path, replacing: bool = False) -> Document | None:
+        """A document, or None. What cannot be read is named in ``damaged`` and left where it is; who is about to
+        replace it (``replacing``) moves it aside. It is never deleted."""
         try:
             return document_of(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+        except NewerSchema as error:
+            self.damaged.append(f"{path}: {error}; left where it is")
+            return None
         except ValueError as error:
-            aside = path.with_suffix(f".damaged-{time.time_ns()}")
-            try:
-                os.replace(path, aside)
-                self.damaged.append(f"{path}: damaged ({error}); kept as {aside.name}, the cell is measured again")
-            except OSError:
-                self.damaged.append(f"{path}: damaged ({error}); left where it is")
+            self.damaged.append(
+                f"{path}: damaged ({error}); " + (self._aside(path) if replacing else "left where it is")
+            )
             return None
         except OSError as error:
             raise _explained(error, path) from None
+
+    def _aside(self, path: Path) -> str:
+        aside = path.with_suffix(f".damaged-{time.time_ns()}")
+        os.replace(path, aside)
+        return f"kept as {aside.name}, the cell is measured again"
 
     def documents(self, history: bool = False, cases: Collection[str] = ()) -> Iterator[Document]:
         """Every document in the folder (of these cases), in a fixed order; with ``history`` the older ones too."""
@@ -124,13 +132,25 @@ class Store:
                 yield document
 
 
+class NewerSchema(ValueError):
+    """A document that this version does not know how to read."""
+
+
+def _is_newer(path: Path) -> bool:
+    try:
+        document_of(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return isinstance(error, NewerSchema)
+    return False
+
+
 def document_of(written: str) -> Document:
-    """The document that a file's text is. Raises ValueError with what is wrong: damaged, foreign, of a newer schema."""
+    """The document that a file's text is. Raises ValueError with what is wrong: damaged, foreign; NewerSchema."""
     try:
         document = expanded(json.loads(written))
         schema = document["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
-            raise ValueError(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
+            raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
         if schema != SCHEMA or not isinstance(document["arms"], dict) or "started" not in document["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
         return _brought_up(document)

@@ -51,14 +51,40 @@ def test_two_runs_in_one_folder(store: Store) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 2}', "\x00\x01"])
+NEWER = '{"schema": 2, "arms": {}, "provenance": {"started": 1}}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01", NEWER])
+def test_who_only_reads_moves_nothing(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "cpu" / "torch2" / "case" / "cell.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    reader = Store(tmp_path)
+    assert list(reader.documents()) == [] and str(path) in reader.damaged[0]
+    assert path.read_text() == content and len(list(path.parent.iterdir())) == 1
+
+
+def test_a_document_of_a_newer_schema_is_named_and_never_overwritten(store: Store) -> None:
+    path = store.path_of("cpu", "torch2", "case/cell")
+    path.parent.mkdir(parents=True)
+    path.write_text(NEWER)
+    store.open()
+    assert store.read(path) is None and "a newer repro-matrix wrote it" in store.damaged[0]
+    with pytest.raises(ResultsError, match="a newer repro-matrix wrote it"):
+        store.save(path, document(1))
+    assert path.read_text() == NEWER and len(list(path.parent.iterdir())) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01"])
 def test_damaged_document_is_moved_aside_not_deleted(store: Store, content: str) -> None:
     path = store.path_of("cpu", "torch2", "case/cell")
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert store.read(path) is None
+    store.save(path, document(1))
     assert store.damaged and "damaged" in store.damaged[0]
-    assert [p.read_text() for p in path.parent.iterdir()] == [content]
+    assert sorted(p.read_text() for p in path.parent.iterdir() if p != path) == [content]
+    assert json.loads(path.read_text()) == document(1)
 
 
 def test_a_write_that_fails_leaves_the_old_document(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
