@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from harness.errors import ReproError, nearest
@@ -38,7 +39,7 @@ def overview() -> argparse.ArgumentParser:
         prog="repro",
         description="Which known distributed-training failures fire on this stack, and do their fixes still work?",
         epilog="exit codes: 0 as expected; 1 something differs from its expectation; 2 usage or configuration; "
-        "3 less could be measured than was asked for; 130 interrupted",
+        "3 less could be measured than was asked for; 70 a defect of this program; 130 interrupted",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -47,14 +48,10 @@ def overview() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0].startswith("-"):
-        overview().parse_args(words)  # --help, or what is wrong; both end here
-    verb = words[0]
-    if verb not in VERBS:
-        print(f"repro: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
-        return 2
+DEFECT = 70  # as EX_SOFTWARE of sysexits.h
+
+
+def _run(verb: str, words: list[str]) -> int:
     name, text = VERBS[verb]
     module = importlib.import_module(f"harness.verbs.{name}")
     from harness import arguments  # after the overview: it reads the settings' names
@@ -66,8 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.configure(parser)
+    return int(module.main(arguments.parse(parser, words)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0].startswith("-"):
+        overview().parse_args(words)  # --help, or what is wrong; both end here
+    verb = words[0]
+    if verb not in VERBS:
+        print(f"repro: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
+        return 2
     try:
-        return int(module.main(arguments.parse(parser, words[1:])))
+        return _run(verb, words[1:])
     except ReproError as error:
         print(f"repro: {error}", file=sys.stderr)
         # `git bisect run` takes 2 and 3 for "bad"; from 128 on it stops.
@@ -77,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except Exception:  # noqa: BLE001 - Python's own exit code for it is 1, which is an answer here
+        traceback.print_exc()
+        print(f"repro: this is a defect of repro-matrix, no answer; {sys.version.split()[0]}", file=sys.stderr)
+        return DEFECT
 
 
 if __name__ == "__main__":

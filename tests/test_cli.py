@@ -144,3 +144,23 @@ def test_tables_off_a_terminal_are_one_line_a_row_without_colour(
 def test_an_error_stops_git_bisect_and_is_no_bad_commit(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "run", "no-such-case", "--bisect-exit")[0] == 130
     assert call(capsys, "run", "no-such-case")[0] == 2
+
+
+@pytest.mark.parametrize("raised", [ModuleNotFoundError("No module named 'ahocorasick_rs'"), KeyError("x")])
+def test_a_defect_is_never_taken_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raised: Exception
+) -> None:
+    """Python ends with 1 there, which means here that something differs from its expectation."""
+
+    def broken(*_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr("harness.verbs.list_cells.main", broken)
+    assert cli.main(["list"]) == 70
+    told = capsys.readouterr().err
+    assert "a defect of repro-matrix" in told and type(raised).__name__ in told
+
+
+def test_claims_from_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["claims", "--from", "nowhere"]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err

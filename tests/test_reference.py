@@ -83,6 +83,38 @@ def test_the_second_attempt_takes_what_the_first_made(tmp_path: Path) -> None:
     assert set(trained(a_rank(tmp_path, "third"), Tiny()).values()) == {"passed"}
 
 
+@pytest.mark.parametrize("name", ["truth", "noise"])
+def test_numbers_that_were_changed_on_the_disk_are_refused(tmp_path: Path, name: str) -> None:
+    """A noise 30 times as large, changed before others took it, made their faults HEALTHY: it is their tolerance."""
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    [written] = [path for path in (tmp_path / "one").rglob(name)]
+    assert reference.verified(written)["losses"]
+    found = json.loads(written.read_text(encoding="utf-8"))
+    found["what"]["losses"] = [30 * loss for loss in found["what"]["losses"]]
+    found["what"]["losses"][0] += 1.0
+    written.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{name} of the reference is not what was written"):
+        reference.verified(written)
+
+
+def test_a_rank_that_reads_changed_numbers_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed between the writing and the sums of what is left for others, as the first attempt of a run could."""
+    leave = Common.leave
+
+    def late(self: Any, key: str, made: Path) -> bool:
+        found = json.loads((made / "noise").read_text(encoding="utf-8"))
+        found["what"]["losses"] = [loss + 30.0 for loss in found["what"]["losses"]]
+        (made / "noise").write_text(json.dumps(found), encoding="utf-8")
+        return leave(self, key, made)
+
+    monkeypatch.setattr(Common, "leave", late)
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    taking = a_rank(tmp_path, "other")
+    with pytest.raises(ValueError, match="noise of the reference is not what was written"):
+        trained(taking, Tiny())
+    assert made_by(taking) == "one"
+
+
 def test_by_hand_nothing_is_shared(tmp_path: Path) -> None:
     for number in "12":
         run = a_run(work_dir=str(tmp_path / number))

@@ -212,6 +212,8 @@ def test_what_cannot_be_launched_is_said_before_anything_starts(
         (["."], "unknown case"),
         (["./good.py", "--nproc", "0"], "not a number of at least 1"),
         (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
+        (["./good.py", "--exit", "300"], "ends with 1 to 255"),
+        (["./good.py", "--metric", "loss > nan"], "nothing is more or less than nan"),
         (["./good.py", "--hang", "soon"], "no number of seconds"),
         (["./good.py", "--like", "no.log"], "no.log: No such file"),
         (["./good.py", "--metric", "loss"], "NAME > NUMBER"),

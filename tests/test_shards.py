@@ -65,9 +65,12 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     listed = [Cell(name, "m", "ddp", (), "current", "cpu") for name in cells]
     stack = SimpleNamespace(versions={"torch": changed.get("torch", "2.13.0")})
     said = shards.manifest((number, changed.get("of", 2)), [*changed.get("texts", ["case=c*"]), "jobs=3"], listed)
-    shards.write(folder, said, {"current": stack}, (changed.get("commit", "c0ffee"), False))
+    said_commit = changed.get("commit", "c0ffee")
+    shards.write(folder, said, {"current": stack}, (said_commit, changed.get("dirty", False)))
     for cell in listed[: None if complete else -1]:
         wrote = document({"broken": [("clean", observation(ok(0), ok(1)))]}, {}, case=cell.case, key=cell.key)
+        wrote["provenance"]["git_commit"] = said_commit
+        wrote["stack"]["versions"] = stack.versions
         path = folder / "cpu" / "torch2.13.0" / f"{cell.key}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(wrote))
@@ -96,11 +99,39 @@ def test_a_missing_part_and_a_missing_cell_are_named(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda one: one["provenance"].update(git_commit="older"), "measured at another commit: older"),
+        (lambda one: one["provenance"].update(git_dirty=True), "measured at another commit"),
+        (lambda one: one["stack"]["versions"].update(torch="2.12.0"), "measured with other versions"),
+        (lambda one: one["arms"]["broken"].update(attempts=[]), "not complete"),
+        (lambda one: one.update(complete=False), "not complete"),
+    ],
+)
+def test_what_an_earlier_run_left_in_the_folder_is_not_the_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Any, told: str
+) -> None:
+    one, other = made(tmp_path, 1, ["a"]), made(tmp_path, 2, ["b"])
+    [path] = other.rglob("*.json")
+    wrote = json.loads(path.read_text(encoding="utf-8"))
+    edit(wrote)
+    path.write_text(json.dumps(wrote), encoding="utf-8")
+    assert merge(one, other, to=tmp_path / "all") == 3
+    assert f"incomplete: shard 2/2 lacks 1 cells: cpu current b/m-ddp ({told}" in capsys.readouterr().out
+
+
+def test_a_part_that_was_asked_for_three_attempts_is_not_whole_with_one(tmp_path: Path) -> None:
+    asked = {"texts": ["case=c*", "repeat=3"]}
+    assert merge(made(tmp_path, 1, ["a"], **asked), made(tmp_path, 2, ["b"], **asked), to=tmp_path / "all") == 3
+
+
+@pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({"commit": "other"}, "the commit differs: c0ffee in .*, other in "),
         ({"torch": "2.12.0"}, "stack current differs: torch 2.13.0 in .*, 2.12.0 in "),
         ({"texts": ["case=d*"]}, r"the selection differs: case=c\* in .*, case=d\* in "),
+        ({"dirty": True}, "the changed tree differs: False in .*, True in "),
         ({"of": 3}, "the number of shards differs: 2 in .*, 3 in "),
     ],
 )

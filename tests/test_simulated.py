@@ -24,13 +24,25 @@ SIMULATED = sorted(case.slug for case in CATALOGUE.cases.values() if case.simula
 REPROS = Path(__file__).resolve().parents[1] / "repros"
 
 
-@pytest.mark.parametrize("verb", [["list"], ["matrix", "--plan"], ["doctor"]])
-def test_every_verb_says_that_a_case_is_simulated(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def said(verb: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     cli.main([*verb, "case=qwen-device-map-devices*", "hardware=cpu"])
-    lines = capsys.readouterr().out.splitlines()
-    named = [line for line in lines if line.startswith("qwen-device-map-devices")]
+    return capsys.readouterr().out
+
+
+def test_a_plan_says_of_each_cell_whether_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [line for line in said(["matrix", "--plan"], capsys).splitlines() if line.startswith("qwen-device-map-d")]
     assert {line.split()[0] for line in named} == {"qwen-device-map-devices", "qwen-device-map-devices-simulated"}
     assert all((line.split()[1] == "[simulated]") == line.split()[0].endswith("-simulated") for line in named)
+
+
+def test_the_list_has_simulated_cases_under_a_heading_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    real, _, simulated = said(["list"], capsys).partition("simulated: no device takes part\n")
+    assert "qwen-device-map-devices " in real and "-simulated" not in real
+    assert "qwen-device-map-devices-simulated " in simulated
+
+
+def test_doctor_says_that_a_case_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "run here, with all their arms: qwen-device-map-devices-simulated [simulated]" in said(["doctor"], capsys)
 
 
 def test_claims_say_that_a_case_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

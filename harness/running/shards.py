@@ -113,7 +113,9 @@ def missing(parts: Mapping[str, Mapping[str, Any]]) -> list[int]:
     """
     (first, one), *others = parts.items()
     for name, other in others:
-        for key, what in (("of", "number of shards"), ("selection", "selection"), ("commit", "commit")):
+        for key, what in (
+            ("of", "number of shards"), ("selection", "selection"), ("commit", "commit"), ("changed", "changed tree"),
+        ):  # fmt: skip
             if one[key] != other[key]:
                 told = f"{_shown(one[key])} in {first}, {_shown(other[key])} in {name}"
                 raise ResultsError(f"not shards of one run: the {what} differs: {told}")
@@ -145,19 +147,42 @@ def _shown(value: Any) -> str:
     return " ".join(value) or "(everything)" if isinstance(value, list) else str(value)
 
 
-def documents(root: Path, cells: Iterable[tuple[str, ...]]) -> tuple[dict[Path, Document], list[str]]:
-    """(path below the folder -> a part's complete documents, its cells that have none, in words)."""
-    wanted = set(cells)
+def documents(root: Path, part: Mapping[str, Any]) -> tuple[dict[Path, Document], list[str]]:
+    """(path below the folder -> a part's complete documents, its cells that have none, in words).
+
+    A document counts where it is of the part's commit and stack, and each arm that was not skipped has as many attempts
+    as the selection asks for: what an earlier run left in the folder is not this one's.
+    """
+    wanted = set(part["cells"])
     found: dict[Path, Document] = {}
+    why: dict[tuple[str, ...], str] = {}
     for path in sorted(root.rglob("*.json")):
         if "history" in path.relative_to(root).parts:
             continue
         try:
             document = document_of(path.read_text(encoding="utf-8"))
             at = (document["hardware"]["profile"], document["stack"]["name"], document["key"])
+            wrong = _not_of(document, part)
         except (OSError, ValueError, KeyError, TypeError):
             continue  # what it should have been is named as missing
-        if at in wanted and document["complete"]:
+        if at in wanted and not wrong:
             found[path.relative_to(root)] = document
             wanted.discard(at)
-    return found, [" ".join(cell) for cell in sorted(wanted)]
+        elif at in wanted:
+            why[at] = f" ({wrong})"
+    return found, [" ".join(cell) + why.get(cell, "") for cell in sorted(wanted)]
+
+
+def _not_of(document: Document, part: Mapping[str, Any]) -> str:
+    """Why a document is not what this part measured; "" where it is."""
+    made = document["provenance"]
+    if made["git_commit"] != part["commit"] or made["git_dirty"] != part["changed"]:
+        return f"measured at another commit: {made['git_commit']}"
+    if document["stack"]["versions"] != part["stacks"].get(document["stack"]["name"]):
+        return "measured with other versions"
+    asked = [text.partition("=")[2] for text in part["selection"] if text.startswith("repeat=")]
+    least = int(asked[-1]) if asked else 1
+    arms = document["arms"].values()
+    if not document["complete"] or any(not arm["skipped"] and len(arm["attempts"]) < least for arm in arms):
+        return "not complete"
+    return ""

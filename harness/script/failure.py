@@ -109,6 +109,10 @@ def metric(written: str) -> Failure:
             limit = float(found["limit"])
         except ValueError:
             raise ConfigError(f"--metric {written!r}: {found['limit']!r} is no number") from None
+        if math.isnan(limit):
+            raise ConfigError(
+                f"--metric {written!r}: nothing is more or less than nan; what is not finite is found anyway"
+            )
     return Failure("metric", written, pattern=pattern, op=found["op"] or "", limit=limit)
 
 

@@ -81,6 +81,8 @@ def failure_of(args: argparse.Namespace) -> Failure:
     if said[0] == "hang":
         return Failure("hang", f"{value:g} s", seconds=value)
     if said[0] == "exit":
+        if not 1 <= value <= 255:
+            raise ConfigError(f"--exit {value}: a failing process ends with 1 to 255")
         return Failure("exit", f"exit code {value}", code=value)
     try:
         return failures.like_log(Path(value).read_text(encoding="utf-8", errors="replace"), value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness import catalogue as catalogues
 from harness import listing, overrides
 from harness.config import compose_run
-from harness.errors import unknown
+from harness.errors import ResultsError, unknown
 from harness.judge import claims as ledger
 from harness.judge.again import judged_again
 from harness.paths import BASELINE
@@ -32,6 +32,8 @@ def main(args: argparse.Namespace) -> int:
     settings = compose_run(selection.run)
     catalogue = catalogues.load()
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
+    if args.source and not Path(args.source).is_dir():
+        raise ResultsError(f"--from {args.source}: no such folder")
     folders = [Path(args.source)] if args.source else [session.results_folder(settings), BASELINE]
     # Of one cell on one stack and machine the ledger takes the newest that decides: a search for one arm hides nothing.
     stored = [document for folder in folders for document in Store(folder).documents() if document["complete"]]

@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     lacking: dict[str, list[str]] = {}
     merged = 0
     for name, part in parts.items():
-        found, left = shards.documents(Path(name).expanduser(), part["cells"])
+        found, left = shards.documents(Path(name).expanduser(), part)
         if left:
             lacking[f"{part['shard']}/{part['of']}"] = left
         for below in found:
@@ -52,6 +52,8 @@ def main(args: argparse.Namespace) -> int:
     for shard, cells in lacking.items():
         few = "; ".join(cells[:SHOWN]) + (f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else "")
         print(f"incomplete: shard {shard} lacks {len(cells)} cells: {few} (the same command with --resume goes on)")
+    if next(iter(parts.values()))["changed"]:
+        print("note: measured on a changed tree: `repro accept` will not take it")
     print(f"{merged} cells of {len(parts)} shards (of {count}) in {target}")
     print(f"exit code {code}: " + ("not all of it is there" if code else "every shard is there and whole"))
     return code

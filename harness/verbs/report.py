@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import ResultsError, unknown
+from harness.errors import ConfigError, ResultsError, nearest, unknown
 
 if TYPE_CHECKING:
     from harness.page.view import Cell
@@ -42,10 +42,19 @@ def main(args: argparse.Namespace) -> int:
         [] if args.baseline else [RESULTS / "scratch"]
     )
     folders += [BASELINE] if args.baseline and BASELINE not in folders else []
+    if args.site and (args.output or args.format != "html"):
+        raise ConfigError("--site writes pages of its own: not together with --output or another --format")
     target = _target(args, folders, RESULTS)
     catalogue = catalogues.load()
     found = read(folders, catalogue, wanted)
     cells = found.cells
+    if wanted and not cells:
+        words = " ".join(word for word in args.overrides if "=" in word)
+        choices = {cell.case for cell in read(folders, catalogue, {}).cells}
+        hint = "".join(nearest(one, choices) for one in wanted.get("case", ()))
+        raise ResultsError(f"{words} chooses none of the cells that are stored there{hint}")
+    if not cells and args.output is None and not any(_is_results(folder) for folder in folders):
+        raise ResultsError(f"{', '.join(map(str, folders))}: no results in it; a folder of your choice: --output PATH")
     made = made_line(folders)
     if args.format == "json":
         text = formats.as_json(cells, found.ledger, [str(folder) for folder in folders], made)
@@ -70,6 +79,11 @@ def main(args: argparse.Namespace) -> int:
     write(target, text)
     print(target)
     return 0
+
+
+def _is_results(folder: Path) -> bool:
+    """Whether a run has written there, also one that has not stored anything yet."""
+    return (folder / ".lock").exists() or folder.name == "scratch"
 
 
 def _selection(words: list[str]) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional
 
@@ -143,7 +144,7 @@ class Runs:
             key = self._key(model)
             by = self.common.take(key, self.folder)
             self._leave(answer, {"key": key, "made_by": by or shared["attempt"], "taken": by is not None})
-        said = json.loads(self._there(answer).read_text(encoding="utf-8"))
+        said = verified(self._there(answer))
         self.key: str = said["key"]
         self.run.fact("reference", {"key": short(self.key), "made_by": said["made_by"]})
         return bool(said["taken"])
@@ -169,12 +170,12 @@ class Runs:
         self._found[path.name] = what
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(what), encoding="utf-8")
+        partial.write_text(signed(what), encoding="utf-8")
         partial.rename(path)  # complete or not there
 
     def _take(self, name: str) -> dict[str, Any]:
         if name not in self._found:
-            self._found[name] = json.loads(self._there(self.folder / name).read_text(encoding="utf-8"))
+            self._found[name] = verified(self._there(self.folder / name))
         return self._found[name]
 
     def _shelf(self, name: str) -> Shelf:
@@ -188,6 +189,23 @@ class Runs:
                 raise TimeoutError(f"no rank left {path.name} of the reference in {path.parent}: {self._wait_s:.0f} s")
             time.sleep(0.005)
         return path
+
+
+def signed(what: dict[str, Any]) -> str:
+    """What is left, with a checksum: the tolerances that every check is judged by are in it."""
+    return json.dumps({"what": what, "crc": _crc(what)})
+
+
+def verified(path: Path) -> dict[str, Any]:
+    """What was left there. Raises ValueError where it is not what was written."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["crc"] != _crc(found["what"]):
+        raise ValueError(f"{path.name} of the reference is not what was written: changed on the disk")
+    return found["what"]
+
+
+def _crc(what: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(what, sort_keys=True).encode())
 
 
 class Layered(Mapping):
