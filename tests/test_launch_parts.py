@@ -21,7 +21,7 @@ from launching import attempt_of, wait_for
 
 from harness import observe
 from harness.hardware.gpus import Seen
-from harness.launch import open_launcher, processes, shm, watch
+from harness.launch import cold, open_launcher, processes, shm, watch
 from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
 from harness.launch.watch import Watched
 from harness.running.board import Kept
@@ -394,3 +394,24 @@ def test_a_dead_process_is_no_part_of_a_tree() -> None:
     wait_for(lambda: not processes.alive(target))  # a zombie until it is waited for
     assert processes.tree([target]) == set()
     process.wait()
+
+
+@pytest.mark.parametrize("times, starts", [(1, True), (2, False)])
+def test_a_start_that_the_kernel_loses_is_made_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, starts: bool
+) -> None:
+    """Seen once: ESRCH of an exec; the attempt was `launch`, infrastructure."""
+    real, lost = subprocess.Popen, [ProcessLookupError(3, "No such process")] * times
+
+    def popen(*args: Any, **named: Any) -> Any:
+        if lost:
+            raise lost.pop()
+        return real(*args, **named)
+
+    monkeypatch.setattr("harness.launch.cold.subprocess.Popen", popen)
+    with open(tmp_path / "log", "ab") as log:
+        if starts:
+            assert cold._started([sys.executable, "-c", "pass"], {}, tmp_path, log).wait() == 0
+        else:
+            with pytest.raises(ProcessLookupError):
+                cold._started([sys.executable, "-c", "pass"], {}, tmp_path, log)

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 from harness import observe
 from harness.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, environment, prepare
@@ -42,18 +43,27 @@ class ColdLauncher:
         try:
             with open(attempt.logs / "launcher.log", "ab") as log:
                 # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
-                worker = Reaped(
-                    subprocess.Popen(
-                        command, env=env, cwd=attempt.work, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                        start_new_session=True,
-                    )
-                )  # fmt: skip
+                worker = Reaped(_started(command, env, attempt.work, log))
         except OSError as error:  # the interpreter is gone or does not run
             return observe.not_started(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
         seen = Watch(attempt, root=worker.pid).run(worker.wait, stop)
         worker.wait(1.0)
         seen.cpu_s = round(max(seen.cpu_s, worker.cpu_s), 3)
         return observe.observation(attempt, self.name, command, seen, worker_exit=worker.exit_code)
+
+
+def _started(command: list[str], env: dict[str, str], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The process. Once more where the kernel says ESRCH of an exec, which it did once in some 10,000 (6.18)."""
+    for again in (True, False):
+        try:
+            # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+            return subprocess.Popen(
+                command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        except ProcessLookupError:
+            if not again:
+                raise
+    raise AssertionError("the loop returns or raises")
 
 
 class Reaped:
