@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import machine
-from harness.paths import cache_dir
-from harness.store import Store
+from repro_matrix.paths import cache_dir
+from repro_matrix.results.store import Store
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent
@@ -31,7 +31,15 @@ def run(launcher: str, folder: Path, overrides: list[str]) -> Json:
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
-    command = [sys.executable, "-m", "harness.cli", "matrix", f"launcher={launcher}", f"results={folder}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "repro_matrix.cli",
+        "matrix",
+        f"launcher={launcher}",
+        f"results={folder}",
+        *overrides,
+    ]
     started = subprocess.Popen([*command, "--resume", "--json"], stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
     controller, own, memory = Process(started.pid), 0.0, 0.0
     while True:

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import machine
-from harness.launch.warm import WarmLauncher
-from harness.paths import REPROS
-from harness.plan import ArmPlan
-from harness.running import session
-from harness.running.attempts import Attempts
-from harness.running.leases import Leases
-from harness.store import Store
+from repro_matrix.launch.warm import WarmLauncher
+from repro_matrix.paths import REPROS
+from repro_matrix.planning.plan import ArmPlan
+from repro_matrix.results.store import Store
+from repro_matrix.running import session
+from repro_matrix.running.attempts import Attempts
+from repro_matrix.running.leases import Leases
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import machine
-from harness.launch import Attempt, ColdLauncher, Launcher
-from harness.launch.warm import WarmLauncher
-from harness.paths import cache_dir
-from harness.stacks import Stack, extensions, resolve
+from repro_matrix.launch import Attempt, ColdLauncher, Launcher
+from repro_matrix.launch.warm import WarmLauncher
+from repro_matrix.paths import cache_dir
+from repro_matrix.stacks import Stack, extensions, resolve
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent

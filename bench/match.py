@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.machine import machine
-from harness import catalogue
-from harness.matching.known import Catalogue, recognise
-from harness.matching.reading import BLOCK
-from harness.matching.scan import Texts, scan
+from repro_matrix.conf import catalogue
+from repro_matrix.matching.known import Catalogue, recognise
+from repro_matrix.matching.reading import BLOCK
+from repro_matrix.matching.scan import Texts, scan
 
 HERE = Path(__file__).resolve().parent
 SIZE = 100_000_000

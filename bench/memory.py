@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import machine
-from harness.memory.arithmetic import MIB, Phase
-from harness.plan import ArmPlan
-from harness.running import recorded, session
-from harness.store import Store
+from repro_matrix.memory.arithmetic import MIB, Phase
+from repro_matrix.planning.plan import ArmPlan
+from repro_matrix.results.store import Store
+from repro_matrix.running import recorded, session
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent

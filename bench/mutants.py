@@ -58,7 +58,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/runs_here.py": ("test_claims", "test_in_force"),
     "harness/judge/signature.py": ("test_signature", "test_signature_parts", "test_place", "test_hang"),
     "harness/judge/verdict.py": ("test_verdict", "test_met", "test_own_mistakes", "test_expect", "test_comparable"),
-    "harness/document.py": ("test_result_schema", "test_store", "test_engine", "test_lies"),
+    "harness/results/document.py": ("test_result_schema", "test_store", "test_engine", "test_lies"),
     "harness/verbs/accept.py": ("test_accept", "test_publishable", "test_met"),
     "repros/kit/proof.py": ("test_kit_proof",),
     "repros/kit/alone.py": ("test_kit_proof",),

@@ -19,13 +19,15 @@ from typing import Any
 
 from bench.browser import Browser, program
 from bench.machine import machine
-from harness import catalogue, rows, summary
-from harness.page import render
-from harness.page.page import page
-from harness.page.read import read
-from harness.page.view import Cell
-from harness.paths import BASELINE, ROOT
-from harness.store import Store
+from repro_matrix.conf import catalogue
+from repro_matrix.page import render
+from repro_matrix.page.page import page
+from repro_matrix.page.read import read
+from repro_matrix.page.view import Cell
+from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.results import rows
+from repro_matrix.results.store import Store
+from repro_matrix.terminal import summary
 
 HERE = Path(__file__).resolve().parent
 CELLS, STORED = 1000, 10_000
@@ -68,7 +70,15 @@ def stored(folder: Path, count: int) -> None:
 
 def report(folder: Path, most_s: float) -> dict[str, Any]:
     """`repro report` of a folder: seconds of its own, of one core, and its memory."""
-    command = [sys.executable, "-m", "harness.cli", "report", str(folder), "--output", str(folder.parent / "page.html")]
+    command = [
+        sys.executable,
+        "-m",
+        "repro_matrix.cli",
+        "report",
+        str(folder),
+        "--output",
+        str(folder.parent / "page.html"),
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=most_s)

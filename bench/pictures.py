@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 
 from bench.browser import Browser
-from harness import catalogue, report, rows, summary
-from harness.exit_code import exit_code
-from harness.judge.again import judged_again, with_expectations
-from harness.listing import wrapped
-from harness.paths import BASELINE, ROOT
-from harness.store import Store
+from repro_matrix.conf import catalogue
+from repro_matrix.judge.again import judged_again, with_expectations
+from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.results import rows
+from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.store import Store
+from repro_matrix.terminal import report, summary
+from repro_matrix.terminal.listing import wrapped
 
 DOCS = ROOT / "docs"
 STACK = "current"
@@ -43,7 +45,7 @@ def terminal() -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name, Browser() as browser:
         page, told = Path(name) / "page.html", Path(name) / "terminal.html"
-        command = [sys.executable, "-m", "harness.cli", "report", "--baseline", "--output", str(page)]
+        command = [sys.executable, "-m", "repro_matrix.cli", "report", "--baseline", "--output", str(page)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         told.write_text(terminal(), encoding="utf-8")
         browser.look(1180, 860)

@@ -23,23 +23,25 @@ from typing import Any, TypeVar
 import psutil
 
 from bench.machine import machine
-from harness import catalogue, document, matrix, overrides, rows
-from harness.config import RunSettings
-from harness.hardware import Machine, Profile
-from harness.judge import grade
-from harness.launch.attempt import Attempt
-from harness.paths import BASELINE
-from harness.placing import place
-from harness.plan import Planner
-from harness.report import matrix_table, summary_line
-from harness.running import schedule
-from harness.running.attempts import Attempts
-from harness.running.engine import Engine
-from harness.running.given import Given
-from harness.running.leases import Leases
-from harness.running.recorded import expect, recorded
-from harness.stacks import Stack, resolve
-from harness.store import Store
+from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.hardware import Machine, Profile
+from repro_matrix.judge import grade
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.paths import BASELINE
+from repro_matrix.planning import matrix
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import Planner
+from repro_matrix.results import document, rows
+from repro_matrix.results.store import Store
+from repro_matrix.running import schedule
+from repro_matrix.running.attempts import Attempts
+from repro_matrix.running.engine import Engine
+from repro_matrix.running.given import Given
+from repro_matrix.running.leases import Leases
+from repro_matrix.running.recorded import expect, recorded
+from repro_matrix.stacks import Stack, resolve
+from repro_matrix.terminal.report import matrix_table, summary_line
 
 HERE = Path(__file__).resolve().parent
 CELLS = 10_000

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import machine
-from harness.paths import BASELINE
-from harness.running.schedule import Capacity, Task, lower_bound
-from harness.running.simulate import Change, Machine, Run, makespan, simulate
-from harness.store import Store
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
+from repro_matrix.running.schedule import Capacity, Task, lower_bound
+from repro_matrix.running.simulate import Change, Machine, Run, makespan, simulate
 
 HERE = Path(__file__).resolve().parent
 NODE = Capacity(64, 8, 1000.0)

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from harness.errors import ReproError, nearest
+from repro_matrix.conf.errors import ReproError, nearest
 
 # verb -> (module in harness/verbs with configure(parser) and main(args), one line of help)
 VERBS = {
@@ -53,8 +53,8 @@ DEFECT = 70  # as EX_SOFTWARE of sysexits.h
 
 def _run(verb: str, words: list[str]) -> int:
     name, text = VERBS[verb]
-    module = importlib.import_module(f"harness.verbs.{name}")
-    from harness import arguments  # after the overview: it reads the settings' names
+    module = importlib.import_module(f"repro_matrix.verbs.{name}")
+    from repro_matrix.conf import arguments  # after the overview: it reads the settings' names
 
     parser = arguments.Parser(
         prog=f"repro {verb}",

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from harness.plan import CellPlan
-    from harness.running.session import Session
+    from repro_matrix.planning.plan import CellPlan
+    from repro_matrix.running.session import Session
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,8 +33,8 @@ class CellItem(pytest.Item):
     def runtest(self) -> None:
         from dataclasses import replace
 
-        from harness import rows
-        from harness.running import session
+        from repro_matrix.results import rows
+        from repro_matrix.running import session
 
         if self.plan.skipped:
             pytest.skip(self.plan.skipped)
@@ -69,7 +69,7 @@ class CellFailed(Exception):
 
 class Matrix(pytest.Collector):
     def collect(self) -> Iterator[pytest.Item]:
-        from harness.running import session
+        from repro_matrix.running import session
 
         prepared = session.prepare(shlex.split(self.config.getoption("--repro")))
         for plan in prepared.plans:
@@ -86,7 +86,7 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--repro"):
         return
-    from harness.errors import ReproError
+    from repro_matrix.conf.errors import ReproError
 
     matrix = Matrix.from_parent(session, name="matrix", nodeid="matrix")
     try:

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from harness.paths import CONF, REPROS
+from repro_matrix.paths import CONF, REPROS
 
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")

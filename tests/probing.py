@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from test_engine import FIRES, observation
 
-from harness import stacks
-from harness.bisection import releases
-from harness.bisection.releases import Release
-from harness.cli import main
-from harness.launch.attempt import Attempt
-from harness.running import session, wanted
-from harness.stacks import Stack, StackError
-from harness.stacks.spec import parse
-from harness.stacks.stack import canonical, short_hash
+from repro_matrix import stacks
+from repro_matrix.cli import main
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.running import session, wanted
+from repro_matrix.stacks import Stack, StackError, releases
+from repro_matrix.stacks.releases import Release
+from repro_matrix.stacks.spec import parse
+from repro_matrix.stacks.stack import canonical, short_hash
 
 CASE = "qwen15-fsdp-norm-shard"
 BASE = {"python": "3.11.0", "torch": "2.2.2", "transformers": "4.39.3", "accelerate": "0.29.2", "numpy": "1.26.4"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from harness.paths import ROOT, cache_dir
-from harness.verbs.accept import _portable, _usable
+from repro_matrix.paths import ROOT, cache_dir
+from repro_matrix.verbs.accept import _portable, _usable
 
 
 def test_own_folders_are_not_published_and_all_else_is() -> None:

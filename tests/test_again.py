@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, document, failed, observation, ok, record
 
-from harness.judge.again import contradiction, judged_again
-from harness.judge.grade import grade, same_release
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.again import contradiction, judged_again
+from repro_matrix.judge.grade import grade, same_release
 
 CASE = case()
 CASES: dict[str, Case] = {CASE.slug: CASE}

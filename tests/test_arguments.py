@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import arguments, cli
-from harness.errors import ConfigError
+from repro_matrix import cli
+from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ConfigError
 
 
 def parser(verb: str) -> arguments.Parser:
     made = arguments.Parser(prog=f"repro {verb}", allow_abbrev=False)
-    importlib.import_module(f"harness.verbs.{cli.VERBS[verb][0]}").configure(made)
+    importlib.import_module(f"repro_matrix.verbs.{cli.VERBS[verb][0]}").configure(made)
     return made
 
 
@@ -29,10 +30,10 @@ def test_help_imports_no_verb() -> None:
     import sys
 
     program = (
-        "import sys; from harness import cli\n"
+        "import sys; from repro_matrix import cli\n"
         "try: cli.main(['--help'])\n"
         "except SystemExit: pass\n"
-        "sys.exit(str([name for name in sys.modules if name.startswith('harness.verbs.') or name == 'pydantic']))"
+        "sys.exit(str([name for name in sys.modules if name.startswith('repro_matrix.verbs.') or name == 'pydantic']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stderr.strip() == "[]"

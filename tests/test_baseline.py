@@ -9,12 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from harness import catalogue
-from harness.expected import unbacked
-from harness.judge import expect, grade, met, verdict
-from harness.judge.again import judged_again
-from harness.paths import BASELINE, RESULTS
-from harness.store import Store
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.expected import unbacked
+from repro_matrix.judge import expect, grade, met, verdict
+from repro_matrix.judge.again import judged_again
+from repro_matrix.paths import BASELINE, RESULTS
+from repro_matrix.results.store import Store
 
 CATALOGUE = catalogue.load()
 

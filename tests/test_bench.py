@@ -8,7 +8,7 @@ from typing import Any
 from bench.catalogue import differences
 from bench.evidence import CUTS, cut
 from bench.mutants import mutated, places
-from harness.store import write_json
+from repro_matrix.results.store import write_json
 
 FIRES = {"outcome": "fires", "recognised": [{"case": "c", "signature": "s"}], "primary": None}
 CLEAN: dict[str, Any] = {"outcome": "clean", "recognised": [], "primary": None}

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from probing import BASE, CASE, World, before, world
 
-from harness import stacks
-from harness.bisection.commits import open_clone
-from harness.errors import ConfigError
-from harness.stacks import Stack
+from repro_matrix import stacks
+from repro_matrix.bisection.commits import open_clone
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.stacks import Stack
 
 __all__ = ["world"]
 
@@ -260,7 +260,7 @@ def commits_fire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         other = world.resolve(f"base+transformers==4.{38 + 4 * (int(state) >= 3)}.0+g{commit[:10]}")
         return other
 
-    monkeypatch.setattr("harness.bisection.commits.Clone.laid_over", laid_over)
+    monkeypatch.setattr("repro_matrix.bisection.commits.Clone.laid_over", laid_over)
 
 
 def test_a_clone_gives_the_commit(

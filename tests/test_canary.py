@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from harness import catalogue as catalogues
-from harness.errors import MeasureError
-from harness.judge.grade import Outcome
-from harness.running import canary, session
+from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf.errors import MeasureError
+from repro_matrix.judge.grade import Outcome
+from repro_matrix.running import canary, session
 
 
 def came_out(**changed: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_a_run_measures_them_first_and_stops_where_the_judge_is_broken(
     def believes(*_: Any) -> Outcome:
         return Outcome("clean", "all is well")
 
-    monkeypatch.setattr("harness.document.grade.grade", believes)
+    monkeypatch.setattr("repro_matrix.results.document.grade.grade", believes)
     before = sorted(path.stat().st_mtime_ns for path in results.rglob("*.json"))
     with pytest.raises(MeasureError, match=r"the harness itself is broken here, nothing was measured: canary-failure"):
         session.execute(prepared, lambda event: None, threading.Event(), planted=True)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.hardware import Gpu
-from harness.hardware.gpus import Seen
-from harness.running.board import PATIENCE, PATIENCE_S, Board, neighbours
-from harness.running.cards import Cards, stranger
-from harness.running.schedule import Capacity, Task, lower_bound
-from harness.running.simulate import Change, Ended, Machine, Run, View, makespan, simulate
+from repro_matrix.hardware import Gpu
+from repro_matrix.hardware.gpus import Seen
+from repro_matrix.running.board import PATIENCE, PATIENCE_S, Board, neighbours
+from repro_matrix.running.cards import Cards, stranger
+from repro_matrix.running.schedule import Capacity, Task, lower_bound
+from repro_matrix.running.simulate import Change, Ended, Machine, Run, View, makespan, simulate
 
 EIGHT = [f"card{index}" for index in range(8)]
 FEW = settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))

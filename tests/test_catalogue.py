@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import catalogue
-from harness.config import RunSettings, compose_run
-from harness.errors import ConfigError
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.errors import ConfigError
 
 NORM = "case/qwen15-fsdp-norm-shard.yaml"
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, observation, ok, record
 
-from harness.judge.checks import judged, same
-from harness.judge.grade import Outcome, grade
-from harness.paths import REPROS
+from repro_matrix.judge.checks import judged, same
+from repro_matrix.judge.grade import Outcome, grade
+from repro_matrix.paths import REPROS
 
 sys.path.insert(0, str(REPROS))
 from kit.record import holds, plain

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, control, document, observation, ok, record
 
-from harness.judge.claims import ClaimRow, ledger
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.claims import ClaimRow, ledger
 
 
 def claiming(*predicts: dict[str, Any], slug: str = "some-case", **claim: Any) -> Case:

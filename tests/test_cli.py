@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli
+from repro_matrix import cli
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -22,7 +22,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 def test_no_verb_that_lists_imports_torch_or_hydra() -> None:
     """What makes help and lists fast: nothing heavy is imported (seconds are measured by `make bench`)."""
     program = (
-        "import sys; from harness import cli; code = cli.main(['list']); "
+        "import sys; from repro_matrix import cli; code = cli.main(['list']); "
         "bad = {'torch', 'hydra', 'transformers', 'psutil'} & set(sys.modules); "
         "sys.exit(f'imported {bad}' if bad else code)"
     )
@@ -76,7 +76,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input_is_exit_2_with_a_clear_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
-    from harness import hardware
+    from repro_matrix import hardware
 
     machine = hardware.Machine((), None, "cpu", 2, 24.0, "linux")
     monkeypatch.setattr(hardware, "detect", lambda: machine)
@@ -92,7 +92,7 @@ def test_results_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from harness.store import Store
+    from repro_matrix.results.store import Store
 
     first = Store(tmp_path)
     first.open()
@@ -155,7 +155,7 @@ def test_a_defect_is_never_taken_for_an_answer(
     def broken(*_: object) -> int:
         raise raised
 
-    monkeypatch.setattr("harness.verbs.list_cells.main", broken)
+    monkeypatch.setattr("repro_matrix.verbs.list_cells.main", broken)
     assert cli.main(["list"]) == 70
     told = capsys.readouterr().err
     assert "a defect of repro-matrix" in told and type(raised).__name__ in told

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from launching import two_ranks
 
-from harness import catalogue
-from harness.paths import CONF, REPROS, ROOT
-from harness.schema import Case
-from repros.arm_settings import arm_axis, resolve
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.arm_settings import arm_axis, resolve
+from repro_matrix.conf.schema import Case
+from repro_matrix.paths import CONF, REPROS, ROOT
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.paths import REPROS
+from repro_matrix.paths import REPROS
 
 if str(REPROS) not in sys.path:
     sys.path.insert(0, str(REPROS))

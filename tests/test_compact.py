@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, failed, observation, ok
 
-from harness.compact import TAIL, applied, compacted, difference, expanded, lines
-from harness.paths import BASELINE
-from harness.store import Store
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.compact import TAIL, applied, compacted, difference, expanded, lines
+from repro_matrix.results.store import Store
 
 PLAIN = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3)
 JSON = st.recursive(

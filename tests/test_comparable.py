@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, document, failed, observation, ok
 
-from harness.bisection.upgrade import compare
-from harness.judge.again import judged_again
-from harness.judge.claims import ledger
-from harness.judge.comparable import comparable, comparable_documents, machine
-from harness.judge.verdict import judge
+from repro_matrix.bisection.upgrade import compare
+from repro_matrix.judge.again import judged_again
+from repro_matrix.judge.claims import ledger
+from repro_matrix.judge.comparable import comparable, comparable_documents, machine
+from repro_matrix.judge.verdict import judge
 
 SETTINGS: dict[str, Any] = {
     "case": "some-case", "arm": "broken",
@@ -112,7 +112,7 @@ def test_the_judge_itself_compares_like_with_like() -> None:
 
 
 def judged(made: dict[str, Any], arm: str) -> Any:
-    from harness.judge.grade import grade
+    from repro_matrix.judge.grade import grade
 
     return grade(CASE, arm, made["arms"][arm]["attempts"][0]["observation"], [CASE])
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from harness.judge.conditions import Point, condition, rules
+from repro_matrix.judge.conditions import Point, condition, rules
 
 
 def point(holds: bool, versions: dict[str, str] | None = None, **axes: str) -> Point:

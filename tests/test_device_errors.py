@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.device_errors import of_device
+from repro_matrix.launch.device_errors import of_device
 
 INIT, BODY = "init_process_group", "body"
 SET, LAZY, TRAIN = ("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.nn.modules.linear", "forward")

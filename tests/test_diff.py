@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, exception, failed, observation, ok
 
-from harness import cli
-from harness.diff import noise, show
-from harness.diff.brief import ArmBrief, Brief, brief, from_json, to_json
-from harness.diff.compare import KINDS, Diff, compare
-from harness.diff.sides import read, side
-from harness.errors import ConfigError, ResultsError
-from harness.paths import BASELINE
-from harness.summary import WIDTH
+from repro_matrix import cli
+from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.diff import noise, show
+from repro_matrix.diff.brief import ArmBrief, Brief, brief, from_json, to_json
+from repro_matrix.diff.compare import KINDS, Diff, compare
+from repro_matrix.diff.sides import read, side
+from repro_matrix.paths import BASELINE
+from repro_matrix.terminal.summary import WIDTH
 
 METS = ["c/norm", "other/boom", "ValueError in torch.f", "check logits", "hang"]
 
@@ -248,7 +248,7 @@ def test_a_published_stack_against_another_names_what_the_releases_changed(resul
 
 
 def test_a_run_is_compared_with_the_cells_that_it_measured(results: Path) -> None:
-    from harness.verbs.matrix import _against
+    from repro_matrix.verbs.matrix import _against
 
     write(results, "m.json", MADE)
     write(results, "n.json", {**MADE, "model": "n", "key": "some-case/n-fsdp"})

@@ -14,7 +14,7 @@ import pytest
 from fake_nvml import Card, FakeNvml, Process
 from fake_stack import lines, python_that_says
 
-from harness.store import Store
+from repro_matrix.results.store import Store
 
 ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "arms=[summon]")
 
@@ -24,7 +24,7 @@ def repro(
 ) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environ |= nvml.on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")} | (env or {})
-    command = [sys.executable, "-m", "harness.cli", *words]
+    command = [sys.executable, "-m", "repro_matrix.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=800)
 
 
@@ -102,11 +102,11 @@ def test_doctor_has_a_problem_where_a_run_would_end(tmp_path: Path) -> None:
 
 
 def test_the_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.hardware.probe import Prober
-    from harness.running import session
+    from repro_matrix.running import session
+    from repro_matrix.running.probe import Prober
 
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe on a CPU"))
-    monkeypatch.setattr("harness.stacks.extensions.ready", lambda stack: True)
+    monkeypatch.setattr("repro_matrix.stacks.extensions.ready", lambda stack: True)
     assert session.prepare([*ONE, "hardware=cpu"]).notes() == []
 
 
@@ -133,12 +133,12 @@ def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where
 
 
 def test_cells_that_stay_on_the_cpu_beside_gpus_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.hardware.probe import Prober
-    from harness.running import session
+    from repro_matrix.running import session
+    from repro_matrix.running.probe import Prober
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([Card(), Card()]).install(monkeypatch)
-    monkeypatch.setattr("harness.stacks.extensions.prepare", lambda stack: None)
+    monkeypatch.setattr("repro_matrix.stacks.extensions.prepare", lambda stack: None)
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe for the CPU's cells"))
     prepared = session.prepare(["case=qwen-remote-code-import"])
     assert {plan.profile.name for plan in prepared.plans} == {"cpu"}

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from launching import wait_for
 
-from harness.store import Store
+from repro_matrix.results.store import Store
 
 pytestmark = pytest.mark.ranks
 Once = Callable[[str, Callable[[], Any]], Any]  # conftest's
@@ -26,7 +26,7 @@ CASE = "qwen15-fsdp-norm-shard"
 
 def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     env = {**os.environ, "REPRO_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "harness.cli", *words, f"results={tmp_path / 'results'}", "hardware=cpu"]
+    command = [sys.executable, "-m", "repro_matrix.cli", *words, f"results={tmp_path / 'results'}", "hardware=cpu"]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -13,24 +13,25 @@ from typing import Any
 import pytest
 from judging import as_promised
 
-from harness import catalogue, matrix, overrides
-from harness.config import Order, RunSettings
-from harness.errors import ResultsError
-from harness.exit_code import bisect_exit, exit_code
-from harness.hardware import Gpu, Machine, Profile
-from harness.hardware.gpus import unseen
-from harness.launch.attempt import Attempt
-from harness.placing import place
-from harness.plan import CellPlan, Planner
-from harness.rows import arm_rows
-from harness.running.attempts import Attempts
-from harness.running.cards import Driver
-from harness.running.engine import Engine
-from harness.running.events import Event, Later, Summary
-from harness.running.given import Given
-from harness.running.leases import Leases
-from harness.stacks import Stack
-from harness.store import Store
+from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.config import Order, RunSettings
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.hardware import Gpu, Machine, Profile
+from repro_matrix.hardware.gpus import unseen
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.planning import matrix
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.results.exit_code import bisect_exit, exit_code
+from repro_matrix.results.rows import arm_rows
+from repro_matrix.results.store import Store
+from repro_matrix.running.attempts import Attempts
+from repro_matrix.running.cards import Driver
+from repro_matrix.running.engine import Engine
+from repro_matrix.running.events import Event, Later, Summary
+from repro_matrix.running.given import Given
+from repro_matrix.running.leases import Leases
+from repro_matrix.stacks import Stack
 
 CATALOGUE = catalogue.load()
 STACK = Stack(

@@ -13,15 +13,15 @@ import pytest
 from fake_nvml import Card, FakeNvml, Process
 from test_engine import Fake, engine_of, observation, verdicts
 
-from harness.config import RunSettings
-from harness.device_errors import of_device
-from harness.exit_code import exit_code
-from harness.hardware import Gpu, Profile
-from harness.hardware.gpus import Seen
-from harness.hardware.nvml import Nvml
-from harness.launch.attempt import Attempt
-from harness.running.again import again, lost
-from harness.running.events import Event, Summary
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.hardware import Gpu, Profile
+from repro_matrix.hardware.gpus import Seen
+from repro_matrix.hardware.nvml import Nvml
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.launch.device_errors import of_device
+from repro_matrix.results.exit_code import exit_code
+from repro_matrix.running.again import again, lost
+from repro_matrix.running.events import Event, Summary
 
 ON_CPU = Profile("cpu", "cpu", "gloo", ())
 
@@ -46,9 +46,9 @@ def on_cards(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.3)
-    monkeypatch.setattr("harness.running.cards.LOOK_S", 0.05)
-    monkeypatch.setattr("harness.running.board.STRANGERS_S", 0.3)
+    monkeypatch.setattr("repro_matrix.running.leases.EMPTY_S", 0.3)
+    monkeypatch.setattr("repro_matrix.running.cards.LOOK_S", 0.05)
+    monkeypatch.setattr("repro_matrix.running.board.STRANGERS_S", 0.3)
 
 
 def test_attempts_side_by_side_each_on_cards_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_context_that_stays_behind_takes_its_card_out_of_the_run(
 ) -> None:
     nvml = FakeNvml([Card() for _ in range(3)])
     nvml.install(monkeypatch)
-    monkeypatch.setattr("harness.running.leases.Leases._ours", lambda self, seen: set(seen.users) & {os.getpid()})
+    monkeypatch.setattr("repro_matrix.running.leases.Leases._ours", lambda self, seen: set(seen.users) & {os.getpid()})
     used: list[tuple[str, ...]] = []
 
     def stay(attempt: Attempt, stop: threading.Event) -> Any:

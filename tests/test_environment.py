@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from launching import attempt_of, launched
 from test_plan import CATALOGUE, NORM, plans
 
-from harness.config import RunSettings, compose_run
-from harness.errors import ConfigError
-from harness.launch import ColdLauncher
-from harness.launch.attempt import environment, stack_environment, torchrun_line
-from harness.launch.inherited import building, inherited
-from harness.launch.warm import server_environment
-from harness.running import session
-from harness.store import Store
+from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.inherited import building, inherited
+from repro_matrix.launch import ColdLauncher
+from repro_matrix.launch.attempt import environment, stack_environment, torchrun_line
+from repro_matrix.launch.warm import server_environment
+from repro_matrix.results.store import Store
+from repro_matrix.running import session
 
 KEPT = {"PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CXX", "NVIDIA_VISIBLE_DEVICES"}
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from judging import case
 
-from harness.judge.expect import compare, expected, predicted
-from harness.judge.verdict import Verdict
-from harness.schema import Case, Expectation
+from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.judge.expect import compare, expected, predicted
+from repro_matrix.judge.verdict import Verdict
 
 NOW = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, document
 
-from harness import catalogue
-from harness.errors import ConfigError
-from harness.expected import read, text, unbacked
-from harness.paths import CONF, EXPECTED
-from harness.schema import Expectation
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.expected import read, text, unbacked
+from repro_matrix.conf.schema import Expectation
+from repro_matrix.paths import CONF, EXPECTED
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
 ARMS = st.sampled_from(["fix", "other-fix", "per-rank: [x]", "~"])

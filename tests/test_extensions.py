@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from launching import wait_for
 
-from harness.stacks import extensions
-from harness.stacks.stack import Stack
+from repro_matrix.stacks import extensions
+from repro_matrix.stacks.stack import Stack
 
 # What torch does (torch.utils.file_baton): whoever makes the file compiles, everybody else waits until it is gone.
 COMPILE = """#!{python}

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, document, observation, ok
 
-from harness import catalogue
-from harness.bisection.ranges import expectations, measured
-from harness.judge import facts
-from harness.judge.again import judged_again
-from harness.judge.expect import expected, predicted
-from harness.paths import REPROS
-from harness.schema import Case, Fact
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.schema import Case, Fact
+from repro_matrix.judge import facts
+from repro_matrix.judge.again import judged_again
+from repro_matrix.judge.expect import expected, predicted
+from repro_matrix.paths import REPROS
+from repro_matrix.results.ranges import expectations, measured
 
 NOW = {"torch": "2.13.0", "transformers": "5.23.0"}
 FP16 = {"arms": {"broken": {}, "fix": {"flags": {"call": "root"}, "depends_on": ["cpu_fp16"]}, "other-fix": {}}}

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from launching import FAILED, Json, attempt_of, ends, failed_together, gone, launched, launched_until
 
-from harness.launch import ColdLauncher, Launcher, watch
-from harness.launch.warm import WarmLauncher
+from repro_matrix.launch import ColdLauncher, Launcher, watch
+from repro_matrix.launch.warm import WarmLauncher
 
 pytestmark = pytest.mark.ranks
 End = tuple[int | None, str | None, str]  # exit code, signal, who ended it

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.errors import ConfigError
-from harness.script import freezes
-from harness.script.freezes import Freeze, compared, for_python, parse, spec_of
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.script import freezes
+from repro_matrix.script.freezes import Freeze, compared, for_python, parse, spec_of
 
 PIP = """# frozen
 accelerate==1.0.0

@@ -13,10 +13,10 @@ from fake_nvml import Card, FakeNvml
 from fake_stack import lines, python_that_says
 from test_engine import Fake, observation
 
-from harness import cli
-from harness.hardware.probe import Prober
-from harness.launch.attempt import Attempt
-from harness.running import session
+from repro_matrix import cli
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.running import session
+from repro_matrix.running.probe import Prober
 
 PROBE = {"torch": "2.13.0+cu130", "cuda": "13.0", "arch_list": ["sm_90"], "nccl_version": "2.29.3", "devices": []}
 
@@ -51,8 +51,10 @@ def proof(
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     FakeNvml([Card("NVIDIA H200") for _ in range(cards)]).install(monkeypatch)
     monkeypatch.setattr(Prober, "__call__", lambda *_: (PROBE, None))
-    monkeypatch.setattr("harness.stacks.extensions.ready", lambda stack: False)
-    monkeypatch.setattr("harness.stacks.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU"))
+    monkeypatch.setattr("repro_matrix.stacks.extensions.ready", lambda stack: False)
+    monkeypatch.setattr(
+        "repro_matrix.stacks.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU")
+    )
     monkeypatch.setattr(session, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
     words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", "--json", *words]
     code = cli.main([*words, "--out", str(tmp_path / "out"), "--minutes", str(minutes)])
@@ -119,6 +121,6 @@ def test_every_step_ends_with_its_share_of_the_time(
 def test_a_fault_of_ours_in_one_step_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("harness.verbs.gpu_proof.cold", lambda proof: {}["missing"])
+    monkeypatch.setattr("repro_matrix.verbs.gpu_proof.cold", lambda proof: {}["missing"])
     code, steps = proof(tmp_path, monkeypatch, capsys, cards=2)
     assert code == 3 and "KeyError" in steps["cold"]["problem"] and steps["memory"]["most_mb"] == 512.0

@@ -27,8 +27,8 @@ from judging import (
     record,
 )
 
-from harness.judge.grade import Outcome, grade, skipped
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.grade import Outcome, grade, skipped
 
 CASE = case()
 OTHER = case("other-case", [{**EXCEPTION, "name": "lm-head", "message": "mismatch in lm_head", "package": "torch"}])

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from judging import SITE, ended, failed, frame, observation, ok
 from judging import exception as raised
 
-from harness.judge import looks
-from harness.judge.collectives import family, mismatches, never_meet, standing
-from harness.judge.evidence import Attempt, threads_of
-from harness.judge.signature import matches
-from harness.launch.limits import COSTS
-from harness.running.again import LONGER, again
-from harness.schema import Signature
+from repro_matrix.conf.schema import Signature
+from repro_matrix.judge import looks
+from repro_matrix.judge.collectives import family, mismatches, never_meet, standing
+from repro_matrix.judge.evidence import Attempt, threads_of
+from repro_matrix.judge.signature import matches
+from repro_matrix.launch.limits import COSTS
+from repro_matrix.running.again import LONGER, again
 
 NCCL = Path(__file__).parent / "nccl_dumps"
 LOOK = {

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from launching import Json, attempt_of, launched, launched_until
 
-from harness.judge import looks
-from harness.judge.evidence import Attempt
-from harness.launch import watch
-from harness.launch.warm import WarmLauncher
+from repro_matrix.judge import looks
+from repro_matrix.judge.evidence import Attempt
+from repro_matrix.launch import watch
+from repro_matrix.launch.warm import WarmLauncher
 
 pytestmark = pytest.mark.ranks
 FOREVER = 600.0

@@ -10,15 +10,15 @@ import psutil
 import pytest
 from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
 
-from harness import catalogue
-from harness.errors import ConfigError
-from harness.hardware import Machine, cgroup_limits, detect, settle, settle_all, states
-from harness.hardware.around import warnings
-from harness.hardware.nvml import Nvml, without_peers
-from harness.launch.attempt import RUN_TOKEN
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.hardware import Machine, cgroup_limits, detect, settle, settle_all, states
+from repro_matrix.hardware.around import warnings
+from repro_matrix.hardware.nvml import Nvml, without_peers
+from repro_matrix.launch.attempt import RUN_TOKEN
 
 KNOWN = catalogue.load().hardware
-HARNESS = Path(catalogue.__file__).parent
+HARNESS = Path(catalogue.__file__).parents[1]
 Root = Callable[..., Path]
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import catalogue, matrix, overrides
-from harness.config import RunSettings, Weights
-from harness.hardware import Machine, Profile
-from harness.placing import place
-from harness.plan import CellPlan, Planner
-from harness.running.hub import fetch, with_weights
-from harness.stacks import Stack
+from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.config import RunSettings, Weights
+from repro_matrix.hardware import Machine, Profile
+from repro_matrix.planning import matrix
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.running.hub import fetch, with_weights
+from repro_matrix.stacks import Stack
 
 CATALOGUE = catalogue.load()
 HUB = """

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import catalogue
-from harness.errors import ConfigError
-from harness.judge.grade import Outcome, grade
-from harness.judge.verdict import judge
-from harness.schema import Case
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.grade import Outcome, grade
+from repro_matrix.judge.verdict import judge
 from tests.judging import case, observation, ok, record
 
 SHARDED = {"parameters": "shard", "gradients": "shard", "updates": "shard", "collectives": ["gather", "reduce"]}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from launching import two_ranks
 
-from harness import catalogue
-from harness.judge.grade import Outcome, grade
-from harness.schema import Case
-from repros.arm_settings import resolve
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.arm_settings import resolve
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.grade import Outcome, grade
 from tests.judging import observation, ok, record
 
 pytestmark = [

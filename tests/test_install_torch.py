@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.install_torch import driver_version, main
+from repro_matrix.setup.install_torch import driver_version, main
 
 SMI = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: 12.2.0\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@x)  Tue Sep 23\n"
@@ -69,7 +69,7 @@ def test_the_driver_is_read_from_the_kernel(tmp_path: Path, path: str, text: str
 def test_it_runs_before_anything_is_installed() -> None:
     """By a bare interpreter (-S: no site-packages), which has no torch: up to the installation itself."""
     program = (
-        "import runpy; m = runpy.run_path('harness/install_torch.py'); "
+        "import runpy; m = runpy.run_path('harness/setup/install_torch.py'); "
         "print(m['main']('2.13.0', '535.1', lambda c: True, lambda c: True))"
     )
     root = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ def test_the_makefile_keeps_torch_and_what_is_there() -> None:
     text = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if "install_torch.py" in line)
     assert 'test -z "$(TORCH)" ||' in line and '"$(TORCH)"' in line
-    assert "://" not in text and "://" not in (Path(__file__).parents[1] / "harness/install_torch.py").read_text()
+    assert "://" not in text and "://" not in (Path(__file__).parents[1] / "harness/setup/install_torch.py").read_text()
 
 
 @pytest.mark.parametrize(("words", "wanted"), [((), "'.[stack,test]'"), (("EXTRAS=",), "-e '.'")])

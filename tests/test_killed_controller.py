@@ -14,7 +14,7 @@ import pytest
 from launching import wait_for
 from test_end_to_end import CASE, ours, start
 
-from harness.store import Store
+from repro_matrix.results.store import Store
 
 pytestmark = pytest.mark.ranks
 WORDS = ("matrix", f"case={CASE}", "arms=[summon,ddp]", "repeat=2", "launcher=warm", "order=listed")

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.paths import CONF, REPROS
+from repro_matrix.paths import CONF, REPROS
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 if str(REPROS) not in sys.path:
     sys.path.insert(0, str(REPROS))
 
-from repros.arm_settings import model_settings  # noqa: E402
+from repro_matrix.conf.arm_settings import model_settings  # noqa: E402
 
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 

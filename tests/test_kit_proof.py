@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.judge.checks import Judged, judged
-from harness.paths import REPROS
+from repro_matrix.judge.checks import Judged, judged
+from repro_matrix.paths import REPROS
 
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
 sys.path.insert(0, str(REPROS))

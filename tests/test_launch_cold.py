@@ -18,11 +18,11 @@ import yaml
 from launching import FAULTS, Json, attempt_of, free, gone, launched, launched_until, stuck, wait_for
 from test_end_to_end import Once, measured_from_cold
 
-from harness.launch import ColdLauncher, backtraces, processes
-from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, torchrun_line
-from harness.launch.watch import read_launch
-from harness.running.leases import Leases, clear_leftovers
-from repros.arm_settings import resolve
+from repro_matrix.conf.arm_settings import resolve
+from repro_matrix.launch import ColdLauncher, backtraces, processes
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, torchrun_line
+from repro_matrix.launch.watch import read_launch
+from repro_matrix.running.leases import Leases, clear_leftovers
 
 pytestmark = pytest.mark.ranks
 

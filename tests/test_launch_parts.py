@@ -19,13 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 
-from harness import observe
-from harness.hardware.gpus import Seen
-from harness.launch import cold, open_launcher, processes, shm, watch
-from harness.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
-from harness.launch.watch import Watched
-from harness.running.board import Kept
-from harness.running.leases import Leases, Trouble, clear_leftovers, register_run
+from repro_matrix.hardware.gpus import Seen
+from repro_matrix.launch import cold, observe, open_launcher, processes, shm, watch
+from repro_matrix.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
+from repro_matrix.launch.watch import Watched
+from repro_matrix.running.board import Kept
+from repro_matrix.running.leases import Leases, Trouble, clear_leftovers, register_run
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -100,7 +99,7 @@ class Looked:
 def test_a_card_is_kept_from_everybody_while_a_process_of_ours_sits_on_it(
     tmp_path: Path, sleeper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.3)
+    monkeypatch.setattr("repro_matrix.running.leases.EMPTY_S", 0.3)
     seen = Looked()
     with Leases(tmp_path, "ours", seen) as ours:
         assert ours.take(["GPU-a"])
@@ -120,7 +119,7 @@ def test_memory_that_nobody_is_named_for_keeps_a_card_from_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container NVML names no process."""
-    monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.2)
+    monkeypatch.setattr("repro_matrix.running.leases.EMPTY_S", 0.2)
     seen = Looked()
     with Leases(tmp_path, "ours", seen) as ours:
         assert ours.take(["GPU-a"])
@@ -130,7 +129,7 @@ def test_memory_that_nobody_is_named_for_keeps_a_card_from_the_next_attempt(
 
 
 def test_a_stranger_on_the_card_does_not_keep_our_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.running.leases.EMPTY_S", 0.1)
+    monkeypatch.setattr("repro_matrix.running.leases.EMPTY_S", 0.1)
     seen = Looked()
     seen.users[os.getpid()] = 100
     ours, others = (Leases(tmp_path, name, seen) for name in ("ours", "others"))
@@ -408,7 +407,7 @@ def test_a_start_that_the_kernel_loses_is_made_once_more(
             raise lost.pop()
         return real(*args, **named)
 
-    monkeypatch.setattr("harness.launch.cold.subprocess.Popen", popen)
+    monkeypatch.setattr("repro_matrix.launch.cold.subprocess.Popen", popen)
     with open(tmp_path / "log", "ab") as log:
         if starts:
             assert cold._started([sys.executable, "-c", "pass"], {}, tmp_path, log).wait() == 0

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from harness import listing, report
-from harness.judge.claims import ClaimRow, Evidence
+from repro_matrix.judge.claims import ClaimRow, Evidence
+from repro_matrix.terminal import listing, report
 
 ODD = st.text(max_size=300)
 WIDTHS = st.sampled_from([60, 80, 119, 120])

@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import catalogue, cli
-from harness.judge.foreign import patterns
-from harness.matching.known import Answer, Catalogue, normalised, recognise
-from harness.matching.lines import Labels
-from harness.matching.literals import required
-from harness.matching.scan import Seen, Texts, scan
-from harness.matching.stored import stored
-from harness.schema import Case, Expectation
+from repro_matrix import cli
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.judge.foreign import patterns
+from repro_matrix.matching.known import Answer, Catalogue, normalised, recognise
+from repro_matrix.matching.lines import Labels
+from repro_matrix.matching.literals import required
+from repro_matrix.matching.scan import Seen, Texts, scan
+from repro_matrix.matching.stored import stored
 
 CASES = catalogue.load().cases
 CATALOGUE, TEXTS = Catalogue(CASES), Texts(CASES.values())

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from harness import catalogue
-from harness.judge import grade
-from harness.matching.known import Answer, Catalogue, recognise
-from harness.matching.scan import Texts, scan
-from harness.paths import BASELINE
-from harness.store import Store
+from repro_matrix.conf import catalogue
+from repro_matrix.judge import grade
+from repro_matrix.matching.known import Answer, Catalogue, recognise
+from repro_matrix.matching.scan import Texts, scan
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
 
 LOGS = Path(__file__).parent / "data" / "logs"
 CASES = catalogue.load().cases
@@ -68,7 +68,7 @@ def test_nothing_is_recognised_in_a_healthy_log(entry: dict[str, Any]) -> None:
 
 def test_each_other_cause_that_is_named_is_one_that_a_real_log_shows_or_that_a_rule_tells_apart() -> None:
     """``elsewhere`` takes a name away: only where there is a reason. Its ``unless`` must be findable in one pass."""
-    from harness.matching.literals import required
+    from repro_matrix.matching.literals import required
 
     for case in CASES.values():
         for signature in case.signatures:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import catalogue, matrix, overrides
-from harness.errors import ConfigError
+from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.planning import matrix
 
 CATALOGUE = catalogue.load()
 CASES = sorted(CATALOGUE.cases)

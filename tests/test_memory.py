@@ -12,22 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import catalogue, matrix, overrides
-from harness.config import RunSettings, Scale
-from harness.errors import ConfigError
-from harness.hardware import Gpu, Machine, Profile
-from harness.memory import duration, planned
-from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, chunks, parts, plan, weights_held
-from harness.memory.facts import Known
-from harness.memory.fit import best, fitted, too_much, with_layers
-from harness.memory.look import lay_over
-from harness.placing import place
-from harness.plan import CellPlan, Planner
-from harness.running.recorded import MEMORY_PER_RANK_GB, expect
-from harness.running.schedule import Capacity, Task
-from harness.running.simulate import forecast, makespan
-from harness.stacks import Stack
-from harness.stacks.stack import existing
+from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.config import RunSettings, Scale
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.hardware import Gpu, Machine, Profile
+from repro_matrix.memory import duration, planned
+from repro_matrix.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, chunks, parts, plan, weights_held
+from repro_matrix.memory.facts import Known
+from repro_matrix.planning import matrix
+from repro_matrix.planning.fit import best, fitted, too_much, with_layers
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.running.model_needs import lay_over
+from repro_matrix.running.recorded import MEMORY_PER_RANK_GB, expect
+from repro_matrix.running.schedule import Capacity, Task
+from repro_matrix.running.simulate import forecast, makespan
+from repro_matrix.stacks import Stack
+from repro_matrix.stacks.stack import existing
 
 CATALOGUE = catalogue.load()
 STRATEGIES = ("ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp")
@@ -167,7 +168,7 @@ def asking(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def asked(name: str, scale: str = "full", **changes: Any) -> dict[str, Any]:
-    from repros.arm_settings import model_settings
+    from repro_matrix.conf.arm_settings import model_settings
 
     model = model_settings(CATALOGUE.raw["model"][name], scale, "random")
     return {
@@ -348,7 +349,7 @@ class Everything:
 def test_fake_tensors_hold_nothing_of_a_model_at_full_size(
     case: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.memory.look.Known", Everything)
+    monkeypatch.setattr("repro_matrix.running.model_needs.Known", Everything)
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}", "strategy=ddp", "ranks=8"]))
     placed = place(CATALOGUE, cells, [CPU], auto=False).cells
     planner = Planner(CATALOGUE, RunSettings(scale=Scale.full), {CPU.name: CPU}, LAPTOP, {"current": STACK}, {})

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from judging import case, check, exception, failed, frame, observation, ok, outcome, record
 from pydantic import ValidationError
 
-from harness.bisection.ranges import expectations, measured
-from harness.judge.expect import compare, expected, said_of_met
-from harness.judge.grade import Outcome, Primary, Recognised, grade
-from harness.judge.met import Met, all_met, met_in
-from harness.judge.verdict import Verdict, judge
-from harness.schema import Expectation
+from repro_matrix.conf.schema import Expectation
+from repro_matrix.judge.expect import compare, expected, said_of_met
+from repro_matrix.judge.grade import Outcome, Primary, Recognised, grade
+from repro_matrix.judge.met import Met, all_met, met_in
+from repro_matrix.judge.verdict import Verdict, judge
+from repro_matrix.results.ranges import expectations, measured
 
 CASE = case()
 REFUSED = frame("deepspeed.runtime.engine", "_do_sanity_check")

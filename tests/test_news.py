@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, observation, ok
 
-from harness.exit_code import exit_code
-from harness.report import summary_line
-from harness.rows import arm_rows, by_attention, without_expectation
+from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.rows import arm_rows, by_attention, without_expectation
+from repro_matrix.terminal.report import summary_line
 
 SAID = ["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
 

@@ -23,12 +23,12 @@ from judging import (
 )
 from launching import attempt_of, launched
 
-from harness import observe
-from harness.exit_code import exit_code
-from harness.judge import verdict
-from harness.judge.grade import grade
-from harness.launch.cold import ColdLauncher
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge import verdict
+from repro_matrix.judge.grade import grade
+from repro_matrix.launch import observe
+from repro_matrix.launch.cold import ColdLauncher
+from repro_matrix.results.exit_code import exit_code
 
 SCRIPT = "/home/me/project/repros/some_case.py"
 

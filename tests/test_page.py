@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from judging import case, document, ended, exception, failed, observation, ok
 from junitparser import Error, Failure, JUnitXml, Skipped
 
-from harness import catalogue
-from harness.cli import main
-from harness.judge.claims import ClaimRow
-from harness.page import formats, hangs, render
-from harness.page.change import Change, changes
-from harness.page.marks import MARKS, mark
-from harness.page.page import Page, link, page
-from harness.page.read import named
-from harness.page.releases import axes
-from harness.page.safe import harmless, line
-from harness.page.view import Cell, cell, numbered
-from harness.paths import RESULTS
-from harness.schema import VerdictName
-from harness.store import write_json
+from repro_matrix.cli import main
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.schema import VerdictName
+from repro_matrix.judge.claims import ClaimRow
+from repro_matrix.page import formats, hangs, render
+from repro_matrix.page.change import Change, changes
+from repro_matrix.page.marks import MARKS, mark
+from repro_matrix.page.page import Page, link, page
+from repro_matrix.page.read import named
+from repro_matrix.page.releases import axes
+from repro_matrix.page.safe import harmless, line
+from repro_matrix.page.view import Cell, cell, numbered
+from repro_matrix.paths import RESULTS
+from repro_matrix.results.store import write_json
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202eevil\u200b\x00<b>&amp;'\"`|\ud800"
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
@@ -368,8 +368,8 @@ def test_the_catalogue_s_words_stand_beside_the_arms() -> None:
 def test_a_run_whose_page_cannot_be_written_has_lost_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from harness.page import render as rendering
-    from harness.verbs.matrix import _page
+    from repro_matrix.page import render as rendering
+    from repro_matrix.verbs.matrix import _page
 
     control = document({"control": [("clean", observation(ok(0), ok(1)))]}, {"control": "HEALTHY"}, case="train-step")
     assert _page([control], tmp_path) == tmp_path / "report.html"
@@ -383,10 +383,10 @@ def test_a_run_whose_page_cannot_be_written_has_lost_nothing(
 
 def test_the_ledger_misses_nothing_of_what_is_dropped_while_reading() -> None:
     """On published documents: those of a claim by numbers among them."""
-    from harness.judge.again import judged_again
-    from harness.page.read import ledger, slim
-    from harness.paths import BASELINE
-    from harness.store import Store
+    from repro_matrix.judge.again import judged_again
+    from repro_matrix.page.read import ledger, slim
+    from repro_matrix.paths import BASELINE
+    from repro_matrix.results.store import Store
 
     known = catalogue.load()
     names = {"fsdp-generate", "device-map-distributed", "qwen15-fsdp-norm-shard", "old-checkpointing-hook"}

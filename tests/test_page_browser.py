@@ -13,10 +13,10 @@ import pytest
 from test_page import HOSTILE, cell, html, made, paged
 
 from bench.browser import Browser, program
-from harness.judge.claims import ClaimRow
-from harness.page import render
-from harness.page.view import Cell
-from harness.paths import ROOT
+from repro_matrix.judge.claims import ClaimRow
+from repro_matrix.page import render
+from repro_matrix.page.view import Cell
+from repro_matrix.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
     program() is None, reason="no chromium here: apt-get install chromium, or CHROMIUM=path"

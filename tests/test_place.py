@@ -23,11 +23,11 @@ import yaml
 from judging import case, ended, failed, observation, ok, record
 from packaging import version
 
-from harness.judge.evidence import lies_in, stack_places
-from harness.judge.grade import grade
-from harness.judge.signature import matches
-from harness.paths import REPROS
-from harness.schema import Signature
+from repro_matrix.conf.schema import Signature
+from repro_matrix.judge.evidence import lies_in, stack_places
+from repro_matrix.judge.grade import grade
+from repro_matrix.judge.signature import matches
+from repro_matrix.paths import REPROS
 
 sys.path.insert(0, str(REPROS))
 from kit import place

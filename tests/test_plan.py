@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import catalogue, matrix, overrides
-from harness.config import RunSettings, Scale, compose_run
-from harness.errors import ConfigError
-from harness.hardware import Gpu, Machine, Profile, settle, settle_all
-from harness.placing import place
-from harness.plan import CellPlan, Planner, unmet_requirement
+from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.config import RunSettings, Scale, compose_run
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.hardware import Gpu, Machine, Profile, settle, settle_all
+from repro_matrix.planning import matrix
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import CellPlan, Planner, unmet_requirement
 
 CATALOGUE = catalogue.load()
 CPU = Machine((), None, "cpu", 2, 24.0, "linux")

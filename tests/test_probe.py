@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from probing import CASE, World, world
 
-from harness.bisection.labels import answer, plain, short
-from harness.bisection.probe import Prober, Stopped, Target, quoted
-from harness.overrides import parse
+from repro_matrix.bisection.labels import answer, plain, short
+from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
+from repro_matrix.conf.overrides import parse
 
 __all__ = ["world"]
 

@@ -14,11 +14,11 @@ from fake_stack import ARCH, lines, python_that_says
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import drivers
-from harness.hardware import Gpu, Machine, Profile, around
-from harness.hardware.probe import Prober, ask, merged, problem, record
-from harness.running.leases import Leases
-from harness.stacks import Stack
+from repro_matrix.hardware import Gpu, Machine, Profile, around
+from repro_matrix.running.leases import Leases
+from repro_matrix.running.probe import Prober, ask, merged, problem, record
+from repro_matrix.setup import drivers
+from repro_matrix.stacks import Stack
 
 CARDS = tuple(Gpu(index, A100, f"GPU-{index}", 81920, "8.0") for index in range(2))
 TWO = Profile("gpu2", "cuda", "nccl", CARDS)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from launching import attempt_of
 
-from harness.launch import warm
-from harness.launch.server import Refused, Server
+from repro_matrix.launch import warm
+from repro_matrix.launch.server import Refused, Server
 
 sys.path.insert(0, str(Path(warm.__file__).resolve().parents[1] / "worker"))
 from probes import Probes, devices

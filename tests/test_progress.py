@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from harness.plan import CellPlan
-from harness.running.events import Event
-from harness.running.progress import SHOWN, Progress
+from repro_matrix.planning.plan import CellPlan
+from repro_matrix.running.events import Event
+from repro_matrix.running.progress import SHOWN, Progress
 
 
 def plan(name: str) -> CellPlan:
@@ -41,7 +41,7 @@ def test_running_cells_are_shown_with_device_and_age_until_they_end() -> None:
 
 def test_the_time_left_follows_the_expected_seconds_not_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("harness.running.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("repro_matrix.running.progress.time.monotonic", lambda: now)
     progress = Progress()
     progress.event(Event("cells", plan("long"), attempts=1, seconds=90.0))
     progress.event(Event("cells", plan("short"), attempts=1, seconds=10.0))
@@ -67,7 +67,7 @@ def test_without_a_terminal_a_long_silence_is_broken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("harness.running.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("repro_matrix.running.progress.time.monotonic", lambda: now)
     progress: Any = Progress()
     progress.event(Event("cells", plan("slow"), attempts=1, seconds=90.0))
     start(progress, "slow", "cpu")

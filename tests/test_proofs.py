@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from launching import two_ranks
 
-from harness.judge.checks import judged
-from repros.arm_settings import resolve
+from repro_matrix.conf.arm_settings import resolve
+from repro_matrix.judge.checks import judged
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [

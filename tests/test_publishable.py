@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, observation, ok
 
-from harness.cli import main
-from harness.judge.publishable import refusals
-from harness.paths import BASELINE
-from harness.store import Store
+from repro_matrix.cli import main
+from repro_matrix.judge.publishable import refusals
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
 
 
 def cell(verdict: str = "FIX_HOLDS", attempts: int = 3, **changes: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, document, failed, observation
 
-from harness.cli import main
-from harness.expected import unbacked
-from harness.judge.again import judged_again
-from harness.paths import BASELINE, EXPECTED
-from harness.publishing import Publication, place, publication
-from harness.schema import Case
-from harness.store import Store
+from repro_matrix.cli import main
+from repro_matrix.conf.expected import unbacked
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.again import judged_again
+from repro_matrix.paths import BASELINE, EXPECTED
+from repro_matrix.results.publishing import Publication, place, publication
+from repro_matrix.results.store import Store
 
 KNOWN = case(expect=[])
 Stored = dict[str, Any]
@@ -74,7 +74,7 @@ def test_what_is_published_backs_all_that_is_expected_and_is_no_more(old: dict[s
 def _entries(found: Publication) -> list[dict[str, Any]]:
     import yaml
 
-    from harness.expected import Table
+    from repro_matrix.conf.expected import Table
 
     text = found.tables["some-case"]
     return [] if text is None else [e.model_dump() for e in Table.model_validate(yaml.safe_load(text)).expectations]
@@ -143,6 +143,6 @@ def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Ca
 
 
 def _cases() -> dict[str, Case]:
-    from harness import catalogue
+    from repro_matrix.conf import catalogue
 
     return catalogue.load().cases

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from judging import case
 from packaging.specifiers import SpecifierSet
 
-from harness.bisection.ranges import expectations, measured, runs, whole
+from repro_matrix.results.ranges import expectations, measured, runs, whole
 
 KNOWN = case(arms={"broken": {}, "fix": {}, "newer": {"stack": "current"}})
 RELEASES = [f"4.{minor}.{patch}" for minor in range(36, 44) for patch in range(3)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.paths import REPROS
+from repro_matrix.paths import REPROS
 
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
 if str(REPROS) not in sys.path:

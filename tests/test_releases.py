@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
-from harness.bisection.releases import Release, between, exact, indexes, near, parse_between, releases
-from harness.stacks.errors import StackError
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.releases import Release, between, exact, indexes, near, parse_between, releases
 
 PAGE = """<!DOCTYPE html><html><body>
 <a href="demo-1.0.tar.gz">demo-1.0.tar.gz</a>

@@ -10,10 +10,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from judging import case, ended, exception, failed, observation, ok, record
 
-from harness.judge.grade import grade
-from harness.judge.verdict import judge
-from harness.paths import ROOT
-from harness.schema import OutcomeName, SignatureKind, VerdictName
+from repro_matrix.conf.schema import OutcomeName, SignatureKind, VerdictName
+from repro_matrix.judge.grade import grade
+from repro_matrix.judge.verdict import judge
+from repro_matrix.paths import ROOT
 
 SCHEMA = json.loads((ROOT / "results" / "schema" / "cell-v1.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)

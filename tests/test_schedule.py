@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import catalogue, matrix, overrides
-from harness.config import RunSettings
-from harness.hardware import Machine, Profile
-from harness.placing import place
-from harness.plan import Planner
-from harness.running.recorded import UNKNOWN_S, expect, recorded
-from harness.running.schedule import MOST_PER_CORE, Capacity, Task, in_order, pick
-from harness.stacks import Stack
+from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.hardware import Machine, Profile
+from repro_matrix.planning import matrix
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import Planner
+from repro_matrix.running.recorded import UNKNOWN_S, expect, recorded
+from repro_matrix.running.schedule import MOST_PER_CORE, Capacity, Task, in_order, pick
+from repro_matrix.stacks import Stack
 
 CPU = Capacity(cores=2, gpus=0, memory_gb=20)
 NODE = Capacity(cores=64, gpus=8, memory_gb=1000)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import cli
-from harness.errors import ConfigError
-from harness.script import command, failure, launch, options
-from harness.script.failure import Failure, judge
-from harness.script.traceback_text import tracebacks
+from repro_matrix import cli
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.script import command, failure, launch, options
+from repro_matrix.script.failure import Failure, judge
+from repro_matrix.script.traceback_text import tracebacks
 
 WHERE = {"file": "/home/a/train.py", "line": 3, "function": "step", "module": "__main__", "place": "", "code": "x"}
 UPSTREAM = {**WHERE, "file": "/v/site-packages/transformers/cache.py", "module": "transformers.cache",
@@ -205,7 +205,7 @@ def test_what_cannot_be_launched_is_said_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("x = 1\nif True\n    pass\n")
     Path("good.py").write_text("print(1)\n")
-    monkeypatch.setattr("harness.script.launch.launch", lambda *a: pytest.fail("launched"))
+    monkeypatch.setattr("repro_matrix.script.launch.launch", lambda *a: pytest.fail("launched"))
     for words, said in (
         (["./trian.py"], "there is no such script; did you mean 'train.py'"),
         (["./train.py"], "./train.py:2: expected ':': if True"),
@@ -231,8 +231,8 @@ def test_what_cannot_be_launched_is_said_before_anything_starts(
 
 
 def test_a_command_line_keeps_its_own_options_and_overrides_stand_before_it() -> None:
-    from harness import arguments
-    from harness.verbs import run
+    from repro_matrix.conf import arguments
+    from repro_matrix.verbs import run
 
     parser = arguments.Parser(prog="repro run")
     run.configure(parser)

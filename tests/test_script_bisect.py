@@ -12,10 +12,10 @@ import pytest
 from probing import World, before, world
 from test_script import FINE, UPSTREAM, raised, rank, seen
 
-from harness.cli import main
-from harness.script.failure import judge
-from harness.script.measure import Script
-from harness.stacks import Stack
+from repro_matrix.cli import main
+from repro_matrix.script.failure import judge
+from repro_matrix.script.measure import Script
+from repro_matrix.stacks import Stack
 
 __all__ = ["world"]
 Observe = Callable[[Any], dict[str, Any]]
@@ -48,7 +48,7 @@ class Lab:
 @pytest.fixture
 def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     made = Lab(world, tmp_path)
-    monkeypatch.setattr("harness.script.prober.measure", made.measure)
+    monkeypatch.setattr("repro_matrix.script.prober.measure", made.measure)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print(1)\n")
     return made

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from harness import stacks
-from harness.script import command, failure, measure
-from harness.script.failure import Failure
+from repro_matrix import stacks
+from repro_matrix.script import command, failure, measure
+from repro_matrix.script.failure import Failure
 
 pytestmark = pytest.mark.ranks
 
@@ -112,7 +112,7 @@ def test_the_environments_own_sitecustomize_is_imported(bench: Bench, monkeypatc
 
 def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut while it runs; what was asked for stands at its end."""
-    monkeypatch.setattr("harness.launch.watch.cut.__defaults__", (1 << 20,))
+    monkeypatch.setattr("repro_matrix.launch.watch.cut.__defaults__", (1 << 20,))
     found = bench.plain(
         """
         import os, time
@@ -128,7 +128,7 @@ def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_script_that_puts_itself_in_the_background_is_ended_and_said(bench: Bench) -> None:
-    from harness.script.show import lines
+    from repro_matrix.script.show import lines
 
     found = bench.plain("""
         import os, sys, time

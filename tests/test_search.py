@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.bisection.guilty import guilty
-from harness.bisection.maps import default_spread, spread_points, version_map
-from harness.bisection.search import NO, YES, Label, bisect, repeats_for
+from repro_matrix.bisection.guilty import guilty
+from repro_matrix.bisection.maps import default_spread, spread_points, version_map
+from repro_matrix.bisection.search import NO, YES, Label, bisect, repeats_for
 
 LABELS = st.sampled_from(["clean", "fires", "other error: KeyError"])
 MAYBE = st.sampled_from([NO, YES, None])

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, observation, ok
 
-from harness import cli
-from harness.errors import ConfigError, ResultsError
-from harness.matrix import Cell
-from harness.running import session, shards
+from repro_matrix import cli
+from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.planning.matrix import Cell
+from repro_matrix.running import session, shards
 
 CELLS = st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=25).map(
     lambda numbers: [Cell(f"c{n}", "m", "ddp", (), "current", "cpu") for n in numbers]

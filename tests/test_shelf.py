@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.paths import REPROS
+from repro_matrix.paths import REPROS
 
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
 if str(REPROS) not in sys.path:

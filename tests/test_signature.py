@@ -22,10 +22,10 @@ from judging import (
     record,
 )  # fmt: skip
 
-from harness.judge.evidence import Attempt, dotted, is_own, stack_places
-from harness.judge.peers import failures_of
-from harness.judge.signature import Match, matches
-from harness.schema import Signature
+from repro_matrix.conf.schema import Signature
+from repro_matrix.judge.evidence import Attempt, dotted, is_own, stack_places
+from repro_matrix.judge.peers import failures_of
+from repro_matrix.judge.signature import Match, matches
 
 PY_SPY = f"""# py-spy
 Process 15841: /opt/venv/bin/python h.py

@@ -15,12 +15,12 @@ import pytest
 from judging import EXCEPTION, case, control, document, ended, exception, failed, observation, ok, record
 from pydantic import ValidationError
 
-from harness import catalogue
-from harness.errors import ResultsError
-from harness.judge.foreign import OWN, foreign_messages, matched, patterns, too_wide
-from harness.judge.signature import matches
-from harness.schema import Case, Signature
-from harness.verbs import accept
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.conf.schema import Case, Signature
+from repro_matrix.judge.foreign import OWN, foreign_messages, matched, patterns, too_wide
+from repro_matrix.judge.signature import matches
+from repro_matrix.verbs import accept
 
 CATALOGUE = catalogue.load()
 SIGNATURES = [(case.slug, signature) for case in CATALOGUE.cases.values() for signature in case.signatures]

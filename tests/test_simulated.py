@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from judging import case, document, observation, ok, record
 
-from harness import catalogue, cli
-from harness.judge.grade import grade
-from harness.report import matrix_table, summary_line
-from harness.rows import arm_rows
-from harness.schema import Case
+from repro_matrix import cli
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.grade import grade
+from repro_matrix.results.rows import arm_rows
+from repro_matrix.terminal.report import matrix_table, summary_line
 
 CATALOGUE = catalogue.load()
 SIMULATED = sorted(case.slug for case in CATALOGUE.cases.values() if case.simulated)

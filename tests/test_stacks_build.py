@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import stack_wheels
 
-from harness import paths
-from harness.stacks import (
+from repro_matrix import paths
+from repro_matrix.stacks import (
     NOT_DUE,
     Stack,
     StackError,
@@ -29,9 +29,9 @@ from harness.stacks import (
     stacks,
     swapped,
 )
-from harness.stacks import lock as locks
-from harness.stacks import stack as stack_module
-from harness.stacks.installer import explain
+from repro_matrix.stacks import lock as locks
+from repro_matrix.stacks import stack as stack_module
+from repro_matrix.stacks.installer import explain
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ".".join(map(str, sys.version_info[:2]))
@@ -130,7 +130,7 @@ def test_a_stack_is_built_once(conf: Path) -> None:
 
 
 def test_two_builds_at_the_same_time_make_one(conf: Path) -> None:
-    code = "import sys; from pathlib import Path; from harness.stacks import resolve\n"
+    code = "import sys; from pathlib import Path; from repro_matrix.stacks import resolve\n"
     code += "print(resolve('small', conf=Path(sys.argv[1])).python)"
     runs = [
         subprocess.Popen([sys.executable, "-c", code, str(conf)], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness import store as stores
-from harness.errors import ResultsError
-from harness.store import Store
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.results import store as stores
+from repro_matrix.results.store import Store
 
 
 def document(started: float, attempts: int = 1) -> dict[str, Any]:

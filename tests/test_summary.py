@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, exception, failed, observation, ok
 
-from harness import summary
-from harness.rows import arm_rows, by_attention
+from repro_matrix.results.rows import arm_rows, by_attention
+from repro_matrix.terminal import summary
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
 BOOM["ranks"][0]["log_tail"] = "an early line\n" * 9 + "Traceback\n\x1b[31mRuntimeError: boom\u202e\x07\n"

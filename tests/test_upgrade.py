@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from probing import BASE, CASE, World, before, world
 
-from harness.bisection.upgrade import compare
+from repro_matrix.bisection.upgrade import compare
 
 __all__ = ["world"]
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, control, document, observation, outcome
 
-from harness.judge.grade import Outcome, Recognised, skipped
-from harness.judge.verdict import Verdict, evidence, firing, is_older, judge, wilson
+from repro_matrix.judge.grade import Outcome, Recognised, skipped
+from repro_matrix.judge.verdict import Verdict, evidence, firing, is_older, judge, wilson
 
 CASE = case()
 NAMES = ["fires", "clean", "other_error", "hang", "infra", "skipped"]

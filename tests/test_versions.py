@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probing import CASE, World, before, world
 
-from harness.bisection.maps import maps
+from repro_matrix.bisection.maps import maps
 
 __all__ = ["world"]
 LABELS = st.sampled_from(["clean", "fires", "other error: KeyError", None])
@@ -149,7 +149,7 @@ def test_nothing_is_probed_twice_and_an_interrupted_map_goes_on(
 def test_the_index_out_of_reach_keeps_what_is_known(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from harness import stacks
+    from repro_matrix import stacks
 
     def away(spec: str, **_: Any) -> Any:
         if "4.41.1" in spec:

@@ -8,7 +8,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.hardware.visible import read
+from repro_matrix.hardware.visible import read
 
 UUIDS = ["GPU-ab12", "GPU-ab34", "GPU-c", "GPU-d56", "GPU-d57"]
 ENTRY = st.one_of(

@@ -20,10 +20,10 @@ from launching import Json, attempt_of, ends, failed_together, free, gone, launc
 from test_end_to_end import Once, measured_from_cold
 from test_launch_cold import case_attempt
 
-from harness.launch import ColdLauncher, processes
-from harness.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, remove
-from harness.launch.warm import WarmLauncher
-from harness.launch.watch import read_launch
+from repro_matrix.launch import ColdLauncher, processes
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, remove
+from repro_matrix.launch.warm import WarmLauncher
+from repro_matrix.launch.watch import read_launch
 
 pytestmark = pytest.mark.ranks
 HEADER = f"import sys\nsys.path.insert(0, {str(ROOT / 'repros')!r})\nfrom kit import Run, main\n"
@@ -438,7 +438,7 @@ import sys, threading
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 from launching import attempt_of
-from harness.launch.warm import WarmLauncher
+from repro_matrix.launch.warm import WarmLauncher
 attempt = attempt_of(Path({folder!r}), "grandchild_and_stuck", run_id={run!r}, deadline=300)
 WarmLauncher().launch(attempt, threading.Event())
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from launching import attempt_of
 
-from harness.launch.attempt import Attempt
-from harness.launch.warm import server_environment, spec_of, why_cold
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.launch.warm import server_environment, spec_of, why_cold
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from harness import catalogue
-from harness.paths import REPROS
+from repro_matrix.conf import catalogue
+from repro_matrix.paths import REPROS
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 if str(REPROS) not in sys.path:
     sys.path.insert(0, str(REPROS))
 
-from repros.arm_settings import model_settings  # noqa: E402
+from repro_matrix.conf.arm_settings import model_settings  # noqa: E402
 
 CATALOGUE = catalogue.load()
 

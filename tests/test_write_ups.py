@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness import catalogue
-from harness.schema import Case
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.schema import Case
 
 # By case of the write-ups: what each says of causes and fixes. What nothing can test here says why in its row.
 CLAIMS = {

@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from harness.bisection.hunt import Hunted, shown
-from harness.bisection.labels import CLEAN, FIRES, short
-from harness.bisection.probe import Point, Probing
-from harness.stacks.spec import parse
-from harness.stacks.stack import canonical
+from repro_matrix.bisection.hunt import Hunted, shown
+from repro_matrix.bisection.labels import CLEAN, FIRES, short
+from repro_matrix.bisection.probe import Point, Probing
+from repro_matrix.stacks.spec import parse
+from repro_matrix.stacks.stack import canonical
 
 Data = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"

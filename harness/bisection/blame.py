@@ -8,15 +8,15 @@ from functools import reduce
 
 from packaging.version import InvalidVersion, Version
 
-from harness import stacks
-from harness.bisection import guilty, releases, search
-from harness.bisection.hunt import Hunt, Hunted, Roles, shown
-from harness.bisection.probe import Target
-from harness.errors import ReproError
-from harness.stacks import Stack, StackError
-from harness.stacks.overlay import too_heavy
-from harness.stacks.spec import parse
-from harness.store import RELEVANT
+from repro_matrix import stacks
+from repro_matrix.bisection import guilty, search
+from repro_matrix.bisection.hunt import Hunt, Hunted, Roles, shown
+from repro_matrix.bisection.probe import Target
+from repro_matrix.conf.errors import ReproError
+from repro_matrix.results.store import RELEVANT
+from repro_matrix.stacks import Stack, StackError, releases
+from repro_matrix.stacks.overlay import too_heavy
+from repro_matrix.stacks.spec import parse
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from harness.errors import ConfigError, nearest
-from harness.paths import cache_dir
-from harness.stacks import Stack, StackError
-from harness.stacks.stack import canonical, short_hash
+from repro_matrix.conf.errors import ConfigError, nearest
+from repro_matrix.paths import cache_dir
+from repro_matrix.stacks import Stack, StackError
+from repro_matrix.stacks.stack import canonical, short_hash
 
 # Where a package's folder may lie in its repository.
 _LAYOUTS = ("src/{}", "{}", "python/{}", "lib/{}")

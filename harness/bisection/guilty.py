@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.bisection.search import NO, YES, Label
+from repro_matrix.bisection.search import NO, YES, Label
 
 
 @dataclass(frozen=True)

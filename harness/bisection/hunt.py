@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.bisection import search
-from harness.bisection.labels import CLEAN, FIRES, Answer
-from harness.bisection.probe import Point, Probing, Stopped, Target
-from harness.bisection.search import NO, YES, Bisection
-from harness.errors import ConfigError, MeasureError
+from repro_matrix.bisection import search
+from repro_matrix.bisection.labels import CLEAN, FIRES, Answer
+from repro_matrix.bisection.probe import Point, Probing, Stopped, Target
+from repro_matrix.bisection.search import NO, YES, Bisection
+from repro_matrix.conf.errors import ConfigError, MeasureError
 
 Find = Literal["failure", "fix", "change"]
 FINDS = ("failure", "fix", "change")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.judge.evidence import items, mapping, text
+from repro_matrix.judge.evidence import items, mapping, text
 
 FIRES, CLEAN, OTHER = "fires", "clean", "other error"
 TEXT = 160  # characters of a message that a label keeps

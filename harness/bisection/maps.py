@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harness.bisection.search import Boundary, Label, Probe, Trail, boundaries, narrow
+from repro_matrix.bisection.search import Boundary, Label, Probe, Trail, boundaries, narrow
 
 
 @dataclass(frozen=True)

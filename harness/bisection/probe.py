@@ -13,17 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from harness import catalogue as catalogues
-from harness import matrix, overrides, stacks
-from harness.bisection import labels
-from harness.bisection.labels import Answer
-from harness.config import RunSettings, compose_run
-from harness.errors import ConfigError, unknown
-from harness.overrides import Selection
-from harness.running import session
-from harness.schema import Case
-from harness.stacks import Stack, StackError
-from harness.store import Store
+from repro_matrix import stacks
+from repro_matrix.bisection import labels
+from repro_matrix.bisection.labels import Answer
+from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf import overrides
+from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.conf.overrides import Selection
+from repro_matrix.conf.schema import Case
+from repro_matrix.planning import matrix
+from repro_matrix.results.store import Store
+from repro_matrix.running import session
+from repro_matrix.stacks import Stack, StackError
 
 Say = Callable[[str], None]
 

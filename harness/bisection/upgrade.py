@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.bisection.labels import CLEAN, FIRES, Answer, answer
-from harness.judge.comparable import comparable
-from harness.judge.evidence import mapping
+from repro_matrix.bisection.labels import CLEAN, FIRES, Answer, answer
+from repro_matrix.judge.comparable import comparable
+from repro_matrix.judge.evidence import mapping
 
 # For the worse, for the better, neither: in the order in which a reader wants them.
 WORSE = ("enters", "breaks", "stops working", "is needed now")

@@ -1,6 +1,6 @@
 """One stored cell in brief: all that a comparison of many cells needs, in a hundredth of its document. Pure.
 
-A brief is made of a document that was judged anew (harness.judge.again), never of what the document says of itself.
+A brief is made of a document that was judged anew (judge.again), never of what the document says of itself.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from harness.bisection.labels import answer
-from harness.judge.comparable import comparable
-from harness.judge.evidence import items, mapping, number, text
-from harness.judge.expect import as_expected
-from harness.judge.grade import Outcome
-from harness.judge.met import all_met
-from harness.rows import where_of
-from harness.store import RELEVANT
+from repro_matrix.bisection.labels import answer
+from repro_matrix.judge.comparable import comparable
+from repro_matrix.judge.evidence import items, mapping, number, text
+from repro_matrix.judge.expect import as_expected
+from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.met import all_met
+from repro_matrix.results.rows import where_of
+from repro_matrix.results.store import RELEVANT
 
 NO_EVIDENCE = ("skipped", "infra")
 HANG = "hang"
@@ -30,7 +30,7 @@ Parts = dict[str, Any]  # digest -> a part of some arm's settings
 
 
 class ArmBrief(NamedTuple):
-    """``met``: what failed, by its identity (harness.judge.met), or ``hang``. ``kinds``: outcome -> attempts
+    """``met``: what failed, by its identity (repro_matrix.judge.met), or ``hang``. ``kinds``: outcome -> attempts
     that count. ``wall_s``, ``peak_mb``: of each of these, the fullest rank's peak."""
 
     verdict: str | None

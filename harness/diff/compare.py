@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.diff import noise
-from harness.diff.brief import ArmBrief, Brief, Parts, latest, unlike
-from harness.errors import ConfigError
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.diff import noise
+from repro_matrix.diff.brief import ArmBrief, Brief, Parts, latest, unlike
 
 # In the order in which a reader wants them; kind -> (what it is read backwards, in words).
 KINDS: dict[str, tuple[str, str]] = {

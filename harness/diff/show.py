@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from harness.diff.brief import ArmBrief, Brief
-from harness.diff.compare import KINDS, Change, Diff
-from harness.summary import plain, wrapped
+from repro_matrix.diff.brief import ArmBrief, Brief
+from repro_matrix.diff.compare import KINDS, Change, Diff
+from repro_matrix.terminal.summary import plain, wrapped
 
 SHOWN = 12  # changes of a kind; all with --all
 COST = ("slower", "faster", "more memory", "less memory")

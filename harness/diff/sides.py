@@ -19,12 +19,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness import catalogue
-from harness.diff.brief import Brief, Parts, brief, from_json, to_json
-from harness.errors import ResultsError, nearest
-from harness.judge.again import judged_again
-from harness.paths import BASELINE, CONF, EXPECTED, ROOT, cache_dir
-from harness.store import Document, document_of, write_text
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ResultsError, nearest
+from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
+from repro_matrix.judge.again import judged_again
+from repro_matrix.paths import BASELINE, CONF, EXPECTED, ROOT, cache_dir
+from repro_matrix.results.store import Document, document_of, write_text
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
 SEVERAL = 256  # from so many documents on, more than one process reads them

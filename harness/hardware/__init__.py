@@ -9,10 +9,10 @@ probe     one process in a stack's own python: what torch says, and whether it c
 around    what else a run on GPUs depends on: /dev/shm, ptrace
 """
 
-from harness.hardware.gpus import CardState, Gpu, GpuProcess, LeftOut
-from harness.hardware.machine import Machine, cgroup_limits, detect
-from harness.hardware.nvml import states
-from harness.hardware.profile import HardwareError, Profile, settle, settle_all
+from repro_matrix.hardware.gpus import CardState, Gpu, GpuProcess, LeftOut
+from repro_matrix.hardware.machine import Machine, cgroup_limits, detect
+from repro_matrix.hardware.nvml import states
+from repro_matrix.hardware.profile import HardwareError, Profile, settle, settle_all
 
 __all__ = [
     "CardState", "Gpu", "GpuProcess", "HardwareError", "LeftOut", "Machine", "Profile", "cgroup_limits",

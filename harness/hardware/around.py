@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.hardware.profile import Profile
+from repro_matrix.hardware.profile import Profile
 
 SHM = Path("/dev/shm")
 SHM_MB = 1024  # NCCL takes some 10 MB for every pair of ranks that share memory, data loaders more; Docker gives 64
@@ -44,7 +44,7 @@ def gpus_named(indices: Sequence[int]) -> str:
 
 def no_stacks() -> str | None:
     """Why py-spy cannot look into a process of ours (a hang's stacks then come from faulthandler); None when it can."""
-    from harness.launch.backtraces import py_spy
+    from repro_matrix.launch.backtraces import py_spy
 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:

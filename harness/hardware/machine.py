@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.hardware import nvml
-from harness.hardware.gpus import Gpu, LeftOut
-from harness.hardware.signs import signs
-from harness.hardware.visible import NAME, read
-from harness.paths import cache_dir
+from repro_matrix.hardware import nvml
+from repro_matrix.hardware.gpus import Gpu, LeftOut
+from repro_matrix.hardware.signs import signs
+from repro_matrix.hardware.visible import NAME, read
+from repro_matrix.paths import cache_dir
 
 
 @dataclass(frozen=True)

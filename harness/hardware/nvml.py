@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from harness.hardware.gpus import Cards, CardState, Gpu, GpuProcess, LeftOut, Seen
-from harness.launch.attempt import RUN_TOKEN
+from repro_matrix.hardware.gpus import Cards, CardState, Gpu, GpuProcess, LeftOut, Seen
+from repro_matrix.launch.attempt import RUN_TOKEN
 
 MIB = 2**20
 T = TypeVar("T")

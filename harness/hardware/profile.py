@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.errors import ConfigError, unknown
-from harness.hardware.gpus import Gpu
-from harness.hardware.machine import Machine
-from harness.schema import Hardware
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.conf.schema import Hardware
+from repro_matrix.hardware.gpus import Gpu
+from repro_matrix.hardware.machine import Machine
 
 
 class HardwareError(ConfigError):

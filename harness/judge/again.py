@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from harness.judge import facts, genuine, grade, verdict
-from harness.judge.evidence import items, mapping, text
-from harness.judge.expect import as_expected, told
-from harness.judge.grade import Outcome
-from harness.judge.met import Met
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge import facts, genuine, grade, verdict
+from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.judge.expect import as_expected, told
+from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.met import Met
 
 Document = dict[str, Any]
 

@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from harness.judge import conditions
-from harness.judge.comparable import comparable_documents
-from harness.judge.conditions import Point
-from harness.judge.evidence import items, mapping, number, text
-from harness.judge.grade import Outcome
-from harness.judge.metrics import compare_metric
-from harness.judge.runs_here import Grounds
-from harness.judge.verdict import NO_EVIDENCE, judge_pair
-from harness.schema import Case, Claim, OutcomeName, Prediction, Strategy, VerdictName
+from repro_matrix.conf.schema import Case, Claim, OutcomeName, Prediction, Strategy, VerdictName
+from repro_matrix.judge import conditions
+from repro_matrix.judge.comparable import comparable_documents
+from repro_matrix.judge.conditions import Point
+from repro_matrix.judge.evidence import items, mapping, number, text
+from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.metrics import compare_metric
+from repro_matrix.judge.runs_here import Grounds
+from repro_matrix.judge.verdict import NO_EVIDENCE, judge_pair
 
 Document = Mapping[str, Any]
 Status = Literal["upheld", "refuted", "conditional", "untested"]

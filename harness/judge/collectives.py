@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from harness.judge.evidence import items, mapping, text
+from repro_matrix.judge.evidence import items, mapping, text
 
 Groups = tuple[str, tuple[int, ...]]  # a group's name may mean other ranks elsewhere
 _FAMILIES = (

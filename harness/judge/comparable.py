@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from harness.judge.evidence import items, mapping, text
+from repro_matrix.judge.evidence import items, mapping, text
 
 Document = Mapping[str, Any]
 # Parts of an arm's settings, in the order in which a difference is named.

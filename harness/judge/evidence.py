@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from harness.judge.checks import Judged, judged
+from repro_matrix.judge.checks import Judged, judged
 
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
 _STANDARD = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?t?/(.+)$")

@@ -12,9 +12,9 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from harness.judge.facts import depends_on, differs
-from harness.judge.verdict import MEETING, Verdict
-from harness.schema import Case, Expectation
+from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.judge.facts import depends_on, differs
+from repro_matrix.judge.verdict import MEETING, Verdict
 
 Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
 PREDICTING = "cpu"  # what was measured there is a prediction of every other hardware that has no expectation of its own

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from harness.judge.evidence import items, mapping
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.evidence import items, mapping
 
 
 def seen(document: Mapping[str, Any]) -> dict[str, Any]:

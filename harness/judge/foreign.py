@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.schema import Case, Signature
+from repro_matrix.conf.schema import Case, Signature
 
 _FILE = Path(__file__).with_name("foreign_messages.txt")
 # case/signature -> the beginnings of listed messages that it is there to recognise.

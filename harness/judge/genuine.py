@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePath
 
-from harness.judge.evidence import Attempt, Rank, items, mapping, number, text
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.evidence import Attempt, Rank, items, mapping, number, text
 
 NEWER = ("done_at",)  # what records of schema 1 do not hold
 SKEW_S = 60.0  # by how much the clocks of a node's ranks and of the controller may disagree

@@ -30,12 +30,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-from harness.judge import genuine, in_force, looks
-from harness.judge.evidence import Attempt, Rank, mapping, text
-from harness.judge.own import script_fails
-from harness.judge.peers import Failure, Failures, died_of, failures_of
-from harness.judge.signature import match_attempt, near_misses
-from harness.schema import Case, OutcomeName, SignatureKind
+from repro_matrix.conf.schema import Case, OutcomeName, SignatureKind
+from repro_matrix.judge import genuine, in_force, looks
+from repro_matrix.judge.evidence import Attempt, Rank, mapping, text
+from repro_matrix.judge.own import script_fails
+from repro_matrix.judge.peers import Failure, Failures, died_of, failures_of
+from repro_matrix.judge.signature import match_attempt, near_misses
 
 SHOWN = 500  # characters of a message kept in an outcome; the observation has all of it
 

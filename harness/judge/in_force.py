@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from harness.judge.evidence import Attempt, Rank, items, mapping, number, text
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.evidence import Attempt, Rank, items, mapping, number, text
 
 SHARE = 1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
 SPARE = 0.01  # ... and this part of the whole

@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from harness.judge.collectives import family
-from harness.judge.evidence import Attempt, number, text, threads_of
-from harness.judge.peers import is_peer_error
+from repro_matrix.judge.collectives import family
+from repro_matrix.judge.evidence import Attempt, number, text, threads_of
+from repro_matrix.judge.peers import is_peer_error
 
 Progress = Literal["progress", "stuck", "unknown"]
 Look = Mapping[str, Any]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.judge.grade import Outcome
+from repro_matrix.judge.grade import Outcome
 
 
 @dataclass(frozen=True, order=True)

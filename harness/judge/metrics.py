@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from harness.judge.evidence import items, mapping, number, text
-from harness.schema import Metric
+from repro_matrix.conf.schema import Metric
+from repro_matrix.judge.evidence import items, mapping, number, text
 
 REPEATS = 3  # attempts of each arm, at the least
 _OF_ATTEMPT = ("cpu_s", "wall_s")

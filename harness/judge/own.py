@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from harness.judge.evidence import Attempt, Place, Raised
-from harness.judge.peers import Failures
+from repro_matrix.judge.evidence import Attempt, Place, Raised
+from repro_matrix.judge.peers import Failures
 
 SHOWN = 160  # characters of a message
 

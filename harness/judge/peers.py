@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.judge.evidence import Attempt, Raised, Rank
+from repro_matrix.judge.evidence import Attempt, Raised, Rank
 
 # Errors of these types mean a lost peer whatever they say ...
 _PEER_TYPES = frozenset(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from harness.judge.comparable import machine
-from harness.judge.evidence import items, mapping, text
-from harness.judge.verdict import NO_EVIDENCE
+from repro_matrix.judge.comparable import machine
+from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.judge.verdict import NO_EVIDENCE
 
 Document = Mapping[str, Any]
 ATTEMPTS = 3  # of each arm that ran; with fewer, what came out once or twice may be chance

@@ -8,9 +8,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from harness.judge.evidence import items, mapping, text
-from harness.judge.grade import same_release
-from harness.schema import Strategy
+from repro_matrix.conf.schema import Strategy
+from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.judge.grade import same_release
 
 Document = Mapping[str, Any]
 

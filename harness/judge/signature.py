@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from harness.judge.collectives import Mismatch, mismatches, standing
-from harness.judge.evidence import Attempt, Place, Raised, Rank, within
-from harness.judge.peers import Failures, died_of, failures_of
-from harness.schema import Collective, Frame, Signature
+from repro_matrix.conf.schema import Collective, Frame, Signature
+from repro_matrix.judge.collectives import Mismatch, mismatches, standing
+from repro_matrix.judge.evidence import Attempt, Place, Raised, Rank, within
+from repro_matrix.judge.peers import Failures, died_of, failures_of
 
 _compiled = lru_cache(maxsize=None)(re.compile)
 

@@ -26,12 +26,12 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from harness.judge.comparable import comparable
-from harness.judge.evidence import items, mapping, text
-from harness.judge.facts import depends_on, differs
-from harness.judge.grade import Outcome
-from harness.judge.met import Met, all_met
-from harness.schema import Case, VerdictName
+from repro_matrix.conf.schema import Case, VerdictName
+from repro_matrix.judge.comparable import comparable
+from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.judge.facts import depends_on, differs
+from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.met import Met, all_met
 
 Interval = tuple[float, float]
 NO_EVIDENCE = ("skipped", "infra")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.launch.attempt import Attempt, Launcher
-from harness.launch.cold import ColdLauncher
+from repro_matrix.launch.attempt import Attempt, Launcher
+from repro_matrix.launch.cold import ColdLauncher
 
 __all__ = ["Attempt", "ColdLauncher", "Launcher", "open_launcher"]
 
@@ -15,6 +15,6 @@ def open_launcher(name: str) -> Launcher:
     """
     if name == "torchrun":
         return ColdLauncher()
-    from harness.launch.warm import WarmLauncher
+    from repro_matrix.launch.warm import WarmLauncher
 
     return WarmLauncher()

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 import yaml
 
-from harness.launch.inherited import inherited
-from harness.launch.limits import costs
+from repro_matrix.conf.inherited import inherited
+from repro_matrix.launch.limits import costs
 
 Json = dict[str, Any]
 

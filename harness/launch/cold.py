@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import IO
 
-from harness import observe
-from harness.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, environment, prepare
-from harness.launch.watch import Watch
+from repro_matrix.launch import observe
+from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, environment, prepare
+from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parents[1] / "worker" / "elastic.py"
 

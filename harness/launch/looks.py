@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
-from harness.judge import looks as judge
-from harness.judge.collectives import Standing, standing
-from harness.launch import backtraces, processes
+from repro_matrix.judge import looks as judge
+from repro_matrix.judge.collectives import Standing, standing
+from repro_matrix.launch import backtraces, processes
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.launch.attempt import ATTEMPT_TOKEN
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN
 
 Json = dict[str, Any]
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import psutil
 
-from harness import observe
-from harness.launch.attempt import Attempt, Json, clean, prepare, private_environment, stack_environment
-from harness.launch.cold import ColdLauncher
-from harness.launch.server import TOKEN_ROOM, Refused, Request, Server
-from harness.launch.watch import Watch, Watched
+from repro_matrix.launch import observe
+from repro_matrix.launch.attempt import Attempt, Json, clean, prepare, private_environment, stack_environment
+from repro_matrix.launch.cold import ColdLauncher
+from repro_matrix.launch.server import TOKEN_ROOM, Refused, Request, Server
+from repro_matrix.launch.watch import Watch, Watched
 
 MAX_IDLE = 10  # servers kept although no attempt uses them: the next attempt of their kind costs no start
 MOST_LATE = 3  # packages that a server leaves for the ranks; each costs a start of the server

@@ -21,11 +21,11 @@ from typing import Any
 
 import psutil
 
-from harness.judge import collectives
-from harness.judge import looks as judge
-from harness.launch import backtraces, limits, looks, processes, shm
-from harness.launch.attempt import ATTEMPT_TOKEN, Attempt, environment
-from harness.launch.baton import Batons
+from repro_matrix.judge import collectives
+from repro_matrix.judge import looks as judge
+from repro_matrix.launch import backtraces, limits, looks, processes, shm
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, environment
+from repro_matrix.launch.baton import Batons
 
 POLL_S = 0.05
 LOOK_S = 1.0  # how often the tree, its memory files and the size of the logs are looked at

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.judge.evidence import Attempt, Rank, dotted
-from harness.judge.peers import Failures, failures_of, is_peer_error
-from harness.judge.signature import match_attempt
-from harness.matching.scan import Note, Seen
-from harness.matching.tracebacks import Error
-from harness.schema import Case, Elsewhere, Signature
+from repro_matrix.conf.schema import Case, Elsewhere, Signature
+from repro_matrix.judge.evidence import Attempt, Rank, dotted
+from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
+from repro_matrix.judge.signature import match_attempt
+from repro_matrix.matching.scan import Note, Seen
+from repro_matrix.matching.tracebacks import Error
 
 # Errors of launchers and drivers, that only say that some process of theirs failed.
 _LAUNCHERS = re.compile(

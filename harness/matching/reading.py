@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from harness.errors import ReproError
+from repro_matrix.conf.errors import ReproError
 
 BLOCK = 1 << 20  # bytes that are read at a time
 LINE = 1 << 16  # bytes of one line that are kept

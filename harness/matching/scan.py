@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from harness.matching.lines import HEADER, Labels, Line
-from harness.matching.literals import BEGIN, Prefilter, required
-from harness.matching.tracebacks import Error, Errors
-from harness.matching.versions import LITERALS, Versions
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.matching.lines import HEADER, Labels, Line
+from repro_matrix.matching.literals import BEGIN, Prefilter, required
+from repro_matrix.matching.tracebacks import Error, Errors
+from repro_matrix.matching.versions import LITERALS, Versions
 
 NOTES = 50  # of one text
 # Lines that belong to errors: so many are read from the beginning, and the last blocks, of a log that is full of them.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from harness.schema import Case, Expectation
+from repro_matrix.conf.schema import Case, Expectation
 
 NEAREST = 2
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.matching.lines import HEADER, Line
+from repro_matrix.matching.lines import HEADER, Line
 
 DISTINCT = 300  # errors that are kept, each once
 OPEN = 64  # tracebacks at a time

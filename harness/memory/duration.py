@@ -6,7 +6,7 @@ twice. The figures are of bench/memory.json's machine and docs/full-size.md; a d
 
 from __future__ import annotations
 
-from harness.memory.arithmetic import Facts, Layout
+from repro_matrix.memory.arithmetic import Facts, Layout
 
 # Seconds of one core per parameter: a rank's own work, and the reference's (two runs).
 RANK = {"cpu": 1.5e-7, "cuda": 5e-8}

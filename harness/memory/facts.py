@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.memory.arithmetic import Facts
-from harness.paths import REPROS, cache_dir
-from harness.stacks import Stack
+from repro_matrix.memory.arithmetic import Facts
+from repro_matrix.paths import REPROS, cache_dir
+from repro_matrix.stacks import Stack
 
 WORKER = Path(__file__).resolve().parents[1] / "worker" / "model_facts.py"
 LIMIT_S = 600

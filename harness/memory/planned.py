@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness import hardware
-from harness.errors import ConfigError
-from harness.hardware import Gpu, Machine, Profile
-from harness.schema import Hardware
+from repro_matrix import hardware
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.schema import Hardware
+from repro_matrix.hardware import Gpu, Machine, Profile
 
 GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # where the profile's file does not say
 
@@ -16,7 +16,7 @@ GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # where the p
 def settle_all(
     names: Sequence[str], known: dict[str, Hardware], machine: Machine
 ) -> tuple[list[Profile], Machine, bool]:
-    """As harness.hardware's, but one profile that is not here may be named (alone: there is one machine)."""
+    """As repro_matrix.hardware's, but one profile that is not here may be named (alone: there is one machine)."""
     if len(names) != 1 or names[0] == "auto":
         return hardware.settle_all(names, known, machine), machine, False
     profile, machine, planned = settle(names[0], known, machine)

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from harness.judge.claims import ClaimRow
-from harness.page.marks import MARKS
-from harness.page.safe import harmless, line
-from harness.page.view import ArmView, Cell
+from repro_matrix.judge.claims import ClaimRow
+from repro_matrix.page.marks import MARKS
+from repro_matrix.page.safe import harmless, line
+from repro_matrix.page.view import ArmView, Cell
 
 SCHEMA = 1
 MOST = 65_000  # bytes of Markdown: what a comment or a job's summary takes

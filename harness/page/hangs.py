@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.judge.evidence import threads_of
-from harness.page.safe import line
+from repro_matrix.judge.evidence import threads_of
+from repro_matrix.page.safe import line
 
 MOST_FRAMES = 60
 MOST_RANKS = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.page.marks import Mark, mark
-from harness.page.view import Cell, Span, day
+from repro_matrix.page.marks import Mark, mark
+from repro_matrix.page.view import Cell, Span, day
 
 WIDTH, HEIGHT = 1000, 14  # of the drawing, and of a lane
 MOST_LANES = 32

@@ -56,7 +56,7 @@ def mark(name: str) -> Mark:
 
 
 def of_row(row: Mapping[str, Any]) -> Mark:
-    """A row of harness.rows: its verdict, else (the broken arm, one that was skipped) its outcome."""
+    """A row of repro_matrix.results.rows: its verdict, else (the broken arm, one that was skipped) its outcome."""
     if not row["attempts"]:
         return MARKS["skipped"]
     return mark(str(row["verdict"] or row["outcome"]))

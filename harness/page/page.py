@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
 
-from harness.judge.claims import ClaimRow, Evidence
-from harness.page.lanes import Timeline, timelines
-from harness.page.marks import MARKS, Mark, mark
-from harness.page.releases import Axis, axes
-from harness.page.safe import line
-from harness.page.view import WORST, ArmView, Cell
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.claims import ClaimRow, Evidence
+from repro_matrix.page.lanes import Timeline, timelines
+from repro_matrix.page.marks import MARKS, Mark, mark
+from repro_matrix.page.releases import Axis, axes
+from repro_matrix.page.safe import line
+from repro_matrix.page.view import WORST, ArmView, Cell
 
 MOST_NEWS = 40  # arms that are listed in the headline
 MOST_EVIDENCE = 12  # of one claim

@@ -8,15 +8,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from harness.catalogue import Catalogue
-from harness.errors import ResultsError
-from harness.judge import claims
-from harness.judge.again import judged_again, with_expectations
-from harness.judge.claims import ClaimRow
-from harness.judge.evidence import items, mapping
-from harness.page.view import Cell, cell
-from harness.paths import BASELINE
-from harness.store import Store
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.judge import claims
+from repro_matrix.judge.again import judged_again, with_expectations
+from repro_matrix.judge.claims import ClaimRow
+from repro_matrix.judge.evidence import items, mapping
+from repro_matrix.page.view import Cell, cell
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
 
 Document = dict[str, Any]
 AXES = ("case", "model", "strategy", "stack", "hardware")

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from packaging.version import InvalidVersion, Version
 
-from harness.bisection.ranges import RANGED
-from harness.judge.expect import as_expected
-from harness.page.marks import Mark
-from harness.page.view import Cell
+from repro_matrix.judge.expect import as_expected
+from repro_matrix.page.marks import Mark
+from repro_matrix.page.view import Cell
+from repro_matrix.results.ranges import RANGED
 
 Releases = Mapping[str, Version]
 

@@ -13,10 +13,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.page.marks import MARKS
-from harness.page.page import Page, facets, link
-from harness.page.safe import line
-from harness.page.view import numbered
+from repro_matrix.page.marks import MARKS
+from repro_matrix.page.page import Page, facets, link
+from repro_matrix.page.safe import line
+from repro_matrix.page.view import numbered
 
 PACK = 50  # bodies that are packed together, and unpacked when one of them is opened
 MEANING = {
@@ -41,7 +41,7 @@ MEANING = {
 @lru_cache(maxsize=1)
 def environment() -> Environment:
     made = Environment(
-        loader=PackageLoader("harness.page"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=PackageLoader("repro_matrix.page"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     made.filters["oneline"] = line

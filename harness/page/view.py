@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from harness import rows
-from harness.judge import checks
-from harness.judge.evidence import items, mapping, number, text
-from harness.page import change, hangs
-from harness.page.marks import Mark, mark, of_row
-from harness.page.safe import harmless, line
-from harness.schema import Case
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge import checks
+from repro_matrix.judge.evidence import items, mapping, number, text
+from repro_matrix.page import change, hangs
+from repro_matrix.page.marks import Mark, mark, of_row
+from repro_matrix.page.safe import harmless, line
+from repro_matrix.results import rows
 
 Document = Mapping[str, Any]
 LOG = 1200  # characters of a rank's log that are shown
@@ -116,7 +116,7 @@ class Cell:
     weights: str
     source: str  # which of several results
     arms: tuple[ArmView, ...]
-    rows: tuple[Mapping[str, Any], ...]  # harness.rows of the same arms
+    rows: tuple[Mapping[str, Any], ...]  # repro_matrix.results.rows of the same arms
     spans: tuple[Span, ...] = ()
     states: tuple[str, ...] = field(default=())  # expected, unexpected ...: what the filter knows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.device_errors import EITHER
+from repro_matrix.launch.device_errors import EITHER
 
 LOST_CARD = "card"  # the kind of infra that a failed card is
 CARDS = (LOST_CARD, "device", EITHER)  # other cards may give an answer

@@ -14,15 +14,15 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from harness.catalogue import Catalogue
-from harness.device_errors import of_device
-from harness.launch.attempt import Attempt, Launcher
-from harness.paths import cache_dir
-from harness.plan import ArmPlan, CellPlan
-from harness.running.leases import Leases, Trouble
-from harness.schema import Case
-from harness.stacks import Stack
-from harness.store import RELEVANT
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.schema import Case
+from repro_matrix.launch.attempt import Attempt, Launcher
+from repro_matrix.launch.device_errors import of_device
+from repro_matrix.paths import cache_dir
+from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.results.store import RELEVANT
+from repro_matrix.running.leases import Leases, Trouble
+from repro_matrix.stacks import Stack
 
 REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
 
@@ -88,7 +88,7 @@ class Attempts:
         )
 
     def _env(self, case: Case, plan: ArmPlan, stack: Stack) -> dict[str, str]:
-        """What the ranks get beyond what they inherit (harness/launch/inherited.py); later ones win."""
+        """What the ranks get beyond what they inherit (harness/conf/inherited.py); later ones win."""
         return {**stack.environment({}), **case.launch.env, **plan.settings.get("env", {}), **case.arms[plan.arm].env}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from harness.running.schedule import Capacity, Task, in_order, pick
+from repro_matrix.running.schedule import Capacity, Task, in_order, pick
 
 PATIENCE_S = 10.0  # as long as a short attempt takes: what waits less was not passed over by much
 PATIENCE = 8  # times what the last turn took: keeping cards idle may cost so much of the time and no more

@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.catalogue import Catalogue, parse, read_yaml
-from harness.config import RunSettings
-from harness.hardware import Profile
-from harness.judge.met import Met
-from harness.matrix import Cell
-from harness.paths import CONF, REPROS
-from harness.plan import CellPlan, Planner, StackLike
-from harness.running.attempts import imports_of
-from harness.running.events import Event, Summary
-from harness.running.given import Given
-from harness.schema import Case, Model, Strategy
-from harness.store import Store
+from repro_matrix.conf.catalogue import Catalogue, parse, read_yaml
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.conf.schema import Case, Model, Strategy
+from repro_matrix.hardware import Profile
+from repro_matrix.judge.met import Met
+from repro_matrix.paths import CONF, REPROS
+from repro_matrix.planning.matrix import Cell
+from repro_matrix.planning.plan import CellPlan, Planner, StackLike
+from repro_matrix.results.store import Store
+from repro_matrix.running.attempts import imports_of
+from repro_matrix.running.events import Event, Summary
+from repro_matrix.running.given import Given
 
 NONE: dict[str, dict[str, Any]] = {
     "model": {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}},

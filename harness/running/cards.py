@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from harness.hardware import Gpu
-from harness.hardware.gpus import Seen
-from harness.running.board import Node
-from harness.running.leases import Trouble
+from repro_matrix.hardware import Gpu
+from repro_matrix.hardware.gpus import Seen
+from repro_matrix.running.board import Node
+from repro_matrix.running.leases import Trouble
 
 LOOK_S = 1.0  # between two looks at the free cards
 STRANGER_MB = 64  # less is no computation: a monitor, the server of a shared card

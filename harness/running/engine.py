@@ -15,21 +15,21 @@ from typing import Any
 
 import psutil
 
-from harness import document as documents
-from harness.errors import ResultsError
-from harness.hardware.nvml import Nvml
-from harness.judge.again import judged_again
-from harness.plan import CellPlan
-from harness.running.again import again, lost, settled
-from harness.running.attempts import Attempts, Made, arm_of, fault
-from harness.running.board import Board, Placed
-from harness.running.cards import Cards, Driver
-from harness.running.events import Document, Event, Later, Summary
-from harness.running.given import Given
-from harness.running.idle import LOOK_S, Idle
-from harness.running.recorded import expect, recorded
-from harness.running.schedule import MOST_PER_CORE, Capacity, Task
-from harness.store import RELEVANT, Store, stack_label
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.hardware.nvml import Nvml
+from repro_matrix.judge.again import judged_again
+from repro_matrix.planning.plan import CellPlan
+from repro_matrix.results import document as documents
+from repro_matrix.results.store import RELEVANT, Store, stack_label
+from repro_matrix.running.again import again, lost, settled
+from repro_matrix.running.attempts import Attempts, Made, arm_of, fault
+from repro_matrix.running.board import Board, Placed
+from repro_matrix.running.cards import Cards, Driver
+from repro_matrix.running.events import Document, Event, Later, Summary
+from repro_matrix.running.given import Given
+from repro_matrix.running.idle import LOOK_S, Idle
+from repro_matrix.running.recorded import expect, recorded
+from repro_matrix.running.schedule import MOST_PER_CORE, Capacity, Task
 
 
 @dataclass

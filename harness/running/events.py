@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.plan import CellPlan
+from repro_matrix.planning.plan import CellPlan
 
 Document = dict[str, Any]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.catalogue import Catalogue
-from harness.config import RunSettings
-from harness.hardware import Gpu, Machine, Profile
-from harness.stacks import Stack
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.hardware import Gpu, Machine, Profile
+from repro_matrix.stacks import Stack
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 
-from harness.plan import ArmPlan, CellPlan
-from harness.stacks import Stack
+from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.stacks import Stack
 
 LIMIT_S = 4 * 3600.0
 

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import psutil
 from filelock import FileLock, Timeout
 
-from harness.hardware.gpus import Seen, unseen
-from harness.launch import processes, shm
-from harness.launch.attempt import RUN_TOKEN, clear_directory
-from harness.launch.watch import read_launch
-from harness.running.board import Kept
+from repro_matrix.hardware.gpus import Seen, unseen
+from repro_matrix.launch import processes, shm
+from repro_matrix.launch.attempt import RUN_TOKEN, clear_directory
+from repro_matrix.launch.watch import read_launch
+from repro_matrix.running.board import Kept
 
 EMPTY_S = 10.0  # how long a device may take to let go of a process that has ended
 LEFT_MB = 256  # a context alone takes more; the driver's own use goes up and down by less

@@ -6,10 +6,10 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from harness.plan import CellPlan
-from harness.report import console, style
-from harness.rows import arm_rows
-from harness.running.events import Event
+from repro_matrix.planning.plan import CellPlan
+from repro_matrix.results.rows import arm_rows
+from repro_matrix.running.events import Event
+from repro_matrix.terminal.report import console, style
 
 SHOWN = 8  # running attempts
 QUIET_S = 30.0  # without a terminal: after so long without a line, say what runs

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.memory.arithmetic import GIB
-from harness.plan import MEMORY_PER_RANK_GB, ArmPlan
+from repro_matrix.memory.arithmetic import GIB
+from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, ArmPlan
 
 UNKNOWN_S = 10.0  # where nothing was ever measured
 

@@ -12,27 +12,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import catalogue as catalogues
-from harness import hardware, matrix, overrides, placing, provenance
-from harness.catalogue import Catalogue
-from harness.config import RunSettings, compose_run
-from harness.errors import ConfigError, MeasureError
-from harness.hardware import Machine, Profile, around
-from harness.hardware.nvml import Nvml
-from harness.hardware.probe import Prober
-from harness.launch import open_launcher
-from harness.memory import planned as planning
-from harness.paths import BASELINE, RESULTS, cache_dir
-from harness.plan import CellPlan
-from harness.running import canary, shards
-from harness.running.attempts import REFERENCES, Attempts, new_run_dir
-from harness.running.engine import Engine
-from harness.running.events import Event, Later, Summary
-from harness.running.given import Given
-from harness.running.leases import Leases, clear_leftovers, register_run
-from harness.running.wanted import Wanted
-from harness.stacks import Stack
-from harness.store import Store
+from repro_matrix import hardware
+from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf import overrides
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.errors import ConfigError, MeasureError
+from repro_matrix.hardware import Machine, Profile, around
+from repro_matrix.hardware.nvml import Nvml
+from repro_matrix.launch import open_launcher
+from repro_matrix.memory import planned as planning
+from repro_matrix.paths import BASELINE, RESULTS, cache_dir
+from repro_matrix.planning import matrix, placing
+from repro_matrix.planning.plan import CellPlan
+from repro_matrix.results import provenance
+from repro_matrix.results.store import Store
+from repro_matrix.running import canary, shards
+from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
+from repro_matrix.running.engine import Engine
+from repro_matrix.running.events import Event, Later, Summary
+from repro_matrix.running.given import Given
+from repro_matrix.running.leases import Leases, clear_leftovers, register_run
+from repro_matrix.running.probe import Prober
+from repro_matrix.running.wanted import Wanted
+from repro_matrix.stacks import Stack
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.catalogue import Catalogue
-from harness.config import RunSettings
-from harness.errors import ConfigError, ResultsError
-from harness.matrix import Cell, arms_of
-from harness.paths import BASELINE
-from harness.running.recorded import UNKNOWN_S, Recorded, recorded
-from harness.store import Document, Store, document_of, write_text
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.paths import BASELINE
+from repro_matrix.planning.matrix import Cell, arms_of
+from repro_matrix.results.store import Document, Store, document_of, write_text
+from repro_matrix.running.recorded import UNKNOWN_S, Recorded, recorded
 
 # What may differ between the parts of one run: where the results go, and how a machine works.
 OF_THE_MACHINE = ("shard", "results", "jobs", "keep", "launcher", "order", "min_measured")

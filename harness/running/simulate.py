@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.hardware import Gpu
-from harness.hardware.gpus import Seen
-from harness.running.again import again, lost
-from harness.running.board import Board, Kept, Placed
-from harness.running.cards import LOOK_S, Cards
-from harness.running.schedule import Capacity, Task
+from repro_matrix.hardware import Gpu
+from repro_matrix.hardware.gpus import Seen
+from repro_matrix.running.again import again, lost
+from repro_matrix.running.board import Board, Kept, Placed
+from repro_matrix.running.cards import LOOK_S, Cards
+from repro_matrix.running.schedule import Capacity, Task
 
 
 @dataclass(frozen=True)

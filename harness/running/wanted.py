@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness import matrix, provenance
-from harness.catalogue import Catalogue
-from harness.config import RunSettings
-from harness.hardware import Machine, Profile
-from harness.memory.look import lay_over
-from harness.plan import CellPlan, Planner
-from harness.running.hub import with_weights
-from harness.stacks import Stack, StackError, check, extensions, resolve, there
-from harness.stacks import stacks as known_stacks
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.hardware import Machine, Profile
+from repro_matrix.planning import matrix
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.results import provenance
+from repro_matrix.running.hub import with_weights
+from repro_matrix.running.model_needs import lay_over
+from repro_matrix.stacks import Stack, StackError, check, extensions, resolve, there
+from repro_matrix.stacks import stacks as known_stacks
 
 
 @dataclass

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import ConfigError, nearest
+from repro_matrix.conf.errors import ConfigError, nearest
 
 # program -> module that is its command line
 LAUNCHERS = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness import stacks
-from harness.errors import ConfigError
-from harness.script import freezes
-from harness.stacks.stack import short_hash
-from harness.store import SCRIPTS, write_text
+from repro_matrix import stacks
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.results.store import SCRIPTS, write_text
+from repro_matrix.script import freezes
+from repro_matrix.stacks.stack import short_hash
 
 
 def is_freeze(text: str) -> bool:

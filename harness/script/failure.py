@@ -22,15 +22,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from harness.bisection.labels import plain
-from harness.errors import ConfigError
-from harness.judge.evidence import Attempt, items, mapping, number, raised_chain, text
-from harness.judge.grade import SHOWN, Outcome, Primary, Recognised
-from harness.judge.peers import Failure as RankFailure
-from harness.judge.peers import Failures, failures_of, is_peer_error
-from harness.judge.signature import match_attempt
-from harness.schema import Signature, SignatureKind
-from harness.script.traceback_text import tracebacks
+from repro_matrix.bisection.labels import plain
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.schema import Signature, SignatureKind
+from repro_matrix.judge.evidence import Attempt, items, mapping, number, raised_chain, text
+from repro_matrix.judge.grade import SHOWN, Outcome, Primary, Recognised
+from repro_matrix.judge.peers import Failure as RankFailure
+from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
+from repro_matrix.judge.signature import match_attempt
+from repro_matrix.script.traceback_text import tracebacks
 
 SIGNATURE = "failure"  # the one thing that a script is asked for
 NOTHING_RAN = {"launch", "lost"}

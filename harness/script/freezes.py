@@ -14,8 +14,8 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from harness.errors import ConfigError
-from harness.stacks.stack import HEAVY, canonical
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.stacks.stack import HEAVY, canonical
 
 CONDA_NAMES = {"pytorch": "torch", "pytorch-cpu": "torch", "pytorch-gpu": "torch"}  # by other names than on PyPI
 _PLACES = re.compile(r"^(-e|--editable)\b|@\s*(git\+|file:|https?:|/)|^(git\+|https?://|\.{0,2}/)")

@@ -16,14 +16,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness import observe
-from harness.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, prepare, private_environment
-from harness.launch.cold import Reaped
-from harness.launch.inherited import set_by_launch
-from harness.launch.watch import CUT, Watch, read_launch
-from harness.script.command import Command
-from harness.script.failure import Failure
-from harness.script.traceback_text import tracebacks
+from repro_matrix.conf.inherited import set_by_launch
+from repro_matrix.launch import observe
+from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, prepare, private_environment
+from repro_matrix.launch.cold import Reaped
+from repro_matrix.launch.watch import CUT, Watch, read_launch
+from repro_matrix.script.command import Command
+from repro_matrix.script.failure import Failure
+from repro_matrix.script.traceback_text import tracebacks
 
 WORKER = Path(__file__).resolve().parents[1] / "worker" / "command.py"
 HOOKS = WORKER.with_name("hooks")

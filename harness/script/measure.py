@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import hardware, provenance
-from harness.errors import ResultsError
-from harness.launch.attempt import Attempt, Json
-from harness.paths import cache_dir
-from harness.script import launch as launching
-from harness.script.command import Command
-from harness.script.failure import Failure, judge
-from harness.stacks import Stack
-from harness.stacks.stack import short_hash
-from harness.store import SCRIPTS, stack_label, write_json
+from repro_matrix import hardware
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.launch.attempt import Attempt, Json
+from repro_matrix.paths import cache_dir
+from repro_matrix.results import provenance
+from repro_matrix.results.store import SCRIPTS, stack_label, write_json
+from repro_matrix.script import launch as launching
+from repro_matrix.script.command import Command
+from repro_matrix.script.failure import Failure, judge
+from repro_matrix.stacks import Stack
+from repro_matrix.stacks.stack import short_hash
 
 START_S = 180.0  # for a launcher to begin its ranks: it imports torch first
 

@@ -6,14 +6,14 @@ import argparse
 import re
 from pathlib import Path
 
-from harness import arguments
-from harness.config import RunSettings, compose_run
-from harness.errors import ConfigError
-from harness.paths import RESULTS
-from harness.script import command as commands
-from harness.script import failure as failures
-from harness.script.failure import Failure
-from harness.script.measure import Script
+from repro_matrix.conf import arguments
+from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.paths import RESULTS
+from repro_matrix.script import command as commands
+from repro_matrix.script import failure as failures
+from repro_matrix.script.failure import Failure
+from repro_matrix.script.measure import Script
 
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that mean something for a script
 DEADLINE_S = 300.0

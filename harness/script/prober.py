@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from harness import stacks
-from harness.bisection import labels
-from harness.bisection.labels import Answer
-from harness.bisection.probe import Point, Say, Stopped, Target
-from harness.errors import ConfigError, MeasureError
-from harness.judge.grade import Outcome
-from harness.script import failure as failures
-from harness.script.measure import Script, measure
-from harness.stacks import Stack, StackError
+from repro_matrix import stacks
+from repro_matrix.bisection import labels
+from repro_matrix.bisection.labels import Answer
+from repro_matrix.bisection.probe import Point, Say, Stopped, Target
+from repro_matrix.conf.errors import ConfigError, MeasureError
+from repro_matrix.judge.grade import Outcome
+from repro_matrix.script import failure as failures
+from repro_matrix.script.measure import Script, measure
+from repro_matrix.stacks import Stack, StackError
 
 ARM = "script"  # the one arm that a script has
 NOISE = 3.0  # the ends' means lie at least so many times their own spread apart

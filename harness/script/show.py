@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.judge.evidence import Attempt, items, mapping, text
-from harness.judge.peers import failures_of
-from harness.script.failure import normal
+from repro_matrix.judge.evidence import Attempt, items, mapping, text
+from repro_matrix.judge.peers import failures_of
+from repro_matrix.script.failure import normal
 
 TAIL = 6  # lines of a rank's log
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from harness.schema import Stack as Definition
-from harness.stacks import build, files, overlay, spec
-from harness.stacks import lock as locks
-from harness.stacks.build import Say, quiet
-from harness.stacks.errors import StackError
-from harness.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, show, stacks
-from harness.stacks.stack import Stack, differences, existing
+from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.stacks import build, files, overlay, spec
+from repro_matrix.stacks import lock as locks
+from repro_matrix.stacks.build import Say, quiet
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, show, stacks
+from repro_matrix.stacks.stack import Stack, differences, existing
 
 __all__ = [
     "NOT_DUE", "USUAL", "Held", "Listed", "Pruned", "Stack", "StackError", "check", "differences", "make_lock", "prune",
@@ -64,7 +64,7 @@ def _nearest(said: str) -> str:
     missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", said)
     if not missing:
         return ""
-    from harness.bisection import releases  # it uses this package's parts
+    from repro_matrix.stacks import releases  # it uses this package's parts
 
     try:
         found = releases.releases(missing[1], yanked=True, pre=True)

@@ -25,12 +25,12 @@ from typing import Any
 
 from filelock import FileLock
 
-from harness import paths
-from harness.stacks import disk
-from harness.stacks import lock as locks
-from harness.stacks.errors import StackError
-from harness.stacks.installer import run_uv, uv_cache
-from harness.stacks.stack import Stack, canonical
+from repro_matrix import paths
+from repro_matrix.stacks import disk
+from repro_matrix.stacks import lock as locks
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.installer import run_uv, uv_cache
+from repro_matrix.stacks.stack import Stack, canonical
 
 Say = Callable[[str], None]
 

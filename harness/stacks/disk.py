@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness.stacks.errors import StackError
+from repro_matrix.stacks.errors import StackError
 
 # Unpacked sizes in MB, measured over torch 2.2 and 2.6 for Linux x86_64 (the larger of the two, rounded up).
 _LARGE = {

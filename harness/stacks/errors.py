@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from harness.errors import ReproError
+from repro_matrix.conf.errors import ReproError
 
 Kind = Literal[
     "usage",  # the specification itself is wrong: no such stack, no such file

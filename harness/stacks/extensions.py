@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
-from harness.launch.baton import Batons
-from harness.launch.inherited import building
-from harness.stacks.stack import Stack
+from repro_matrix.conf.inherited import building
+from repro_matrix.launch.baton import Batons
+from repro_matrix.stacks.stack import Stack
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 LIMIT_S = 600

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from harness import paths
-from harness.errors import nearest
-from harness.schema import Stack as Definition
-from harness.stacks import lock as locks
-from harness.stacks.errors import StackError
-from harness.stacks.installer import index_settings
-from harness.stacks.lock import Lock
-from harness.stacks.spec import replaced
-from harness.stacks.stack import HEAVY, canonical, short_hash
+from repro_matrix import paths
+from repro_matrix.conf.errors import nearest
+from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.stacks import lock as locks
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.installer import index_settings
+from repro_matrix.stacks.lock import Lock
+from repro_matrix.stacks.spec import replaced
+from repro_matrix.stacks.stack import HEAVY, canonical, short_hash
 
 _INCLUDE = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[ =]+(\S+)", re.M)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uv
 
-from harness.stacks.errors import Kind, StackError
+from repro_matrix.stacks.errors import Kind, StackError
 
 # What uv says -> what it was. The first that is found decides.
 _REASONS: list[tuple[str, Kind]] = [

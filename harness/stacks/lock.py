@@ -15,10 +15,10 @@ from pathlib import Path
 
 from packaging.markers import Marker
 
-from harness.schema import Stack as Definition
-from harness.stacks.errors import StackError
-from harness.stacks.installer import run_uv
-from harness.stacks.stack import canonical, short_hash
+from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.installer import run_uv
+from repro_matrix.stacks.stack import canonical, short_hash
 
 DEFAULT_PYTHON = "3.11"  # what a definition without `python:` gets; has wheels from torch 2.0 to today
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?==([^\s;\\]+)[ \t]*(?:;[ \t]*([^\\\n]+?))?[ \t]*\\?$", re.M)

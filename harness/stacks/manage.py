@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from harness import paths
-from harness.stacks import build, disk, spec
-from harness.stacks import lock as locks
-from harness.stacks.errors import StackError
+from repro_matrix import paths
+from repro_matrix.stacks import build, disk, spec
+from repro_matrix.stacks import lock as locks
+from repro_matrix.stacks.errors import StackError
 
 DAY = 24 * 3600
 NOT_DUE = "used lately"

@@ -16,14 +16,14 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from harness.schema import Stack as Definition
-from harness.stacks import build, disk
-from harness.stacks.build import Say, quiet
-from harness.stacks.errors import StackError
-from harness.stacks.installer import run_uv, uv_cache
-from harness.stacks.lock import index_env
-from harness.stacks.spec import replaced
-from harness.stacks.stack import HEAVY, Stack, canonical, short_hash
+from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.stacks import build, disk
+from repro_matrix.stacks.build import Say, quiet
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.installer import run_uv, uv_cache
+from repro_matrix.stacks.lock import index_env
+from repro_matrix.stacks.spec import replaced
+from repro_matrix.stacks.stack import HEAVY, Stack, canonical, short_hash
 
 _CHANGE = re.compile(r"^ ([+-]) ([A-Za-z0-9][\w.-]*)(?:==([^\s]+)| @ (\S+)|(?= \())", re.M)
 

@@ -17,11 +17,11 @@ import yaml
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import ValidationError
 
-from harness import paths
-from harness.errors import nearest
-from harness.schema import Stack as Definition
-from harness.stacks.errors import StackError
-from harness.stacks.stack import canonical
+from repro_matrix import paths
+from repro_matrix.conf.errors import nearest
+from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.stack import canonical
 
 # A '+' that begins a replacement, and not one inside a version (2.13.0+cpu) or an address (git+file:).
 _PLUS = re.compile(r"\+(?=[A-Za-z][\w.-]*\s*(?:\[[^\]]*\])?\s*(?:==|@))")

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.paths import cache_dir
-from harness.stacks.errors import StackError
-from harness.store import RELEVANT
+from repro_matrix.paths import cache_dir
+from repro_matrix.results.store import RELEVANT
+from repro_matrix.stacks.errors import StackError
 
 # Run by the stack's own interpreter; standard library only, Python 3.8 and later.
 _LOOK = """
@@ -57,7 +57,7 @@ class Stack:
     compiled: str = ""  # the stack whose compiled extensions serve this one too (its key); default: its own
     # package that cannot be used here -> why
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
-    # what torch in it makes of this machine's cards (harness/hardware/probe.py); {} where it was not asked
+    # what torch in it makes of this machine's cards (harness/running/probe.py); {} where it was not asked
     probe: Mapping[str, Any] = field(default_factory=dict, hash=False)
     content: str = ""  # ``key`` without the place, for the project's own environment: alike in every checkout
 

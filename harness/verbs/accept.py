@@ -15,21 +15,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import arguments, overrides
-from harness import catalogue as catalogues
-from harness.bisection.ranges import whole
-from harness.compact import compacted, lines
-from harness.config import compose_run
-from harness.errors import ConfigError, ResultsError
-from harness.judge.again import judged_again
-from harness.judge.foreign import too_wide
-from harness.judge.publishable import refusals
-from harness.paths import BASELINE, EXPECTED, RESULTS, ROOT, cache_dir
-from harness.publishing import Publication, publication
-from harness.report import print_json, print_notes, print_table
-from harness.running import session
-from harness.schema import Case
-from harness.store import Store, write_text
+from repro_matrix.conf import arguments, overrides
+from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf.config import compose_run
+from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.again import judged_again
+from repro_matrix.judge.foreign import too_wide
+from repro_matrix.judge.publishable import refusals
+from repro_matrix.paths import BASELINE, EXPECTED, RESULTS, ROOT, cache_dir
+from repro_matrix.results.compact import compacted, lines
+from repro_matrix.results.publishing import Publication, publication
+from repro_matrix.results.ranges import whole
+from repro_matrix.results.store import Store, write_text
+from repro_matrix.running import session
+from repro_matrix.terminal.report import print_json, print_notes, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

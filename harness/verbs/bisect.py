@@ -11,20 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
-from harness import arguments, hardware, provenance
-from harness.bisection import bisect_report, commits, releases
-from harness.bisection.blame import Blame, blame, line_of, release_of
-from harness.bisection.hunt import FINDS, Find, Hunt, Hunted, Roles
-from harness.bisection.probe import Prober, Probing, Stopped, Target, one_case
-from harness.catalogue import load
-from harness.errors import ConfigError, unknown
-from harness.report import print_json
-from harness.running import session
-from harness.script import options
-from harness.stacks.stack import canonical
+from repro_matrix import hardware
+from repro_matrix.bisection import bisect_report, commits
+from repro_matrix.bisection.blame import Blame, blame, line_of, release_of
+from repro_matrix.bisection.hunt import FINDS, Find, Hunt, Hunted, Roles
+from repro_matrix.bisection.probe import Prober, Probing, Stopped, Target, one_case
+from repro_matrix.conf import arguments
+from repro_matrix.conf.catalogue import load
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.results import provenance
+from repro_matrix.running import session
+from repro_matrix.script import options
+from repro_matrix.stacks import releases
+from repro_matrix.stacks.stack import canonical
+from repro_matrix.terminal.report import print_json
 
 if TYPE_CHECKING:
-    from harness.script.prober import ScriptProber
+    from repro_matrix.script.prober import ScriptProber
 
 EPILOG = (
     "and model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack whose\n"
@@ -75,8 +78,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _of_script(args: argparse.Namespace) -> int:
     """A script's one arm; two freezes become stacks first."""
-    from harness.script import prober as probers
-    from harness.script.ends import ends_of
+    from repro_matrix.script import prober as probers
+    from repro_matrix.script.ends import ends_of
 
     if args.arm:
         raise ConfigError(f"--arm {args.arm}: a script has no arms")

@@ -6,16 +6,17 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import catalogue as catalogues
-from harness import listing, overrides
-from harness.config import compose_run
-from harness.errors import ResultsError, unknown
-from harness.judge import claims as ledger
-from harness.judge.again import judged_again
-from harness.paths import BASELINE
-from harness.report import columns, print_json, print_lines, print_notes
-from harness.running import session
-from harness.store import Store
+from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf import overrides
+from repro_matrix.conf.config import compose_run
+from repro_matrix.conf.errors import ResultsError, unknown
+from repro_matrix.judge import claims as ledger
+from repro_matrix.judge.again import judged_again
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
+from repro_matrix.running import session
+from repro_matrix.terminal import listing
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

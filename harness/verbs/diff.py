@@ -8,13 +8,13 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness import overrides
-from harness.diff import show
-from harness.diff.brief import Brief
-from harness.diff.compare import Diff, compare
-from harness.diff.sides import Side, side
-from harness.errors import ConfigError, unknown
-from harness.report import print_json, print_lines, print_notes
+from repro_matrix.conf import overrides
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.diff import show
+from repro_matrix.diff.brief import Brief
+from repro_matrix.diff.compare import Diff, compare
+from repro_matrix.diff.sides import Side, side
+from repro_matrix.terminal.report import print_json, print_lines, print_notes
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 EPILOG = """A, B: a folder of results (of a run, a night, a machine; older ones in its history/ are left out), one

@@ -7,12 +7,14 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from harness import arguments, hardware, listing
-from harness.hardware import HardwareError, Machine, around, nvml
-from harness.hardware.probe import Prober, problem
-from harness.paths import cache_dir
-from harness.report import columns, named, print_json, print_lines, print_table
-from harness.running import session
+from repro_matrix import hardware
+from repro_matrix.conf import arguments
+from repro_matrix.hardware import HardwareError, Machine, around, nvml
+from repro_matrix.paths import cache_dir
+from repro_matrix.running import session
+from repro_matrix.running.probe import Prober, problem
+from repro_matrix.terminal import listing
+from repro_matrix.terminal.report import columns, named, print_json, print_lines, print_table
 
 _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
 

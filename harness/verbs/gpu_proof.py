@@ -20,14 +20,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import arguments, rows
-from harness.errors import ConfigError, MeasureError, ReproError
-from harness.exit_code import DIFFERS, TOO_LITTLE, exit_code
-from harness.hardware import around, states
-from harness.paths import RESULTS
-from harness.report import print_json, print_table
-from harness.running import session
-from harness.store import stack_label, write_json
+from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError
+from repro_matrix.hardware import around, states
+from repro_matrix.paths import RESULTS
+from repro_matrix.results import rows
+from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE, exit_code
+from repro_matrix.results.store import stack_label, write_json
+from repro_matrix.running import session
+from repro_matrix.terminal.report import print_json, print_table
 
 Json = dict[str, Any]
 SHARES = {"cells": 0.6, "cold": 0.7, "hang": 0.8}  # of the time that is left; the other steps take seconds

@@ -6,10 +6,12 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from harness import arguments, listing, matrix, overrides
-from harness import catalogue as catalogues
-from harness.config import RunSettings, compose_run
-from harness.report import columns, print_json, print_lines
+from repro_matrix.conf import arguments, overrides
+from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.planning import matrix
+from repro_matrix.terminal import listing
+from repro_matrix.terminal.report import columns, print_json, print_lines
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

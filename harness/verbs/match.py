@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.matching.known import Answer, Failure, Known
-    from harness.matching.scan import Seen
-    from harness.schema import Case
+    from repro_matrix.conf.schema import Case
+    from repro_matrix.matching.known import Answer, Failure, Known
+    from repro_matrix.matching.scan import Seen
 
 SHOWN = 8  # failures that are written out; --json has all
 EVIDENCE = 160  # characters of a line
@@ -27,11 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from harness import catalogue
-    from harness.matching.known import Catalogue, recognise
-    from harness.matching.reading import blocks
-    from harness.matching.scan import Texts, scan
-    from harness.report import print_json
+    from repro_matrix.conf import catalogue
+    from repro_matrix.matching.known import Catalogue, recognise
+    from repro_matrix.matching.reading import blocks
+    from repro_matrix.matching.scan import Texts, scan
+    from repro_matrix.terminal.report import print_json
 
     cases = catalogue.load().cases
     signatures, texts = Catalogue(cases), Texts(cases.values())
@@ -74,7 +74,7 @@ def as_json(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) ->
 
 
 def _failure_json(failure: Failure) -> dict[str, Any]:
-    from harness.matching.known import normalised
+    from repro_matrix.matching.known import normalised
 
     error = failure.error
     return {
@@ -97,7 +97,7 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
 def _stored_json(case: Case, versions: Mapping[str, str]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from harness.matching.stored import stored
+    from repro_matrix.matching.stored import stored
 
     found = stored(case, versions)
     return {"fits": [asdict(each) for each in found.fits], "nearest": [asdict(each) for each in found.nearest]}
@@ -133,7 +133,7 @@ def _text(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) -> l
 
 
 def _failure_text(failure: Failure, first: bool, seen: Seen, cases: Mapping[str, Case]) -> list[str]:
-    from harness.matching.known import normalised
+    from repro_matrix.matching.known import normalised
 
     error = failure.error
     at = f"line {error.line}{_ranks(failure, seen) if first else _who(failure)}"
@@ -197,7 +197,7 @@ def _versions(seen: Seen) -> str:
 
 
 def _stored_text(case: Case, seen: Seen) -> list[str]:
-    from harness.matching.stored import Stretch, stored
+    from repro_matrix.matching.stored import Stretch, stored
 
     def arms(each: Stretch) -> list[str]:
         holds = ", ".join(each.holds) or "none"

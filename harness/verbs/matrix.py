@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import arguments, rows
-from harness import summary as summaries
-from harness.diff import show, sides
-from harness.diff.compare import Diff, compare
-from harness.diff.sides import Side
-from harness.errors import ReproError
-from harness.exit_code import DIFFERS, bisect_exit, exit_code
-from harness.report import matrix_table, named, print_json, print_lines, print_table, summary_line
-from harness.running import session
+from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ReproError
+from repro_matrix.diff import show, sides
+from repro_matrix.diff.compare import Diff, compare
+from repro_matrix.diff.sides import Side
+from repro_matrix.results import rows
+from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
+from repro_matrix.running import session
+from repro_matrix.terminal import summary as summaries
+from repro_matrix.terminal.report import matrix_table, named, print_json, print_lines, print_table, summary_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,7 @@ def measure(
         print(f"note: {note}", file=sys.stderr, flush=True)
     if args.plan:
         return show_plan(prepared, args.json)
-    from harness.running.progress import Progress
+    from repro_matrix.running.progress import Progress
 
     stop = threading.Event()
     with Progress(verbose=live) as progress, session.interruptible(stop, progress.warn):
@@ -146,7 +147,7 @@ def _against(before: Side, documents: Sequence[dict[str, Any]]) -> Diff:
 
 def _page(documents: list[dict[str, Any]], folder: Path) -> Path | None:
     """The page of a run. That there can be none is a note: what was measured is recorded."""
-    from harness.verbs.report import of_run
+    from repro_matrix.verbs.report import of_run
 
     try:
         return of_run(documents, folder)

@@ -6,9 +6,9 @@ import argparse
 import shutil
 from pathlib import Path
 
-from harness.errors import ResultsError
-from harness.report import print_json
-from harness.running import shards
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.running import shards
+from repro_matrix.terminal.report import print_json
 
 EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
 selections, a shard given twice and a cell in two shards are refused by name.

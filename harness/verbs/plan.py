@@ -9,14 +9,14 @@ import argparse
 import sys
 from typing import Any
 
-from harness import arguments
-from harness.memory.arithmetic import GIB, MemoryPlan, Phase
-from harness.memory.fit import words
-from harness.plan import ArmPlan
-from harness.report import print_json, print_table
-from harness.running import recorded, schedule, session
-from harness.running.simulate import Ended, forecast
-from harness.store import Store
+from repro_matrix.conf import arguments
+from repro_matrix.memory.arithmetic import GIB, MemoryPlan, Phase
+from repro_matrix.planning.fit import words
+from repro_matrix.planning.plan import ArmPlan
+from repro_matrix.results.store import Store
+from repro_matrix.running import recorded, schedule, session
+from repro_matrix.running.simulate import Ended, forecast
+from repro_matrix.terminal.report import print_json, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import ConfigError, ResultsError, nearest, unknown
+from repro_matrix.conf.errors import ConfigError, ResultsError, nearest, unknown
 
 if TYPE_CHECKING:
-    from harness.page.view import Cell
+    from repro_matrix.page.view import Cell
 
 FORMATS = ("html", "junit", "markdown", "json", "csv")
 AXES = ("case", "model", "strategy", "stack", "hardware")
@@ -30,11 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from harness import catalogue as catalogues
-    from harness.page import formats, render
-    from harness.page.page import page
-    from harness.page.read import read
-    from harness.paths import BASELINE, RESULTS
+    from repro_matrix.conf import catalogue as catalogues
+    from repro_matrix.page import formats, render
+    from repro_matrix.page.page import page
+    from repro_matrix.page.read import read
+    from repro_matrix.paths import BASELINE, RESULTS
 
     words = args.overrides
     wanted = _selection([word for word in words if "=" in word])
@@ -112,7 +112,7 @@ def _target(args: argparse.Namespace, folders: list[Path], results: Path) -> Pat
 
 
 def title_of(folders: list[Path]) -> str:
-    from harness.page.read import named
+    from repro_matrix.page.read import named
 
     names = named(folders)
     return "repro-matrix: " + (" beside ".join(names) if names != ["baseline"] else "what is known today")
@@ -127,11 +127,11 @@ def made_line(folders: list[Path]) -> str:
 def of_run(documents: list[dict[str, object]], folder: Path) -> Path:
     """The page of a run that has just ended, from its documents in memory: they are judged. Raises ResultsError: it
     cannot be written."""
-    from harness import catalogue as catalogues
-    from harness.page import render
-    from harness.page.page import page
-    from harness.page.read import ledger
-    from harness.page.view import cell
+    from repro_matrix.conf import catalogue as catalogues
+    from repro_matrix.page import render
+    from repro_matrix.page.page import page
+    from repro_matrix.page.read import ledger
+    from repro_matrix.page.view import cell
 
     catalogue = catalogues.load()
     cells: list[Cell] = [cell(document, catalogue.cases.get(str(document["case"]))) for document in documents]
@@ -144,7 +144,7 @@ def of_run(documents: list[dict[str, object]], folder: Path) -> Path:
 
 def write(target: Path, text: str) -> None:
     """Raises ResultsError: it cannot be written."""
-    from harness.store import write_text
+    from repro_matrix.results.store import write_text
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

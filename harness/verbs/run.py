@@ -6,13 +6,14 @@ import argparse
 import sys
 import threading
 
-from harness import arguments, catalogue, stacks
-from harness.errors import ConfigError, unknown
-from harness.overrides import expand
-from harness.report import print_json
-from harness.running import session
-from harness.script import options
-from harness.verbs import matrix
+from repro_matrix import stacks
+from repro_matrix.conf import arguments, catalogue
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.conf.overrides import expand
+from repro_matrix.running import session
+from repro_matrix.script import options
+from repro_matrix.terminal.report import print_json
+from repro_matrix.verbs import matrix
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def of_script(args: argparse.Namespace) -> int:
-    from harness.script import measure, show
+    from repro_matrix.script import measure, show
 
     script, spec, settings = options.script_of(args)
     if script.failure.kind == "metric" and not script.failure.op:

@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from harness import arguments
-from harness.judge.expect import expected
-from harness.judge.facts import depends_on
-from harness.launch.attempt import Attempt, torchrun_line
-from harness.overrides import expand
-from harness.plan import CellPlan
-from harness.report import print_json, print_table
-from harness.running import session
-from harness.schema import Case
+from repro_matrix.conf import arguments
+from repro_matrix.conf.overrides import expand
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.expect import expected
+from repro_matrix.judge.facts import depends_on
+from repro_matrix.launch.attempt import Attempt, torchrun_line
+from repro_matrix.planning.plan import CellPlan
+from repro_matrix.running import session
+from repro_matrix.terminal.report import print_json, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from harness import catalogue
+    from repro_matrix.conf import catalogue
 
     expand("case", [args.case], catalogue.load().cases)
     prepared = session.prepare([f"case={args.case}", *args.overrides], build_stacks=False)

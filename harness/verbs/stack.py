@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from harness import stacks
-from harness.errors import ReproError, unknown
-from harness.report import print_json, print_table
+from repro_matrix import stacks
+from repro_matrix.conf.errors import ReproError, unknown
+from repro_matrix.terminal.report import print_json, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

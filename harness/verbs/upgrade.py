@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import arguments, stacks
-from harness.bisection import blame as blames
-from harness.bisection.hunt import Hunt, Roles
-from harness.bisection.probe import Prober, Stopped, Target, quoted
-from harness.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare, kind_of
-from harness.errors import ConfigError, ReproError
-from harness.report import print_json, print_table
-from harness.running import session
-from harness.script import options
-from harness.stacks import Stack
+from repro_matrix import stacks
+from repro_matrix.bisection import blame as blames
+from repro_matrix.bisection.hunt import Hunt, Roles
+from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
+from repro_matrix.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare, kind_of
+from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ConfigError, ReproError
+from repro_matrix.running import session
+from repro_matrix.script import options
+from repro_matrix.stacks import Stack
+from repro_matrix.terminal.report import print_json, print_table
 
 WHY = ("all", "worse", "none")
 EPILOG = (
@@ -78,8 +79,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _of_script(args: argparse.Namespace) -> int:
     """The script on both stacks; where it answers otherwise, through which package (and release)."""
-    from harness.script import prober as probers
-    from harness.script.ends import ends_of
+    from repro_matrix.script import prober as probers
+    from repro_matrix.script.ends import ends_of
 
     script, _, settings = options.script_of(args)
     source, target, notes = ends_of(args.source, args.target, script.results)
@@ -113,7 +114,7 @@ def _say(text: str) -> None:
 
 
 def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.Event) -> list[dict[str, Any]]:
-    from harness.running.progress import Progress
+    from repro_matrix.running.progress import Progress
 
     prepared = session.prepare([*texts, f"stack={','.join(map(quoted, given))}"], given=given)
     with Progress() as progress:

@@ -8,19 +8,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import arguments, stacks
-from harness.bisection import releases
-from harness.bisection.labels import short
-from harness.bisection.maps import VersionMap, maps
-from harness.bisection.probe import Point, Prober, Probing, Stopped, Target, one_case
-from harness.bisection.releases import Release
-from harness.bisection.search import Boundary
-from harness.errors import ConfigError, MeasureError, ReproError
-from harness.report import print_json, print_table
-from harness.running import session
-from harness.script import options
-from harness.stacks import Stack
-from harness.stacks.stack import canonical
+from repro_matrix import stacks
+from repro_matrix.bisection.labels import short
+from repro_matrix.bisection.maps import VersionMap, maps
+from repro_matrix.bisection.probe import Point, Prober, Probing, Stopped, Target, one_case
+from repro_matrix.bisection.search import Boundary
+from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError
+from repro_matrix.running import session
+from repro_matrix.script import options
+from repro_matrix.stacks import Stack, releases
+from repro_matrix.stacks.releases import Release
+from repro_matrix.stacks.stack import canonical
+from repro_matrix.terminal.report import print_json, print_table
 
 EPILOG = (
     "and arms=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     stop = threading.Event()
     if options.asked(args):
-        from harness.script.prober import ScriptProber
+        from repro_matrix.script.prober import ScriptProber
 
         script, base, settings = options.script_of(args)
         if script.failure.kind == "metric" and not script.failure.op:
@@ -107,8 +107,8 @@ def _say(text: str) -> None:
 
 def _oldest(package: str, stack: Stack, found: Sequence[Release]) -> str | None:
     """The oldest release that the base or a shipped stack's lock has."""
-    from harness.stacks import lock as locks
-    from harness.stacks import spec
+    from repro_matrix.stacks import lock as locks
+    from repro_matrix.stacks import spec
 
     pinned = [stack.versions.get(package)]
     for slug, definition in spec.definitions().items():

@@ -11,8 +11,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from launching import attempt_of  # noqa: E402
 
-from harness.launch import ColdLauncher  # noqa: E402
-from harness.running.leases import Leases, register_run  # noqa: E402
+from repro_matrix.launch import ColdLauncher  # noqa: E402
+from repro_matrix.running.leases import Leases, register_run  # noqa: E402
 
 if __name__ == "__main__":
     state, run_id, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

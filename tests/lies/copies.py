@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from hostile import HOSTILE
 
-from harness.paths import ROOT
+from repro_matrix.paths import ROOT
 
 Json = dict[str, Any]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "baseline", "scratch", "__pycache__", ".*_cache", ".hypothesis")
@@ -26,7 +26,9 @@ MARKS = {
     "harness/judge/grade.py": ('"clean", f"every rank finished;', '"clean", f"in the copy every rank finished;'),
 }
 # Set where the copy's own interpreter does not need them: what it starts must not see them either.
-_MAIN = "import os, sys; os.environ.update({hostile!r}); from harness.cli import main; sys.exit(main(sys.argv[1:]))"
+_MAIN = (
+    "import os, sys; os.environ.update({hostile!r}); from repro_matrix.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 class Copy:

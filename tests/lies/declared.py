@@ -15,12 +15,12 @@ import yaml
 from hostile import HOSTILE
 from launching import attempt_of
 
-from harness import catalogue
-from harness.errors import ReproError
-from harness.judge.foreign import too_wide
-from harness.launch.attempt import environment
-from harness.launch.warm import server_environment
-from harness.paths import CONF
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ReproError
+from repro_matrix.judge.foreign import too_wide
+from repro_matrix.launch.attempt import environment
+from repro_matrix.launch.warm import server_environment
+from repro_matrix.paths import CONF
 
 from .lie import Bench, Lie
 

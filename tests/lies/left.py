@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.paths import REPROS
+from repro_matrix.paths import REPROS
 
 from .lie import Bench, Lie
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from judging import PEER, as_promised, ended, failed, observation, ok, record
 
-from harness import catalogue
-from harness.judge import verdict
-from harness.judge.grade import grade
+from repro_matrix.conf import catalogue
+from repro_matrix.judge import verdict
+from repro_matrix.judge.grade import grade
 
 from .lie import Bench, Lie
 

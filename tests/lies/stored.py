@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import catalogue
-from harness.judge.again import judged_again
-from harness.judge.claims import ledger
-from harness.judge.publishable import refusals
-from harness.paths import BASELINE, ROOT
-from harness.store import Store
+from repro_matrix.conf import catalogue
+from repro_matrix.judge.again import judged_again
+from repro_matrix.judge.claims import ledger
+from repro_matrix.judge.publishable import refusals
+from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.results.store import Store
 
 from .lie import Bench, Lie
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.catalogue import Catalogue
-from harness.config import RunSettings
-from harness.errors import ConfigError, unknown
-from harness.overrides import Selection, expand
-from harness.schema import Case
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.conf.overrides import Selection, expand
+from repro_matrix.conf.schema import Case
 
 
 @dataclass(frozen=True)

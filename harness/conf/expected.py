@@ -15,9 +15,9 @@ import yaml
 from packaging.version import Version
 from pydantic import Field, ValidationError, model_validator
 
-from harness.errors import ConfigError, describe_validation, unknown
-from harness.judge.expect import as_expected
-from harness.schema import Case, Expectation, Stretch, Strict, VerdictName
+from repro_matrix.conf.errors import ConfigError, describe_validation, unknown
+from repro_matrix.conf.schema import Case, Expectation, Stretch, Strict, VerdictName
+from repro_matrix.judge.expect import as_expected
 
 HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
 
@@ -96,7 +96,7 @@ def read(folder: Path, cases: Mapping[str, Case], load: Any) -> dict[str, list[E
 def unbacked(case: Case, documents: Iterable[Mapping[str, Any]]) -> list[str]:
     """What an expectation says and no stored measurement shows: one line for each cell and end of its releases.
 
-    ``documents``: of this case, as published, judged anew (harness.judge.again).
+    ``documents``: of this case, as published, judged anew (repro_matrix.judge.again).
     """
     documents = list(documents)
     found = []

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from harness.catalogue import Catalogue
-from harness.paths import ROOT
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.paths import ROOT
 
 
 def git_state(root: Path = ROOT) -> tuple[str | None, bool]:

@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.device_errors import of_device
-from harness.judge import looks
-from harness.judge.evidence import Attempt as Observed
-from harness.judge.evidence import is_own
-from harness.judge.own import shown
-from harness.launch.attempt import Attempt, torchrun_line
-from harness.launch.watch import Watched, read_launch
+from repro_matrix.judge import looks
+from repro_matrix.judge.evidence import Attempt as Observed
+from repro_matrix.judge.evidence import is_own
+from repro_matrix.judge.own import shown
+from repro_matrix.launch.attempt import Attempt, torchrun_line
+from repro_matrix.launch.device_errors import of_device
+from repro_matrix.launch.watch import Watched, read_launch
 
 Json = dict[str, Any]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
-from harness.config import RunSettings
-from harness.errors import ConfigError, nearest, unknown
-from harness.overrides import GROUPS
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.conf.errors import ConfigError, nearest, unknown
+from repro_matrix.conf.overrides import GROUPS
 
 OVERRIDES = "Hydra overrides: case=qwen15-* model=a,b strategy=fsdp flags.call=root repeat=3 jobs=2 hardware=cpu ..."
 SETTINGS = (*GROUPS, "ranks", *(field.name for field in fields(RunSettings)))  # never an option: these stay overrides

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import expected
-from harness.bisection.ranges import expectations, measured, runs
-from harness.judge.comparable import machine
-from harness.judge.evidence import items, mapping, text
-from harness.judge.expect import as_expected
-from harness.judge.expect import expected as expectation
-from harness.judge.met import Met
-from harness.schema import Case
+from repro_matrix.conf import expected
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge.comparable import machine
+from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.judge.expect import as_expected
+from repro_matrix.judge.expect import expected as expectation
+from repro_matrix.judge.met import Met
+from repro_matrix.results.ranges import expectations, measured, runs
 
 Document = dict[str, Any]
 

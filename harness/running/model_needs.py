@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from harness.catalogue import Catalogue
-from harness.hardware import Machine
-from harness.memory.arithmetic import Facts
-from harness.memory.facts import Known, question
-from harness.memory.fit import fitted
-from harness.plan import ArmPlan, CellPlan
-from harness.running.attempts import imports_of
-from harness.stacks import Stack
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.hardware import Machine
+from repro_matrix.memory.arithmetic import Facts
+from repro_matrix.memory.facts import Known, question
+from repro_matrix.planning.fit import fitted
+from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.running.attempts import imports_of
+from repro_matrix.stacks import Stack
 
 
 def lay_over(

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from harness.errors import ConfigError, unknown
-from harness.schema import Arm, Case, Strategy
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.conf.schema import Arm, Case, Strategy
 
 # What an arm says about itself without changing how it runs.
 WORDS = {"help", "requires", "promises"}

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import drivers
-from harness.hardware.gpus import Gpu
-from harness.hardware.machine import Machine
-from harness.hardware.nvml import states
-from harness.hardware.profile import Profile, counted
-from harness.launch.attempt import Attempt, stack_environment
-from harness.stacks.stack import Stack
+from repro_matrix.hardware.gpus import Gpu
+from repro_matrix.hardware.machine import Machine
+from repro_matrix.hardware.nvml import states
+from repro_matrix.hardware.profile import Profile, counted
+from repro_matrix.launch.attempt import Attempt, stack_environment
+from repro_matrix.setup import drivers
+from repro_matrix.stacks.stack import Stack
 
 SCRIPT = Path(__file__).parents[1] / "worker" / "device_probe.py"
 LIMIT_S = 240.0  # a cold import from a network disk, and cuInit on eight cards without persistence mode
@@ -54,7 +54,7 @@ class Prober:
 
     def look(self, stack: Stack) -> Json:
         """Ask torch; of the cards only those compute that no other run holds and that have room for it."""
-        from harness.running.leases import Leases
+        from repro_matrix.running.leases import Leases
 
         run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         uuids = [gpu.uuid for gpu in self.profile.gpus]

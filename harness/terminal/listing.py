@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.judge.claims import ClaimRow, Evidence
-from harness.summary import plain
+from repro_matrix.judge.claims import ClaimRow, Evidence
+from repro_matrix.terminal.summary import plain
 
 WIDE = 120  # from here on a reason stands beside what it explains
 STATUSES = ("refuted", "conditional", "upheld", "untested")

@@ -15,10 +15,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness.judge.expect import as_expected
-from harness.judge.facts import depends_on
-from harness.judge.met import Met
-from harness.schema import Case, Expectation
+from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.judge.expect import as_expected
+from repro_matrix.judge.facts import depends_on
+from repro_matrix.judge.met import Met
 
 RANGED = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
 STABLE = ("FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "HEALTHY")

@@ -1,6 +1,6 @@
 """Set-up's first step (see the Makefile): a torch that fits this machine's driver, where none is installed yet.
 
-    python harness/install_torch.py 2.13.0
+    python harness/setup/install_torch.py 2.13.0
 
 Without an NVIDIA driver, what pip gives. With one, the build that fits it: uv knows which index has it
 (``--torch-backend=auto``); where that index cannot be reached or has no such build, what pip gives, and where that
@@ -18,10 +18,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from harness import drivers  # noqa: E402 - not installed yet
+from repro_matrix.setup import drivers  # noqa: E402 - not installed yet
 
 _USE = "import torch; torch.cuda.init(); torch.ones(2, device='cuda').sum().item()"
 Run = Callable[[Sequence[str]], bool]

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from harness.catalogue import Catalogue
-from harness.config import RunSettings
-from harness.errors import ConfigError
-from harness.hardware import Machine, Profile
-from harness.matrix import Cell, arms_of
-from harness.memory.arithmetic import MemoryPlan
-from harness.schema import Arm, Case, Strategy
-from repros.arm_settings import arm_axis, resolve
+from repro_matrix.conf.arm_settings import arm_axis, resolve
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.schema import Arm, Case, Strategy
+from repro_matrix.hardware import Machine, Profile
+from repro_matrix.memory.arithmetic import MemoryPlan
+from repro_matrix.planning.matrix import Cell, arms_of
 
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported; a bound against requests that cannot work
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 
-from harness.errors import ConfigError, nearest
-from harness.paths import CONF, file_state
+from repro_matrix.conf.errors import ConfigError, nearest
+from repro_matrix.paths import CONF, file_state
 
 
 class Scale(str, Enum):
@@ -73,7 +73,7 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     settings = copy.deepcopy(_composed(tuple(overrides), conf, file_state(conf / "config.yaml")))
     settings.env = {**settings.env, **given}
     for name in settings.env:
-        from harness.launch.inherited import refused  # with it come psutil and the launchers
+        from repro_matrix.conf.inherited import refused  # with it come psutil and the launchers
 
         why = refused(name)
         if why:

@@ -4,7 +4,7 @@ Since CUDA 11 a build runs with any driver of its CUDA's major release (minor ve
 Source: CUDA Toolkit release notes, table "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version
 Compatibility" (docs.nvidia.com/cuda/cuda-toolkit-release-notes; for 11.x: its archive, 11.8.0), Linux column. A driver
 below the minimum may still do where NVIDIA's forward compatibility package (cuda-compat) is installed: so this table
-explains and advises, and a probe decides (harness/hardware/probe.py).
+explains and advises, and a probe decides (harness/running/probe.py).
 """
 
 from __future__ import annotations

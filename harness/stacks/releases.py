@@ -22,12 +22,12 @@ from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sd
 from packaging.version import InvalidVersion, Version
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, PyPISimple
 
-from harness import paths
-from harness.errors import nearest
-from harness.stacks import USUAL
-from harness.stacks.errors import StackError
-from harness.stacks.installer import index_settings
-from harness.stacks.stack import canonical, short_hash
+from repro_matrix import paths
+from repro_matrix.conf.errors import nearest
+from repro_matrix.stacks import USUAL
+from repro_matrix.stacks.errors import StackError
+from repro_matrix.stacks.installer import index_settings
+from repro_matrix.stacks.stack import canonical, short_hash
 
 KEEP_S = 3600
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from harness.compact import expanded
-from harness.errors import ResultsError
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.results.compact import expanded
 
 Document = dict[str, Any]
 SCHEMA = 1  # of a cell's document

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.errors import ConfigError, unknown
+from repro_matrix.conf.errors import ConfigError, unknown
 
 GROUPS = ("case", "model", "strategy", "stack", "hardware")
 
@@ -24,7 +24,7 @@ class Selection:
     hardware: list[str] = field(default_factory=lambda: ["auto"])  # one cell a profile; auto: where each can run
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
-    run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for harness.config
+    run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for repro_matrix.conf.config
 
 
 def parse(overrides: Iterable[str]) -> Selection:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.catalogue import Catalogue
-from harness.hardware import Profile
-from harness.matrix import Cell
-from harness.plan import wrong_hardware
-from repros.arm_settings import first
+from repro_matrix.conf.arm_settings import first
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.hardware import Profile
+from repro_matrix.planning.matrix import Cell
+from repro_matrix.planning.plan import wrong_hardware
 
 
 @dataclass(frozen=True)

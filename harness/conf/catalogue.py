@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from harness import expected
-from harness.arms import check_arms
-from harness.errors import ConfigError, describe_validation, unknown
-from harness.paths import CONF, REPROS, file_state
-from harness.schema import Case, Hardware, Model, Stack, Strategy
+from repro_matrix.conf import expected
+from repro_matrix.conf.arms import check_arms
+from repro_matrix.conf.errors import ConfigError, describe_validation, unknown
+from repro_matrix.conf.schema import Case, Hardware, Model, Stack, Strategy
+from repro_matrix.paths import CONF, REPROS, file_state
 
 T = TypeVar("T", bound=BaseModel)
 Raw = dict[str, Any]

@@ -1,7 +1,7 @@
 """The shape of every file in conf/: what keys there are, which values they take. Pure.
 
-pydantic refuses unknown keys and wrong values; ``harness.errors`` turns its complaints into a file, a key and the
-nearest valid choice.
+pydantic refuses unknown keys and wrong values; ``conf.errors`` turns its complaints into a file, a key and the nearest
+valid choice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from harness.errors import nearest
+from repro_matrix.conf.errors import nearest
 
 OutcomeName = Literal["fires", "clean", "other_error", "hang", "infra", "skipped"]
 VerdictName = Literal[

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.rows import Row, counts, without_expectation
+from repro_matrix.results.rows import Row, counts, without_expectation
 
 if TYPE_CHECKING:
     from rich.console import Console

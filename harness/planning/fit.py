@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.catalogue import Catalogue
-from harness.hardware import Machine, Profile
-from harness.memory import duration
-from harness.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, Phase, parts, plan
-from harness.plan import ArmPlan, CellPlan
-from harness.schema import Case
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.schema import Case
+from repro_matrix.hardware import Machine, Profile
+from repro_matrix.memory import duration
+from repro_matrix.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, Phase, parts, plan
+from repro_matrix.planning.plan import ArmPlan, CellPlan
 
 # Of one arm: its model's facts and the MiB of its packages; None: not known, then nothing is said.
 Look = Callable[[ArmPlan], "tuple[Facts, float] | None"]

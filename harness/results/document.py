@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from harness.hardware import Machine
-from harness.judge import expect, facts, grade, verdict
-from harness.judge.comparable import machine
-from harness.plan import CellPlan
-from harness.schema import Case
-from harness.store import SCHEMA
+from repro_matrix.conf.schema import Case
+from repro_matrix.hardware import Machine
+from repro_matrix.judge import expect, facts, grade, verdict
+from repro_matrix.judge.comparable import machine
+from repro_matrix.planning.plan import CellPlan
+from repro_matrix.results.store import SCHEMA
 
 Document = dict[str, Any]
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.judge.evidence import items, mapping, text
-from harness.rows import Row, where_of
+from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.results.rows import Row, where_of
 
 WIDTH = 120
 LOG_LINES = 4

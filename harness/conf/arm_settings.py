@@ -1,0 +1,1 @@
+../../repros/arm_settings.py

@@ -1,0 +1,1 @@
+"""What was measured, as it is stored, published, and counted."""

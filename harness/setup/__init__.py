@@ -1,0 +1,1 @@
+"""Before anything is installed: which torch fits the driver. Standard library only."""
