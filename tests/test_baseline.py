@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 
 from repro_matrix.conf import catalogue
-from repro_matrix.conf.expected import unbacked
 from repro_matrix.judge import expect, grade, met, verdict
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import BASELINE, RESULTS
+from repro_matrix.results.backed import unbacked
 from repro_matrix.results.store import Store
 
 CATALOGUE = catalogue.load()

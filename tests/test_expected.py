@@ -14,9 +14,10 @@ from judging import case, document
 
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.conf.expected import read, text, unbacked
+from repro_matrix.conf.expected import read, text
 from repro_matrix.conf.schema import Expectation
 from repro_matrix.paths import CONF, EXPECTED
+from repro_matrix.results.backed import unbacked
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
 ARMS = st.sampled_from(["fix", "other-fix", "per-rank: [x]", "~"])

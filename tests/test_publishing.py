@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from judging import case, document, failed, observation
 
 from repro_matrix.cli import main
-from repro_matrix.conf.expected import unbacked
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import BASELINE, EXPECTED
+from repro_matrix.results.backed import unbacked
 from repro_matrix.results.publishing import Publication, place, publication
 from repro_matrix.results.store import Store
 

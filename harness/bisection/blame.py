@@ -13,7 +13,7 @@ from repro_matrix.bisection import guilty, search
 from repro_matrix.bisection.hunt import Hunt, Hunted, Roles, shown
 from repro_matrix.bisection.probe import Target
 from repro_matrix.conf.errors import ReproError
-from repro_matrix.results.store import RELEVANT
+from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.stacks import Stack, StackError, releases
 from repro_matrix.stacks.overlay import too_heavy
 from repro_matrix.stacks.spec import parse

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from repro_matrix.conf.errors import ConfigError, nearest
+from repro_matrix.conf.inherited import refused
 from repro_matrix.paths import CONF, file_state
 
 
@@ -73,8 +74,6 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     settings = copy.deepcopy(_composed(tuple(overrides), conf, file_state(conf / "config.yaml")))
     settings.env = {**settings.env, **given}
     for name in settings.env:
-        from repro_matrix.conf.inherited import refused  # with it come psutil and the launchers
-
         why = refused(name)
         if why:
             raise ConfigError(f"env.{name}: {why}")

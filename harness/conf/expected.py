@@ -2,7 +2,7 @@
 
 One line per arm, one column per *stretch*: some cells on one hardware over a range of releases. A changed verdict is
 one changed word in a diff. Written whole by ``repro accept``; which measurements a column rests on follows from its
-cells and the releases at its ends (``measured``): ``unbacked`` looks for them.
+cells and the releases at its ends (``measured``): ``results.backed`` looks for them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from packaging.version import Version
 from pydantic import Field, ValidationError, model_validator
 
 from repro_matrix.conf.errors import ConfigError, describe_validation, unknown
 from repro_matrix.conf.schema import Case, Expectation, Stretch, Strict, VerdictName
-from repro_matrix.judge.expect import as_expected
 
 HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
 
@@ -91,34 +89,3 @@ def read(folder: Path, cases: Mapping[str, Case], load: Any) -> dict[str, list[E
             raise ConfigError(f"{where}: case must be the file's name, {path.stem!r}")
         found[path.stem] = entries
     return found
-
-
-def unbacked(case: Case, documents: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What an expectation says and no stored measurement shows: one line for each cell and end of its releases.
-
-    ``documents``: of this case, as published, judged anew (repro_matrix.judge.again).
-    """
-    documents = list(documents)
-    found = []
-    for entry in case.expect:
-        for where, end in ((where, end) for where in entry.cells for end in entry.measured):
-            shown = f"{case.slug}: {where} on {entry.hardware} with {', '.join(f'{n} {v}' for n, v in end.items())}"
-            alike = [d for d in documents if _is_of(d, where, entry.hardware, end)]
-            if not alike:
-                found.append(f"{shown}: expected, and no measurement of it is stored")
-            for arm, wanted in entry.verdicts.items():
-                said = {_said(document, arm) for document in alike}
-                if alike and as_expected(wanted) not in said:
-                    seen = ", ".join(sorted(said))
-                    found.append(f"{shown}: {arm} is expected to be {wanted}, and was measured as {seen}")
-    return found
-
-
-def _said(document: Mapping[str, Any], arm: str) -> str:
-    return as_expected(str((document["verdicts"].get(arm) or {}).get("name", "nothing")))
-
-
-def _is_of(document: Mapping[str, Any], where: str, hardware: str, end: Mapping[str, str]) -> bool:
-    have = document["stack"]["versions"]
-    same = document.get("where") == where and document["hardware"]["profile"] == hardware
-    return same and all(have.get(name) is not None and str(Version(have[name])) == v for name, v in end.items())

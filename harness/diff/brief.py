@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from repro_matrix.bisection.labels import answer
+from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.evidence import items, mapping, number, text
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import all_met
 from repro_matrix.results.rows import where_of
-from repro_matrix.results.store import RELEVANT
 
 NO_EVIDENCE = ("skipped", "infra")
 HANG = "hang"

@@ -13,7 +13,9 @@ from itertools import groupby
 
 from packaging.version import InvalidVersion, Version
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "trl")
+from repro_matrix.conf.packages import UPSTREAM
+
+PACKAGES = (*UPSTREAM, "trl")
 AXES = ("when", "arm", "model", "strategy", "ranks", "hardware", "setting", "case", "predicted")
 FEW, MANY = 3, 12  # ranges of one package's releases: a rule as one wishes for, and the most that is still said
 MOST_SHOWN = 3  # rules that explain it equally well

@@ -26,6 +26,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case, VerdictName
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.evidence import items, mapping, text
@@ -38,7 +39,7 @@ NO_EVIDENCE = ("skipped", "infra")
 # The verdicts that say that something failed: they are the same answer only where the same thing was met.
 MEETING = frozenset({"FIX_BROKEN", "FIX_UNMASKS", "FIX_HARMFUL", "CHANGED", "UNHEALTHY"})
 # The packages whose releases make failures come and go; what else differs between stacks dates nothing.
-UPSTREAM = frozenset({"torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "trl"})
+DATED = frozenset({*UPSTREAM, "trl"})
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ def _fired_before(
 def is_older(versions: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
     """Some upstream package is older, and none newer, of those that both have."""
     older = False
-    for name in versions.keys() & than.keys() & UPSTREAM:
+    for name in versions.keys() & than.keys() & DATED:
         try:
             left, right = Version(str(versions[name])), Version(str(than[name]))
         except InvalidVersion:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "trl", "ray")
+from repro_matrix.conf.packages import TRAINERS, UPSTREAM
+
+PACKAGES = (*UPSTREAM, *TRAINERS)
 _NAMES = {"pytorch": "torch"}
 _NUMBER = r"v?(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|post|rc|a|b)\d*)?(?:\+[\w.]+)?)"
 _PACKAGE = r"(?P<package>pytorch|" + "|".join(PACKAGES) + r")"

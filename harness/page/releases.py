@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from packaging.version import InvalidVersion, Version
 
+from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.page.marks import Mark
 from repro_matrix.page.view import Cell
-from repro_matrix.results.ranges import RANGED
 
 Releases = Mapping[str, Version]
 
@@ -79,7 +79,7 @@ def axes(cells: Iterable[Cell]) -> list[Axis]:
             columns = dict.fromkeys(item[1][package].public for item in ordered)
             placed = [(cell, releases[package].public) for cell, releases in ordered]
             found.append(_axis(f"{package}, with {rest} ({hardware})", package, list(columns), placed))
-    stacks = sorted(known, key=lambda item: (item[0].hardware, [item[1].get(name, Version("0")) for name in RANGED]))
+    stacks = sorted(known, key=lambda item: (item[0].hardware, [item[1].get(name, Version("0")) for name in UPSTREAM]))
     names = dict.fromkeys(_label(cell, releases) for cell, releases in stacks)
     if len(names) > 1:
         placed = [(cell, _label(cell, releases)) for cell, releases in stacks]
@@ -90,7 +90,7 @@ def axes(cells: Iterable[Cell]) -> list[Axis]:
 def _releases(cell: Cell) -> dict[str, Version]:
     have = dict(cell.versions)
     try:
-        return {name: Version(have[name]) for name in RANGED if name in have}
+        return {name: Version(have[name]) for name in UPSTREAM if name in have}
     except InvalidVersion:
         return {}
 
@@ -105,7 +105,7 @@ def _width(package: str, members: Sequence[tuple[Cell, Releases]]) -> int:
 
 def _label(cell: Cell, releases: Releases) -> str:
     told = [f"{name} {releases[name].public}" for name in ("torch", "transformers") if name in releases]
-    others = [f"{name} {releases[name].public}" for name in RANGED[2:] if name in releases]
+    others = [f"{name} {releases[name].public}" for name in UPSTREAM[2:] if name in releases]
     return ", ".join([*told, *others, cell.hardware])
 
 

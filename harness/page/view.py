@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import checks
 from repro_matrix.judge.evidence import items, mapping, number, text
@@ -28,7 +29,7 @@ MESSAGE = 1200  # and of an error's message
 MOST_RANKS = 16  # whose errors are listed one by one
 MOST_PROOFS = 24
 FRAMES = 6  # innermost frames of an exception
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy")
+PACKAGES = (*UPSTREAM, "numpy")
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Any
 
 from packaging.version import Version
 
+from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case, Expectation
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.facts import depends_on
 from repro_matrix.judge.met import Met
 
-RANGED = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
 STABLE = ("FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "HEALTHY")
 
 
@@ -46,7 +46,7 @@ def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measure
     """What a document shows: of the arms that follow the stack, and apart from them of those that name their own, which
     a version map leaves out."""
     have = document["stack"]["versions"]
-    versions = {package: Version(have[package]) for package in RANGED if package in have}
+    versions = {package: Version(have[package]) for package in UPSTREAM if package in have}
     verdicts = {arm: as_expected(v["name"]) for arm, v in document["verdicts"].items() if v["name"] in STABLE}
     own = {arm: name for arm, name in verdicts.items() if arm in case.arms and case.arms[arm].stack}
     following = {arm: name for arm, name in verdicts.items() if arm not in own}

@@ -19,13 +19,6 @@ from repro_matrix.results.compact import expanded
 
 Document = dict[str, Any]
 SCHEMA = 1  # of a cell's document
-# What a document says of its stack; the label's key stands for all the rest.
-RELEVANT = (
-    "python", "torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors",
-    "tokenizers", "huggingface-hub", "datasets", "triton",
-)  # fmt: skip
-
-
 SCRIPTS = "scripts"  # in a results folder: measurements of somebody's own scripts (harness/script)
 
 

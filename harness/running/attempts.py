@@ -15,12 +15,12 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.conf.schema import Case
 from repro_matrix.launch.attempt import Attempt, Launcher
 from repro_matrix.launch.device_errors import of_device
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning.plan import ArmPlan, CellPlan
-from repro_matrix.results.store import RELEVANT
 from repro_matrix.running.leases import Leases, Trouble
 from repro_matrix.stacks import Stack
 

@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 
 from repro_matrix.conf.errors import ResultsError
+from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.judge.again import judged_again
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import document as documents
-from repro_matrix.results.store import RELEVANT, Store, stack_label
+from repro_matrix.results.store import Store, stack_label
 from repro_matrix.running.again import again, lost, settled
 from repro_matrix.running.attempts import Attempts, Made, arm_of, fault
 from repro_matrix.running.board import Board, Placed

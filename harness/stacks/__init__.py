@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from repro_matrix.conf.packages import REPLACED
 from repro_matrix.conf.schema import Stack as Definition
 from repro_matrix.stacks import build, files, overlay, spec
 from repro_matrix.stacks import lock as locks
@@ -23,13 +24,9 @@ from repro_matrix.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, sho
 from repro_matrix.stacks.stack import Stack, differences, existing
 
 __all__ = [
-    "NOT_DUE", "USUAL", "Held", "Listed", "Pruned", "Stack", "StackError", "check", "differences", "make_lock", "prune",
+    "NOT_DUE", "Held", "Listed", "Pruned", "Stack", "StackError", "check", "differences", "make_lock", "prune",
     "resolve", "show", "stacks", "swapped",
 ]  # fmt: skip
-
-
-# Packages that people replace: what a misspelt one may have meant.
-USUAL = ("torch", "transformers", "accelerate", "peft", "deepspeed", "numpy", "tokenizers", "colossalai", "einops")
 
 
 def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
@@ -59,12 +56,12 @@ def _nearest(said: str) -> str:
     """The package that may be meant, or the releases near the one that does not exist, where the index can be asked."""
     misspelt = re.search(r"Because (\S+) was not found in the package registry", said)
     if misspelt:
-        near = difflib.get_close_matches(misspelt[1], USUAL, n=1)
+        near = difflib.get_close_matches(misspelt[1], REPLACED, n=1)
         return f"\n  did you mean {near[0]!r}?" if near else ""
     missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", said)
     if not missing:
         return ""
-    from repro_matrix.stacks import releases  # it uses this package's parts
+    from repro_matrix.stacks import releases  # asks the index: a library that takes a while to import
 
     try:
         found = releases.releases(missing[1], yanked=True, pre=True)

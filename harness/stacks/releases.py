@@ -24,7 +24,7 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, P
 
 from repro_matrix import paths
 from repro_matrix.conf.errors import nearest
-from repro_matrix.stacks import USUAL
+from repro_matrix.conf.packages import REPLACED
 from repro_matrix.stacks.errors import StackError
 from repro_matrix.stacks.installer import index_settings
 from repro_matrix.stacks.stack import canonical, short_hash
@@ -169,7 +169,7 @@ def _ask(package: str, addresses: Sequence[str]) -> list[Release]:
             break
     if files:
         return collect(files)
-    raise StackError("version", f"the index has no package {package!r}{nearest(package, USUAL)}")
+    raise StackError("version", f"the index has no package {package!r}{nearest(package, REPLACED)}")
 
 
 def _page(package: str, address: str) -> list[File]:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.paths import cache_dir
-from repro_matrix.results.store import RELEVANT
 from repro_matrix.stacks.errors import StackError
 
 # Run by the stack's own interpreter; standard library only, Python 3.8 and later.
