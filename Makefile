@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly site page-check pictures test lies mutants lint bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test lies mutants lint bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -39,7 +39,13 @@ gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as o
 	@$(BIN)/repro gpu-proof $(ARGS)
 
 nightly: $(READY) ## the main job as CI runs it at night: three attempts an arm
-	@$(BIN)/repro matrix repeat=3 $(ARGS)
+	@$(BIN)/repro matrix +matrix=nightly $(ARGS)
+
+seeds: $(READY) ## every failure of the write-ups on each stack where it is known to fire, with every fix (builds those stacks)
+	@$(BIN)/repro matrix +matrix=seeds $(ARGS)
+
+smoke: $(READY) ## two minutes: a failure of each kind with its fixes, and each strategy's training
+	@$(BIN)/repro matrix +matrix=smoke $(ARGS)
 
 claims: $(READY) ## the claims ledger, from stored measurements
 	@$(BIN)/repro claims

@@ -13,6 +13,18 @@ BASELINE = RESULTS / "baseline"
 EXPECTED = RESULTS / "expected"
 
 
+CONFIG_PATH = "REPRO_CONFIG_PATH"  # further folders of groups, as --config-dir and hydra.searchpath name them
+
+
+def conf_folders(conf: Path = CONF) -> list[Path]:
+    """Where groups (case/ model/ matrix/ ...) are looked for: the project's own folder, then those of the user.
+
+    In the environment, for processes that this one starts read the same files.
+    """
+    more = [Path(text) for text in os.environ.get(CONFIG_PATH, "").split(os.pathsep) if text]
+    return [conf, *(more if conf == CONF else ())]
+
+
 def cache_dir() -> Path:
     """The user's cache, shared by all checkouts: built stacks, compiled extensions (``REPRO_CACHE`` overrides)."""
     base = os.environ.get("REPRO_CACHE")

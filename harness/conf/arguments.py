@@ -7,16 +7,22 @@ axes and settings in Hydra's grammar, ``args.words`` the command as it was typed
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, nearest, unknown
 from repro_matrix.conf.overrides import GROUPS
+from repro_matrix.paths import CONFIG_PATH
 
-OVERRIDES = "Hydra overrides: case=qwen15-* model=a,b strategy=fsdp flags.call=root repeat=3 jobs=2 hardware=cpu ..."
+OVERRIDES = (
+    "Hydra overrides: case=qwen15-* model=a,b strategy=fsdp flags.call=root repeat=3 jobs=2 hardware=cpu ...; "
+    "+matrix=seeds: a matrix of conf/matrix"
+)
 SETTINGS = (*GROUPS, "ranks", *(field.name for field in fields(RunSettings)))  # never an option: these stay overrides
 YES = ("true", "yes", "1", "on")
 RESPELLED = {("why", "true"): "all", ("why", "false"): "none"}  # values that changed with their words
@@ -24,6 +30,11 @@ RESPELLED = {("why", "true"): "all", ("why", "false"): "none"}  # values that ch
 
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ConfigErrors: one way to say what is wrong, and one exit code for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        told = "also look there for case/ model/ strategy/ stack/ hardware/ matrix/ (Hydra's; REPRO_CONFIG_PATH lasts)"
+        self.add_argument("--config-dir", metavar="DIR", help=told)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (`{self.prog} --help` shows its arguments)")
@@ -40,6 +51,10 @@ def overrides(parser: argparse.ArgumentParser) -> None:
     """The overrides, and --json, which goes with all verbs that take any."""
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES)
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+
+
+def cfg(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cfg", action="store_true", help="print the composed configuration, and do nothing")
 
 
 def number(least: int) -> Callable[[str], int]:
@@ -69,6 +84,8 @@ def one_stack(args: argparse.Namespace, refused: Mapping[str, str] | None = None
             raise ConfigError(f"{text!r} is not NAME=VALUE")
         if name in (refused or {}):
             raise ConfigError(f"{text!r}: {(refused or {})[name]}")
+        if name.lstrip("+~").split(".")[0] == "matrix":
+            raise ConfigError(f"{text!r}: a named matrix is for `repro matrix`, plan, list and doctor")
         if name.lstrip("+~").split(".")[0] not in (*SETTINGS, "flags"):
             raise unknown("setting", name, (*SETTINGS, *args.options))
         if name != "stack":
@@ -101,6 +118,8 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     if modern is not None:
         raise ConfigError(f"options are written with -- now: {parser.prog} {shlex.join(modern)}")
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    if "--cfg" in words[:-1] and words[words.index("--cfg") + 1] == "job":  # as Hydra's own is written
+        words.pop(words.index("--cfg") + 1)
     args, late = parser.parse_known_args(words)
     # Overrides that stand after an option arrive here: argparse takes a positional list in one piece only.
     for word in late:
@@ -111,9 +130,43 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     if late:
         args.overrides += late
     args.words, args.options = [*words, *(["--", *command] if command else [])], known
+    search_path(args)
     if command:
         args.command = command
     return args
+
+
+def search_path(args: argparse.Namespace) -> None:
+    """Take the further folders of groups that ``--config-dir`` and ``hydra.searchpath`` name, as Hydra does: behind the
+    project's own. Raises ConfigError: one is not there."""
+    found = [Path(args.config_dir).expanduser()] if args.config_dir else []
+    for text in [word for word in getattr(args, "overrides", ()) if word.startswith("hydra.searchpath=")]:
+        args.overrides.remove(text)
+        found += _listed(text)
+    for folder in found:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder of configuration groups (case/ model/ strategy/ matrix/ ...)")
+    if found:
+        kept = os.environ.get(CONFIG_PATH, "")
+        folders = dict.fromkeys([*(str(folder.resolve()) for folder in found), *kept.split(os.pathsep)])
+        os.environ[CONFIG_PATH] = os.pathsep.join(filter(None, folders))
+
+
+def _listed(text: str) -> list[Path]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        value = OverridesParser.create().parse_overrides([text])[0].value()
+    except HydraException:
+        value = None
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{text!r}: a list of folders, hydra.searchpath=[file:///path/to/conf]")
+    names = [str(getattr(each, "text", each)) for each in value]
+    foreign = [name for name in names if "://" in name and not name.startswith("file://")]
+    if foreign:
+        raise ConfigError(f"{text!r}: {foreign[0]}: a folder is meant, file:///path/to/conf")
+    return [Path(name.removeprefix("file://")).expanduser() for name in names]
 
 
 def _modern(parser: Parser, words: Sequence[str]) -> list[str] | None:

@@ -15,7 +15,7 @@ from repro_matrix.conf import expected
 from repro_matrix.conf.arms import check_arms
 from repro_matrix.conf.errors import ConfigError, describe_validation, unknown
 from repro_matrix.conf.schema import Case, Hardware, Model, Stack, Strategy
-from repro_matrix.paths import CONF, REPROS, file_state
+from repro_matrix.paths import CONF, REPROS, conf_folders, file_state
 
 T = TypeVar("T", bound=BaseModel)
 Raw = dict[str, Any]
@@ -96,7 +96,7 @@ def load(
     parsed: dict[str, dict[str, Any]] = {}
     for group, model in GROUPS.items():
         raws[group], parsed[group] = {}, {}
-        for path in sorted((conf / group).glob("*.yaml")):
+        for path in _files(conf, group):
             raw = read_yaml(path)
             for keys, value in (patches or {}).get(group, []):
                 if group != "strategy" or keys[0] != "options" or keys[-1] in (raw.get("options") or {}):
@@ -122,6 +122,17 @@ def load(
     for case in catalogue.cases.values():
         _check_references(case, catalogue, _short(conf / "case" / f"{case.slug}.yaml"))
     return catalogue
+
+
+def _files(conf: Path, group: str) -> list[Path]:
+    """A group's files, of the project and of the folders beside it. Raises ConfigError: a name twice."""
+    found: dict[str, Path] = {}
+    for folder in conf_folders(conf):
+        for path in sorted((folder / group).glob("*.yaml")):
+            if path.stem in found:
+                raise ConfigError(f"{path}: {group} {path.stem!r} is also in {found[path.stem]}; give it another name")
+            found[path.stem] = path
+    return [found[name] for name in sorted(found)]
 
 
 def _short(path: Path) -> str:

@@ -7,10 +7,11 @@ import functools
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from repro_matrix.conf.errors import ConfigError, nearest
+from repro_matrix.conf.errors import ConfigError, nearest, unknown
 from repro_matrix.conf.inherited import refused
-from repro_matrix.paths import CONF, file_state
+from repro_matrix.paths import CONF, conf_folders, file_state
 
 
 class Scale(str, Enum):
@@ -53,6 +54,7 @@ class RunSettings:
     keep: bool = False
     min_measured: int = 1
     shard: str | None = None
+    matrix: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -69,9 +71,13 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
         key = override.lstrip("+~").split("=", 1)[0]
         if key == "world_size":
             raise ConfigError(f"override {override!r}: the number of ranks is an axis now: ranks=2,4,8")
+        if override.startswith("matrix="):
+            raise ConfigError(f"override {override!r}: a named matrix is added: +{override}")
         if key.split(".")[0] not in names:
             raise ConfigError(f"override {override!r}: unknown key {key!r}{nearest(key, [*names, *OVERRIDE_GROUPS])}")
-    settings = copy.deepcopy(_composed(tuple(overrides), conf, file_state(conf / "config.yaml")))
+    folders = tuple(conf_folders(conf))
+    files = [conf / "config.yaml", *(path for folder in folders for path in sorted((folder / "matrix").glob("*.yaml")))]
+    settings = copy.deepcopy(_composed(tuple(overrides), folders, tuple(file_state(path) for path in files)))
     settings.env = {**settings.env, **given}
     for name in settings.env:
         why = refused(name)
@@ -87,23 +93,55 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
 
 
 @functools.lru_cache(maxsize=64)
-def _composed(overrides: tuple[str, ...], conf: Path, state: tuple[int, ...]) -> RunSettings:
-    """``state``: of conf/config.yaml. A search composes the same settings for each of its probes."""
+def _composed(
+    overrides: tuple[str, ...], folders: tuple[Path, ...], states: tuple[tuple[int, ...], ...]
+) -> RunSettings:
+    """``states``: of conf/config.yaml and the named matrices. A search composes the same settings for each probe."""
+    import yaml
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     ConfigStore.instance().store(name="run_schema", node=RunSettings)
+    conf, *more = folders
+    elsewhere = [f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in more)}]"] if more else []
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            settings = OmegaConf.to_object(compose("config", overrides=list(overrides)))
+            settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *elsewhere]))
+    except MissingConfigException as error:
+        name = str(error.missing_cfg_file or "").removeprefix("matrix/")
+        raise unknown("matrix", name, error.options or (), f"{conf.name}/matrix") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{mark.name}:{mark.line + 1}" if mark else "a file of conf/matrix"
+        raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        text = str(error.__cause__ or error).splitlines()[0]
+        _explain_block(error)
+        first, *more_lines = str(error.__cause__ or error).splitlines()
+        text = f"{first} {more_lines[0]}" if first.endswith(":") and more_lines else first
         raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
     assert isinstance(settings, RunSettings)
     return settings
+
+
+def _explain_block(error: Exception) -> None:
+    """Raises ConfigError for a key of a named matrix that an override cannot set."""
+    cause: Any = error.__cause__ or error
+    path = str(getattr(cause, "full_key", None) or "").split(".")
+    node = getattr(cause, "parent_node", None)
+    if path[0] != "matrix" or node is None:
+        return
+    if len(path) == 3 and path[2] in OVERRIDE_GROUPS:
+        name = ".".join(path)
+        raise ConfigError(f"override {name}=: the block does not set it; write +{name}=...")
+    choices = [*map(str, node.keys())] if len(path) == 2 else [g.partition(".")[0] for g in OVERRIDE_GROUPS[:-1]]
+    raise ConfigError(f"override {'.'.join(path)}=: unknown key {path[-1]!r}{nearest(path[-1], choices)}")
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "\\'") + "'"
 
 
 def _is_env(override: str) -> bool:
@@ -114,4 +152,4 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>")
+OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>", "+matrix")

@@ -25,6 +25,10 @@ class Selection:
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for repro_matrix.conf.config
+    given: set[str] = field(default_factory=set)  # the axes that the command line names
+    # Of a named matrix: which block it is, and the axes of the command line that only narrow what its cases list.
+    source: str = ""
+    narrows: frozenset[str] = frozenset()
 
 
 def parse(overrides: Iterable[str]) -> Selection:
@@ -60,8 +64,10 @@ def parse(overrides: Iterable[str]) -> Selection:
         group, _, rest = key.partition(".")
         if key in GROUPS:
             _select(selection, key, values, text)
+            selection.given.add(key)
         elif key == "ranks":
             selection.ranks = _numbers(values, text)
+            selection.given.add(key)
         elif group == "flags" and rest:
             selection.flags[rest] = values
         elif group in GROUPS and rest:
@@ -92,13 +98,13 @@ def _plain(value: Any) -> Any:
     return text if isinstance(text, str) else value
 
 
-def expand(what: str, patterns: Iterable[str], known: Iterable[str]) -> list[str]:
+def expand(what: str, patterns: Iterable[str], known: Iterable[str], where: str = "") -> list[str]:
     """Names matching the patterns, in the catalogue's order; a pattern without a match is an error with the nearest."""
     names = list(known)
     chosen: set[str] = set()
     for pattern in patterns:
         hits = [pattern] if pattern in names else fnmatch.filter(names, pattern)
         if not hits:
-            raise unknown(what, pattern, names)
+            raise unknown(what, pattern, names, where)
         chosen.update(hits)
     return [name for name in names if name in chosen]

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,41 +54,77 @@ def _words(flags: Iterable[tuple[str, Any]]) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in flags]
 
 
+KNOWN = "known"  # of the axis stack: those on which the case is known to fire
+
+
 def enumerate_cells(catalogue: Catalogue, selection: Selection, variant: tuple[str, ...] = ()) -> list[Cell]:
-    """Every cell of the selection, in the catalogue's order. Where each is measured ``place`` says.
+    """Every cell of one selection, in the catalogue's order."""
+    return enumerate_all(catalogue, [selection], variant)
+
+
+def enumerate_all(
+    catalogue: Catalogue,
+    selections: Sequence[Selection],
+    variant: tuple[str, ...] = (),
+    known: Mapping[str, Sequence[str]] | None = None,
+) -> list[Cell]:
+    """Every cell of these selections, each once. Where each is measured ``place`` says.
 
     A case's file lists the models and strategies it is for. With ``case`` left out or a glob, a selection narrows those
     lists; with a case named outright the selection replaces them (a user may try any combination). ``variant``: what
-    the run's settings change in all of them (``variant_of``). Raises ConfigError on an unknown name, a flag that no
-    selected case declares, or a value that a flag does not take.
+    the run's settings change in all of them (``variant_of``). ``known``: case -> stacks, for ``stack=known``. Raises
+    ConfigError on an unknown name, a flag that no selected case declares, or a value that a flag does not take.
     """
-    named = {name for name in selection.case if name in catalogue.cases}
-    cases = [catalogue.cases[name] for name in expand("case", selection.case, catalogue.cases)]
-    models = None if selection.model is None else expand("model", selection.model, catalogue.models)
-    strategies = None if selection.strategy is None else expand("strategy", selection.strategy, catalogue.strategies)
-    _check_flags(cases, selection)
-    cells = []
-    for case in cases:
-        own_models = _axis(case.axes.model, models, case.slug in named)
-        own_strategies = _axis(case.axes.strategy, strategies, case.slug in named)
-        if any(name not in case.flags for name in selection.flags):
-            continue  # another case's flag was swept: this case has no such cell
-        names = sorted(selection.flags)
-        sweeps = [selection.flags[name] for name in names]
-        own = case.launch.world_size
-        for model, strategy, ranks, stack in itertools.product(
-            own_models, own_strategies, selection.ranks or [own], selection.stack
-        ):
-            changed = (*([f"ranks={ranks}"] if ranks != own else []), *variant)
-            for values in itertools.product(*sweeps):
-                flags = tuple(zip(names, values))
-                cells.append(Cell(case.slug, model, strategy, flags, stack, "auto", ranks, changed))
+    chosen = [
+        [catalogue.cases[name] for name in expand("case", each.case, catalogue.cases, each.source)]
+        for each in selections
+    ]
+    everything = [case for cases in chosen for case in cases]
+    for selection in selections:
+        _check_flags(everything, selection)
+    cells: dict[Cell, None] = {}
+    for selection, cases in zip(selections, chosen):
+        cells |= dict.fromkeys(_cells_of(catalogue, selection, cases, variant, known or {}))
     if not cells:
         raise ConfigError(
             "the selection has no cell: no selected case lists that model and strategy "
             "(name the case outright, without *, to try any combination)"
         )
-    return cells
+    return list(cells)
+
+
+def _cells_of(
+    catalogue: Catalogue,
+    selection: Selection,
+    cases: Iterable[Case],
+    variant: tuple[str, ...],
+    known: Mapping[str, Sequence[str]],
+) -> Iterator[Cell]:
+    named = {name for name in selection.case if name in catalogue.cases}
+    models, strategies = (
+        None if asked is None else expand(axis, asked, options, selection.source)
+        for axis, asked, options in (
+            ("model", selection.model, catalogue.models),
+            ("strategy", selection.strategy, catalogue.strategies),
+        )
+    )
+    for case in cases:
+        outright = case.slug in named
+        own_models = _axis(case.axes.model, models, outright and "model" not in selection.narrows)
+        own_strategies = _axis(case.axes.strategy, strategies, outright and "strategy" not in selection.narrows)
+        if any(name not in case.flags for name in selection.flags):
+            continue  # another case's flag was swept: this case has no such cell
+        names = sorted(selection.flags)
+        sweeps = [selection.flags[name] for name in names]
+        own = case.launch.world_size
+        stacks = [name for each in selection.stack for name in (known[case.slug] if each == KNOWN else [each])]
+        for model, strategy, ranks, stack in itertools.product(
+            own_models, own_strategies, selection.ranks or [own], dict.fromkeys(stacks)
+        ):
+            changed = (*([f"ranks={ranks}"] if ranks != own else []), *variant)
+            for values in itertools.product(*sweeps):
+                flags = tuple(zip(names, values))
+                yield Cell(case.slug, model, strategy, flags, stack, "auto", ranks, changed)
 
 
 def variant_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix import hardware
-from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf import overrides
 from repro_matrix.conf.catalogue import Catalogue
-from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, MeasureError
 from repro_matrix.hardware import Machine, Profile, around
 from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.launch import open_launcher
 from repro_matrix.memory import planned as planning
 from repro_matrix.paths import BASELINE, RESULTS, cache_dir
-from repro_matrix.planning import matrix, placing
+from repro_matrix.planning import placing
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import provenance
 from repro_matrix.results.store import Store
@@ -34,6 +33,7 @@ from repro_matrix.running.events import Event, Later, Summary
 from repro_matrix.running.given import Given
 from repro_matrix.running.leases import Leases, clear_leftovers, register_run
 from repro_matrix.running.probe import Prober
+from repro_matrix.running.request import ask
 from repro_matrix.running.wanted import Wanted
 from repro_matrix.stacks import Stack
 
@@ -103,17 +103,15 @@ def prepare(
     ``plan_only``: nothing will be launched, so that the hardware may be one that is not here. ``probe``: the
     stacks' torch is asked whether it can use the cards also where nothing is built.
     """
-    selection = overrides.parse(texts)
-    catalogue = catalogues.load(patches=selection.patches)
-    settings = compose_run(selection.run)
+    asked = ask(texts)
+    catalogue, settings = asked.catalogue, asked.settings
     machine = hardware.detect()
     planned = False
     if plan_only:
-        profiles, machine, planned = planning.settle_all(selection.hardware, catalogue.hardware, machine)
+        profiles, machine, planned = planning.settle_all(asked.hardware, catalogue.hardware, machine)
     else:
-        profiles = hardware.settle_all(selection.hardware, catalogue.hardware, machine)
-    named = matrix.enumerate_cells(catalogue, selection, matrix.variant_of(settings, selection.patches))
-    placed = placing.place(catalogue, named, profiles, auto=selection.hardware == ["auto"])
+        profiles = hardware.settle_all(asked.hardware, catalogue.hardware, machine)
+    placed = placing.place(catalogue, asked.cells, profiles, auto=asked.hardware == ["auto"])
     cells = placed.cells
     part = shards.of(settings.shard)
     if part:
@@ -132,10 +130,10 @@ def prepare(
     if not now:
         now, overlap = cells, False
     plans = wanted.plan(now)
-    asked = [name for name in selection.stack if name in wanted.unavailable]
-    if asked and len(asked) == len(selection.stack):
-        kind = MeasureError if asked[0] in wanted.unusable else ConfigError
-        raise kind(f"stack={asked[0]}: {wanted.unavailable[asked[0]]}")
+    named = list(dict.fromkeys(cell.stack for cell in cells))
+    if all(name in wanted.unavailable for name in named):
+        kind = MeasureError if named[0] in wanted.unusable else ConfigError
+        raise kind(f"stack={named[0]}: {wanted.unavailable[named[0]]}")
     prepared = Session(catalogue, settings, profiles, machine, wanted.stacks, plans, wanted.unavailable)
     prepared.planned, prepared.unplanned = planned, wanted.unplanned
     if part:

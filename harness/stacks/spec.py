@@ -70,7 +70,8 @@ def parse(text: str) -> Spec:
 def definitions(conf: Path | None = None) -> dict[str, Definition]:
     """Every stack of conf/stack."""
     out = {}
-    for path in sorted(((conf or paths.CONF) / "stack").glob("*.yaml")):
+    folders = paths.conf_folders(conf or paths.CONF)
+    for path in sorted(path for folder in folders for path in (folder / "stack").glob("*.yaml")):
         try:
             found = Definition(**yaml.safe_load(path.read_text(encoding="utf-8")))
         except (ValidationError, yaml.YAMLError, TypeError) as error:
@@ -90,7 +91,10 @@ def definition(name: str, conf: Path | None = None) -> Definition:
 
 
 def lock_path(name: str, conf: Path | None = None) -> Path:
-    return (conf or paths.CONF) / "stack" / "locks" / f"{name}.txt"
+    """Beside the definition."""
+    folders = paths.conf_folders(conf or paths.CONF)
+    home = next((folder for folder in folders if (folder / "stack" / f"{name}.yaml").is_file()), folders[0])
+    return home / "stack" / "locks" / f"{name}.txt"
 
 
 def replaced(found: Definition, swaps: tuple[Requirement, ...]) -> Definition:

@@ -6,27 +6,23 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from repro_matrix.conf import arguments, overrides
-from repro_matrix.conf import catalogue as catalogues
-from repro_matrix.conf.config import RunSettings, compose_run
-from repro_matrix.planning import matrix
+from repro_matrix.conf import arguments
+from repro_matrix.running.request import ask, print_composed
 from repro_matrix.terminal import listing
 from repro_matrix.terminal.report import columns, print_json, print_lines
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
+    arguments.cfg(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    selection = overrides.parse(args.overrides)
-    catalogue = catalogues.load(patches=selection.patches)
-    variant = matrix.variant_of(compose_run(selection.run) if selection.run else RunSettings(), selection.patches)
-    cells = [
-        replace(cell, hardware=profile)
-        for cell in matrix.enumerate_cells(catalogue, selection, variant)
-        for profile in selection.hardware
-    ]
+    if args.cfg:
+        return print_composed(args.overrides)
+    asked = ask(args.overrides)
+    catalogue = asked.catalogue
+    cells = [replace(cell, hardware=profile) for cell in asked.cells for profile in asked.hardware]
     rows: list[dict[str, Any]] = []
     for cell in cells:
         case = catalogue.cases[cell.case]

@@ -17,12 +17,14 @@ from repro_matrix.diff.sides import Side
 from repro_matrix.results import rows
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.running import session
+from repro_matrix.running.request import print_composed
 from repro_matrix.terminal import summary as summaries
 from repro_matrix.terminal.report import matrix_table, named, print_json, print_lines, print_table, summary_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
+    arguments.cfg(parser)
     parser.add_argument("--all", action="store_true", help="a line for every arm of every cell")
     how(parser)
 
@@ -36,6 +38,8 @@ def how(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.cfg:
+        return print_composed(args.overrides)
     return measure(args, args.overrides, every_arm=args.all, page=True)
 
 

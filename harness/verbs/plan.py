@@ -15,16 +15,20 @@ from repro_matrix.planning.fit import words
 from repro_matrix.planning.plan import ArmPlan
 from repro_matrix.results.store import Store
 from repro_matrix.running import recorded, schedule, session
+from repro_matrix.running.request import print_composed
 from repro_matrix.running.simulate import Ended, forecast
 from repro_matrix.terminal.report import print_json, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
+    arguments.cfg(parser)
     parser.add_argument("--measured", action="store_true", help="each plan beside the recorded peak")
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.cfg:
+        return print_composed(args.overrides)
     prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
     known = session.history(Store(session.results_folder(prepared.settings)), {p.cell.case for p in prepared.plans})
     took = recorded.recorded(document for found in known.values() for document in found)

@@ -1,0 +1,76 @@
+"""What was asked for: a command line's overrides, read once. Catalogue, settings, and the cells they select."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf import named, overrides
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.overrides import Selection
+from repro_matrix.paths import BASELINE
+from repro_matrix.planning import matrix
+from repro_matrix.planning.matrix import Cell
+from repro_matrix.results.store import Store
+
+
+@dataclass(frozen=True)
+class Request:
+    """``selections``: one of the command line, or one for each block of a named matrix."""
+
+    texts: Sequence[str]
+    catalogue: Catalogue
+    settings: RunSettings
+    selections: Sequence[Selection]
+
+    @property
+    def hardware(self) -> list[str]:
+        """The profiles that are asked for. Raises ConfigError where blocks are for different ones."""
+        asked = {tuple(each.hardware): each for each in self.selections}
+        if len(asked) > 1:
+            told = ", ".join(f"{each.source}: {','.join(names)}" for names, each in asked.items())
+            raise ConfigError(f"the blocks are for different hardware ({told}): name one on the line, hardware=...")
+        return list(next(iter(asked)))
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """Every cell, in the catalogue's order; where each is measured ``placing`` says."""
+        variant = matrix.variant_of(self.settings, self.selections[0].patches)
+        wanted = [each for each in self.selections if matrix.KNOWN in each.stack]
+        names = {name for each in wanted for name in overrides.expand("case", each.case, self.catalogue.cases)}
+        return matrix.enumerate_all(self.catalogue, self.selections, variant, fires_on(self.catalogue, names))
+
+
+def ask(texts: Sequence[str]) -> Request:
+    """Raises ConfigError that names what cannot be understood."""
+    line = overrides.parse(texts)
+    catalogue = catalogues.load(patches=line.patches)
+    settings = compose_run(line.run) if line.run else RunSettings()
+    return Request(list(texts), catalogue, settings, named.blocks(settings.matrix, line))
+
+
+def fires_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
+    """Case -> the stacks on which its published measurement fires: those that have a name and stay as they are, else
+    the replaced packages of a version map. A case that fired nowhere: the stack that its file names."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for document in Store(BASELINE).documents(cases=names) if names else ():
+        first: dict[str, Any] = next(iter(document["arms"].values()), {})
+        if any(attempt["outcome"]["outcome"] == "fires" for attempt in first.get("attempts", ())):
+            found[document["case"]].add(document["stack"]["name"])
+    lasting = {name for name, stack in catalogue.stacks.items() if not stack.floating}
+    return {
+        name: sorted(stacks & lasting or stacks) or [catalogue.cases[name].needs.stack or "current"]
+        for name, stacks in found.items()
+    }
+
+
+def print_composed(texts: Sequence[str]) -> int:
+    """``--cfg``: the composed configuration."""
+    asked = ask(texts)
+    print(named.composed(asked.settings, asked.selections))
+    return 0
