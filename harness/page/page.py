@@ -15,6 +15,8 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.claims import ClaimRow, Evidence
+from repro_matrix.nights.night import Night
+from repro_matrix.nights.strip import Strip, strips
 from repro_matrix.page.lanes import Timeline, timelines
 from repro_matrix.page.marks import MARKS, Mark, mark
 from repro_matrix.page.releases import Axis, axes
@@ -23,6 +25,8 @@ from repro_matrix.page.view import WORST, ArmView, Cell
 
 MOST_NEWS = 40  # arms that are listed in the headline
 MOST_EVIDENCE = 12  # of one claim
+MOST_NIGHTS, MOST_STRIPS = 40, 200  # columns and rows of what went otherwise over the nights
+ABSENT = Mark("absent", "", "no such cell that night", "none")
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
@@ -83,6 +87,17 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Over:
+    """The nights: arms whose answer changed, or whose attempts did not agree. ``steady``: how many arms did neither."""
+
+    nights: tuple[str, ...]
+    strips: tuple[Strip, ...]
+    marks: Mapping[str, Mark]  # of what entries name
+    steady: int
+    more: int
+
+
+@dataclass(frozen=True)
 class Page:
     title: str
     made: str
@@ -102,6 +117,7 @@ class Page:
     same: int  # arms on which the results compared agree
     notes: tuple[str, ...] = ()
     facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    over: Over | None = None  # the nights, where there are several
 
     @property
     def cells(self) -> list[Cell]:
@@ -120,6 +136,7 @@ def page(
     ledger: Sequence[ClaimRow] = (),
     sources: Sequence[str] = (),
     notes: Sequence[str] = (),
+    nights: Sequence[Night] = (),
 ) -> Page:
     """``cases``: the catalogue's. ``sources``: names of the results that are compared, where there are several."""
     by_case: dict[str, list[Cell]] = {}
@@ -149,6 +166,7 @@ def page(
         timelines=tuple(drawn), other_runs=others, differences=tuple(differences), same=same,
         notes=tuple(line(note, 300) for note in notes),
         facets={"case": tuple(view.slug for view in views), **facets(every)},
+        over=_over(nights) if len(nights) > 1 else None,
     )  # fmt: skip
 
 
@@ -252,6 +270,21 @@ def _told(row: ClaimRow, ids: Mapping[str, str]) -> Told:
     return Told(
         row, mark(row.status), line(row.detail, 600), tuple(shown[:MOST_EVIDENCE]), max(0, len(shown) - MOST_EVIDENCE)
     )
+
+
+def _over(nights: Sequence[Night]) -> Over:
+    """The newest nights; arms that changed last come first."""
+    drawn = nights[-MOST_NIGHTS:]
+    found = strips(drawn)
+    told = [(strip, strip.turns) for strip in found]
+    odd = [(turns[-1].night if turns else -1, strip) for strip, turns in told if turns or strip.flaky[0]]
+    odd.sort(key=lambda item: -item[0])
+    names = {entry.name for _, strip in odd for entry in strip.entries}
+    return Over(
+        tuple(line(night.name, 60) for night in drawn), tuple(strip for _, strip in odd[:MOST_STRIPS]),
+        {name: ABSENT if name == "absent" else mark(name) for name in names}, len(found) - len(odd),
+        max(0, len(odd) - MOST_STRIPS),
+    )  # fmt: skip
 
 
 def _compared(cells: Sequence[Cell], sources: Sequence[str]) -> tuple[list[Difference], int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from repro_matrix.conf.errors import ConfigError, ResultsError, nearest, unknown
 
 if TYPE_CHECKING:
+    from repro_matrix.nights.night import Night
     from repro_matrix.page.view import Cell
 
 FORMATS = ("html", "junit", "markdown", "json", "csv")
@@ -24,6 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "hardware= show a part of them",
     )  # fmt: skip
     parser.add_argument("--baseline", action="store_true", help="the published results, alone or beside the others")
+    told = "kept nights before these (nights.jsonl, or folders of results): the page shows what changed over them"
+    parser.add_argument("--nights", metavar="DIR", help=told)
     parser.add_argument("--format", choices=FORMATS, default="html", help="default: html, one file that needs no other")
     parser.add_argument("--output", metavar="PATH", help="where to write it; - is stdout (the default but for html)")
     parser.add_argument("--site", metavar="DIR", help="write a static site there: an index, and a page for each case")
@@ -65,7 +68,8 @@ def main(args: argparse.Namespace) -> int:
     elif args.format == "markdown":
         text = formats.as_markdown(cells, title_of(folders))
     else:
-        view = page(cells, title_of(folders), made, catalogue.cases, found.ledger, found.sources, found.notes)
+        over = _nights(folders, args.nights)
+        view = page(cells, title_of(folders), made, catalogue.cases, found.ledger, found.sources, found.notes, over)
         if args.site:
             pages = render.site(view)
             for name, content in pages.items():
@@ -79,6 +83,15 @@ def main(args: argparse.Namespace) -> int:
     write(target, text)
     print(target)
     return 0
+
+
+def _nights(folders: list[Path], kept: str | None) -> list[Night]:
+    """What the page shows over time: the nights that are kept and these results, or three results and more."""
+    from repro_matrix.nights.kept import read
+
+    if kept is None and len(folders) < 3:  # two are beside each other on the page
+        return []
+    return read([*([Path(kept).expanduser()] if kept else []), *folders]).found
 
 
 def _is_results(folder: Path) -> bool:

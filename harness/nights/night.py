@@ -1,0 +1,99 @@
+"""A night: what each arm of each cell answered in one run, without its evidence. Pure.
+
+A thousandth of the documents, and all that a later night is compared with: verdicts, how often what, what was met in
+its own words. What is left out is time, memory and settings: two nights in brief differ in answers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from repro_matrix.diff.brief import ArmBrief, Brief, latest
+
+SCHEMA = 1
+_ARM = ("verdict", "kinds", "met", "text", "skipped", "expected")  # of an ArmBrief, in this order
+
+
+@dataclass(frozen=True)
+class Night:
+    """``stacks``: name -> versions. ``cells``: "hardware stack key" -> case, where, control and arms. ``code``: the
+    exit code of its run, where that is known: 0 is green."""
+
+    name: str
+    started: float
+    commit: str | None = None
+    code: int | None = None
+    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def green(self) -> bool:
+        return self.code == 0
+
+    @property
+    def cases(self) -> set[str]:
+        return {str(cell["case"]) for cell in self.cells.values()}
+
+
+def of_briefs(name: str, briefs: Iterable[Brief], code: int | None = None) -> Night:
+    """Of each cell its newest measurement."""
+    found = latest(briefs).values()
+    cells = {
+        f"{b.hardware} {b.stack} {b.key}": {
+            "case": b.case, "where": b.where, "hardware": b.hardware, "stack": b.stack, "key": b.key,
+            "control": b.control, "arms": {name: _told(arm) for name, arm in b.arms.items()},
+        }
+        for b in sorted(found, key=lambda b: (b.key, b.hardware, b.stack))
+    }  # fmt: skip
+    stacks = {b.stack: dict(b.versions) for b in found}
+    commits = {b.commit for b in found}
+    started = max((b.started for b in found), default=0.0)
+    return Night(name, started, commits.pop() if len(commits) == 1 else None, code, stacks, cells)
+
+
+def _told(arm: ArmBrief) -> list[Any]:
+    return [arm.verdict, dict(arm.kinds), list(arm.met), arm.text, arm.skipped, arm.expected]
+
+
+def arm_of(told: list[Any]) -> ArmBrief:
+    said = dict(zip(_ARM, told))
+    return ArmBrief(
+        said["verdict"], said["kinds"], said["met"], said["text"], (), (), (), said["skipped"], said["expected"]
+    )
+
+
+def briefs_of(night: Night) -> list[Brief]:
+    """The night as ``repro_matrix.diff`` compares it; of time and memory it says nothing."""
+    return [
+        Brief(
+            cell["case"], cell["key"], cell["where"], cell["hardware"], cell["stack"],
+            night.stacks.get(cell["stack"], {}), night.started, night.commit, cell["control"],
+            {name: arm_of(told) for name, told in cell["arms"].items()},
+        )
+        for cell in night.cells.values()
+    ]  # fmt: skip
+
+
+def to_json(night: Night) -> dict[str, Any]:
+    return {"schema": SCHEMA, **vars(night)}
+
+
+def from_json(data: Mapping[str, Any]) -> Night:
+    """Raises ValueError: not a night, or of a newer schema."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("schema"), int):
+        raise ValueError("not a night")
+    if data["schema"] > SCHEMA:
+        raise ValueError(f"schema {data['schema']}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
+    try:
+        made = Night(**{key: value for key, value in data.items() if key != "schema"})
+        for cell in made.cells.values():
+            for told in cell["arms"].values():
+                if len(told) != len(_ARM):
+                    raise ValueError("an arm of it does not say what an arm says")
+            str(cell["case"] + cell["where"] + cell["hardware"] + cell["stack"] + cell["key"])
+        float(made.started)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a night: {type(error).__name__}: {error}") from None
+    return made

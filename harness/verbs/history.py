@@ -1,0 +1,68 @@
+"""`repro history CASE [NIGHTS...]`: a case over the nights, as a strip for each arm."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.nights import kept, strip
+from repro_matrix.paths import RESULTS
+from repro_matrix.terminal.report import print_json, print_lines, print_notes
+
+EPILOG = """NIGHTS: folders of results, one for each night, or a folder of nights (default: results/nights): folders
+of results in it, and nights.jsonl, where old nights are kept as what differs from the night before.
+
+  repro history fsdp-generate monday/ tuesday/
+  repro history --compact 7 results/nights      fold all but the newest 7 folders into nights.jsonl; evidence goes,
+                                                verdicts, attempts, and what was met stay
+
+exit codes: 0; 2 nothing there to be shown"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("names", nargs="+", metavar="CASE [NIGHTS...]", help="the case's slug, then folders")
+    told = "fold all but the newest N folders of a folder of nights; no CASE then"
+    parser.add_argument("--compact", type=arguments.number(0), metavar="N", help=told)
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.compact is not None:
+        return _compact(args)
+    case, *folders = args.names
+    paths = [Path(name).expanduser() for name in folders] or [RESULTS / "nights"]
+    found = kept.read(paths)
+    nights = found.found
+    known = {name for night in nights for name in night.cases}
+    if case not in known:
+        if Path(case).expanduser().is_dir() and not known:
+            raise ConfigError(f"{case}: is a folder; the case comes first: repro history CASE {case}")
+        raise unknown("case", case, known, f"{', '.join(map(str, paths))}: {len(nights)} nights")
+    print_notes(found.notes)
+    for one, other in itertools.pairwise(nights):
+        if not one.cells.keys() & other.cells.keys():
+            print(f"note: {one.name} and {other.name} have no cell in common", file=sys.stderr)
+    strips = strip.strips(nights, case)
+    if args.json:
+        print_json(strip.as_json(nights, strips))
+    else:
+        print_lines(strip.lines(nights, strips))
+    return 0
+
+
+def _compact(args: argparse.Namespace) -> int:
+    if len(args.names) != 1:
+        raise ConfigError("--compact takes one folder of nights, and no case")
+    names, notes = kept.compact(Path(args.names[0]).expanduser(), args.compact)
+    print_notes(notes)
+    if args.json:
+        print_json({"compacted": names})
+    else:
+        print(f"{len(names)} nights folded into {kept.FILE}: {', '.join(names) or 'none is older'}")
+    return 0

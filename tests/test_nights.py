@@ -1,0 +1,175 @@
+"""Nights: folded without loss, shown as strips in which every column is one night, damaged ones named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import document, exception, failed, observation, ok
+
+from repro_matrix import cli
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.diff.compare import compare
+from repro_matrix.nights import kept, strip
+from repro_matrix.nights.night import Night, briefs_of, from_json, of_briefs, to_json
+from repro_matrix.terminal.summary import WIDTH
+
+KINDS = ["fires", "clean", "other_error", "hang"]
+TEXTS = st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=5)
+ARMS = st.dictionaries(
+    st.sampled_from(["broken", "fix", "other"]),
+    st.tuples(
+        st.sampled_from([None, "FIX_HOLDS", "FIX_BROKEN", "FLAKY"]),
+        st.dictionaries(st.sampled_from(KINDS), st.integers(1, 3), max_size=2),
+        st.lists(st.sampled_from(["c/norm", "check x"]), max_size=2), TEXTS, st.none() | TEXTS, st.none(),
+    ).map(list),
+    min_size=1,
+)  # fmt: skip
+
+
+@st.composite
+def nights(draw: Any) -> list[Night]:
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        cells = {
+            f"cpu now c/{model}": {
+                "case": "c", "where": f"case=c model={model} strategy=ddp", "hardware": "cpu", "stack": "now",
+                "key": f"c/{model}", "control": False, "arms": draw(ARMS),
+            }
+            for model in draw(st.sets(st.sampled_from("mn")))
+        }  # fmt: skip
+        versions = {"now": {"torch": draw(st.sampled_from(["2.13.0", "2.14.0"]))}}
+        found.append(
+            Night(f"night-{number}", float(number), None, draw(st.sampled_from([None, 0, 1])), versions, cells)
+        )
+    return found
+
+
+@given(made=nights())
+def test_nights_that_were_folded_are_the_same_again(
+    made: list[Night], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("nights")
+    for night in made[::-1]:  # also when a lost one comes late
+        kept.keep(folder, night)
+    assert kept.ledger(folder, []) == made
+    kept.keep(folder, made[0])
+    assert kept.ledger(folder, []) == made, "a night that is given again is there once"
+    assert from_json(json.loads(json.dumps(to_json(made[0])))) == made[0]
+
+
+@given(made=nights())
+def test_every_column_is_a_night_and_a_night_in_brief_compares_as_it_did(made: list[Night]) -> None:
+    found = strip.strips(made, "c")
+    for one in found:
+        assert len(one.letters) == len(made)
+        for turn in one.turns:
+            assert turn.before < turn.night and one.entries[turn.before].answer != one.entries[turn.night].answer
+        k, n = one.flaky
+        assert 0 <= k <= n and (k == 0 or len(one.entries) > 0)
+    assert {(s.where, s.arm) for s in found} == {
+        (cell["where"], arm) for night in made for cell in night.cells.values() for arm in cell["arms"]
+    }
+    for text in strip.lines(made, found) if found else ():
+        assert len(text) <= WIDTH and text.isprintable()
+    json.dumps(strip.as_json(made, found), allow_nan=False)
+    for night in made:
+        again = of_briefs(night.name, briefs_of(night), night.code)
+        assert (again.cells, again.code) == ({key: night.cells[key] for key in again.cells}, night.code)
+        assert again.cells.keys() == night.cells.keys()
+        assert compare(briefs_of(night), briefs_of(night), {}, need_common=False).changes == ()
+
+
+FIRES = [("fires", observation(failed(0), failed(1)))] * 2
+BOOM = [("other_error", observation(failed(0, exception("ValueError", "boom")), ok(1)))]
+CLEAN = [("clean", observation(ok(0), ok(1)))] * 2
+
+
+def write(root: Path, arms: dict[str, Any], started: float, **changes: Any) -> Path:
+    made = document(arms, {}, **changes)
+    made["provenance"]["started"] = started
+    path = root / "cpu" / "s" / made["case"] / f"{made['model']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made))
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    root = tmp_path / "nights"
+    write(root / "monday", {"broken": FIRES}, 1.0)
+    write(root / "tuesday", {"broken": [*FIRES, *CLEAN[:1]]}, 2.0)
+    write(root / "wednesday", {"broken": "needs 2 GPUs"}, 3.0)
+    write(root / "thursday", {"broken": BOOM}, 4.0)
+    return root
+
+
+def test_a_case_is_a_strip_in_the_order_of_its_nights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["history", "some-case", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "  f~-e  broken: 1 of 6 attempts went otherwise" in out
+    assert "some-case over 4 nights, a column each: monday to thursday" in out
+    assert "thursday: broken: flaky" in out and "- not measured" in out
+    assert cli.main(["history", "some-case", str(folder / "thursday"), str(folder / "monday"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [n["name"] for n in told["nights"]] == ["monday", "thursday"] and told["strips"][0]["letters"] == "fe"
+    assert told["strips"][0]["changes"] == [{"night": "thursday", "before": "monday"}]
+
+
+def test_old_nights_are_folded_and_show_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["history", "some-case", str(folder)])
+    before = capsys.readouterr().out
+    assert cli.main(["history", "--compact", "1", str(folder)]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["nights.jsonl", "thursday"]
+    capsys.readouterr()
+    assert cli.main(["history", "some-case", str(folder)]) == 0
+    assert capsys.readouterr().out == before
+    whole, *others = (folder / "nights.jsonl").read_text().splitlines()
+    assert len(others) == 2 and all(len(text) < len(whole) for text in others)
+
+
+def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["history", "some-cas", str(folder)]) == 2 and "did you mean 'some-case'" in capsys.readouterr().err
+    assert cli.main(["history", "some-case", str(folder / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    (folder / "monday" / "cpu" / "s" / "some-case" / "x.json").write_text("{")
+    with pytest.raises(ResultsError, match=r"nothing is compacted: .*x\.json"):
+        kept.compact(folder, 0)
+    assert (folder / "tuesday").exists() and not (folder / kept.FILE).exists()
+    (folder / "monday" / "cpu" / "s" / "some-case" / "x.json").unlink()
+    kept.compact(folder, 0)
+    text = (folder / kept.FILE).read_text()
+    (folder / kept.FILE).write_text(text[:-20])
+    notes: list[str] = []
+    assert len(kept.ledger(folder, notes)) == 3 and "cut off" in notes[0]
+    (folder / kept.FILE).write_text("[3]\n" + text)
+    with pytest.raises(ResultsError, match=r"nights\.jsonl:1: damaged"):
+        kept.ledger(folder, [])
+    (folder / kept.FILE).write_text(text.replace('"schema":[1]', '"schema":[9]'))
+    with pytest.raises(ResultsError, match="a newer repro-matrix wrote it"):
+        kept.ledger(folder, [])
+
+
+def test_nights_without_a_common_cell_are_shown_and_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "friday", {"broken": FIRES}, 5.0, model="n")
+    assert cli.main(["history", "some-case", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "thursday and friday have no cell in common" in said.err
+    assert "  ····f  broken" in said.out and "  f~-e·  broken" in said.out
+
+
+def test_the_page_shows_what_changed_over_the_nights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = folder.parent / "page.html"
+    three = [str(folder / name) for name in ("monday", "tuesday", "thursday")]
+    assert cli.main(["report", *three, "--output", str(target)]) == 0
+    text = target.read_text()
+    assert 'id="nights"' in text and "1 arms changed their answer" in text and "1 of 6" in text
+    assert cli.main(["report", three[0], "--nights", str(folder), "--output", str(target)]) == 0
+    assert "4 nights, monday to thursday" in target.read_text()
+    assert cli.main(["report", three[0], "--output", str(target)]) == 0
+    assert 'id="nights"' not in target.read_text()
