@@ -93,15 +93,8 @@ Identity = tuple[str, str, str]
 
 def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_common: bool = True) -> Diff:
     """What ``other`` says otherwise than ``one``. Raises ConfigError where they have no cell in common."""
-    left, right = latest(one), latest(other)
-    across = _across(left.values(), right.values())
-    mine, theirs = (_by_identity(side, across) for side in (left, right))
+    mine, theirs, across = sides_by_cell(one, other, need_common)
     both = sorted(mine.keys() & theirs.keys())
-    if need_common and not both:
-        raise ConfigError(
-            f"the two have no cell in common: the first has {_described(left.values())}; "
-            f"the second has {_described(right.values())}"
-        )
     pairs = [(mine[at], theirs[at]) for at in both]
     changes: list[Change] = []
     differing: dict[str, str] = {}
@@ -134,6 +127,22 @@ def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_com
         changes.append(_change("appeared", theirs[at], "", None, None))
     changes.sort(key=lambda change: (ORDER[change.kind], change.case, change.where, change.stack, change.arm))
     return Diff(tuple(changes), len(both), arms, math.exp(shift), unknown, differing, across)
+
+
+def sides_by_cell(
+    one: Iterable[Brief], other: Iterable[Brief], need_common: bool = True
+) -> tuple[dict[Identity, Brief], dict[Identity, Brief], dict[str, tuple[str, str]]]:
+    """(the first's newest cells, the second's, under the same identities; the axes that this goes across).
+    Raises ConfigError where they have no cell in common."""
+    left, right = latest(one), latest(other)
+    across = _across(left.values(), right.values())
+    mine, theirs = (_by_identity(side, across) for side in (left, right))
+    if need_common and not mine.keys() & theirs.keys():
+        raise ConfigError(
+            f"the two have no cell in common: the first has {_described(left.values())}; "
+            f"the second has {_described(right.values())}"
+        )
+    return mine, theirs, across
 
 
 def _change(kind: str, cell: Brief, arm: str, was: ArmBrief | None, now: ArmBrief | None) -> Change:

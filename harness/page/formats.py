@@ -108,6 +108,8 @@ def _junit_result(cell: Cell, arm: ArmView) -> tuple[str, str, str] | None:
         return "skipped", arm.reason, ""
     text = "\n\n".join(filter(None, (*(f"rank {s.ranks}: {s.how}\n{s.type}: {s.message}\n{s.log}" for s in arm.said),
                                      arm.command)))  # fmt: skip
+    if arm.muted:
+        return "skipped", f"{arm.muted} (measured {arm.mark.name}: {arm.reason})", ""
     if arm.expected and arm.expected.name == "unexpected":
         wanted = arm.expectation.name if arm.expectation else "HEALTHY" if cell.kind == "control" else "something else"
         return "failure", f"expected {wanted}, measured {arm.mark.name}: {arm.reason}", text
@@ -136,6 +138,11 @@ def as_markdown(cells: Sequence[Cell], title: str = "repro-matrix", link: str = 
         if odd[state]:
             out.add(f"### {heading}\n")
             out.each([_detail(cell, arm) for cell, arm in odd[state]], "more such arms")
+    muted = [(cell, arm) for cell, arm in found if arm.muted]
+    if muted:
+        out.add("### Muted: known, and owned\n")
+        out.each([f"- {_place(cell, arm)}: {arm.mark.symbol} {arm.mark.name}; {_plain(arm.muted)}"
+                  for cell, arm in muted], "more")  # fmt: skip
     if odd["unset"]:
         out.add("### New: nothing is expected of them yet\n")
         out.each([f"- {_place(cell, arm)}: {arm.mark.symbol} {arm.mark.name}" for cell, arm in odd["unset"]], "more")

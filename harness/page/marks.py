@@ -37,6 +37,7 @@ _MARKS = (
     Mark("untested", "–", "untested", "none"),
     Mark("unexpected", "!", "not as expected", "bad"),
     Mark("differs from cpu", "!", "differs from CPU", "warn"),
+    Mark("muted", "⊘", "muted: known, and owned", "info"),
     Mark("unset", "+", "new: nothing expected", "info"),
     Mark("expected", "=", "as expected", "good"),
     Mark("as predicted", "=", "as predicted", "good"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
-from repro_matrix.judge import claims
+from repro_matrix.judge import claims, muted
 from repro_matrix.judge.again import judged_again, with_expectations
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.judge.evidence import items, mapping
@@ -43,6 +44,7 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
     Case by case, so that a folder need not fit into memory. Raises ResultsError: a folder is not there.
     """
     names = named(folders)
+    mutes, today = muted.read(), datetime.now(timezone.utc).date()
     found = Results(sources=names if len(names) > 1 else [])
     kept: list[Document] = []
     for name, folder in zip(names, folders):
@@ -59,9 +61,9 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
             unknown |= {str(d["case"]) for d in stored if d["case"] not in catalogue.cases}
             judged = judged_again(stored, catalogue.cases)
             found.notes += judged.notes
-            for document in judged.documents:
-                own = catalogue.cases[document["case"]]
-                told = with_expectations(document, own)
+            compared = (with_expectations(document, catalogue.cases[document["case"]]) for document in judged.documents)
+            for told in muted.applied(compared, mutes, today).documents:
+                own = catalogue.cases[told["case"]]
                 found.cells.append(cell(told, own, name if found.sources else ""))
                 kept.append(slim(told))
         found.notes += store.damaged

@@ -90,6 +90,7 @@ class ArmView:
     command: str
     torchrun: str
     skipped: str
+    muted: str = ""  # by whom, until when and why
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _arm(
     hung = mapping(shown.get("outcome")).get("outcome") == "hang" or mapping(seen.get("attempt")).get("timed_out")
     stacks = {int(number(r.get("rank")) or 0): text(r.get("stack")) for r in ranks if r.get("stack")} if told else {}
     expected = mark(str(row["expected"])) if row["expected"] and row["attempts"] else None
-    odd = expected is not None and expected.name in ("unexpected", "differs from cpu") and row["expectation"]
+    odd = expected is not None and expected.name in ("unexpected", "differs from cpu", "muted") and row["expectation"]
     return ArmView(
         name=line(name),
         help=line(known.help, 300) if known else "",
@@ -251,6 +252,7 @@ def _arm(
         command=line(_again(row), 600),
         torchrun=line(_by_hand(str(row["torchrun"] or "")), 1200),
         skipped=line(str(arm.get("skipped") or ""), 400),
+        muted=line(_muted(mapping(row.get("muted"))), 300),
     )
 
 
@@ -378,6 +380,10 @@ def _metrics(attempts: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]
                     found.setdefault(line(str(name), 60), []).append(measured)
     for name, values in list(found.items())[:12]:
         yield name, f"{statistics.median(values):.4g}"
+
+
+def _muted(by: Mapping[str, Any]) -> str:
+    return f"muted by {by.get('owner')} until {by.get('until')}: {by.get('reason')}" if by else ""
 
 
 def _again(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 
 # The order of attention: what differs from its expectation first, then what has none, then what is as expected.
-ATTENTION = {"unexpected": 0, "differs from cpu": 1, "unset": 2, "as predicted": 3, "expected": 4}
+ATTENTION = {"unexpected": 0, "differs from cpu": 1, "unset": 2, "muted": 3, "as predicted": 4, "expected": 5}
 
 
 def arm_rows(document: Mapping[str, Any]) -> list[Row]:
@@ -45,6 +45,7 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "expected": verdict.get("expected", "unset") if verdict else None,
         "expectation": verdict.get("expectation"),
         "reason": arm.get("skipped") or _with_note(verdict) or _reason(outcomes),
+        "muted": verdict.get("muted"),
         "wall_s": round(statistics.median(walls), 2) if walls else None,
         "torchrun": next((a["observation"]["attempt"].get("torchrun") for a in attempts), None),
     }

@@ -155,6 +155,9 @@ def summary_line(rows: list[Row]) -> str:
     if simulated:
         parts.append(f"{simulated} of these verdicts are simulated")
     parts.append(f"{odd} differ from their expectation" if odd else "nothing unexpected")
+    muted = sum(row["expected"] == "muted" for row in rows)
+    if muted:
+        parts.append(f"{muted} muted")
     if news:
         parts.append(f"{news} differ from what a CPU showed (news)")
     if unset:

@@ -39,6 +39,14 @@ def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
             yield from ("", f"{title}: {_arms(len(found))}")
             for row in found:
                 yield from _detail(row, known.get((row["where"], row["stack"])))
+    muted = [row for row in rows if row["expected"] == "muted"]
+    if muted:
+        yield from ("", f"MUTED, known and owned (`repro mute`): {_arms(len(muted))}")
+        for row in muted:
+            by = row["muted"] or {}
+            where = f"{row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
+            told = f"{row['verdict']}: {by.get('reason')} ({by.get('owner')}, until {by.get('until')})"
+            yield from wrapped(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4)
     new = [row for row in rows if row["expected"] == "unset" and row["attempts"] and row["verdict"]]
     if new:
         yield from ("", f"NEW, nothing is expected of them yet: {_arms(len(new))}")
@@ -151,6 +159,7 @@ def ending(code: int, rows: Sequence[Row], otherwise: int = 0) -> str:
         0: "nothing unexpected",
         1: f"{_arms(odd)} differ from what is expected (a control that fails always does)"
         + (f"; {_arms(otherwise)} answer otherwise than before" if otherwise else ""),
+        2: "a mute's day is over: see above, and `repro mute`",
         3: "less could be measured than was asked for: see above, and `repro doctor`",
     }.get(code, "")
     return f"exit code {code}: {why}" if why else f"exit code {code}"

@@ -6,14 +6,16 @@ import argparse
 import sys
 import threading
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from repro_matrix.conf import arguments
-from repro_matrix.conf.errors import ReproError
+from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.diff import show, sides
 from repro_matrix.diff.compare import Diff, compare
 from repro_matrix.diff.sides import Side
+from repro_matrix.judge import muted
 from repro_matrix.results import rows
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.running import session
@@ -55,8 +57,10 @@ def measure(
     """``every_arm``: a line for each instead of what differs; ``live``: a line for each attempt; ``for_git``: exit
     codes for `git bisect run`; ``page``: a run of the matrix, which measures planted cells first (running/canary.py)
     and writes its page beside its documents."""
+    mutes = muted.read()
     before = sides.side(args.against) if args.against else None  # what cannot be read is said before anything runs
     prepared = session.prepare(list(texts), build_stacks=not args.plan, overlap=True, probe=True)
+    muted.check(mutes, prepared.catalogue)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
     for note in prepared.notes():
         print(f"note: {note}", file=sys.stderr, flush=True)
@@ -67,6 +71,8 @@ def measure(
     stop = threading.Event()
     with Progress(verbose=live) as progress, session.interruptible(stop, progress.warn):
         summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
+    told = muted.applied(summary.documents, mutes, datetime.now(timezone.utc).date())
+    summary.documents = told.documents
     found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
     per_attempt = summary.cpu_s / summary.attempts if summary.attempts else 0.0
     totals = {
@@ -136,6 +142,9 @@ def measure(
     code = exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
     if changed and changed.exit_code == DIFFERS:
         code = DIFFERS
+    for mute in told.expired:
+        print(f"repro: {muted.FILE}: its day is over: {mute.told()}: mend it, renew or remove it", file=sys.stderr)
+    code = code or (ConfigError.exit_code if told.expired else 0)
     if not args.json:
         print(summaries.ending(code, found, len(changed.answers) if changed else 0))
     return code

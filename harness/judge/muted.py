@@ -1,0 +1,128 @@
+"""Differences that somebody has taken on: ``results/muted.yaml``, reviewed as any file. Pure but for reading it.
+
+A muted arm that differs from its expectation does not make a run red until its day; it is said in every summary, with
+its owner. Afterwards it counts as before, and the entry itself is an error. What could not be measured is never muted:
+a mute is about an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.errors import ConfigError, describe_validation, nearest
+from repro_matrix.conf.overrides import Selection
+from repro_matrix.paths import RESULTS
+from repro_matrix.planning.matrix import enumerate_cells
+
+FILE = RESULTS / "muted.yaml"
+HEAD = (
+    "# Differences that are known and owned, each until its day: `repro mute`, docs/nightly.md. Reviewed as code is.\n"
+)
+Document = Mapping[str, Any]
+
+
+class Mute(BaseModel):
+    """``cell``: case/model-strategy[-name=value...], as a document's key. ``arm``: None for all of its arms."""
+
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+    cell: str = Field(min_length=1)
+    arm: str | None = None
+    owner: str = Field(min_length=1)
+    until: date
+    reason: str = Field(min_length=1)
+
+    def covers(self, key: str, arm: str) -> bool:
+        return self.cell == key and self.arm in (None, arm)
+
+    def told(self) -> str:
+        arm = f" arm {self.arm}" if self.arm else ""
+        return f"{self.cell}{arm}, {self.owner} until {self.until}: {self.reason}"
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    muted: list[Mute] = []
+
+
+@dataclass
+class Applied:
+    """``expired``: those of the documents' cells whose day is over."""
+
+    documents: list[dict[str, Any]]
+    expired: list[Mute] = field(default_factory=list)
+
+
+def read(path: Path = FILE) -> list[Mute]:
+    """What is muted; nothing where there is no file. Raises ConfigError that names the file and the key."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _File.model_validate({} if found is None else found).muted
+    except FileNotFoundError:
+        return []
+    except ValidationError as error:
+        raise describe_validation(error, _File, path) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def check(mutes: Iterable[Mute], catalogue: Catalogue, path: Path = FILE) -> None:
+    """Raise ConfigError for a cell or an arm that the catalogue does not have, with the nearest."""
+    mutes = list(mutes)
+    if not mutes:
+        return
+    known = {cell.key: cell.case for cell in enumerate_cells(catalogue, Selection())}
+    for mute in mutes:
+        # Another size, scale or flag of a known cell: its name goes on with name=value.
+        case = known.get(mute.cell) or next(
+            (own for key, own in known.items() if mute.cell.startswith(f"{key}-") and "=" in mute.cell[len(key) :]),
+            None,
+        )
+        if case is None:
+            raise ConfigError(f"{path}: no cell {mute.cell!r}{nearest(mute.cell, _like(mute.cell, known))}")
+        arms = catalogue.cases[case].arms
+        if mute.arm is not None and mute.arm not in arms:
+            raise ConfigError(f"{path}: {mute.cell} has no arm {mute.arm!r}{nearest(mute.arm, arms)}")
+
+
+def _like(cell: str, known: Iterable[str]) -> list[str]:
+    """Of many cells those of the named case, where there is one."""
+    names = list(known)
+    return [name for name in names if name.partition("/")[0] == cell.partition("/")[0]] or names
+
+
+def applied(documents: Iterable[Document], mutes: Sequence[Mute], today: date) -> Applied:
+    """The documents; an arm that differs and is muted says ``muted`` there instead of ``unexpected``, and by whom."""
+    found = Applied([])
+    for document in documents:
+        key = str(document.get("key") or "")
+        own = [mute for mute in mutes if mute.cell == key]
+        found.expired += [mute for mute in own if mute.until < today and mute not in found.expired]
+        live = [mute for mute in own if mute.until >= today]
+        verdicts = {
+            arm: _muted(said, next((mute for mute in live if mute.covers(key, arm)), None))
+            for arm, said in document["verdicts"].items()
+        }
+        found.documents.append({**document, "verdicts": verdicts} if live else dict(document))
+    return found
+
+
+def _muted(said: Mapping[str, Any], mute: Mute | None) -> dict[str, Any]:
+    if mute is None or said.get("expected") != "unexpected" or not said.get("measured", True):
+        return dict(said)
+    by = {"owner": mute.owner, "until": mute.until.isoformat(), "reason": mute.reason}
+    return {**said, "expected": "muted", "muted": by}
+
+
+def written(mutes: Iterable[Mute]) -> str:
+    """The file's text, by cell."""
+    listed = sorted(mutes, key=lambda mute: (mute.cell, mute.arm or ""))
+    items = [{k: v for k, v in mute.model_dump().items() if v is not None} for mute in listed]
+    return HEAD + yaml.safe_dump({"muted": items}, sort_keys=False, allow_unicode=True, width=110)

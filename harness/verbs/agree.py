@@ -1,0 +1,44 @@
+"""`repro agree A B`: how often one hardware's results predict the other's, case by case."""
+
+from __future__ import annotations
+
+import argparse
+
+from repro_matrix.diff import show
+from repro_matrix.diff.agree import agree, as_json, lines
+from repro_matrix.diff.sides import side
+from repro_matrix.terminal.report import print_json, print_lines, print_notes
+from repro_matrix.verbs.diff import selected
+
+EPILOG = """A, B: as of `repro diff`: a folder of results, one document, or the name of a stack of the baseline. Where
+each has one hardware (or one stack) and they differ, cells are compared across it; case=, model=, strategy=, stack=,
+hardware= (globs) choose. An arm agrees where its verdict and the failures met are the same, on both sides always or on
+both sides sometimes.
+
+exit codes: 0; 2 usage, no results, or nothing that both have measured"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("one", metavar="A", help="what predicts (a CPU's results)")
+    parser.add_argument("other", metavar="B", help="what is predicted (a GPU's)")
+    parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="only these: case='fsdp*' stack=current")
+    parser.add_argument("--all", action="store_true", help="every arm that does not agree")
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+
+
+def main(args: argparse.Namespace) -> int:
+    one, other = (selected(side(name), args.overrides) for name in (args.one, args.other))
+    rows, across = agree(one.briefs, other.briefs, {**one.parts, **other.parts})
+    print_notes([*one.notes, *other.notes])
+    if args.json:
+        print_json({"a": args.one, "b": args.other, **as_json(rows, across)})
+        return 0
+    print(show.described(one.name, one.briefs))
+    print(show.described(other.name, other.briefs))
+    if "stack" in across:
+        print("note: the stacks differ too: what does not agree may be the releases' doing")
+    print()
+    print_lines(lines(rows, args.all))
+    return 0

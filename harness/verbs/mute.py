@@ -1,0 +1,82 @@
+"""`repro mute CELL --owner --until --reason`: a difference that somebody has taken on; without a CELL, the list."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import date, datetime, timezone
+
+from repro_matrix.conf.errors import ConfigError, ResultsError, nearest
+
+EPILOG = """CELL: case/model-strategy, as the name of its document (repro list --json: key). Until its day an arm of it
+that differs from its expectation does not make a run red: it is said in every summary. From then on the arm counts as
+before, and the entry is an error of every run of that cell. What could not be measured is never muted.
+
+The entries are in results/muted.yaml: a change of it is reviewed and committed as code is.
+
+exit codes: 0; 2 no such cell or arm, a day that is over, or (listing) an entry whose day is over"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("cell", nargs="?", metavar="CELL", help="case/model-strategy[-name=value...]")
+    parser.add_argument("--arm", help="only this arm (default: all of the cell)")
+    parser.add_argument("--owner", help="who has taken it on")
+    parser.add_argument("--until", metavar="DAY", help="the last day on which it is silent: 2026-12-31")
+    parser.add_argument("--reason", help="why; an issue's address")
+    parser.add_argument("--remove", action="store_true", help="take the entry out again")
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+
+
+def main(args: argparse.Namespace) -> int:
+    from repro_matrix.conf import catalogue as catalogues
+    from repro_matrix.judge import muted
+    from repro_matrix.terminal.report import print_json, print_table
+
+    today = datetime.now(timezone.utc).date()
+    mutes = muted.read()
+    if args.cell is None:
+        expired = [mute for mute in mutes if mute.until < today]
+        if args.json:
+            print_json([{**mute.model_dump(mode="json"), "expired": mute in expired} for mute in mutes])
+        else:
+            state = {True: "EXPIRED", False: "silent"}
+            rows = [[m.cell, m.arm or "all", state[m in expired], m.until, m.owner, m.reason] for m in mutes]
+            print_table("", ["cell", "arm", "state", "until", "owner", "reason"], rows, narrow=("reason",))
+        muted.check(mutes, catalogues.load())
+        return 2 if expired else 0
+    kept = [mute for mute in mutes if (mute.cell, mute.arm) != (args.cell, args.arm)]
+    if args.remove:
+        if len(kept) == len(mutes):
+            raise ConfigError(f"{args.cell}: is not muted{nearest(args.cell, {mute.cell for mute in mutes})}")
+    else:
+        lacking = [f"--{name}" for name in ("owner", "until", "reason") if not getattr(args, name)]
+        if lacking:
+            raise ConfigError(f"{args.cell}: {', '.join(lacking)} missing: who, until which day, and why")
+        entry = {"cell": args.cell, "arm": args.arm, "owner": args.owner, "reason": args.reason}
+        new = muted.Mute.model_validate({**entry, "until": _day(args.until, today)})
+        kept.append(new)
+        muted.check([new], catalogues.load())
+    _write(muted.written(kept))
+    print(f"{muted.FILE}: {len(kept)} entries; commit it with a review")
+    return 0
+
+
+def _day(text: str, today: date) -> date:
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"--until {text}: a day, as 2026-12-31") from None
+    if day < today:
+        raise ConfigError(f"--until {text}: that day is over")
+    return day
+
+
+def _write(text: str) -> None:
+    from repro_matrix.judge import muted
+    from repro_matrix.results.store import write_text
+
+    try:
+        write_text(muted.FILE, text)
+    except OSError as error:
+        raise ResultsError(f"{muted.FILE}: cannot be written: {error.strerror or error}") from None
