@@ -14,7 +14,7 @@ FOLDER = Path(repro_matrix.__file__).parent
 # judged while it is watched. New folders are put where they belong.
 FLOW = [
     "paths", "conf", "setup", "judge", "launch", "stacks", "hardware", "memory", "planning", "results", "terminal",
-    "running", "bisection", "script", "diff", "matching", "page", "verbs", "cli", "pytest_plugin",
+    "running", "bisection", "script", "diff", "nights", "matching", "page", "verbs", "cli", "pytest_plugin",
 ]  # fmt: skip
 
 

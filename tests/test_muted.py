@@ -15,12 +15,11 @@ from judging import document, observation, ok
 from repro_matrix import cli
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.judge import muted
-from repro_matrix.judge.muted import Mute
 from repro_matrix.page import formats
 from repro_matrix.page.view import cell
-from repro_matrix.results import rows
+from repro_matrix.results import muted, rows
 from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.muted import Mute
 from repro_matrix.terminal import summary
 from repro_matrix.terminal.summary import WIDTH
 

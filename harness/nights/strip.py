@@ -8,14 +8,17 @@ from typing import Any
 
 from repro_matrix.diff.brief import ArmBrief
 from repro_matrix.nights.night import Night, arm_of
-from repro_matrix.page.marks import mark
-from repro_matrix.terminal.summary import WIDTH, plain, wrapped
+from repro_matrix.terminal.summary import WIDTH, WORDS, plain, wrapped
 
 # Verdicts in capitals, what a broken arm did in small letters.
 LETTERS = {
     "FIX_HOLDS": "H", "FIX_BROKEN": "B", "FIX_UNMASKS": "U", "FIX_HARMFUL": "X", "NOT_FIRING": "N", "CHANGED": "C",
     "INCONCLUSIVE": "?", "HEALTHY": "W", "UNHEALTHY": "S", "FLAKY": "~", "fires": "f", "clean": "c",
     "other_error": "e", "hang": "h", "skipped": "-", "absent": "·",
+}  # fmt: skip
+SAID = {name: one for name, (one, _) in WORDS.items()} | {
+    "fires": "fires", "clean": "clean", "other_error": "another error", "hang": "hangs", "skipped": "not measured",
+    "absent": "no such cell that night",
 }  # fmt: skip
 NONE = ("skipped", "absent", "INCONCLUSIVE")  # no answer: neither a change nor the end of one
 MOST = 60  # columns; older nights are counted
@@ -134,8 +137,7 @@ def lines(nights: Sequence[Night], found: Sequence[Strip]) -> Iterator[str]:
         for text in _turned(nights, own):
             yield from wrapped(text, "    ", 4)
     used = {e.name for strip in found for e in strip.entries[-len(shown) :]}
-    words = {"absent": "no such cell that night", "skipped": "not measured", "FLAKY": "flaky"}
-    listed = [f"{letter} {words.get(name) or mark(name).word}" for name, letter in LETTERS.items() if name in used]
+    listed = [f"{letter} {SAID[name]}" for name, letter in LETTERS.items() if name in used]
     yield ""
     yield from wrapped("; ".join(listed), "", 2)
 
@@ -160,7 +162,7 @@ def _turned(nights: Sequence[Night], own: Iterable[Strip]) -> Iterator[str]:
 
 
 def _said(entry: Entry) -> str:
-    return f"{mark(entry.name).word if entry.name != 'FLAKY' else 'flaky'} ({', '.join([entry.told, *entry.met])})"
+    return f"{SAID.get(entry.name, entry.name)} ({', '.join([entry.told, *entry.met])})"
 
 
 def _name(night: Night) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
-from repro_matrix.judge import claims, muted
+from repro_matrix.judge import claims
 from repro_matrix.judge.again import judged_again, with_expectations
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.judge.evidence import items, mapping
 from repro_matrix.page.view import Cell, cell
 from repro_matrix.paths import BASELINE
+from repro_matrix.results import muted
 from repro_matrix.results.store import Store
 
 Document = dict[str, Any]

@@ -15,8 +15,7 @@ from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.diff import show, sides
 from repro_matrix.diff.compare import Diff, compare
 from repro_matrix.diff.sides import Side
-from repro_matrix.judge import muted
-from repro_matrix.results import rows
+from repro_matrix.results import muted, rows
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.running import session
 from repro_matrix.running.request import print_composed

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.conf import catalogue as catalogues
-    from repro_matrix.judge import muted
+    from repro_matrix.results import muted
     from repro_matrix.terminal.report import print_json, print_table
 
     today = datetime.now(timezone.utc).date()
@@ -73,7 +73,7 @@ def _day(text: str, today: date) -> date:
 
 
 def _write(text: str) -> None:
-    from repro_matrix.judge import muted
+    from repro_matrix.results import muted
     from repro_matrix.results.store import write_text
 
     try:
