@@ -7,7 +7,7 @@ comes first, so that both see the same neighbours; only CPU seconds count.
 
 An attempt makes its reference or takes it from one before it in its run (kit/reference.py): ``made`` and ``taken`` are
 measured apart. ``share``: of an attempt's CPU time, what evidence is. How many of a real run's attempts made theirs is
-counted from its documents: ``--run results/scratch``.
+counted from its documents: ``--run results/scratch``. ``--whole`` runs the whole catalogue once each way instead.
 """
 
 from __future__ import annotations
@@ -157,6 +157,43 @@ def shares(rows: list[Json]) -> Json:
     return found
 
 
+def whole(folder: Path, words: list[str]) -> Json:
+    """Every attempt of a selection (``[]``: the whole catalogue) once as it is and once without evidence, in turn, each
+    variant as one run, so that references are made and taken as in a run. CPU seconds, and by strategy."""
+    variants = {"with": REPROS, WITHOUT: cut(folder)}
+    groups: dict[str, dict[str, float]] = defaultdict(lambda: {"attempts": 0, "with": 0.0, WITHOUT: 0.0})
+    left_out: list[str] = []
+    launcher = WarmLauncher()
+    try:
+        with Leases(folder / "state", "bench", lambda: {}) as leases:  # type: ignore[arg-type, return-value]
+            for number, (prepared, arm) in enumerate(planned((" ".join(words),))):
+                took: dict[str, float] = {}
+                for name in list(variants)[:: 1 if number % 2 else -1]:
+                    catalogue = replace(prepared.catalogue, repros=variants[name])
+                    attempts = Attempts(catalogue, prepared.stacks, launcher, leases, folder / f"run-{name}", False)
+                    seen = attempts.make(arm, (), threading.Event()).observation
+                    if seen["infra"] is None:
+                        took[name] = seen["attempt"]["cpu_s"]
+                if len(took) < len(variants):
+                    left_out.append(f"{arm.cell.key} {arm.arm}")
+                    continue
+                for group in (groups["all"], groups[arm.settings["strategy"]["slug"]]):
+                    group["attempts"] += 1
+                    for name, seconds in took.items():
+                        group[name] += seconds
+                print(number, arm.cell.key, arm.arm, took, flush=True)
+    finally:
+        launcher.close()
+    rows = {
+        name: {
+            **{key: round(value, 1) for key, value in group.items()},
+            "share": round(1 - group[WITHOUT] / group["with"], 3),
+        }
+        for name, group in groups.items()
+    }
+    return {"left_out": left_out, "groups": rows}
+
+
 def counted(results: Path) -> Json:
     """Of a run's attempts, by case: how many made their reference and how many took it."""
     found: dict[str, Json] = defaultdict(lambda: {MADE: 0, TAKEN: 0})
@@ -177,10 +214,19 @@ def main() -> None:
     parser.add_argument("--cells", action="append", help="overrides of repro matrix; several times")
     parser.add_argument("--run", type=Path, help="a run's results: who made a reference there is counted")
     parser.add_argument("--against", type=Path, action="append", default=[], help="another repros/ to run beside")
+    parser.add_argument(
+        "--whole", nargs="*", metavar="OVERRIDE", help="a selection (none: the whole catalogue) once each way"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "evidence.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
         folder = Path(name)
+        if arguments.whole is not None:
+            found = {"machine": machine(), "whole": whole(folder, arguments.whole)}
+            kept = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+            arguments.out.write_text(json.dumps({**kept, **found}, indent=1) + "\n", encoding="utf-8")
+            print(json.dumps(found["whole"], indent=1))
+            return
         variants = {MADE: REPROS, TAKEN: REPROS, WITHOUT: cut(folder)} | {str(path): path for path in arguments.against}
         rows = compare(tuple(arguments.cells or CELLS), variants, arguments.rounds, folder)
     result = {"machine": machine(), "rounds": arguments.rounds, "shares": shares(rows), "rows": rows}
