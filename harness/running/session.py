@@ -23,16 +23,18 @@ from repro_matrix.launch import open_launcher
 from repro_matrix.memory import planned as planning
 from repro_matrix.paths import BASELINE, RESULTS, cache_dir
 from repro_matrix.planning import placing
+from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import provenance
 from repro_matrix.results.store import Store
-from repro_matrix.running import canary, shards
+from repro_matrix.running import budget, canary, shards
 from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
 from repro_matrix.running.engine import Engine
 from repro_matrix.running.events import Event, Later, Summary
 from repro_matrix.running.given import Given
 from repro_matrix.running.leases import Leases, clear_leftovers, register_run
 from repro_matrix.running.probe import Prober
+from repro_matrix.running.recorded import recorded
 from repro_matrix.running.request import ask
 from repro_matrix.running.wanted import Wanted
 from repro_matrix.stacks import Stack
@@ -53,6 +55,7 @@ class Session:
     shard: dict[str, Any] | None = None  # which part of a selection this is (shards.py)
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
+    left: list[Cell] = field(default_factory=list)  # cells for which the budget has no room
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
 
     @property
@@ -116,6 +119,10 @@ def prepare(
     part = shards.of(settings.shard)
     if part:
         cells = shards.part(cells, part, shards.weights(catalogue, cells, settings))
+    left: list[Cell] = []
+    seconds = budget.of(settings.budget)
+    if seconds is not None:
+        cells, left = _within(seconds, cells, catalogue, settings, profiles, machine)
     if settings.arms:
         known = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
         settings.arms = overrides.expand("arm", settings.arms, known)
@@ -138,11 +145,33 @@ def prepare(
     prepared.planned, prepared.unplanned = planned, wanted.unplanned
     if part:
         prepared.shard = shards.manifest(part, texts, cells)
+    prepared.left = left
     prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]
         prepared.later.append(Later(what, len(group), partial(wanted.plan, group)))
     return prepared
+
+
+def _within(
+    seconds: float, cells: list[Cell], catalogue: Catalogue, settings: RunSettings, profiles: list[Profile],
+    machine: Machine,
+) -> tuple[list[Cell], list[Cell]]:  # fmt: skip
+    """The cells that fit into the budget by what is recorded here (else as published), and the others."""
+    cases = {cell.case for cell in cells}
+    own = list(Store(results_folder(settings)).documents(history=True, cases=cases))
+    took = recorded(Store(BASELINE).documents(cases=cases)) | recorded(own)
+    attempts = shards.seconds_of(catalogue, cells, settings, took)
+    gpus = {profile.name: len(profile.gpus) for profile in profiles}
+    ranks = {cell: cell.ranks if gpus[cell.hardware] else 1 for cell in cells}
+    takes = {
+        cell: attempts[cell]
+        * min(ranks[cell], gpus[cell.hardware] or 1)
+        / budget.side_by_side(settings.jobs, gpus[cell.hardware], machine.cores)
+        for cell in cells
+    }
+    controls = {case for case in cases if catalogue.cases[case].kind == "control"}
+    return budget.choose(cells, takes, seconds, budget.known(own), controls)
 
 
 def results_folder(settings: RunSettings) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +16,7 @@ from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.diff import show, sides
 from repro_matrix.diff.compare import Diff, compare
 from repro_matrix.diff.sides import Side
+from repro_matrix.planning.matrix import Cell
 from repro_matrix.results import muted, rows
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.running import session
@@ -99,6 +101,7 @@ def measure(
         "results": str(session.results_folder(prepared.settings)),
         "verdicts": rows.counts(found),
         "elsewhere": prepared.elsewhere,
+        "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in prepared.left],
     }
     written = _page(summary.documents, session.results_folder(prepared.settings)) if page else None
     totals["page"] = str(written) if written else None
@@ -119,6 +122,8 @@ def measure(
         )
         for why, count in prepared.elsewhere.items():
             print(f"{count} cells measured elsewhere than on {prepared.profiles[0].name}: {why}")
+        if prepared.left:
+            print(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
         for why, count in summary.cold.most_common():
             print(f"{count} of them started from cold: {why}")
         for text in summary.cards:
@@ -145,8 +150,16 @@ def measure(
         print(f"repro: {muted.FILE}: its day is over: {mute.told()}: mend it, renew or remove it", file=sys.stderr)
     code = code or (ConfigError.exit_code if told.expired else 0)
     if not args.json:
-        print(summaries.ending(code, found, len(changed.answers) if changed else 0))
+        left = f"; {len(prepared.left)} cells were not asked (budget)" if prepared.left else ""
+        print(summaries.ending(code, found, len(changed.answers) if changed else 0) + left)
     return code
+
+
+def of_cases(cells: Sequence[Cell]) -> str:
+    """So many cells, and of which cases the most."""
+    most = Counter(cell.case for cell in cells).most_common()
+    shown = ", ".join(f"{count} of {case}" for case, count in most[:5])
+    return f"{len(cells)} cells ({shown}{f', {len(most) - 5} more cases' if len(most) > 5 else ''})"
 
 
 def _against(before: Side, documents: Sequence[dict[str, Any]]) -> Diff:
@@ -195,6 +208,8 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
         for i in items
     ]  # fmt: skip
     print_table("", columns, table)
+    if prepared.left:
+        print(f"no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
     for why, count in prepared.elsewhere.items():
         print(f"{count} cells would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
     return 0
