@@ -11,7 +11,7 @@ from kit.in_force import adapters, precision, watch
 from kit.models import build
 from kit.proof import Reference
 from kit.sgd import LR, data, trained
-from kit.stored import load, store
+from kit.stored import check_split, load, store
 from kit.tuning import add_lora, loop, prepare, remove_hook, trainer
 from kit.zero import config, module, whole
 
@@ -49,8 +49,7 @@ def load_mapped(run: Run, folder: str, source: torch.nn.Module) -> torch.nn.Modu
             return load(run, folder)
     model = load(run, folder, **map_arguments(run, source))
     if run.device_kind == "cuda" and run.flags["device_map"] in ("auto", "balanced"):
-        # On one GPU the map has one entry, and what is shown is not this case.
-        run.check("split", got=len(set(model.hf_device_map.values())), want=run.devices, tolerance=0)
+        check_split(run, model.hf_device_map)
     if run.flags["device_map"] == "dispatch":
         # What helpers such as load_checkpoint_and_dispatch do: no device_map argument is in sight, the mark is there.
         from accelerate import dispatch_model

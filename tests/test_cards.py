@@ -11,9 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from repro_matrix.hardware import Gpu
-from repro_matrix.hardware.gpus import Seen
+from repro_matrix.hardware.gpus import Seen, stranger
 from repro_matrix.running.board import PATIENCE, PATIENCE_S, Board, neighbours
-from repro_matrix.running.cards import Cards, stranger
+from repro_matrix.running.cards import Cards
 from repro_matrix.running.schedule import Capacity, Task, lower_bound
 from repro_matrix.running.simulate import Change, Ended, Machine, Run, View, makespan, simulate
 

@@ -110,6 +110,21 @@ def test_the_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert session.prepare([*ONE, "hardware=cpu"]).notes() == []
 
 
+@pytest.mark.parametrize("profiles", ["cpu,gpu2", "gpu1,gpu2", "gpu2,cpu"])
+def test_cards_are_probed_whatever_is_named_before_them(profiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hardware=cpu,gpu2 launched on cards that nobody had probed, hardware=gpu1,gpu2 on one of two."""
+    from repro_matrix.running import session
+    from repro_matrix.running.probe import Prober
+
+    probed: list[int] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    FakeNvml([Card(), Card()]).install(monkeypatch)
+    monkeypatch.setattr("repro_matrix.stacks.extensions.ready", lambda stack: True)
+    monkeypatch.setattr(Prober, "__call__", lambda self, stack: (probed.append(len(self.profile.gpus)), ({}, None))[1])
+    prepared = session.prepare([*ONE, f"hardware={profiles}"], build_stacks=False, probe=True)
+    assert set(probed) == {2} and prepared.profile.name == "gpu2"
+
+
 @pytest.mark.ranks
 def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where(tmp_path: Path) -> None:
     """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""

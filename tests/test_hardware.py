@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
 
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.hardware import Machine, cgroup_limits, detect, settle, settle_all, states
+from repro_matrix.hardware import Machine, Profile, cgroup_limits, detect, settle, settle_all, states, together
 from repro_matrix.hardware.around import warnings
 from repro_matrix.hardware.nvml import Nvml, without_peers
 from repro_matrix.launch.attempt import RUN_TOKEN
@@ -173,6 +174,52 @@ def test_a_gpu_profile_says_why_cards_are_not_usable(look: Look) -> None:
         settle("gpu8", KNOWN, look(FakeNvml([Card() for _ in range(8)]), CUDA_VISIBLE_DEVICES="0,1,9"))
     with pytest.raises(ConfigError, match=r"needs 1 GPU; .* asks for no GPU"):
         settle("gpu1", KNOWN, look(FakeNvml([Card()]), CUDA_VISIBLE_DEVICES=""))
+
+
+def test_cards_that_somebody_computes_on_are_the_last_choice(look: Look) -> None:
+    """hardware=gpu2 on a node of eight waited for cards 0 and 1, whoever was on them."""
+    busy = [Card(processes=[Process(99999999, 40000)]), Card(), Card(processes=[Process(99999998, 8)]), Card()]
+    machine = look(FakeNvml(busy))
+    assert [gpu.taken for gpu in machine.gpus] == [True, False, False, False], "a monitor takes nothing"
+    assert [gpu.index for gpu in settle("gpu2", KNOWN, machine).gpus] == [1, 2]
+    assert [gpu.index for gpu in settle("gpu4", KNOWN, machine).gpus] == [0, 1, 2, 3], "the scheduler waits for it"
+
+
+def test_several_profiles_are_the_widest_first_and_their_cards_are_probed_together(look: Look) -> None:
+    machine = look(FakeNvml([Card() for _ in range(4)]))
+    found = settle_all(["cpu", "gpu1-shared", "gpu2", "cpu"], KNOWN, machine)
+    assert [profile.name for profile in found] == ["gpu2", "gpu1-shared", "cpu"]
+    shared_first = together(settle_all(["gpu1-shared", "gpu1"], KNOWN, machine))
+    assert shared_first and shared_first.backend == "nccl", "it is needed on one of them"
+    apart = [Profile("a", "cuda", "gloo", machine.gpus[:2]), Profile("b", "cuda", "nccl", machine.gpus[1:])]
+    every = together([*apart, Profile("cpu", "cpu", "gloo")])
+    assert every == Profile("a", "cuda", "nccl", machine.gpus)
+    assert together(settle_all(["cpu"], KNOWN, machine)) is None
+
+
+@pytest.mark.parametrize("when", ["count", "name", "shutdown"])
+def test_a_driver_that_fails_half_way_is_told_and_never_a_traceback(
+    when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nvmlShutdown failed as well, and that was not expected."""
+    nvml = FakeNvml([Card(), Card()]).install(monkeypatch)
+    module = sys.modules["pynvml"]
+
+    def gone(*_: object) -> None:
+        raise module.NVMLError(999)
+
+    monkeypatch.setattr(module, "nvmlShutdown", gone)
+    if when == "count":
+        monkeypatch.setattr(module, "nvmlDeviceGetCount", gone)
+    if when == "name":
+        monkeypatch.setattr(module, "nvmlDeviceGetName", gone)
+    machine = detect({}, tmp_path)
+    assert len(machine.gpus) == (2 if when == "shutdown" else 0)
+    if when == "shutdown":
+        assert states([nvml.cards[0].uuid])[nvml.cards[0].uuid].sick is None
+    else:
+        with pytest.raises(ConfigError, match="Unknown Error"):
+            settle("auto", KNOWN, machine)
 
 
 def test_part_of_a_list_is_used_and_the_rest_said(look: Look) -> None:

@@ -17,6 +17,7 @@ class Gpu:
     capability: str | None = None
     mode: str = "default"  # the compute mode
     persistence: bool | None = None
+    taken: bool = False  # somebody else's process computed on it when the machine was looked at
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,21 @@ class Seen:
     def size(self, pid: int) -> str:
         used = self.users.get(pid)
         return "memory unknown" if used is None else f"{used} MiB"
+
+
+STRANGER_MB = 64  # less is no computation: a monitor, the server of a shared card
+# In use, and the driver names nobody (a container does not see the others' processes); a desktop takes less.
+UNNAMED_MB = 1024
+
+
+def stranger(seen: Seen) -> str | None:
+    """Who is on a card that nobody holds a lease of, in words; None: it is free."""
+    named = [pid for pid, used in seen.users.items() if used is None or used >= STRANGER_MB]
+    if named:
+        return ", ".join(f"process {pid} ({seen.size(pid)})" for pid in sorted(named))
+    if seen.used_mb > UNNAMED_MB and not seen.users:
+        return f"{seen.used_mb} MiB by processes that the driver does not name"
+    return None
 
 
 def unseen(uuid: str) -> Seen:

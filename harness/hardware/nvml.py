@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from repro_matrix.hardware.gpus import Cards, CardState, Gpu, GpuProcess, LeftOut, Seen
+from repro_matrix.hardware.gpus import Cards, CardState, Gpu, GpuProcess, LeftOut, Seen, stranger
 from repro_matrix.launch.attempt import RUN_TOKEN
 
 MIB = 2**20
@@ -47,7 +47,7 @@ def read() -> Cards:
     except nvml.NVMLError as error:
         return Cards(error=f"NVML: {error}")
     finally:
-        nvml.nvmlShutdown()
+        _ask(nvml.nvmlShutdown)  # a driver that fails half-way fails here, too
 
 
 def _card(nvml: Any, index: int) -> Gpu | LeftOut:
@@ -71,7 +71,9 @@ def _card(nvml: Any, index: int) -> Gpu | LeftOut:
         return LeftOut(index, name, uuid, state.sick)
     capability = _ask(lambda: ".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))))
     persistence = _ask(lambda: bool(nvml.nvmlDeviceGetPersistenceMode(handle)))
-    return Gpu(index, name, uuid, memory, capability, mode, persistence)
+    users = {process.pid: process.memory_mb for process in state.foreign}
+    taken = stranger(Seen(users, 0 if state.processes else state.used_mb or 0)) is not None
+    return Gpu(index, name, uuid, memory, capability, mode, persistence, taken)
 
 
 def states(uuids: Sequence[str]) -> dict[str, CardState]:
@@ -226,7 +228,7 @@ def _opened() -> Iterator[Any]:
     try:
         yield nvml
     finally:
-        nvml.nvmlShutdown()
+        _ask(nvml.nvmlShutdown)
 
 
 def _ask(question: Callable[[], T]) -> T | None:

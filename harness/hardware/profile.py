@@ -31,6 +31,16 @@ class Profile:
         return f"{self.name}{cards}, backend {self.backend}"
 
 
+def together(profiles: Sequence[Profile]) -> Profile | None:
+    """What a stack's torch must be able to use for all of them: every card once, NCCL where one of them needs it."""
+    able = [profile for profile in profiles if profile.accelerator != "cpu"]
+    if not able:
+        return None
+    gpus = tuple({gpu.uuid: gpu for profile in able for gpu in profile.gpus}.values())
+    backend = "nccl" if any(profile.backend == "nccl" for profile in able) else able[0].backend
+    return Profile(able[0].name, able[0].accelerator, backend, gpus)
+
+
 def counted(names: Sequence[str]) -> str:
     """``8 x NVIDIA A100-SXM4-80GB``, ``1 x A, 2 x B``."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -46,7 +56,7 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     spec = known[name]
     if spec.accelerator == "cpu":
         return Profile(name, "cpu", "gloo")
-    fitting = [gpu for gpu in machine.gpus if _fits(spec, gpu)]
+    fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.taken)  # else as listed
     alone = [str(_alone(gpu)) for gpu in fitting if spec.shared and _alone(gpu)]
     fitting = [] if alone else fitting
     if len(fitting) < spec.gpus:
@@ -60,14 +70,17 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
             + "hardware=auto takes what is there; hardware=cpu runs with gloo on any machine"
         )
     backend = "nccl" if spec.backend == "auto" else spec.backend
-    return Profile(name, "cuda", backend, tuple(fitting[: spec.gpus]), spec.shared)
+    order = {gpu.uuid: place for place, gpu in enumerate(machine.gpus)}
+    chosen = sorted(fitting[: spec.gpus], key=lambda gpu: order[gpu.uuid])
+    return Profile(name, "cuda", backend, tuple(chosen), spec.shared)
 
 
 def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machine) -> list[Profile]:
     """The profiles of a run, the widest first. ``auto`` is all that this machine can be: its GPUs, one GPU shared by
     several ranks where there is no second one, and its CPU."""
     if list(names) != ["auto"]:
-        return [settle(name, known, machine) for name in names]
+        asked = [settle(name, known, machine) for name in dict.fromkeys(names)]
+        return sorted(asked, key=lambda profile: -len(profile.gpus))
     first = settle("auto", known, machine)
     if first.accelerator == "cpu":
         return [first]

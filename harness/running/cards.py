@@ -11,15 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from repro_matrix.hardware import Gpu
-from repro_matrix.hardware.gpus import Seen
+from repro_matrix.hardware.gpus import Seen, stranger
 from repro_matrix.running.board import Node
 from repro_matrix.running.leases import Trouble
 
 LOOK_S = 1.0  # between two looks at the free cards
-STRANGER_MB = 64  # less is no computation: a monitor, the server of a shared card
-UNNAMED_MB = (
-    1024  # in use, and the driver names nobody (a container does not see the others' processes); a desktop less
-)
 
 
 class Driver(Protocol):
@@ -103,13 +99,3 @@ class Cards:
         why = [f"{self.names[uuid]}: {trouble.why}" for uuid, trouble in self.out.items()]
         why += [f"{self.names[uuid]} is in use: {who}" for uuid, who in self.taken.items()]
         return f"needs {width} GPU{'s' if width > 1 else ''}; {len(self.usable())} can be used ({'; '.join(why)})"
-
-
-def stranger(seen: Seen) -> str | None:
-    """Who is on a card that nobody holds a lease of, in words; None: it is free."""
-    named = [pid for pid, used in seen.users.items() if used is None or used >= STRANGER_MB]
-    if named:
-        return ", ".join(f"process {pid} ({seen.size(pid)})" for pid in sorted(named))
-    if seen.used_mb > UNNAMED_MB and not seen.users:
-        return f"{seen.used_mb} MiB by processes that the driver does not name"
-    return None

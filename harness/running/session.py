@@ -128,8 +128,9 @@ def prepare(
         settings.arms = overrides.expand("arm", settings.arms, known)
     by_name = {profile.name: profile for profile in profiles}
     wanted = Wanted(catalogue, settings, by_name, machine, build_stacks, dict(given or {}))
-    if (build_stacks or probe) and profiles[0].accelerator != "cpu":
-        wanted.probe = Prober(profiles[0], machine, cache_dir() / "state")
+    cards = hardware.together(profiles)
+    if (build_stacks or probe) and cards:
+        wanted.probe = Prober(cards, machine, cache_dir() / "state")
     wanted.ask_models = plan_only or settings.scale.value == "full"
     wanted.find(cells)
     missing = {cell: wanted.missing(cell) for cell in cells}

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Mapping
 
 from kit.in_force import files, sizes
 from kit.models import fetch_code
@@ -47,6 +47,13 @@ def load(run: Run, folder: str, **options: Any) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=remote, **options)
     files(run, folder, least=sizes(model.parameters())[1])
     return model
+
+
+def check_split(run: Run, places: Mapping[str, Any] | None) -> None:
+    """On GPUs: a device map has really spread the model over several. With one entry, or with the rest on the host, what
+    is shown is another case. Over how many is accelerate's affair: a small model has too few layers for eight."""
+    gpus = {str(place) for place in (places or {}).values()} - {"cpu", "disk", "meta"}
+    run.check("split", got=len(gpus) > 1, want=True, looked_at=f"the map: {len(gpus)} of {run.devices} GPUs")
 
 
 def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[str]:
