@@ -54,8 +54,9 @@ def split_checked(monkeypatch: pytest.MonkeyPatch, case: str, run: Run, places: 
 
 def accelerates_map(run: Run, cards: int) -> dict[str, Any]:
     """What from_pretrained(device_map="auto") makes of so many empty cards of 80 GB."""
-    from accelerate.utils import get_balanced_memory
     from kit.models import config_of
+
+    from accelerate.utils import get_balanced_memory
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -63,7 +64,9 @@ def accelerates_map(run: Run, cards: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_config(config_of(run), trust_remote_code=remote)
     whole = {"no_split_module_classes": model._no_split_modules, "dtype": torch.float32}
     memory = {**{card: 80 << 30 for card in range(cards)}, "cpu": 500 << 30}
-    return dict(accelerate.infer_auto_device_map(model, max_memory=get_balanced_memory(model, memory, **whole), **whole))
+    return dict(
+        accelerate.infer_auto_device_map(model, max_memory=get_balanced_memory(model, memory, **whole), **whole)
+    )
 
 
 @pytest.mark.parametrize("cards", [2, 4, 8])
@@ -81,7 +84,5 @@ def test_what_accelerate_spreads_over_any_number_of_cards_is_a_split(
 
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("places", [{"": 0}, {"a": 1, "b": 1}, {"a": 0, "b": "cpu"}, {"a": 0, "b": "disk"}])
-def test_one_card_and_the_host_are_no_split(
-    case: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_card_and_the_host_are_no_split(case: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not split_checked(monkeypatch, case, Run(MODELS[case][0], 2), places)

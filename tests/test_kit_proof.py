@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -328,6 +329,24 @@ def test_no_environment_turns_tf32_on_in_a_rank() -> None:
 
     assert said(code) == "highest False"
     assert said(code.replace("kit, ", "")) == "high True", "the variable means something to this torch"
+
+
+def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_so(tmp_path: Any) -> None:
+    """As a container's start-up code leaves it, or a package that the warm server has imported."""
+    settings = {
+        "case": "c", "arm": "broken", "flags": {}, "model": {}, "strategy": {}, "steps": 1, "seed": 0, "tp_size": 1,
+        "devices": 1, "device": "cpu", "backend": "gloo", "process_group": False, "teardown": False,
+        "record_dir": str(tmp_path),
+    }  # fmt: skip
+    code = (
+        "import kit, torch; from kit.run import execute; torch.set_float32_matmul_precision('high'); "
+        "torch.backends.cudnn.allow_tf32 = True; assert torch.backends.cuda.matmul.allow_tf32; "
+        f"execute(lambda run: None, {settings!r})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=REPROS, check=True, timeout=600)
+    facts = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))["facts"]
+    assert facts["float32"] == {"matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False}
 
 
 # --- what was in force

@@ -50,8 +50,8 @@ def load(run: Run, folder: str, **options: Any) -> torch.nn.Module:
 
 
 def check_split(run: Run, places: Mapping[str, Any] | None) -> None:
-    """On GPUs: a device map has really spread the model over several. With one entry, or with the rest on the host, what
-    is shown is another case. Over how many is accelerate's affair: a small model has too few layers for eight."""
+    """On GPUs: a device map has really spread the model over several. With one entry, or with the rest on the host,
+    what is shown is another case. Over how many is accelerate's affair: a small model has too few layers for eight."""
     gpus = {str(place) for place in (places or {}).values()} - {"cpu", "disk", "meta"}
     run.check("split", got=len(gpus) > 1, want=True, looked_at=f"the map: {len(gpus)} of {run.devices} GPUs")
 
