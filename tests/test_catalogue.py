@@ -22,7 +22,7 @@ def edit(conf: Path, name: str, old: str, new: str) -> None:
 
 def complaint(conf: Path, repros: Path) -> str:
     with pytest.raises(ConfigError) as error:
-        catalogue.load(conf, repros)
+        catalogue.load(conf, repros, strict=True)
     return str(error.value)
 
 

@@ -85,7 +85,7 @@ def test_a_cases_file_holds_no_expectations(tmp_path: Path) -> None:
     file = tmp_path / "conf" / "case" / "train-step.yaml"
     file.write_text(file.read_text() + "expect: []\n")
     with pytest.raises(ConfigError, match=r"case/train-step.yaml: expect: .*results/expected/train-step.yaml"):
-        catalogue.load(tmp_path / "conf")
+        catalogue.load(tmp_path / "conf", strict=True)
     file.write_text(file.read_text().replace("expect: []\n", ""))
     (tmp_path / "results" / "expected" / "train-step.yaml").unlink()
     assert catalogue.load(tmp_path / "conf").cases["train-step"].expect == []

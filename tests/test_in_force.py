@@ -190,7 +190,7 @@ def edit(conf: Path, name: str, old: str, new: str) -> None:
 
 def complaint(conf: Path, repros: Path, **patches: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        catalogue.load(conf, repros, patches or None)
+        catalogue.load(conf, repros, patches or None, strict=True)
     return str(error.value)
 
 

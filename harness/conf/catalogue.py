@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from repro_matrix.conf import expected
 from repro_matrix.conf.arms import check_arms
-from repro_matrix.conf.errors import ConfigError, describe_validation, unknown
+from repro_matrix.conf.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.conf.schema import Case, Hardware, Model, Stack, Strategy
 from repro_matrix.paths import CONF, REPROS, conf_folders, file_state
 
@@ -52,8 +53,19 @@ class Catalogue:
     raw: dict[str, dict[str, Raw]] = field(repr=False)
     repros: Path = REPROS
 
+    @property
+    def left_out(self) -> list[str]:
+        """What is wrong with each file that is left out: path, line or key, and the nearest choice."""
+        groups = (self.cases, self.models, self.strategies, self.stacks, self.hardware)
+        return [str(error) for options in groups for error in left_out(options).values()]
+
     def script(self, case: Case) -> Path:
         return self.repros / case.script_name
+
+
+def left_out(options: Mapping[str, Any]) -> dict[str, ConfigError]:
+    """Of a group's options: those whose file is wrong, with what is wrong."""
+    return options.left_out if isinstance(options, Options) else {}
 
 
 def read_yaml(path: Path) -> Raw:
@@ -86,30 +98,36 @@ def parse(model: type[T], raw: Raw, path: Path | str) -> T:
 
 
 def load(
-    conf: Path = CONF, repros: Path = REPROS, patches: dict[str, list[tuple[list[str], Any]]] | None = None
+    conf: Path = CONF,
+    repros: Path = REPROS,
+    patches: dict[str, list[tuple[list[str], Any]]] | None = None,
+    strict: bool = False,
 ) -> Catalogue:
     """Reads and validates every group, and what is expected of its cases (results/expected beside conf/).
 
-    ``patches``: group -> [(key path, value)], laid over each option of the group
-    that has the key (the overrides ``model.config.num_hidden_layers=4``)."""
+    A file that is wrong disables itself only, and the cases that cannot do without it: it is left out, with the reason
+    (``Catalogue.left_out``), and whoever asks for it by name gets that reason. ``strict``: it is raised instead.
+    ``patches``: group -> [(key path, value)], laid over each option of the group that has the key (the overrides
+    ``model.config.num_hidden_layers=4``); what these break is raised. Raises ConfigError."""
     raws: dict[str, dict[str, Raw]] = {}
-    parsed: dict[str, dict[str, Any]] = {}
+    parsed: dict[str, Options[Any]] = {}
     for group, model in GROUPS.items():
-        raws[group], parsed[group] = {}, {}
-        for path in _files(conf, group):
-            raw = read_yaml(path)
-            for keys, value in (patches or {}).get(group, []):
-                if group != "strategy" or keys[0] != "options" or keys[-1] in (raw.get("options") or {}):
-                    _patch(raw, keys, value)
-            if group == "case" and "expect" in raw:
-                kept = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
-                raise ConfigError(f"{_short(path)}: expect: expectations are kept in {kept}")
-            option = parse(model, raw, _short(path))
-            if option.slug != path.stem:  # type: ignore[attr-defined]
-                raise ConfigError(f"{_short(path)}: slug must be the file's name, {path.stem!r}")
-            raws[group][path.stem], parsed[group][path.stem] = raw, option
-        if not raws[group]:
+        raws[group], parsed[group] = {}, Options()
+        files = _files(conf, group)
+        if not files:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
+        for path in files:
+            try:
+                raw = read_yaml(path)
+                option = _option(model, raw, path, group)
+            except ConfigError as error:
+                if strict:
+                    raise
+                parsed[group].left_out[path.stem] = error
+                continue
+            laid = [_patch(raw, *change) for change in (patches or {}).get(group, []) if _meant(group, raw, change[0])]
+            raws[group][path.stem] = raw
+            parsed[group][path.stem] = _option(model, raw, path, group) if laid else option
     for slug, entries in expected.read(conf.parent / "results" / "expected", parsed["case"], read_yaml).items():
         parsed["case"][slug] = parsed["case"][slug].model_copy(update={"expect": entries})
     catalogue = Catalogue(
@@ -119,9 +137,43 @@ def load(
         known = {option for strategy in catalogue.strategies.values() for option in strategy.options}
         if keys[0] == "options" and keys[-1] not in known:
             raise unknown("strategy option", keys[-1], known, f"override strategy.{'.'.join(keys)}")
-    for case in catalogue.cases.values():
-        _check_references(case, catalogue, _short(conf / "case" / f"{case.slug}.yaml"))
+    wrong: dict[str, ConfigError] = {}
+    for slug in parsed["case"]:
+        parsed["case"][slug] = _without(parsed["case"][slug], catalogue)
+        try:
+            _check_references(parsed["case"][slug], catalogue, _short(conf / "case" / f"{slug}.yaml"))
+        except ConfigError as error:
+            if strict or (patches and slug in load(conf, repros).cases):
+                raise
+            wrong[slug] = error
+    for slug, why in wrong.items():
+        del parsed["case"][slug]
+        parsed["case"].left_out[slug] = why
     return catalogue
+
+
+def _option(model: type[BaseModel], raw: Raw, path: Path, group: str) -> BaseModel:
+    if group == "case" and "expect" in raw:
+        kept = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
+        raise ConfigError(f"{_short(path)}: expect: expectations are kept in {kept}")
+    option = parse(model, raw, _short(path))
+    if option.slug != path.stem:  # type: ignore[attr-defined]
+        raise ConfigError(f"{_short(path)}: slug must be the file's name, {path.stem!r}")
+    return option
+
+
+def _meant(group: str, raw: Raw, keys: list[str]) -> bool:
+    return group != "strategy" or keys[0] != "options" or keys[-1] in (raw.get("options") or {})
+
+
+def _without(case: Case, catalogue: Catalogue) -> Case:
+    """The case without the models and strategies whose files are left out, while others remain."""
+    axes = {}
+    for axis, options in (("model", catalogue.models), ("strategy", catalogue.strategies)):
+        listed = getattr(case.axes, axis)
+        axes[axis] = [name for name in listed if name not in left_out(options)] or listed
+    changed = axes != {"model": case.axes.model, "strategy": case.axes.strategy}
+    return case.model_copy(update={"axes": case.axes.model_copy(update=axes)}) if changed else case
 
 
 def _files(conf: Path, group: str) -> list[Path]:
@@ -139,12 +191,13 @@ def _short(path: Path) -> str:
     return str(Path(*path.parts[-3:]))
 
 
-def _patch(raw: Raw, keys: list[str], value: Any) -> None:
+def _patch(raw: Raw, keys: list[str], value: Any) -> bool:
     for key in keys[:-1]:
         raw = raw.setdefault(key, {})
         if not isinstance(raw, dict):
             raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
     raw[keys[-1]] = value
+    return True
 
 
 def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
@@ -173,12 +226,14 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
             raise unknown("stack", arm.stack, catalogue.stacks, where)
     check_arms(case, catalogue.strategies, path)
     for other in case.occurs_with:
-        if other not in catalogue.cases:
+        if other not in catalogue.cases and other not in left_out(catalogue.cases):
             raise unknown("case", other, catalogue.cases, f"{path}: occurs_with")
     for claim in case.claims:
         for prediction in claim.predicts:
             target = catalogue.cases.get(prediction.case or case.slug)
             where = f"{path}: claims.{claim.id}"
+            if prediction.case in left_out(catalogue.cases):
+                continue  # another case's mistake
             if target is None:
                 raise unknown("case", str(prediction.case), catalogue.cases, where)
             names = [prediction.arm, *([prediction.against] if prediction.against else [])]

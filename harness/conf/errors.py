@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+
+
+V = TypeVar("V")
 
 
 class ReproError(Exception):
@@ -40,7 +43,18 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"{hint} (there are: {shown or 'none'})"
 
 
+class Options(dict[str, V]):
+    """Options by name, and those whose file is wrong, each with what is wrong with it. ``unknown`` tells it of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left_out: dict[str, ConfigError] = {}
+
+
 def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> ConfigError:
+    wrong = choices.left_out.get(word) if isinstance(choices, Options) else None
+    if wrong:
+        return ConfigError(f"{where}: needs {what} {word!r}, which is left out: {wrong}" if where else str(wrong))
     return ConfigError(f"{where + ': ' if where else ''}unknown {what} {word!r}{nearest(word, choices)}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from repro_matrix.conf.errors import ConfigError, describe_validation, unknown
+from repro_matrix.conf.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.conf.schema import Case, Expectation, Stretch, Strict, VerdictName
 
 HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
@@ -77,6 +77,8 @@ def read(folder: Path, cases: Mapping[str, Case], load: Any) -> dict[str, list[E
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         where = str(Path(*path.parts[-3:]))
+        if isinstance(cases, Options) and path.stem in cases.left_out:
+            continue
         if path.stem not in cases:
             raise unknown("case", path.stem, cases, where)
         raw = load(path)

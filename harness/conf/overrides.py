@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,13 +98,13 @@ def _plain(value: Any) -> Any:
     return text if isinstance(text, str) else value
 
 
-def expand(what: str, patterns: Iterable[str], known: Iterable[str], where: str = "") -> list[str]:
+def expand(what: str, patterns: Iterable[str], known: Collection[str], where: str = "") -> list[str]:
     """Names matching the patterns, in the catalogue's order; a pattern without a match is an error with the nearest."""
     names = list(known)
     chosen: set[str] = set()
     for pattern in patterns:
         hits = [pattern] if pattern in names else fnmatch.filter(names, pattern)
         if not hits:
-            raise unknown(what, pattern, names, where)
+            raise unknown(what, pattern, known, where)
         chosen.update(hits)
     return [name for name in names if name in chosen]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +37,20 @@ class Request:
             told = ", ".join(f"{each.source}: {','.join(names)}" for names, each in asked.items())
             raise ConfigError(f"the blocks are for different hardware ({told}): name one on the line, hardware=...")
         return list(next(iter(asked)))
+
+    @property
+    def left_out(self) -> list[str]:
+        """What is wrong with the files that are left out of what was asked for."""
+        found: dict[str, None] = {}
+        for each in self.selections:
+            for options, asked in (
+                (self.catalogue.cases, each.case),
+                (self.catalogue.models, each.model or ["*"]),
+                (self.catalogue.strategies, each.strategy or ["*"]),
+            ):
+                wrong = catalogues.left_out(options)
+                found |= {str(wrong[name]): None for name in wrong if any(fnmatchcase(name, one) for one in asked)}
+        return list(found)
 
     @cached_property
     def cells(self) -> list[Cell]:

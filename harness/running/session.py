@@ -56,6 +56,7 @@ class Session:
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left: list[Cell] = field(default_factory=list)  # cells for which the budget has no room
+    left_out: list[str] = field(default_factory=list)  # files of conf/ that are wrong, of what was asked for
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
 
     @property
@@ -85,10 +86,11 @@ class Session:
 
     def notes(self) -> list[str]:
         """What a person should know of the machine before the run: cards that are left out, what may go wrong."""
+        wrong = [f"left out: {text}" for text in self.catalogue.left_out]
         unseen = [self.machine.unseen] if self.machine.unseen else []
         if self.profile.accelerator == "cpu":
-            return unseen if self.machine.driver else []  # GPUs are here, and none is wished for
-        return [*map(str, self.machine.left_out), *unseen, *around.warnings(self.profile, around.shm_mb())]
+            return [*wrong, *(unseen if self.machine.driver else [])]  # GPUs are here, and none is wished for
+        return [*wrong, *map(str, self.machine.left_out), *unseen, *around.warnings(self.profile, around.shm_mb())]
 
 
 def prepare(
@@ -147,6 +149,7 @@ def prepare(
     if part:
         prepared.shard = shards.manifest(part, texts, cells)
     prepared.left = left
+    prepared.left_out = asked.left_out
     prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]

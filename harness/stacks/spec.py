@@ -13,12 +13,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import ValidationError
 
 from repro_matrix import paths
-from repro_matrix.conf.errors import nearest
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ConfigError, Options, nearest
 from repro_matrix.conf.schema import Stack as Definition
 from repro_matrix.stacks.errors import StackError
 from repro_matrix.stacks.stack import canonical
@@ -67,15 +66,16 @@ def parse(text: str) -> Spec:
     return Spec(text.strip(), base, tuple(sorted(swaps, key=lambda swap: canonical(swap.name))))
 
 
-def definitions(conf: Path | None = None) -> dict[str, Definition]:
-    """Every stack of conf/stack."""
-    out = {}
+def definitions(conf: Path | None = None) -> Options[Definition]:
+    """Every stack of conf/stack; one whose file is wrong is left out, with the reason."""
+    out: Options[Definition] = Options()
     folders = paths.conf_folders(conf or paths.CONF)
     for path in sorted(path for folder in folders for path in (folder / "stack").glob("*.yaml")):
         try:
-            found = Definition(**yaml.safe_load(path.read_text(encoding="utf-8")))
-        except (ValidationError, yaml.YAMLError, TypeError) as error:
-            raise StackError("usage", f"{path}: {error}") from None
+            found = catalogue.parse(Definition, catalogue.read_yaml(path), path)
+        except ConfigError as error:
+            out.left_out[path.stem] = error
+            continue
         out[found.slug] = found
     return out
 
@@ -85,6 +85,8 @@ def definition(name: str, conf: Path | None = None) -> Definition:
     base, plus, rest = name.partition("+")
     if plus and base in known:
         raise StackError("usage", f"stack={name}: {rest!r} is not NAME@VERSION, such as transformers@4.40.0")
+    if name not in known and name in known.left_out:
+        raise StackError("usage", str(known.left_out[name]))
     if name not in known:
         raise StackError("usage", f"no stack named {name!r}{nearest(name, known)}")
     return known[name]

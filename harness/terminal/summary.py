@@ -61,6 +61,16 @@ def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
         yield from _reasons(missing)
 
 
+def left_out(texts: Sequence[str]) -> Iterator[str]:
+    """The files of conf/ that are wrong, and were not measured for it."""
+    if texts:
+        yield f"LEFT OUT, and not measured: {len(texts)} file{'s' if len(texts) > 1 else ''} with an error"
+        for text in texts:
+            for line in text.splitlines():
+                yield from wrapped(line, "  ", 4)
+        yield ""
+
+
 def _arms(count: int) -> str:
     return f"{count} arm" if count == 1 else f"{count} arms"
 

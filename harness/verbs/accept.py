@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.plan and not (args.reason or "").strip():
         raise ConfigError("accept: --reason says why these verdicts are now the expected ones (--plan shows them)")
     catalogue = catalogues.load()
+    print_notes([f"left out: {text}" for text in catalogue.left_out])
     names = set(overrides.expand("case", selection.case, catalogue.cases))
     source = Path(args.source) if args.source else session.results_folder(settings)
     # What is published is judged here and now, by the cases as they are, and beside what is published already.

@@ -32,6 +32,7 @@ def main(args: argparse.Namespace) -> int:
     selection = overrides.parse([word for word in args.overrides if "=" in word])
     settings = compose_run(selection.run)
     catalogue = catalogues.load()
+    print_notes([f"left out: {text}" for text in catalogue.left_out])
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
     if args.source and not Path(args.source).is_dir():
         raise ResultsError(f"--from {args.source}: no such folder")

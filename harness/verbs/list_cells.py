@@ -9,7 +9,7 @@ from typing import Any
 from repro_matrix.conf import arguments
 from repro_matrix.running.request import ask, print_composed
 from repro_matrix.terminal import listing
-from repro_matrix.terminal.report import columns, print_json, print_lines
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,7 @@ def main(args: argparse.Namespace) -> int:
     asked = ask(args.overrides)
     catalogue = asked.catalogue
     cells = [replace(cell, hardware=profile) for cell in asked.cells for profile in asked.hardware]
+    print_notes([f"left out: {text}" for text in asked.catalogue.left_out])
     rows: list[dict[str, Any]] = []
     for cell in cells:
         case = catalogue.cases[cell.case]

@@ -102,6 +102,7 @@ def measure(
         "verdicts": rows.counts(found),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in prepared.left],
+        "left_out": prepared.left_out,
     }
     written = _page(summary.documents, session.results_folder(prepared.settings)) if page else None
     totals["page"] = str(written) if written else None
@@ -115,6 +116,7 @@ def measure(
         else:
             print_lines(summaries.lines(summary.documents, found))
             print()
+        print_lines(summaries.left_out(prepared.left_out))
         print(summary_line(found))
         print(
             f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
@@ -143,7 +145,9 @@ def measure(
     if changed and before and not args.json:
         print(f"\nagainst {show.described(before.name, before.briefs)}")
         print_lines(show.lines(changed))
-    code = exit_code(summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking))
+    code = exit_code(
+        summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking or prepared.left_out)
+    )
     if changed and changed.exit_code == DIFFERS:
         code = DIFFERS
     for mute in told.expired:

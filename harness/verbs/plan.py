@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
                     "timeline": shown, "makespan_s": round(total, 1)})  # fmt: skip
     else:
         _print(prepared, rows, slots, total, args.measured)
-    for note in prepared.unplanned:
+    for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
         print(f"repro: {note}", file=sys.stderr)
     return 0
 

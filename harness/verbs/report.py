@@ -49,6 +49,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--site writes pages of its own: not together with --output or another --format")
     target = _target(args, folders, RESULTS)
     catalogue = catalogues.load()
+    for text in catalogue.left_out:
+        print(f"note: left out: {text}", file=sys.stderr)
     found = read(folders, catalogue, wanted)
     cells = found.cells
     if wanted and not cells:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from repro_matrix import stacks
-from repro_matrix.conf.errors import ReproError, unknown
-from repro_matrix.terminal.report import print_json, print_table
+from repro_matrix.conf.errors import Options, ReproError, unknown
+from repro_matrix.stacks import spec
+from repro_matrix.terminal.report import print_json, print_notes, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,9 @@ def _say(text: str) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    known = {item.name: item for item in stacks.stacks()}
+    known: Options[stacks.Listed] = Options({item.name: item for item in stacks.stacks()})
+    known.left_out = spec.definitions().left_out
+    print_notes([f"left out: {error}" for error in known.left_out.values()])
     for name in args.names:
         if name not in known:
             raise unknown("stack", name, known)

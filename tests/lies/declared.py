@@ -39,7 +39,7 @@ def _load(plants: Sequence[Any]) -> list[str]:
                 change(data)
                 path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
             try:
-                cases = catalogue.load(conf).cases.values()
+                cases = catalogue.load(conf, strict=True).cases.values()
                 said.append("; ".join(filter(None, map(too_wide, cases))) or "loaded")
             except ReproError as error:
                 said.append(f"refused: {error}".replace(str(folder), ""))

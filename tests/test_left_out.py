@@ -1,0 +1,143 @@
+"""A file of conf/ that is wrong disables itself only: it is named, the rest works, and whoever asks for it is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from repro_matrix import cli
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ConfigError, Options, unknown
+from repro_matrix.paths import CONF
+from repro_matrix.results.exit_code import TOO_LITTLE
+from repro_matrix.terminal import summary
+
+WRONG = {
+    "case/bad.yaml:5: not valid YAML": "slug: bad\ntitle: x\nkind: failure\nproof: {kind: saving\narms: ]\n",
+    "case/bad.yaml: unknown key 'tilte'; did you mean 'title'?": "slug: bad\ntilte: x\n",
+    "case/bad.yaml: must hold a mapping": "- a\n- b\n",
+    "case/bad.yaml: cannot be read": "\udcff",
+}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Writes a file of a team's own folder of groups."""
+    monkeypatch.setenv("REPRO_CONFIG_PATH", str(tmp_path))
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_case_is_named_and_everything_else_works(
+    wrong: str, own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own("case/bad.yaml", WRONG[wrong])
+    code, out, err = said(capsys, "list", "case=train-*")
+    assert code == 0 and "train-step" in out and "note: left out: " in err and wrong in err
+    assert wrong in said(capsys, "doctor", "--json", "case=train-step", "model=qwen-7b")[1].replace('\\"', '"')
+    for words in (["list", "case=bad"], ["run", "bad"], ["show", "bad"], ["matrix", "case=train-step,bad"]):
+        code, _, err = said(capsys, *words)
+        assert code == 2 and wrong in err and "Traceback" not in err
+
+
+def test_a_run_that_would_have_measured_it_is_not_green(
+    own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from repro_matrix.running.request import ask
+
+    own("case/bad.yaml", "slug: bad\ntilte: x\n")
+    assert len(ask([]).left_out) == len(ask(["case=b*"]).left_out) == 1
+    assert ask(["case=train-step"]).left_out == []  # was not asked for
+    told = list(summary.left_out(ask([]).left_out))
+    assert told[0].startswith("LEFT OUT") and "bad.yaml: unknown key 'tilte'" in " ".join(told)
+    assert list(summary.left_out([])) == []
+
+
+@pytest.mark.ranks
+def test_its_summary_says_so_and_its_exit_code(
+    own: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own("case/train-stop.yaml", "slug: train-stop\ntilte: x\n")
+    own("case/bad.yaml", "slug: bad\ntilte: x\n")
+    words = ["case=train-st?p", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu", f"results={tmp_path / 'r'}"]
+    code, out, err = said(capsys, "run", "train-st?p", *words[1:])
+    assert code == TOO_LITTLE, out + err
+    assert "LEFT OUT, and not measured: 1 file" in out and "train-stop.yaml: unknown key 'tilte'" in out
+    assert "bad.yaml" not in out and "bad.yaml" in err  # known to be wrong, and not asked for
+    code, out, _ = said(capsys, "run", "train-step", "--json", "--resume", *words[1:])
+    assert code == 0 and json.loads(out)["summary"]["left_out"] == []
+
+
+def test_a_wrong_model_takes_its_cells_along_and_nothing_else(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "model" / "qwen-7b.yaml").write_text("slug: [\n")
+    (conf / "strategy" / "zero3.yaml").write_text("slug: zero3\ntitel: x\n")
+    (conf / "stack" / "colossalai.yaml").write_text("slug: colossalai\npinz: []\n")
+    whole, found = catalogue.load(), catalogue.load(conf)
+    assert "qwen-7b" in whole.cases["train-step"].axes.model
+    assert "qwen-7b" not in found.cases["train-step"].axes.model
+    assert "zero3" not in found.cases["train-step"].axes.strategy
+    assert "zero3-device-map" in catalogue.left_out(found.cases)  # it has no other strategy
+    assert "fsdp-generate" in found.cases  # although a claim of another case is not there
+    assert len(found.left_out) > 3 and any("model/qwen-7b.yaml:" in text for text in found.left_out)
+    with pytest.raises(ConfigError, match=r"model/qwen-7b.yaml:\d+: not valid YAML"):
+        catalogue.load(conf, strict=True)
+
+
+def test_of_a_case_that_another_ones_claims_name(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    told = {p.case for case in catalogue.load().cases.values() for claim in case.claims for p in claim.predicts}
+    for name in told - {None}:
+        (conf / "case" / f"{name}.yaml").write_text("slug: [\n")
+    found = catalogue.load(conf)
+    assert set(catalogue.left_out(found.cases)) == told - {None}  # none but those
+
+
+def test_an_override_that_breaks_a_file_is_the_overrides_fault(
+    own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own("case/bad.yaml", "slug: bad\ntilte: x\n")
+    code, _, err = said(capsys, "list", "case.launch.deadline=soon")
+    assert code == 2 and "launch.deadline" in err
+    assert said(capsys, "list", "case=train-step", "case.launch.deadline=7")[0] == 0
+
+
+def test_the_reason_stands_where_the_name_would_be_unknown() -> None:
+    options: Options[int] = Options(one=1)
+    options.left_out["two"] = ConfigError("conf/x/two.yaml:3: not valid YAML")
+    assert str(unknown("case", "two", options)) == "conf/x/two.yaml:3: not valid YAML"
+    assert "did you mean 'two'" not in str(unknown("case", "tow", options))
+    assert "needs case 'two', which is left out: conf/x/two.yaml:3" in str(unknown("case", "two", options, "here"))
+
+
+def test_a_wrong_stack_is_in_nobodys_way(own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    own("stack/bad.yaml", "slug: bad\ntitle: x\npinz: []\n")
+    assert said(capsys, "list", "stack=current", "case=train-step")[0] == 0
+    code, _, err = said(capsys, "stack", "list")
+    assert code == 0 and "unknown key 'pinz'; did you mean 'pins'?" in err
+    for words in (["show", "train-step", "stack=bad"], ["stack", "build", "bad"]):
+        code, _, err = said(capsys, *words)
+        assert code == 2 and "unknown key 'pinz'; did you mean 'pins'?" in err
+
+
+def test_the_projects_own_files_are_all_right() -> None:
+    assert catalogue.load().left_out == []
