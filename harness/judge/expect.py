@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal
 
 import yaml
@@ -150,10 +151,15 @@ def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
         else:
             flags[part] = ""
     plain = {name: _value(value) for name, value in flags.items()}
-    defaults = {name: json.dumps(flag.default, sort_keys=True) for name, flag in case.flags.items()}
-    return "/".join(parts[:2]), {name: value for name, value in plain.items() if defaults.get(name) != value}
+    usual = {name for name, value in plain.items() if name in case.flags and value == _default(case, name)}
+    return "/".join(parts[:2]), {name: value for name, value in plain.items() if name not in usual}
 
 
+def _default(case: Case, flag: str) -> str:
+    return json.dumps(case.flags[flag].default, sort_keys=True)
+
+
+@lru_cache(maxsize=4096)  # a page of many thousand arms asks for the same few, over and over
 def _value(written: str) -> str:
     """A flag's value in one spelling, whether it was written as JSON or by hand."""
     try:
@@ -166,12 +172,19 @@ def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | Non
     """How many bounds the version ranges have, when the versions lie within all of them; else None."""
     count = 0
     for package, specifier in ranges.items():
-        bounds = SpecifierSet(specifier)
-        try:
-            inside = bounds.contains(Version(versions[package]), prereleases=True)
-        except (KeyError, InvalidVersion):
+        inside = _inside(specifier, versions.get(package))
+        if inside is None:
             return None
-        if not inside:
-            return None
-        count += len(bounds)
+        count += inside
     return count
+
+
+@lru_cache(maxsize=4096)
+def _inside(specifier: str, version: str | None) -> int | None:
+    """How many bounds the range has, when the version lies within it; else None."""
+    bounds = SpecifierSet(specifier)
+    try:
+        inside = version is not None and bounds.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return None
+    return len(bounds) if inside else None
