@@ -23,6 +23,7 @@ VERBS = {
     "diff": ("diff", "what two runs, stacks or machines answer otherwise: failures, fixes, texts, cells, time, memory"),
     "agree": ("agree", "how often one hardware's results predict the other's, case by case"),
     "mute": ("mute", "a difference that somebody has taken on: silent until its day, an error afterwards"),
+    "nightly": ("nightly", "what tonight answers otherwise than the last green night; one issue for each changed case"),
     "history": ("history", "a case over the nights: a strip for each arm, and how flaky it is"),
     "merge": ("merge", "the results of all shards of a run in one folder; says which is missing"),
     "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),

@@ -123,7 +123,7 @@ def as_markdown(cells: Sequence[Cell], title: str = "repro-matrix", link: str = 
     out = _Short(MOST - 200)
     found = [(cell, arm) for cell in cells for arm in cell.arms]
     odd = {state: [item for item in found if item[1].expected == MARKS[state]] for state in (*ODD, "unset")}
-    out.add(f"## {_plain(title)}\n")
+    out.add(f"## {plain(title)}\n")
     worst = len(odd["unexpected"])
     differ = (
         f"**{worst} arms differ from what is expected.**" if worst > 1 else "**One arm differs from what is expected.**"
@@ -141,7 +141,7 @@ def as_markdown(cells: Sequence[Cell], title: str = "repro-matrix", link: str = 
     muted = [(cell, arm) for cell, arm in found if arm.muted]
     if muted:
         out.add("### Muted: known, and owned\n")
-        out.each([f"- {_place(cell, arm)}: {arm.mark.symbol} {arm.mark.name}; {_plain(arm.muted)}"
+        out.each([f"- {_place(cell, arm)}: {arm.mark.symbol} {arm.mark.name}; {plain(arm.muted)}"
                   for cell, arm in muted], "more")  # fmt: skip
     if odd["unset"]:
         out.add("### New: nothing is expected of them yet\n")
@@ -152,12 +152,12 @@ def as_markdown(cells: Sequence[Cell], title: str = "repro-matrix", link: str = 
         for cell in cells:
             by_case.setdefault(cell.case, []).append(cell)
         out.each(
-            [f"| {_plain(case)} | {len(own)} | {_tally(own)} |" for case, own in by_case.items()], "more cases", "\n"
+            [f"| {plain(case)} | {len(own)} | {_tally(own)} |" for case, own in by_case.items()], "more cases", "\n"
         )
     missing = Counter(arm.reason for _, arm in found if not arm.attempts)
     if missing:
         out.add("\n\n### Not measured\n")
-        out.each([f"- {count}: {_code(reason)}" for reason, count in missing.most_common()], "more reasons")
+        out.each([f"- {count}: {code(reason)}" for reason, count in missing.most_common()], "more reasons")
     return out.text
 
 
@@ -195,14 +195,14 @@ def _tally(cells: Iterable[Cell]) -> str:
 
 def _place(cell: Cell, arm: ArmView) -> str:
     where = " ".join(filter(None, (f"{cell.model}/{cell.strategy}", cell.also)))
-    on = f"({_plain(cell.hardware)}, {_plain(cell.stack)})"
-    return f"**{_plain(cell.case)}** {_plain(where)}, arm {_plain(arm.name)} {on}"
+    on = f"({plain(cell.hardware)}, {plain(cell.stack)})"
+    return f"**{plain(cell.case)}** {plain(where)}, arm {plain(arm.name)} {on}"
 
 
 def _detail(cell: Cell, arm: ArmView) -> str:
     wanted = f"expected {arm.expectation.name}, " if arm.expectation else ""
     parts = [f"- {_place(cell, arm)}: {wanted}measured {arm.mark.symbol} {arm.mark.name}\n"]
-    parts.append(f"  {_code(arm.reason)}\n")
+    parts.append(f"  {code(arm.reason)}\n")
     for said in arm.said[:1]:
         shown = harmless("\n".join(filter(None, (f"{said.type}: {said.message}" if said.type else "", said.log))), 800)
         fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=2) + 1)
@@ -217,14 +217,14 @@ def _detail(cell: Cell, arm: ArmView) -> str:
             )
             + "\n"
         )
-    parts.append(f"  {_code(arm.command)}\n")
+    parts.append(f"  {code(arm.command)}\n")
     return "\n".join(parts)
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """In code nothing is a mark, a mention or a link."""
     return f"`{line(text, 500).replace('`', chr(39)).replace('|', chr(0xA6))}`" if text else ""
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|~#@!&])", r"\\\1", line(text, 200))

@@ -1,0 +1,104 @@
+"""What tonight answers otherwise than the last green night, case by case. Pure.
+
+A change counts until somebody has dealt with it: a night with one that nobody has is not green, so that the next one is
+compared with the same green night again. Dealt with: muted, or a person has closed the issue that told of this very
+change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.diff.brief import Brief
+from repro_matrix.diff.compare import ANSWERS, Change, compare
+from repro_matrix.nights.night import Night, briefs_of
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A case whose answers changed on a stack since ``green``. ``versions``: package -> (then, now), where another."""
+
+    case: str
+    stack: str
+    green: Night
+    changes: tuple[Change, ...]
+    versions: Mapping[str, tuple[str, str]]
+    holds: tuple[str, ...]  # arms that are clean tonight wherever they were measured on this stack
+
+    @property
+    def digest(self) -> str:
+        """Of what changed: the same change has the same one, whichever night meets it."""
+        said = sorted(
+            (c.where, c.hardware, c.stack, c.arm, c.kind, c.after.verdict if c.after else None,
+             list(c.after.met) if c.after else [])
+            for c in self.changes
+        )  # fmt: skip
+        return hashlib.sha256(json.dumps([self.case, said]).encode()).hexdigest()[:12]
+
+
+@dataclass
+class Compared:
+    """``notes``: stacks that could not be compared, and why."""
+
+    changed: list[Changed] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def one_commit(briefs: Iterable[Brief]) -> None:
+    """Raise ResultsError where a night's cells were measured at several commits: shards that do not belong together."""
+    found: dict[str, int] = {}
+    for brief in briefs:
+        name = (brief.commit or "no commit")[:12]
+        found[name] = found.get(name, 0) + 1
+    if len(found) > 1:
+        told = ", ".join(f"{name} ({count} cells)" for name, count in sorted(found.items()))
+        raise ResultsError(f"tonight's results are of several commits: {told} (`repro merge` says which shard)")
+
+
+def since_green(
+    tonight: Sequence[Brief], kept: Sequence[Night], muted: Callable[[str, str], bool] = lambda key, arm: False
+) -> Compared:
+    """Tonight's answers against the newest green night that has the same stack. ``muted``: (cell's key, arm)."""
+    found = Compared()
+    for stack in sorted({brief.stack for brief in tonight}):
+        now = [brief for brief in tonight if brief.stack == stack]
+        green = next((n for n in reversed(kept) if n.green and stack in n.stacks), None)
+        if green is None:
+            found.notes.append(f"stack {stack}: no green night is kept: there is nothing to compare with yet")
+            continue
+        then = [brief for brief in briefs_of(green) if brief.stack == stack]
+        if not {(b.key, b.hardware) for b in now} & {(b.key, b.hardware) for b in then}:
+            found.notes.append(f"stack {stack}: no cell in common with the last green night, {green.name}")
+            continue
+        keys = {(brief.where, brief.hardware): brief.key for brief in now}
+        answers = [
+            change
+            for change in compare(then, now, {}, need_common=False).changes
+            if change.kind in ANSWERS and not muted(keys.get((change.where, change.hardware), ""), change.arm)
+        ]
+        for case in dict.fromkeys(change.case for change in answers):
+            own = tuple(change for change in answers if change.case == case)
+            found.changed.append(Changed(case, stack, green, own, _versions(green, now), _holds(case, now)))
+    return found
+
+
+def _versions(green: Night, now: Sequence[Brief]) -> dict[str, tuple[str, str]]:
+    then, today = green.stacks.get(now[0].stack, {}), now[0].versions
+    return {
+        name: (then.get(name, "none"), today.get(name, "none"))
+        for name in sorted(then.keys() | today.keys())
+        if then.get(name) != today.get(name)
+    }
+
+
+def _holds(case: str, now: Iterable[Brief]) -> tuple[str, ...]:
+    by_arm: dict[str, set[str]] = {}
+    for brief in now:
+        for name, arm in brief.arms.items():
+            if brief.case == case and arm.measured and name != brief.first:
+                by_arm.setdefault(name, set()).add(str(arm.verdict))
+    return tuple(name for name, verdicts in by_arm.items() if verdicts == {"FIX_HOLDS"})

@@ -1,0 +1,53 @@
+"""A changed case as an issue's text: what changed, since which release, which fixes hold, the command. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from repro_matrix.diff.compare import KINDS, Change
+from repro_matrix.diff.show import told
+from repro_matrix.nights.host import Issue
+from repro_matrix.nights.tonight import Changed
+from repro_matrix.page.formats import code, plain
+
+MOST = 40  # changes that are listed
+LONGEST = 60_000  # bytes of a body: hosts take 65,536
+
+
+def issue(found: Sequence[Changed], night: str, link: str = "", searches: Mapping[str, Any] | None = None) -> Issue:
+    """One case's changes on all its stacks. ``searches``: stack -> its bisection's report, or why there is none."""
+    first = found[0]
+    changes = [change for one in found for change in one.changes]
+    kinds = list(dict.fromkeys(change.kind for change in sorted(changes, key=lambda c: list(KINDS).index(c.kind))))
+    title = f"{first.case}: {kinds[0]}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
+    about = f"Night {plain(night)}: {len(changes)} answers of **{plain(first.case)}**"
+    out = [f"{about} are not those of the last green night."]
+    out += [f"[The whole page]({link})"] if link else []
+    for one in found:
+        out.append(f"### Stack {plain(one.stack)}, against {plain(one.green.name)}")
+        moved = [f"- {plain(name)}: {plain(was)} -> {plain(now)}" for name, (was, now) in one.versions.items()]
+        out += ["Releases that changed:", "\n".join(moved)] if moved else ["No release of the stack changed."]
+        out.append("\n".join(_change(change) for change in one.changes[:MOST]))
+        out += [f"and {len(one.changes) - MOST} more"] if len(one.changes) > MOST else []
+        held = ", ".join(map(plain, one.holds))
+        out.append(f"Fixes that hold tonight wherever they were measured: {held or 'none'}.")
+        search = (searches or {}).get(one.stack)
+        if search:
+            out += ["#### Since which release", str(search)]
+        where = one.changes[0].where.partition(" ")[2]
+        stack = "" if one.stack == "current" else f" stack={one.stack}"
+        out.append(f"To see it: {code(f'repro run {one.case} {where}{stack} arms=[{one.changes[0].arm}]')}")
+    body = "\n\n".join(out)
+    cut = body.encode(errors="replace")[:LONGEST].decode(errors="ignore")
+    digest = first.digest if len(found) == 1 else "".join(one.digest[:6] for one in found)
+    return Issue(first.case, digest, title, cut + ("\n\n(cut off)" if cut != body else ""))
+
+
+def _change(change: Change) -> str:
+    where = f"{plain(change.where.partition(' ')[2])} on {plain(change.hardware)}, arm **{plain(change.arm)}**"
+    return (
+        f"- {where}: {change.kind} ({KINDS[change.kind][1]})\n"
+        f"  - before: {code(told(change.before))}\n"
+        f"  - now: {code(told(change.after))}"
+    )

@@ -1,0 +1,216 @@
+"""`repro nightly RESULTS...`: what tonight answers otherwise than the last green night, and one issue for each case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro_matrix.conf.errors import ConfigError, ResultsError
+
+if TYPE_CHECKING:
+    from repro_matrix.nights.host import Issue
+    from repro_matrix.nights.tonight import Changed
+
+EPILOG = """RESULTS: tonight's folders (the pinned stack's, the floating one's). After the runs, as the last step of a
+job; docs/nightly.md has whole jobs to copy. Tonight is kept in NIGHTS/nights.jsonl, its lock in NIGHTS/locks.
+
+Where an answer changed on a stack whose lock was kept that green night and tonight, `repro bisect` searches between the
+two locks, for --budget in all; what it has no time for goes on the next night. Issues: with GITHUB_TOKEN and
+GITHUB_REPOSITORY (GITHUB_API_URL) opened or updated, one for each case; the same texts always lie in --issues.
+
+exit codes: 1 an answer changed that nobody has dealt with (muted it, or closed the issue of this very change); else the
+exit code of the runs (--code)"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
+    add("--nights", metavar="DIR", required=True, help="where nights are kept")
+    add("--name", metavar="NIGHT", help="tonight's name (default: today, 2026-11-22)")
+    add("--code", type=int, default=0, metavar="N", help="the runs' exit code, the worst of them")
+    add("--lock", action="append", default=[], metavar="STACK=FILE", help="the lock that a floating stack had tonight")
+    add("--budget", default="0s", metavar="TIME", help="for bisections, in all: 30m (default: none)")
+    add("--issues", metavar="DIR", help="where the texts lie (default: NIGHTS/issues)")
+    add("--page", default="", metavar="URL", help="where tonight's page can be read")
+
+
+def main(args: argparse.Namespace) -> int:
+    from filelock import FileLock
+
+    from repro_matrix.diff import sides
+    from repro_matrix.nights import kept, tonight
+    from repro_matrix.nights.night import of_briefs
+    from repro_matrix.page.issue import issue
+    from repro_matrix.results import muted
+    from repro_matrix.running import budget
+    from repro_matrix.terminal.report import print_notes
+
+    name = _name(args.name)
+    folder = Path(args.nights).expanduser()
+    seconds = 0.0 if args.budget == "0s" else budget.of(args.budget) or 0.0
+    locks = _locks(args.lock)
+    found = [sides.read(Path(one).expanduser()) for one in args.folders]
+    briefs = [brief for side in found for brief in side.briefs]
+    print_notes([note for side in found for note in side.notes])
+    if not briefs:
+        raise ResultsError(f"{', '.join(args.folders)}: no results: nothing was measured, or nothing was uploaded")
+    tonight.one_commit(briefs)
+    today = datetime.now(timezone.utc).date()
+    mutes = [mute for mute in muted.read() if mute.until >= today]
+    _make(folder)
+    with FileLock(str(folder / ".lock")):
+        _keep_locks(folder, name, locks)
+        ledger = [night for night in kept.ledger(folder, []) if night.name != name]  # it may be told once more
+        compared = tonight.since_green(briefs, ledger, lambda key, arm: any(m.covers(key, arm) for m in mutes))
+    print_notes(compared.notes)
+    search = Searches(folder, name, seconds)
+    by_case: dict[str, list[Changed]] = {}
+    for one in compared.changed:
+        by_case.setdefault(one.case, []).append(one)
+    made = [
+        issue(listed, name, args.page, {one.stack: text for one in listed if (text := search.of(one))})
+        for listed in by_case.values()
+    ]
+    texts = Path(args.issues).expanduser() if args.issues else folder / "issues" / name
+    dealt = _publish(made, texts)
+    open_ = [one for one in made if one.case not in dealt]
+    code = 1 if open_ else args.code
+    with FileLock(str(folder / ".lock")):
+        kept.keep(folder, of_briefs(name, briefs, code))
+    told = (
+        f"{len(open_)} cases changed since the last green night"
+        if open_
+        else "no answer changed that is not dealt with"
+    )
+    print(f"night {name}: {len(briefs)} cells; {told}; kept in {folder / kept.FILE}")
+    print(f"exit code {code}" + ("" if open_ or not code else ": that of the runs"))
+    return code
+
+
+def _name(given: str | None) -> str:
+    name = given or datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    if not name.strip() or "/" in name or name.startswith("."):
+        raise ConfigError(f"--name {name}: a word without /, as 2026-11-22")
+    return name
+
+
+def _locks(given: Sequence[str]) -> dict[str, Path]:
+    found = {}
+    for text in given:
+        stack, equals, path = text.partition("=")
+        if not equals or not Path(path).is_file():
+            raise ConfigError(f"--lock {text}: STACK=FILE, as newest=/cache/locks/newest.txt; there is no such file")
+        found[stack] = Path(path)
+    return found
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"{folder}: cannot be written: {error.strerror or error}") from None
+
+
+def lock_at(folder: Path, stack: str, night: str) -> Path:
+    return folder / "locks" / f"{stack}-{night}.txt"
+
+
+def _keep_locks(folder: Path, name: str, locks: dict[str, Path]) -> None:
+    for stack, path in locks.items():
+        target = lock_at(folder, stack, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+Run = Callable[[list[str], float], tuple[dict[str, Any] | None, str]]
+
+
+class Searches:
+    """Bisections between the green night's lock and tonight's, until their time is over. ``run`` is `repro bisect`."""
+
+    def __init__(self, folder: Path, name: str, seconds: float, run: Run | None = None) -> None:
+        self.folder, self.name = folder, name
+        self.run = run or bisected
+        self.until = time.monotonic() + seconds
+        self.seconds = seconds
+
+    def of(self, found: Changed) -> str | None:
+        """The report, or why there is none; None where there is nothing to search: the stack does not float."""
+        good, bad = (lock_at(self.folder, found.stack, night) for night in (found.green.name, self.name))
+        told = [c for c in found.changes if c.kind not in ("flaky now", "steady now", "changed text")]
+        if not bad.is_file() or not told:
+            return None
+        if not good.is_file():
+            return f"no lock of {found.green.name} is kept: no search."
+        if good.read_bytes() == bad.read_bytes():
+            return "both nights had the same lock: it is not a release."
+        words = ["bisect", found.case, "--good", str(good), "--bad", str(bad), "--arm", told[0].arm, "--find", "change"]
+        words += [*told[0].where.split(" ")[1:], f"hardware={told[0].hardware}", f"results={self.folder / 'bisect'}"]
+        left = self.until - time.monotonic()
+        again = "repro " + " ".join(words)
+        if left <= 0:
+            return f"no time was left for a search (--budget): `{again}`"
+        print(f"searching for {left:.0f} s at most: {again}", file=sys.stderr, flush=True)
+        data, why = self.run(words, left)
+        return str(data["report"]) if data and data.get("report") else f"{why}; it goes on with `{again}`"
+
+
+def bisected(words: list[str], seconds: float) -> tuple[dict[str, Any] | None, str]:
+    """(what `repro bisect --json` says, or None and why). What is not over in time is stopped; probes are stored."""
+    command = [sys.executable, "-m", "repro_matrix.cli", *words, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            out, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None, f"the search was not over after {seconds:.0f} s"
+    try:
+        return json.loads(out), ""
+    except ValueError:
+        return None, f"the search ended with exit code {process.returncode} and no report"
+
+
+def _publish(made: Sequence[Issue], texts: Path) -> set[str]:
+    """Every text to a file, and to the host where one is named; the cases that a person has dealt with."""
+    from repro_matrix.nights.host import Host, HostError
+    from repro_matrix.results.store import write_text
+
+    dealt: set[str] = set()
+    try:
+        host = Host.of(os.environ) if made else None
+    except HostError as error:
+        host = None
+        print(f"note: no issues: {error}", file=sys.stderr)
+    for one in made:
+        path = texts / f"{one.case}.md"
+        try:
+            texts.mkdir(parents=True, exist_ok=True)
+            write_text(path, f"# {one.title}\n\n{one.body}\n")
+        except OSError as error:
+            raise ResultsError(f"{path}: cannot be written: {error.strerror or error}") from None
+        print(f"{one.title}: {path}")
+        if host is None:
+            continue
+        try:
+            told, closed = host.publish(one)
+            print(f"  issue {told}")
+            dealt |= {one.case} if closed else set()
+        except HostError as error:
+            print(f"note: no issue of {one.case}: {error}; its text is {path}", file=sys.stderr)
+    return dealt

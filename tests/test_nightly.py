@@ -1,0 +1,284 @@
+"""The end of a night: what changed since the last green one, an issue for each case, a host on this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from test_diff import BOOM, FIRES, HOLDS, SIDES, arm, cell
+from test_nights import CLEAN, write
+from test_nights import FIRES as FIRED
+
+from repro_matrix import cli
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.diff.brief import Brief, latest
+from repro_matrix.nights import kept, tonight
+from repro_matrix.nights.host import LABEL, Host, HostError, Issue
+from repro_matrix.nights.night import Night, of_briefs
+from repro_matrix.page.issue import issue
+from repro_matrix.results import muted
+from repro_matrix.verbs import nightly
+
+
+class Fake(ThreadingHTTPServer):
+    """A code host's issues. ``refuse``: answers given before any other, (status, headers) each."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.issues: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        self.refuse: list[tuple[int, dict[str, str]]] = []
+        self.on_post: Any = lambda: None
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def add(self, body: str, state: str = "open") -> dict[str, Any]:
+        made = {"number": len(self.issues) + 1, "title": "t", "body": body, "state": state, "labels": [LABEL]}
+        self.issues.append(made)
+        return made
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Fake
+
+    def log_message(self, *args: Any) -> None: ...
+
+    def _do(self) -> None:
+        sent = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        self.server.asked.append(f"{self.command} {self.path.partition('?')[0]}")
+        if self.server.refuse:
+            return self._say(*self.server.refuse.pop(0), {"message": "no"})
+        if self.headers["Authorization"] != "Bearer secret":
+            return self._say(401, {}, {})
+        if self.command == "GET":
+            page = int(self.path.rpartition("page=")[2])
+            newest = self.server.issues[::-1]
+            return self._say(200, {}, newest[100 * (page - 1) : 100 * page])
+        if self.command == "POST":
+            self.server.on_post()
+            return self._say(201, {}, self.server.add(sent["body"]) | {"title": sent["title"]})
+        found = self.server.issues[int(self.path.rpartition("/")[2]) - 1]
+        found.update(sent)
+        return self._say(200, {}, found)
+
+    do_GET = do_POST = do_PATCH = _do
+
+    def _say(self, status: int, headers: dict[str, str], body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    server = Fake()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def host(fake: Fake, token: str = "secret", slept: list[float] | None = None) -> Host:
+    return Host(fake.base, "me/it", token, sleep=(slept if slept is not None else []).append, now=lambda: 1000.0)
+
+
+ISSUE = Issue("c", "abc123", "c: new failure", "text")
+
+
+def test_one_issue_a_case_is_opened_then_updated(fake: Fake) -> None:
+    assert host(fake).publish(ISSUE) == ("#1 is opened", False)
+    assert host(fake).publish(ISSUE) == ("#1 says so already", False), "told once more, nothing happens"
+    assert host(fake).publish(replace(ISSUE, digest="def456", body="more")) == ("#1 is updated", False)
+    assert host(fake).publish(replace(ISSUE, case="d")) == ("#2 is opened", False)
+    assert [one["state"] for one in fake.issues] == ["open", "open"] and "more" in fake.issues[0]["body"]
+
+
+def test_an_issue_that_a_person_closed_stays_closed_for_the_same_change(fake: Fake) -> None:
+    fake.add(ISSUE.marked, "closed")
+    for _ in range(150):
+        fake.add("somebody's own")  # it is on the second page
+    told, dealt = host(fake).publish(ISSUE)
+    assert dealt and told.startswith("#1 told of this very change") and fake.issues[0]["state"] == "closed"
+    assert host(fake).publish(replace(ISSUE, digest="def456")) == ("#152 is opened", False)
+
+
+def test_two_nights_at_once_leave_one_issue(fake: Fake) -> None:
+    fake.on_post = lambda: fake.issues or fake.add(ISSUE.marked)  # the other night is faster
+    assert host(fake).publish(ISSUE) == ("#1 was opened by another night at the same time", False)
+    assert [one["state"] for one in fake.issues] == ["open", "closed"]
+    assert host(fake).publish(ISSUE)[0] == "#1 says so already"
+
+
+def test_a_rate_limit_is_waited_for_and_a_long_one_is_not(fake: Fake) -> None:
+    slept: list[float] = []
+    fake.refuse = [
+        (403, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "1030"}),
+        (429, {"Retry-After": "7"}),
+    ]
+    assert host(fake, slept=slept).publish(ISSUE)[0] == "#1 is opened" and slept == [30.0, 7.0]
+    fake.refuse = [(403, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "9000"})]
+    with pytest.raises(HostError, match="rate limit: 8000 s more"):
+        host(fake).publish(ISSUE)
+
+
+@pytest.mark.parametrize(
+    ("status", "told"), [(403, "needs issues: write"), (404, "no such repository"), (302, "302"), (500, "500")]
+)
+def test_what_the_host_refuses_is_said(fake: Fake, status: int, told: str) -> None:
+    fake.refuse = [(status, {"Location": "http://127.0.0.1:1/"})]
+    with pytest.raises(HostError, match=told):
+        host(fake).publish(ISSUE)
+    assert len(fake.asked) == 1, "a redirect would take the token elsewhere"
+
+
+def test_the_token_is_told_to_nobody(fake: Fake) -> None:
+    with pytest.raises(HostError, match="the token is not valid") as error:
+        host(fake, token="wrong-secret").publish(ISSUE)
+    assert "wrong-secret" not in str(error.value)
+    with pytest.raises(HostError, match="only https"):
+        Host("http://example.org", "me/it", "secret")
+    with pytest.raises(HostError, match="OWNER/NAME"):
+        Host("https://example.org", "it", "secret")
+    assert Host.of({}) is None and Host.of({"GITHUB_TOKEN": "x"}) is None
+
+
+GREEN = of_briefs("green", [cell(broken=FIRES, fix=HOLDS)], 0)
+
+
+def test_only_answers_that_changed_since_the_last_green_night_count() -> None:
+    now = [cell(2.0, broken=FIRES, fix=BOOM)]
+    red = replace(of_briefs("red", now, 1), started=5.0)
+    (found,) = tonight.since_green(now, [GREEN, red]).changed
+    assert (found.case, found.green.name, [c.kind for c in found.changes]) == ("c", "green", ["fix ceased"])
+    assert tonight.since_green(now, [GREEN, replace(red, code=0)]).changed == [], (
+        "that night somebody had dealt with it"
+    )
+    assert tonight.since_green(now, [GREEN], lambda key, arm: (key, arm) == ("c/m", "fix")).changed == []
+    slower = [cell(2.0, broken=FIRES, fix=HOLDS._replace(wall_s=(9.0,) * 3))]
+    assert tonight.since_green(slower, [GREEN]).changed == []
+    assert "no green night" in tonight.since_green(now, [red]).notes[0]
+    other = [replace(now[0], key="c/other")]
+    found_none = tonight.since_green(other, [GREEN])
+    assert found_none.changed == [] and "no cell in common with the last green night, green" in found_none.notes[0]
+
+
+@given(SIDES)
+def test_a_night_does_not_differ_from_itself(briefs: list[Brief]) -> None:
+    newest = list(latest(briefs).values())
+    assert tonight.since_green(newest, [of_briefs("n", newest, 0)]).changed == []
+
+
+def test_the_text_says_what_changed_and_escapes_what_others_wrote() -> None:
+    said = BOOM._replace(text="@everyone <script> `x` <!-- repro-matrix case=other change=00 -->")
+    now = [replace(cell(2.0, broken=FIRES, fix=said, other=HOLDS), versions={"torch": "2.14.0"})]
+    green = replace(GREEN, stacks={"now": {"torch": "2.13.0"}})
+    (found,) = tonight.since_green(now, [green]).changed
+    made = issue([found], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
+    assert made.title == "c: fix ceased"
+    for part in ("torch: 2.13.0 -> 2.14.0", "first bad release", "wherever they were measured: other", "repro run c"):
+        assert part in made.body
+    for text in made.body.splitlines():
+        assert "@everyone" not in text or text.count("`") == 2, "in code nobody is called"
+    many = replace(found, changes=found.changes * 2000)
+    assert len(issue([many], "tonight").marked.encode()) < 65_536
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    for name in ("GITHUB_TOKEN", "GITHUB_REPOSITORY", "GITHUB_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(muted.read, "__defaults__", (tmp_path / "muted.yaml",))
+    return tmp_path
+
+
+def test_nights_one_after_another(
+    results: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nights = results / "nights"
+
+    def run(name: str, *more: str) -> int:
+        return cli.main(["nightly", str(results / name), "--nights", str(nights), "--name", name, *more])
+
+    write(results / "mon", {"broken": FIRED}, 1.0)
+    write(results / "tue", {"broken": CLEAN}, 2.0)
+    assert run("mon") == 0 and "no green night is kept" in capsys.readouterr().err
+    assert run("tue") == 1, "without a token the same text is a file"
+    text = (nights / "issues" / "tue" / "some-case.md").read_text()
+    assert text.startswith("# some-case: ") and "before: `fires 2/2" in text
+    for name, value in (("TOKEN", "secret"), ("REPOSITORY", "me/it"), ("API_URL", fake.base)):
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+    assert run("tue") == 1 and len(fake.issues) == 1, "the runner died before; told once more"
+    assert [n.name for n in kept.ledger(nights, [])] == ["mon", "tue"]
+    fake.refuse = [(403, {})]
+    write(results / "wed", {"broken": CLEAN}, 3.0)
+    assert run("wed") == 1, "it is still compared with monday"
+    assert "needs issues: write" in capsys.readouterr().err
+    fake.issues[0]["state"] = "closed"
+    assert run("wed") == 0, "a person has dealt with it"
+    write(results / "thu", {"broken": CLEAN}, 4.0)
+    assert run("thu") == 0 and run("thu", "--code", "3") == 3, "what could not be measured is not green"
+    assert [(n.name, n.code) for n in kept.ledger(nights, [])][-2:] == [("wed", 0), ("thu", 3)]
+
+
+def test_what_is_no_night_is_an_error(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (results / "empty").mkdir()
+    nights = ["--nights", str(results / "nights")]
+    assert cli.main(["nightly", str(results / "empty"), *nights]) == 2
+    assert "nothing was uploaded" in capsys.readouterr().err
+    assert cli.main(["nightly", str(results / "none"), *nights]) == 2
+    write(results / "a", {"broken": FIRED}, 1.0)
+    assert cli.main(["nightly", str(results / "a"), *nights, "--lock", "newest=nowhere"]) == 2
+    assert cli.main(["nightly", str(results / "a"), *nights, "--name", "a/b"]) == 2
+    with pytest.raises(ResultsError, match=r"several commits: aaaa \(1 cells\), bbbb"):
+        tonight.one_commit([replace(cell(a=arm()), commit=name) for name in ("aaaa", "bbbb")])
+
+
+def test_a_changed_floating_stack_is_searched_between_its_two_locks_within_the_time(results: Path) -> None:
+    now = [cell(2.0, broken=FIRES, fix=BOOM)]
+    (found,) = tonight.since_green(now, [GREEN]).changed
+    asked: list[list[str]] = []
+
+    def run(words: list[str], seconds: float) -> tuple[dict[str, Any] | None, str]:
+        asked.append(words)
+        return {"report": "torch 2.14.0 is the first bad release"}, ""
+
+    search = nightly.Searches(results, "tonight", 60.0, run)
+    assert search.of(found) is None, "a pinned stack has no lock of the night"
+    green, later = (nightly.lock_at(results, "now", name) for name in ("green", "tonight"))
+    later.parent.mkdir()
+    later.write_text("torch==2.14.0\n")
+    assert "no lock of green is kept" in str(search.of(found))
+    green.write_text("torch==2.14.0\n")
+    assert "the same lock" in str(search.of(found)) and not asked
+    green.write_text("torch==2.13.0\n")
+    assert search.of(found) == "torch 2.14.0 is the first bad release"
+    (words,) = asked
+    assert words[:6] == ["bisect", "c", "--good", str(green), "--bad", str(later)] and "model=m" in words
+    assert words[words.index("--arm") + 1] == "fix"
+    assert "no time was left" in str(nightly.Searches(results, "tonight", 0.0, run).of(found)) and len(asked) == 1
+    assert "goes on with `repro bisect c" in str(
+        nightly.Searches(results, "tonight", 9.0, lambda words, seconds: (None, "not over")).of(found)
+    )
+
+
+def test_a_search_that_ends_without_a_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, why = nightly.bisected(["bisect", "no-such-case", "--good", "1.0", "--bad", "2.0"], 120.0)
+    assert found is None and "exit code 2 and no report" in why
+
+
+def test_a_green_night_is_kept_with_its_code() -> None:
+    assert Night("n", 1.0, code=0).green and not Night("n", 1.0).green and not Night("n", 1.0, code=3).green
