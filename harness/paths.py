@@ -1,11 +1,14 @@
-"""Where the project's own files are, and where a user's state lives."""
+"""Where what is shipped lies, and where a user's state does. Where results go says conf/project.py."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-ROOT = Path(os.environ.get("REPRO_ROOT") or Path(__file__).resolve().parent.parent)
+PACKAGE = Path(__file__).resolve().parent
+_DATA = PACKAGE / "data"  # in a wheel: what a checkout has beside harness/
+CHECKOUT = bool(os.environ.get("REPRO_ROOT")) or not _DATA.is_dir()
+ROOT = Path(os.environ.get("REPRO_ROOT") or (PACKAGE.parent if CHECKOUT else _DATA))
 CONF = ROOT / "conf"
 REPROS = ROOT / "repros"
 RESULTS = ROOT / "results"
@@ -14,15 +17,6 @@ EXPECTED = RESULTS / "expected"
 
 
 CONFIG_PATH = "REPRO_CONFIG_PATH"  # further folders of groups, as --config-dir and hydra.searchpath name them
-
-
-def conf_folders(conf: Path = CONF) -> list[Path]:
-    """Where groups (case/ model/ matrix/ ...) are looked for: the project's own folder, then those of the user.
-
-    In the environment, for processes that this one starts read the same files.
-    """
-    more = [Path(text) for text in os.environ.get(CONFIG_PATH, "").split(os.pathsep) if text]
-    return [conf, *(more if conf == CONF else ())]
 
 
 def cache_dir() -> Path:

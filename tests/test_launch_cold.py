@@ -20,8 +20,9 @@ from test_end_to_end import Once, measured_from_cold
 
 from repro_matrix.conf.arm_settings import resolve
 from repro_matrix.launch import ColdLauncher, backtraces, processes
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, torchrun_line
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, torchrun_line
 from repro_matrix.launch.watch import read_launch
+from repro_matrix.paths import ROOT
 from repro_matrix.running.leases import Leases, clear_leftovers
 
 pytestmark = pytest.mark.ranks

@@ -80,7 +80,7 @@ def test_it_is_said_in_the_summary_and_in_every_format() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(muted, "FILE", tmp_path / "muted.yaml")
+    monkeypatch.setattr(muted, "file", lambda: tmp_path / "muted.yaml")
     monkeypatch.setattr(muted.read, "__defaults__", (tmp_path / "muted.yaml",))
     return tmp_path / "muted.yaml"
 

@@ -21,9 +21,10 @@ from test_end_to_end import Once, measured_from_cold
 from test_launch_cold import case_attempt
 
 from repro_matrix.launch import ColdLauncher, processes
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, ROOT, RUN_TOKEN, Attempt, remove
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, remove
 from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.launch.watch import read_launch
+from repro_matrix.paths import ROOT
 
 pytestmark = pytest.mark.ranks
 HEADER = f"import sys\nsys.path.insert(0, {str(ROOT / 'repros')!r})\nfrom kit import Run, main\n"

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from repro_matrix.conf import expected
+from repro_matrix.conf import expected, project
 from repro_matrix.conf.arms import check_arms
 from repro_matrix.conf.errors import ConfigError, Options, describe_validation, unknown
-from repro_matrix.conf.schema import Case, Hardware, Model, Stack, Strategy
-from repro_matrix.paths import CONF, REPROS, conf_folders, file_state
+from repro_matrix.conf.schema import Case, Expectation, Hardware, Model, Stack, Strategy
+from repro_matrix.paths import CONF, REPROS, file_state
 
 T = TypeVar("T", bound=BaseModel)
 Raw = dict[str, Any]
@@ -52,6 +52,7 @@ class Catalogue:
     hardware: dict[str, Hardware]
     raw: dict[str, dict[str, Raw]] = field(repr=False)
     repros: Path = REPROS
+    own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)  # files that are not shipped (project.py)
 
     @property
     def left_out(self) -> list[str]:
@@ -60,7 +61,13 @@ class Catalogue:
         return [str(error) for options in groups for error in left_out(options).values()]
 
     def script(self, case: Case) -> Path:
-        return self.repros / case.script_name
+        file = self.own.get("case", {}).get(case.slug)
+        return project.current().script(case.script_name, file.parent) if file else self.repros / case.script_name
+
+    def files(self, settings: Mapping[str, Any]) -> dict[str, Path]:
+        """Group -> the file of an arm's case, model and strategy, for those that are not shipped."""
+        names = {"case": settings["case"], **{group: settings[group].get("slug") for group in ("model", "strategy")}}
+        return {group: self.own[group][name] for group, name in names.items() if name in self.own.get(group, {})}
 
 
 def left_out(options: Mapping[str, Any]) -> dict[str, ConfigError]:
@@ -109,14 +116,16 @@ def load(
     (``Catalogue.left_out``), and whoever asks for it by name gets that reason. ``strict``: it is raised instead.
     ``patches``: group -> [(key path, value)], laid over each option of the group that has the key (the overrides
     ``model.config.num_hidden_layers=4``); what these break is raised. Raises ConfigError."""
+    own: dict[str, dict[str, Path]] = {}
     raws: dict[str, dict[str, Raw]] = {}
     parsed: dict[str, Options[Any]] = {}
     for group, model in GROUPS.items():
         raws[group], parsed[group] = {}, Options()
-        files = _files(conf, group)
+        files = project.files(group, conf)
         if not files:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
-        for path in files:
+        own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
+        for path in files.values():
             try:
                 raw = read_yaml(path)
                 option = _option(model, raw, path, group)
@@ -128,10 +137,10 @@ def load(
             laid = [_patch(raw, *change) for change in (patches or {}).get(group, []) if _meant(group, raw, change[0])]
             raws[group][path.stem] = raw
             parsed[group][path.stem] = _option(model, raw, path, group) if laid else option
-    for slug, entries in expected.read(conf.parent / "results" / "expected", parsed["case"], read_yaml).items():
+    for slug, entries in _expected(conf, parsed["case"]).items():
         parsed["case"][slug] = parsed["case"][slug].model_copy(update={"expect": entries})
     catalogue = Catalogue(
-        parsed["case"], parsed["model"], parsed["strategy"], parsed["stack"], parsed["hardware"], raws, repros
+        parsed["case"], parsed["model"], parsed["strategy"], parsed["stack"], parsed["hardware"], raws, repros, own
     )
     for keys, _ in (patches or {}).get("strategy", []):
         known = {option for strategy in catalogue.strategies.values() for option in strategy.options}
@@ -141,7 +150,9 @@ def load(
     for slug in parsed["case"]:
         parsed["case"][slug] = _without(parsed["case"][slug], catalogue)
         try:
-            _check_references(parsed["case"][slug], catalogue, _short(conf / "case" / f"{slug}.yaml"))
+            _check_references(
+                parsed["case"][slug], catalogue, _short(own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
+            )
         except ConfigError as error:
             if strict or (patches and slug in load(conf, repros).cases):
                 raise
@@ -176,15 +187,17 @@ def _without(case: Case, catalogue: Catalogue) -> Case:
     return case.model_copy(update={"axes": case.axes.model_copy(update=axes)}) if changed else case
 
 
-def _files(conf: Path, group: str) -> list[Path]:
-    """A group's files, of the project and of the folders beside it. Raises ConfigError: a name twice."""
-    found: dict[str, Path] = {}
-    for folder in conf_folders(conf):
-        for path in sorted((folder / group).glob("*.yaml")):
-            if path.stem in found:
-                raise ConfigError(f"{path}: {group} {path.stem!r} is also in {found[path.stem]}; give it another name")
-            found[path.stem] = path
-    return [found[name] for name in sorted(found)]
+def _expected(conf: Path, cases: Mapping[str, Case]) -> dict[str, list[Expectation]]:
+    """Case -> its expectations, shipped (results/expected beside conf/) or the user's own."""
+    shipped = conf.parent / "results" / "expected"
+    found = expected.read(shipped, cases, read_yaml)
+    folder = project.current().expected
+    if conf == CONF and folder != shipped:
+        for slug, entries in expected.read(folder, cases, read_yaml).items():
+            if slug in found:
+                raise ConfigError(f"{folder / slug}.yaml: what is expected of {slug} is also in {shipped / slug}.yaml")
+            found[slug] = entries
+    return found
 
 
 def _short(path: Path) -> str:
@@ -204,8 +217,8 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
     """Names in a case's file must exist: a typo would otherwise be a cell that never runs."""
     script = catalogue.script(case)
     if not script.is_file():
-        have = [p.name for p in catalogue.repros.glob("*.py")]
-        raise unknown("script", case.script_name, have, f"{path}: script")
+        have = [p.name for p in script.parent.glob("*.py")]
+        raise unknown("script", case.script_name, have, f"{path}: script (in {script.parent})")
     for model in case.axes.model:
         if model not in catalogue.models:
             raise unknown("model", model, catalogue.models, f"{path}: axes.model")

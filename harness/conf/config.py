@@ -11,7 +11,8 @@ from typing import Any
 
 from repro_matrix.conf.errors import ConfigError, nearest, unknown
 from repro_matrix.conf.inherited import refused
-from repro_matrix.paths import CONF, conf_folders, file_state
+from repro_matrix.conf.project import conf_folders
+from repro_matrix.paths import CONF, file_state
 
 
 class Scale(str, Enum):

@@ -19,11 +19,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.conf import catalogue
+from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ResultsError, nearest
 from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.judge.again import judged_again
-from repro_matrix.paths import BASELINE, CONF, EXPECTED, ROOT, cache_dir
+from repro_matrix.paths import EXPECTED, PACKAGE, cache_dir
 from repro_matrix.results.store import Document, document_of, write_text
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
@@ -53,12 +53,15 @@ def side(name: str) -> Side:
             more = f" (and {len(found.notes) - 1} more)" if len(found.notes) > 1 else ""
             raise ResultsError(f"{name}: no results in it" + "".join(f": {why}{more}" for why in found.notes[:1]))
         return found
-    published = read(BASELINE, name)
-    own = [b for b in published.briefs if name in (b.stack, Path(b.path).parent.parent.name)]
-    if not own:
-        stacks = {b.stack for b in published.briefs}
+    found, stacks = Side(name), set()
+    for published in (read(folder, name) for folder in project.published() if folder.is_dir()):
+        found.briefs += [b for b in published.briefs if name in (b.stack, Path(b.path).parent.parent.name)]
+        found.parts |= published.parts
+        found.notes += published.notes
+        stacks |= {b.stack for b in published.briefs}
+    if not found.briefs:
         raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}")
-    return Side(name, own, published.parts, published.notes)
+    return found
 
 
 def read(root: Path, name: str = "") -> Side:
@@ -216,9 +219,10 @@ class _Kept:
 @lru_cache(maxsize=1)
 def judge_key() -> str:
     """What a brief depends on beside its document: the judge, the cases, and how briefs are made."""
-    code = ROOT / "harness"
-    folders = [(code / "judge", "*.py"), (code / "diff", "*.py"), (code / "bisection", "labels.py"), (code, "*.py")]
-    folders += [(CONF / "case", "*.yaml"), (EXPECTED, "*.yaml")]
+    folders = [(PACKAGE / name, "*.py") for name in ("judge", "diff", "conf", "results", "terminal")]
+    folders += [(PACKAGE / "bisection", "labels.py")]
+    folders += [(folder / "case", "*.yaml") for folder in project.conf_folders()]
+    folders += [(folder, "*.yaml") for folder in dict.fromkeys((EXPECTED, project.current().expected))]
     digest = hashlib.sha256()
     for folder, pattern in folders:
         for path in sorted(folder.glob(pattern)):

@@ -21,12 +21,14 @@ import shlex
 import shutil
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
+from repro_matrix.conf import project
 from repro_matrix.conf.inherited import inherited
 from repro_matrix.launch.limits import costs
 
@@ -37,7 +39,6 @@ TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
 PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
 RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)
-ROOT = Path(__file__).resolve().parents[2]
 
 _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
 
@@ -60,6 +61,8 @@ class Attempt:
     cold: str | None = None  # why this attempt must start from a fresh interpreter
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
     start_limit_s: float | None = None  # for starting; None: what the accelerator allows (harness/launch/limits.py)
+    kit: Path | None = None  # where the kit lies, when that is not beside the script
+    files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
     by_hand: str | None = None  # the command that does the same by hand, where the settings do not say it
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
     references: Path | None = None  # where attempts of this run leave each other their references (kit/reference.py)
@@ -206,7 +209,10 @@ def private_environment(attempt: Attempt) -> dict[str, str]:
     if attempt.stack_cache is None:
         env["TORCH_EXTENSIONS_DIR"] = str(attempt.cache / "torch_extensions")
         env["HF_MODULES_CACHE"] = str(attempt.cache / "hf_modules")
-    return {**env, **attempt.env}
+    env |= attempt.env
+    if attempt.kit is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (attempt.env.get("PYTHONPATH"), str(attempt.kit))))
+    return env
 
 
 def environment(attempt: Attempt) -> dict[str, str]:
@@ -242,21 +248,25 @@ def clear_directory(directory: Path) -> None:
 
 
 def torchrun_line(attempt: Attempt) -> str:
-    """The command that does the same by hand, from the root of the checkout."""
+    """The command that does the same by hand, from the root of the checkout, or of the user's own repository."""
     if attempt.by_hand is not None:
         return attempt.by_hand
     settings = attempt.settings
     script = attempt.script
-    if script.is_relative_to(ROOT):
-        script = script.relative_to(ROOT)
-    words = [f"{name}={value}" for name, value in sorted(attempt.env.items())]
+    env = dict(attempt.env)
+    if attempt.kit is not None:
+        env["PYTHONPATH"] = private_environment(attempt)["PYTHONPATH"]
+    words = [f"{name}={value}" for name, value in sorted(env.items())]
     words = ["env", *words] if words else []
     words += ["torchrun"] if _same_interpreter(attempt.python) else [attempt.python, "-m", "torch.distributed.run"]
-    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), str(script)]
-    if script.stem != settings["case"].replace("-", "_"):  # several cases share the script
-        words += ["--case", settings["case"]]
-    words += ["--arm", settings["arm"]]
-    words += ["--model", settings["model"]["slug"], "--strategy", settings["strategy"]["slug"]]
+    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
+    named = {
+        "case": settings["case"], "model": settings["model"]["slug"], "strategy": settings["strategy"]["slug"],
+        **{group: _from_root(file) for group, file in attempt.files.items()},
+    }  # fmt: skip
+    if "case" in attempt.files or script.stem != settings["case"].replace("-", "_"):  # several cases share the script
+        words += ["--case", named["case"]]
+    words += ["--arm", settings["arm"], "--model", named["model"], "--strategy", named["strategy"]]
     for name, default in (("scale", "tiny"), ("weights", "random")):
         value = settings["model"].get(name, default)
         words += [f"--{name}", value] if value != default else []
@@ -268,6 +278,11 @@ def torchrun_line(attempt: Attempt) -> str:
         plain = isinstance(value, str) and yaml.safe_load(value) == value
         words += ["--flag", f"{name}={value if plain else json.dumps(value)}"]
     return shlex.join(words)
+
+
+def _from_root(file: Path) -> str:
+    root = project.current().folder
+    return str(file.relative_to(root) if file.is_relative_to(root) else file)
 
 
 def _same_interpreter(python: str) -> bool:

@@ -112,7 +112,7 @@ def ledger(catalogue: Catalogue, documents: Iterable[Document], cases: Iterable[
 def named(folders: Sequence[Path]) -> list[str]:
     """A short name for each folder, each another one."""
     resolved = [folder.resolve() for folder in folders]
-    short = ["baseline" if folder == BASELINE else folder.name or str(folder) for folder in resolved]
+    short = ["baseline" if folder == BASELINE.resolve() else folder.name or str(folder) for folder in resolved]
     longer = ["/".join(folder.parts[-2:]) for folder in resolved]
     found = [name if short.count(name) == 1 else more for name, more in zip(short, longer)]
     return [name if found.index(name) == index else f"{name} ({index + 1})" for index, name in enumerate(found)]

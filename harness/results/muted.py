@@ -16,13 +16,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ConfigError, describe_validation, nearest
 from repro_matrix.conf.overrides import Selection
-from repro_matrix.paths import RESULTS
 from repro_matrix.planning.matrix import enumerate_cells
 
-FILE = RESULTS / "muted.yaml"
 HEAD = (
     "# Differences that are known and owned, each until its day: `repro mute`, docs/nightly.md. Reviewed as code is.\n"
 )
@@ -60,8 +59,13 @@ class Applied:
     expired: list[Mute] = field(default_factory=list)
 
 
-def read(path: Path = FILE) -> list[Mute]:
+def file() -> Path:
+    return project.current().results / "muted.yaml"
+
+
+def read(path: Path | None = None) -> list[Mute]:
     """What is muted; nothing where there is no file. Raises ConfigError that names the file and the key."""
+    path = path or file()
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         return _File.model_validate({} if found is None else found).muted
@@ -73,9 +77,9 @@ def read(path: Path = FILE) -> list[Mute]:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
-def check(mutes: Iterable[Mute], catalogue: Catalogue, path: Path = FILE) -> None:
+def check(mutes: Iterable[Mute], catalogue: Catalogue, path: Path | None = None) -> None:
     """Raise ConfigError for a cell or an arm that the catalogue does not have, with the nearest."""
-    mutes = list(mutes)
+    mutes, path = list(mutes), path or file()
     if not mutes:
         return
     known = {cell.key: cell.case for cell in enumerate_cells(catalogue, Selection())}

@@ -5,16 +5,31 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
-from repro_matrix.paths import ROOT
+from repro_matrix.paths import CHECKOUT, ROOT
 
 
-def git_state(root: Path = ROOT) -> tuple[str | None, bool]:
-    """(commit, whether the tree differs from it); (None, False) outside a checkout."""
+def git_state() -> tuple[str | None, bool]:
+    """(commit of the user's repository, whether what decides an answer differs from a commit).
+
+    In a checkout of this project that is its own; where a wheel is installed its version says what was shipped.
+    """
+    own = project.current()
+    commit, changed = _state(own.folder, [own.file, *own.conf, *own.scripts] if own.file else [])
+    if not CHECKOUT:
+        return commit, changed
+    shipped, more = _state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"])
+    return (commit if own.file else shipped), changed or more
+
+
+def _state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
+    """(commit, whether one of the paths differs from it); (None, False) outside a repository."""
 
     def git(*args: str) -> str | None:
         try:
@@ -24,7 +39,7 @@ def git_state(root: Path = ROOT) -> tuple[str | None, bool]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     commit = git("rev-parse", "HEAD")
-    changed = git("status", "--porcelain", "--", "conf", "repros", "harness")
+    changed = git("status", "--porcelain", "--", *map(str, paths)) if paths else None
     return commit, bool(changed)
 
 

@@ -36,7 +36,7 @@ class Change:
 
 @dataclass
 class Publication:
-    """Places are relative to results/."""
+    """Places are relative to the baseline's folder."""
 
     written: dict[str, Document] = field(default_factory=dict)  # place -> the document
     same: list[str] = field(default_factory=list)  # published already, and what was measured says no more
@@ -61,7 +61,7 @@ def publication(
 
 def place(document: Mapping[str, Any]) -> str:
     """Where a document is published."""
-    return f"baseline/{document['hardware']['profile']}/{document['stack']['label']}/{document['key']}.json"
+    return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['key']}.json"
 
 
 def _case(found: Publication, case: Case, held: list[Document], given: list[Document], reason: str) -> None:

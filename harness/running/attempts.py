@@ -19,7 +19,7 @@ from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.conf.schema import Case
 from repro_matrix.launch.attempt import Attempt, Launcher
 from repro_matrix.launch.device_errors import of_device
-from repro_matrix.paths import cache_dir
+from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import ArmPlan, CellPlan
 from repro_matrix.running.leases import Leases, Trouble
 from repro_matrix.stacks import Stack
@@ -66,14 +66,16 @@ class Attempts:
         return Made(observation, wall_s, troubles)
 
     def _attempt(self, case: Case, plan: ArmPlan, gpus: Sequence[str]) -> Attempt:
-        stack = self.stacks[plan.stack]
+        stack, script = self.stacks[plan.stack], self.catalogue.script(case)
         identity = f"{self.run_dir.name}-{uuid.uuid4().hex[:10]}"
         teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
         return Attempt(
             id=identity,
             run_id=self.run_dir.name,
             directory=self.run_dir / identity,
-            script=self.catalogue.script(case),
+            script=script,
+            kit=REPROS if script.parent != REPROS else None,
+            files=self.catalogue.files(plan.settings),
             settings=plan.settings,
             python=stack.python,
             world_size=plan.world_size,

@@ -9,12 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from repro_matrix.conf import catalogue as catalogues
-from repro_matrix.conf import named, overrides
+from repro_matrix.conf import named, overrides, project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings, compose_run
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.overrides import Selection
-from repro_matrix.paths import BASELINE
 from repro_matrix.planning import matrix
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.results.store import Store
@@ -73,7 +72,8 @@ def fires_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
     """Case -> the stacks on which its published measurement fires: those that have a name and stay as they are, else
     the replaced packages of a version map. A case that fired nowhere: the stack that its file names."""
     found: dict[str, set[str]] = {name: set() for name in names}
-    for document in Store(BASELINE).documents(cases=names) if names else ():
+    stored = (document for folder in project.published() for document in Store(folder).documents(cases=names))
+    for document in stored if names else ():
         first: dict[str, Any] = next(iter(document["arms"].values()), {})
         if any(attempt["outcome"]["outcome"] == "fires" for attempt in first.get("attempts", ())):
             found[document["case"]].add(document["stack"]["name"])

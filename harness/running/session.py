@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix import hardware
-from repro_matrix.conf import overrides
+from repro_matrix.conf import overrides, project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, MeasureError
@@ -21,7 +21,7 @@ from repro_matrix.hardware import Machine, Profile, around
 from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.launch import open_launcher
 from repro_matrix.memory import planned as planning
-from repro_matrix.paths import BASELINE, RESULTS, cache_dir
+from repro_matrix.paths import cache_dir
 from repro_matrix.planning import placing
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan
@@ -164,7 +164,7 @@ def _within(
     """The cells that fit into the budget by what is recorded here (else as published), and the others."""
     cases = {cell.case for cell in cells}
     own = list(Store(results_folder(settings)).documents(history=True, cases=cases))
-    took = recorded(Store(BASELINE).documents(cases=cases)) | recorded(own)
+    took = {**shards.published(cases), **recorded(own)}
     attempts = shards.seconds_of(catalogue, cells, settings, took)
     gpus = {profile.name: len(profile.gpus) for profile in profiles}
     ranks = {cell: cell.ranks if gpus[cell.hardware] else 1 for cell in cells}
@@ -179,13 +179,13 @@ def _within(
 
 
 def results_folder(settings: RunSettings) -> Path:
-    return Path(settings.results).expanduser() if settings.results else RESULTS / "scratch"
+    return Path(settings.results).expanduser() if settings.results else project.current().results / "scratch"
 
 
 def history(store: Store, cases: Collection[str]) -> dict[str, list[dict[str, Any]]]:
     """Stored older measurements of these cases by cell key: the published baseline and this folder's own."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for source in (Store(BASELINE), store):
+    for source in (*map(Store, project.published()), store):
         for document in source.documents(history=True, cases=cases):
             found.setdefault(document.get("key", ""), []).append(document)
     return found

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, ResultsError
-from repro_matrix.paths import BASELINE
 from repro_matrix.planning.matrix import Cell, arms_of
 from repro_matrix.results.store import Document, Store, document_of, write_text
 from repro_matrix.running.recorded import UNKNOWN_S, Recorded, recorded
@@ -40,7 +40,12 @@ def of(text: str | None) -> tuple[int, int] | None:
 
 def weights(catalogue: Catalogue, cells: Sequence[Cell], settings: RunSettings) -> dict[Cell, float]:
     """Seconds of each cell's attempts, as published."""
-    return seconds_of(catalogue, cells, settings, recorded(Store(BASELINE).documents(cases={c.case for c in cells})))
+    return seconds_of(catalogue, cells, settings, published({c.case for c in cells}))
+
+
+def published(cases: set[str]) -> Recorded:
+    """What attempts of these cases took, as the repository itself and what is shipped say."""
+    return recorded(document for folder in project.published() for document in Store(folder).documents(cases=cases))
 
 
 def seconds_of(catalogue: Catalogue, cells: Iterable[Cell], settings: RunSettings, took: Recorded) -> dict[Cell, float]:

@@ -6,10 +6,9 @@ import argparse
 import re
 from pathlib import Path
 
-from repro_matrix.conf import arguments
+from repro_matrix.conf import arguments, project
 from repro_matrix.conf.config import RunSettings, compose_run
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.paths import RESULTS
 from repro_matrix.script import command as commands
 from repro_matrix.script import failure as failures
 from repro_matrix.script.failure import Failure
@@ -107,6 +106,6 @@ def script_of(args: argparse.Namespace) -> tuple[Script, str, RunSettings]:
         command = commands.of_words(words, args.nproc)
     else:
         command = commands.of_script(args.case, args.nproc or 2, args.script_args, args.module)
-    results = Path(settings.results).absolute() if settings.results else RESULTS / "scratch"
+    results = Path(settings.results).absolute() if settings.results else project.current().results / "scratch"
     script = Script(command, failure_of(args), results, settings.deadline or DEADLINE_S, dict(settings.env))
     return script, stack or "current", settings

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from repro_matrix.conf.packages import REPLACED
 from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.paths import CHECKOUT, CONF
 from repro_matrix.stacks import build, files, overlay, spec
 from repro_matrix.stacks import lock as locks
 from repro_matrix.stacks.build import Say, quiet
@@ -141,6 +142,8 @@ def make_lock(name: str, *, conf: Path | None = None) -> Path:
     if found.floating:
         return files.renew_floating(found)
     path = spec.lock_path(found.slug, conf)
+    if path.is_relative_to(CONF) and not CHECKOUT:
+        raise StackError("usage", f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that")
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, locks.make(found).text)
     return path

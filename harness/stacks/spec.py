@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from repro_matrix import paths
-from repro_matrix.conf import catalogue
+from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ConfigError, Options, nearest
 from repro_matrix.conf.schema import Stack as Definition
 from repro_matrix.stacks.errors import StackError
@@ -69,8 +69,7 @@ def parse(text: str) -> Spec:
 def definitions(conf: Path | None = None) -> Options[Definition]:
     """Every stack of conf/stack; one whose file is wrong is left out, with the reason."""
     out: Options[Definition] = Options()
-    folders = paths.conf_folders(conf or paths.CONF)
-    for path in sorted(path for folder in folders for path in (folder / "stack").glob("*.yaml")):
+    for path in project.files("stack", conf or paths.CONF).values():
         try:
             found = catalogue.parse(Definition, catalogue.read_yaml(path), path)
         except ConfigError as error:
@@ -94,9 +93,8 @@ def definition(name: str, conf: Path | None = None) -> Definition:
 
 def lock_path(name: str, conf: Path | None = None) -> Path:
     """Beside the definition."""
-    folders = paths.conf_folders(conf or paths.CONF)
-    home = next((folder for folder in folders if (folder / "stack" / f"{name}.yaml").is_file()), folders[0])
-    return home / "stack" / "locks" / f"{name}.txt"
+    folder = conf or paths.CONF
+    return project.files("stack", folder).get(name, folder / "stack" / name).parent / "locks" / f"{name}.txt"
 
 
 def replaced(found: Definition, swaps: tuple[Requirement, ...]) -> Definition:

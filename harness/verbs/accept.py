@@ -15,15 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.conf import arguments, overrides
+from repro_matrix.conf import arguments, overrides, project
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.conf.project import Project
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.foreign import too_wide
 from repro_matrix.judge.publishable import refusals
-from repro_matrix.paths import BASELINE, EXPECTED, RESULTS, ROOT, cache_dir
+from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.results.compact import compacted, lines
 from repro_matrix.results.publishing import Publication, publication
 from repro_matrix.results.ranges import whole
@@ -50,13 +51,20 @@ def main(args: argparse.Namespace) -> int:
     print_notes([f"left out: {text}" for text in catalogue.left_out])
     names = set(overrides.expand("case", selection.case, catalogue.cases))
     source = Path(args.source) if args.source else session.results_folder(settings)
+    own = project.current()
+    shipped = set() if own.is_shipped else names - catalogue.own.get("case", {}).keys()
+    names -= shipped
     # What is published is judged here and now, by the cases as they are, and beside what is published already.
-    held = [d for d in Store(BASELINE).documents() if d["case"] in names and _usable(d)]
-    given = [d for d in Store(source).documents() if d["case"] in names and _usable(d)]
+    held = [d for d in Store(own.baseline).documents() if d["case"] in names and _usable(d)]
+    every = [d for d in Store(source).documents() if d["case"] in names | shipped and _usable(d)]
+    given = [d for d in every if d["case"] in names]
+    if len(every) > len(given):
+        told = f"{len(every) - len(given)} cells of cases that are shipped with repro-matrix"
+        print_notes([f"left out {told}: what is expected of those is read-only here, and changed in a checkout of it"])
     judged = judged_again([*held, *given], catalogue.cases)
     print_notes(judged.notes)
     stored = [d for d in judged.documents if _within(source, d)]
-    held = [d for d in judged.documents if _within(BASELINE, d)]
+    held = [d for d in judged.documents if _within(own.baseline, d)]
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     if not documents:
         raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
@@ -73,9 +81,9 @@ def main(args: argparse.Namespace) -> int:
         if len(stored) > len(documents):
             print(f"left out {len(stored) - len(documents)} cells of which only some arms were measured")
     if not args.plan:
-        _publish(found)
+        _publish(found, own)
         if not args.json:
-            print("review and commit: the documents in results/baseline, and the tables in results/expected")
+            print(f"review and commit: the documents in {own.baseline}, and the tables in {own.expected}")
     return 0
 
 
@@ -93,16 +101,16 @@ def _show(found: Publication) -> None:
             print(f"{len(places)} documents {text}")
 
 
-def _publish(found: Publication) -> None:
+def _publish(found: Publication, own: Project) -> None:
     for place, document in found.written.items():
-        path = RESULTS / place
+        path = own.baseline / place
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, lines(compacted(_portable(document))))
     for place in found.dropped:
-        (RESULTS / place).unlink(missing_ok=True)
-    EXPECTED.mkdir(parents=True, exist_ok=True)
+        (own.baseline / place).unlink(missing_ok=True)
+    own.expected.mkdir(parents=True, exist_ok=True)
     for slug, table in found.tables.items():
-        path = EXPECTED / f"{slug}.yaml"
+        path = own.expected / f"{slug}.yaml"
         if table is None:
             path.unlink(missing_ok=True)
         elif not path.is_file() or path.read_text(encoding="utf-8") != table:
@@ -138,8 +146,9 @@ _ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
 def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document without this machine's own paths: what is published says nothing of whose disk it was."""
     text = json.dumps(document)
-    for own, shown in ((str(ROOT), "/checkout"), (str(cache_dir()), "/cache"), (str(Path.home()), "/home")):
-        text = text.replace(own + "/", shown + "/")
+    mine = project.current().folder
+    for own, shown in ((ROOT, "/checkout"), (mine, "/project"), (cache_dir(), "/cache"), (Path.home(), "/home")):
+        text = text.replace(f"{own}/", f"{shown}/")
     text = _ATTEMPT_FOLDER.sub("/attempt", text)
     portable: dict[str, Any] = json.loads(text)
     return portable

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from repro_matrix.conf import catalogue as catalogues
-from repro_matrix.conf import overrides
+from repro_matrix.conf import overrides, project
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ResultsError, unknown
 from repro_matrix.judge import claims as ledger
 from repro_matrix.judge.again import judged_again
-from repro_matrix.paths import BASELINE
 from repro_matrix.results.store import Store
 from repro_matrix.running import session
 from repro_matrix.terminal import listing
@@ -36,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
     if args.source and not Path(args.source).is_dir():
         raise ResultsError(f"--from {args.source}: no such folder")
-    folders = [Path(args.source)] if args.source else [session.results_folder(settings), BASELINE]
+    folders = [Path(args.source)] if args.source else [session.results_folder(settings), *project.published()]
     # Of one cell on one stack and machine the ledger takes the newest that decides: a search for one arm hides nothing.
     stored = [document for folder in folders for document in Store(folder).documents() if document["complete"]]
     judged = judged_again(stored, catalogue.cases)

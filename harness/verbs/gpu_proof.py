@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.conf import arguments
+from repro_matrix.conf import arguments, project
 from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.hardware import around, states
-from repro_matrix.paths import RESULTS
 from repro_matrix.results import rows
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE, exit_code
 from repro_matrix.results.store import stack_label, write_json
@@ -95,7 +94,9 @@ def main(args: argparse.Namespace) -> int:
         raise MeasureError("gpu-proof: there is no GPU here (`repro doctor` says what is)")
     stack = first.stacks[first.plans[0].cell.stack]
     name = f"{first.profile.name}-{stack_label(stack.versions, stack.label_key)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    proof = Proof(list(args.overrides), ends, Path(args.out) if args.out else RESULTS / "gpu-proof" / name)
+    proof = Proof(
+        list(args.overrides), ends, Path(args.out) if args.out else project.current().results / "gpu-proof" / name
+    )
     proof.out.mkdir(parents=True, exist_ok=True)
     print(f"repro: {first.headline()}", file=sys.stderr, flush=True)
     steps: dict[str, Callable[[], Json]] = {

@@ -7,10 +7,9 @@ import itertools
 import sys
 from pathlib import Path
 
-from repro_matrix.conf import arguments
+from repro_matrix.conf import arguments, project
 from repro_matrix.conf.errors import ConfigError, unknown
 from repro_matrix.nights import kept, strip
-from repro_matrix.paths import RESULTS
 from repro_matrix.terminal.report import print_json, print_lines, print_notes
 
 EPILOG = """NIGHTS: folders of results, one for each night, or a folder of nights (default: results/nights): folders
@@ -36,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     if args.compact is not None:
         return _compact(args)
     case, *folders = args.names
-    paths = [Path(name).expanduser() for name in folders] or [RESULTS / "nights"]
+    paths = [Path(name).expanduser() for name in folders] or [project.current().results / "nights"]
     found = kept.read(paths)
     nights = found.found
     known = {name for night in nights for name in night.cases}

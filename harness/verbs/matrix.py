@@ -151,7 +151,7 @@ def measure(
     if changed and changed.exit_code == DIFFERS:
         code = DIFFERS
     for mute in told.expired:
-        print(f"repro: {muted.FILE}: its day is over: {mute.told()}: mend it, renew or remove it", file=sys.stderr)
+        print(f"repro: {muted.file()}: its day is over: {mute.told()}: mend it, renew or remove it", file=sys.stderr)
     code = code or (ConfigError.exit_code if told.expired else 0)
     if not args.json:
         left = f"; {len(prepared.left)} cells were not asked (budget)" if prepared.left else ""

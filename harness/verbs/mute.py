@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         kept.append(new)
         muted.check([new], catalogues.load())
     _write(muted.written(kept))
-    print(f"{muted.FILE}: {len(kept)} entries; commit it with a review")
+    print(f"{muted.file()}: {len(kept)} entries; commit it with a review")
     return 0
 
 
@@ -77,6 +77,6 @@ def _write(text: str) -> None:
     from repro_matrix.results.store import write_text
 
     try:
-        write_text(muted.FILE, text)
+        write_text(muted.file(), text)
     except OSError as error:
-        raise ResultsError(f"{muted.FILE}: cannot be written: {error.strerror or error}") from None
+        raise ResultsError(f"{muted.file()}: cannot be written: {error.strerror or error}") from None

@@ -34,20 +34,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.conf import catalogue as catalogues
+    from repro_matrix.conf import project
     from repro_matrix.page import formats, render
     from repro_matrix.page.page import page
     from repro_matrix.page.read import read
-    from repro_matrix.paths import BASELINE, RESULTS
 
-    words = args.overrides
+    words, results = args.overrides, project.current().results
     wanted = _selection([word for word in words if "=" in word])
     folders = [Path(word).expanduser() for word in words if "=" not in word] or (
-        [] if args.baseline else [RESULTS / "scratch"]
+        [] if args.baseline else [results / "scratch"]
     )
-    folders += [BASELINE] if args.baseline and BASELINE not in folders else []
+    published = [folder for folder in project.published() if folder.is_dir()]
+    folders += [folder for folder in published if args.baseline and folder not in folders]
     if args.site and (args.output or args.format != "html"):
         raise ConfigError("--site writes pages of its own: not together with --output or another --format")
-    target = _target(args, folders, RESULTS)
+    target = _target(args, folders, results)
     catalogue = catalogues.load()
     for text in catalogue.left_out:
         print(f"note: left out: {text}", file=sys.stderr)

@@ -12,6 +12,7 @@ from repro_matrix.conf.schema import Case
 from repro_matrix.judge.expect import expected
 from repro_matrix.judge.facts import depends_on
 from repro_matrix.launch.attempt import Attempt, torchrun_line
+from repro_matrix.paths import REPROS
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.running import session
 from repro_matrix.terminal.report import print_json, print_table
@@ -29,6 +30,7 @@ def main(args: argparse.Namespace) -> int:
     prepared = session.prepare([f"case={args.case}", *args.overrides], build_stacks=False)
     plan = prepared.plans[0]
     case = prepared.catalogue.cases[plan.cell.case]
+    script = prepared.catalogue.script(case)
     arms: list[dict[str, Any]] = []
     for arm in plan.arms:
         spec = case.arms[arm.arm]
@@ -37,7 +39,9 @@ def main(args: argparse.Namespace) -> int:
             id="show",
             run_id="show",
             directory=Path("."),
-            script=prepared.catalogue.script(case),
+            script=script,
+            kit=REPROS if script.parent != REPROS else None,
+            files=prepared.catalogue.files(arm.settings),
             settings=arm.settings,
             python=stack.python if stack else "python",
             world_size=arm.world_size,
@@ -60,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
                 "torchrun": torchrun_line(attempt),
             }
         )
-    data = {**case.model_dump(mode="json"), "script": f"repros/{case.script_name}", "arms": arms}
+    data = {**case.model_dump(mode="json"), "script": _shown(script), "arms": arms}
     if args.json:
         print_json(data)
         return 0
@@ -92,6 +96,10 @@ def main(args: argparse.Namespace) -> int:
         print()
         print_table("", ["claim", "source", "text"], [[c.id, c.source, c.text] for c in case.claims])
     return 0
+
+
+def _shown(script: Path) -> str:
+    return f"repros/{script.name}" if script.parent == REPROS else str(script)
 
 
 def _expected(case: Case, plan: CellPlan, arm: str, versions: dict[str, str]) -> str:

@@ -135,7 +135,8 @@ def fresh_state() -> None:
 def run_script(script: str, arguments: list[str]) -> int:
     """The script as ``python script arguments`` would run it; read from its file now, so that an edit is seen."""
     sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:0] = [os.path.dirname(os.path.abspath(script)), *own]  # what the server was not started with
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=builtins)
     sys.modules["__main__"] = main

@@ -266,14 +266,20 @@ def die_with_parent() -> None:
         pass  # not Linux; the next run clears what is left
 
 
+def _option_file(group: str, name: str) -> Path:
+    """The file of a case, model or strategy: a shipped one by its name, anybody's by its path."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "conf" / group / f"{name}.yaml"
+
+
 def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     """Settings for a script run by hand, from the same files that the harness reads (needs PyYAML)."""
     import yaml
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--case", default=Path(script).stem.replace("_", "-"), help="where several cases share a script")
+    slug = Path(script).stem.replace("_", "-")
+    first.add_argument("--case", default=slug, help="where several cases share a script; or a case's file")
     named, argv = first.parse_known_args(argv)
-    case_file = ROOT / "conf" / "case" / f"{named.case}.yaml"
+    case_file = _option_file("case", named.case)
     case = yaml.safe_load(case_file.read_text(encoding="utf-8"))
     arms = list(case["arms"])
     parser = argparse.ArgumentParser(
@@ -292,7 +298,7 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     args = parser.parse_args(argv)
 
     def option(group: str, name: str) -> dict[str, Any]:
-        path = ROOT / "conf" / group / f"{name}.yaml"
+        path = _option_file(group, name)
         if not path.exists():
             have = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
             parser.error(f"no such {group}: {name} (there are: {have})")

@@ -42,7 +42,9 @@ def claimed(folder: str, rank: int) -> bool:
 
 def load_recording() -> Any:
     """The kit's record and place, without leaving the kit's name or folder to the script."""
-    repros = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(HERE))), "repros")
+    package = os.path.dirname(os.path.dirname(HERE))  # in a checkout repros/ stands beside it, in a wheel in its data/
+    places = [os.path.join(folder, "repros") for folder in (os.path.join(package, "data"), os.path.dirname(package))]
+    repros = next(place for place in places if os.path.isdir(os.path.join(place, "kit")))
     taken = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kit"}
     sys.path.insert(0, repros)
     try:

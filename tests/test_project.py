@@ -1,0 +1,142 @@
+"""Whose repository this is: repro.toml or [tool.repro], what it adds, and what is wrong with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from repro_matrix import paths
+from repro_matrix.conf import catalogue, project
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
+from repro_matrix.results import provenance
+from repro_matrix.running import session
+from repro_matrix.stacks import spec
+
+TEAM = Path(__file__).parent / "team"  # a repository with a catalogue of its own
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = Path(shutil.copytree(TEAM, tmp_path / "team"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_in_this_checkout_results_and_expectations_are_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for place in (paths.ROOT, paths.ROOT / "tests", tmp_path):
+        monkeypatch.chdir(place)
+        here = project.current()
+        assert (here.folder, here.results, here.file) == (paths.ROOT, paths.RESULTS, None) and here.is_shipped
+
+
+def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (team / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(team / "deep" / "er")
+    found = catalogue.load()
+    assert {"odd-batch", "train-step"} <= found.cases.keys() and "our-head" in found.models
+    assert found.script(found.cases["odd-batch"]) == team / "failures/scripts/odd_batch.py"
+    assert found.script(found.cases["train-step"]) == paths.REPROS / "train_step.py"
+    assert {"by-hand"} <= found.strategies.keys() and {"ours", "current"} <= spec.definitions().keys()
+    assert spec.lock_path("ours") == team / "failures/stack/locks/ours.txt"
+    here = project.current()
+    assert here.folder == team and here.results == team / "results" and not here.is_shipped
+    assert project.published() == [team / "results/baseline", paths.BASELINE]
+    from repro_matrix.conf.config import compose_run
+
+    assert session.results_folder(compose_run([])) == team / "results" / "scratch"
+
+
+def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None:
+    found = catalogue.load()
+    settings = {"case": "odd-batch", "arm": "broken", "model": {"slug": "our-head"}, "strategy": {"slug": "by-hand"},
+                "tp_size": 1, "steps": 1, "seed": 0, "flags": {}}  # fmt: skip
+    attempt = Attempt(
+        id="x", run_id="x", directory=team, script=found.script(found.cases["odd-batch"]), settings=settings,
+        python="/elsewhere/python", world_size=2, deadline_s=1, env={"PYTHONPATH": "/overlay"}, kit=paths.REPROS,
+        files=found.files(settings),
+    )  # fmt: skip
+    assert private_environment(attempt)["PYTHONPATH"] == f"/overlay:{paths.REPROS}"
+    words = torchrun_line(attempt)
+    assert f"PYTHONPATH=/overlay:{paths.REPROS} " in words and " failures/scripts/odd_batch.py " in words
+    assert "--case failures/case/odd-batch.yaml --arm broken --model failures/model/our-head.yaml" in words
+
+
+def test_pyproject_serves_as_well_and_not_both(team: Path) -> None:
+    (team / "repro.toml").rename(team / "kept")
+    (team / "pyproject.toml").write_text(
+        '[tool.repro]\nconf = "failures"\nscripts = "failures/scripts"\nresults = "r"\n'
+    )
+    here = project.current()
+    assert here.conf == (team / "failures",) and here.results == team / "r" and here.expected == team / "r/expected"
+    (team / "kept").rename(team / "repro.toml")
+    with pytest.raises(ConfigError, match=r"repro\.toml: .*pyproject\.toml has \[tool\.repro\] as well"):
+        project.current()
+
+
+def test_a_pyproject_without_the_table_is_passed_by(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (team / "part").mkdir()
+    (team / "part" / "pyproject.toml").write_text("[project]\nname = 'part'\n")
+    monkeypatch.chdir(team / "part")
+    assert project.current().folder == team
+
+
+def test_what_is_above_the_repository_is_not_its_own(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (team / "other" / ".git").mkdir(parents=True)
+    monkeypatch.chdir(team / "other")
+    assert project.current().file is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('cnof = ["failures"]', r"repro\.toml: unknown key 'cnof'; did you mean 'conf'"),
+        ('conf = ["failurse"]', r"repro\.toml: conf: there is no folder .*failurse"),
+        ("conf = 3", r"repro\.toml: conf: "),
+        ("conf = [", r"repro\.toml: not valid TOML"),
+    ],
+)
+def test_bad_input_names_file_and_key(team: Path, text: str, said: str) -> None:
+    (team / "repro.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        project.current()
+
+
+@pytest.mark.parametrize(("group", "name"), [("case", "train-step"), ("model", "qwen1.5-0.5b"), ("stack", "current")])
+def test_a_clash_of_names_names_both_files(team: Path, group: str, name: str) -> None:
+    (team / "failures" / group).mkdir(exist_ok=True)
+    shutil.copy(paths.CONF / group / f"{name}.yaml", team / "failures" / group)
+    with pytest.raises(ConfigError, match=rf"failures/{group}/{name}.yaml: .*is also in {paths.CONF}/{group}/{name}"):
+        catalogue.load()
+
+
+def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(team: Path) -> None:
+    table = "case: {}\nstretches: [{{cells: [our-head/by-hand], measured: [{{torch: 2.13.0}}], reason: r}}]\n"
+    table += "verdicts: {{drop-last: [FIX_HOLDS]}}\n"
+    folder = team / "results" / "expected"
+    folder.mkdir(parents=True)
+    (folder / "odd-batch.yaml").write_text(table.format("odd-batch"))
+    (entry,) = catalogue.load().cases["odd-batch"].expect
+    assert entry.verdicts == {"drop-last": "FIX_HOLDS"}
+    (folder / "odd-batch.yaml").rename(folder / "train-step.yaml")
+    (folder / "train-step.yaml").write_text(table.format("train-step"))
+    with pytest.raises(ConfigError, match="what is expected of train-step is also in"):
+        catalogue.load()
+
+
+def test_what_decides_an_answer_is_looked_at_in_the_users_repository(team: Path) -> None:
+    import subprocess
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    commit, changed = provenance._state(team, [team / "failures"])
+    assert commit and not changed
+    (team / "failures/scripts/odd_batch.py").write_text("pass\n")
+    assert provenance._state(team, [team / "failures"]) == (commit, True)
+    assert provenance.git_state() == (commit, True)
