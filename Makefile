@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test lies mutants lint bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test lies mutants lint schema bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -77,6 +77,9 @@ lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff format --check harness tests bench
 	@$(BIN)/mypy
 	@cd repros && $(BIN)/mypy --config-file ../pyproject.toml -p kit -p arm_settings
+
+schema: $(READY) ## results/schema/cell-v1.schema.json anew, from the types of what is stored
+	@$(BIN)/python -m repro_matrix.cell.schema
 
 clean: ## remove .venv and scratch results
 	rm -rf $(VENV) results/scratch

@@ -38,6 +38,9 @@ STACK = Stack(
     "current", "/usr/bin/python3", {"python": "3.11.0", "torch": "2.13.0", "transformers": "5.23.0"}, (), "k" * 16
 )
 ON_CPU = Profile("cpu", "cpu", "gloo")
+PROVENANCE = {
+    "git_commit": None, "git_dirty": False, "harness_version": "0", "command": "repro", "seed": 0, "launcher": "fake",
+}  # fmt: skip
 FIRES = {
     "type": "RuntimeError", "module": "builtins", "bases": ["Exception"], "cause": None,
     "message": "The size of tensor a (512) must match the size of tensor b (1024) at non-singleton dimension 2",
@@ -116,7 +119,7 @@ def engine_of(
     try:
         with Leases(tmp_path / "state", "run", driver.look if driver else unseen) as leases:
             attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, leases, tmp_path / "run", keep=False)
-            given = Given(CATALOGUE, settings, [profile], machine, {"current": STACK}, {"seed": 0}, history or {})
+            given = Given(CATALOGUE, settings, [profile], machine, {"current": STACK}, PROVENANCE, history or {})
             yield Engine(given, attempts, store, on_event, driver), plans
     finally:
         store.close()

@@ -1,4 +1,4 @@
-"""results/schema/cell-v1.schema.json: what a cell's document must hold, and what it may not."""
+"""What a cell's document must hold, and what it may not: by its types, and by the JSON Schema made from them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from judging import case, ended, exception, failed, observation, ok, record
 
+from repro_matrix.cell import doubt, schema
 from repro_matrix.conf.schema import OutcomeName, SignatureKind, VerdictName
 from repro_matrix.judge.grade import grade
 from repro_matrix.judge.verdict import judge
-from repro_matrix.paths import ROOT
 
-SCHEMA = json.loads((ROOT / "results" / "schema" / "cell-v1.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads(schema.FILE.read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)
 
 
@@ -34,7 +34,7 @@ def example() -> dict[str, Any]:
     return json.loads(json.dumps({
         "schema": 1, "key": "some-case/m-fsdp", "where": "m/fsdp", "case": "some-case", "title": "a case",
         "kind": "failure", "simulated": None, "references": ["o/r#1"], "model": "m", "strategy": "fsdp",
-        "flags": {"call": "root"}, "scale": "tiny", "weights": "random",
+        "flags": {"call": "root"}, "ranks": 2, "variant": [], "scale": "tiny", "weights": "random",
         "stack": {"name": "current", "python": "3.11.7", "versions": {"torch": "2.13.0+cpu"}, "label": "torch2.13.0"},
         "hardware": {"profile": "gpu1", "accelerator": "cuda", "cpu": "a cpu", "cores": 2, "memory_gb": 8.0,
                      "driver": "570.1", "os": "Linux", "gpus": [{"name": "g", "uuid": "GPU-1", "memory_mb": 81559}]},
@@ -51,7 +51,19 @@ def example() -> dict[str, Any]:
 
 
 def complaints(document: Any) -> list[str]:
-    return [f"{'/'.join(map(str, error.path))}: {error.message}" for error in VALIDATOR.iter_errors(document)]
+    """By the JSON Schema; the types, which the readers trust, must say the same of it."""
+    found = [f"{'/'.join(map(str, error.path))}: {error.message}" for error in VALIDATOR.iter_errors(document)]
+    try:
+        doubt.cell(document)
+    except ValueError as error:
+        assert found, f"only the types refuse it: {error}"
+    else:
+        assert not found, f"only the JSON Schema refuses it: {found}"
+    return found
+
+
+def test_the_json_schema_is_what_the_types_say() -> None:
+    assert schema.FILE.read_text(encoding="utf-8") == schema.text(), "make schema writes it anew"
 
 
 def test_the_schema_is_valid_and_says_so() -> None:
@@ -73,9 +85,9 @@ def test_a_control_is_valid() -> None:
 
 def test_the_schema_knows_every_outcome_verdict_and_kind() -> None:
     definitions = SCHEMA["$defs"]
-    assert set(definitions["outcome"]["properties"]["outcome"]["enum"]) == set(get_args(OutcomeName))
-    assert set(definitions["verdict_name"]["enum"]) == set(get_args(VerdictName))
-    kinds = definitions["outcome"]["properties"]["recognised"]["items"]["properties"]["kind"]["enum"]
+    assert set(definitions["Outcome"]["properties"]["outcome"]["enum"]) == set(get_args(OutcomeName))
+    assert set(definitions["Verdict"]["properties"]["name"]["enum"]) == set(get_args(VerdictName))
+    kinds = definitions["Recognised"]["properties"]["kind"]["enum"]
     assert set(kinds) == set(get_args(SignatureKind))
 
 

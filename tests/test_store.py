@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import judging
 import pytest
 
 from repro_matrix.conf.errors import ResultsError
@@ -16,7 +17,9 @@ from repro_matrix.results.store import Store
 
 
 def document(started: float, attempts: int = 1) -> dict[str, Any]:
-    return {"schema": 1, "provenance": {"started": started}, "arms": {"broken": {"attempts": [{}] * attempts}}}
+    made = judging.document({"broken": [("clean", judging.observation(judging.ok(0)))] * attempts})
+    made["provenance"]["started"] = started
+    return dict(json.loads(json.dumps(made)))
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def test_round_trip(store: Store) -> None:
     store.open()
     path = store.path_of("cpu", "torch2", "case/cell")
     store.save(path, document(1))
-    assert store.read(path) == {**document(1), "ranks": 2, "variant": []}
+    assert store.read(path) == document(1)
     assert [d["provenance"]["started"] for d in store.documents()] == [1]
 
 
@@ -74,6 +77,41 @@ def test_a_document_of_a_newer_schema_is_named_and_never_overwritten(store: Stor
         store.save(path, document(1))
     assert path.read_text() == NEWER and len(list(path.parent.iterdir())) == 1
     store.close()
+
+
+def test_a_document_from_before_ranks_were_an_axis_is_brought_up(store: Store) -> None:
+    older = {key: value for key, value in document(1).items() if key not in ("ranks", "variant")}
+    assert stores.document_of(json.dumps(older)) == {**older, "ranks": 2, "variant": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("arms", "broken", "attempts", 0, "outcome", "outcome"), "fine", "arms.broken.attempts[0].outcome.outcome: "),
+        (("arms", "broken", "attempts", 0, "observation", "ranks", 0, "record", "checks", 0, "name"), 3,
+         "arms.broken.attempts[0].observation.ranks[0].record.checks[0].name: "),
+        (("stack", "versions", "torch"), 2, "stack.versions.torch: "),
+        (("case",), "Not A Slug", "case: "),
+        (("verdicts", "broken"), {}, "verdicts.broken.name: Field required"),
+        (("arms", "broken", "skipped"), "why", "arms.broken: an arm that was skipped has no attempts"),
+        (("kind",), "control", "arms.broken: a control has the one arm control"),
+        (("arms",), {}, "arms: "),
+        (("stack",), None, "stack: "),
+    ],
+)  # fmt: skip
+def test_a_damaged_document_is_named_with_the_place_inside_it(
+    store: Store, path: tuple[Any, ...], value: Any, said: str
+) -> None:
+    made = document(1)
+    parent: Any = made
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    there = store.path_of("cpu", "torch2", "case/cell")
+    there.parent.mkdir(parents=True)
+    stores.write_json(there, made)
+    assert store.read(there) is None
+    assert f"{there}: damaged ({said}" in store.damaged[0], store.damaged
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01"])

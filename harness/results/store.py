@@ -14,7 +14,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from repro_matrix.cell import doubt
 from repro_matrix.conf.errors import ResultsError
+from repro_matrix.paths import BASELINE
 from repro_matrix.results.compact import expanded
 
 Document = dict[str, Any]
@@ -31,10 +33,15 @@ def stack_label(versions: Mapping[str, str], key: str) -> str:
 
 
 class Store:
-    """A results folder, ``<root>/<hardware>/<stack>/<case>/<cell>.json``. One writer at a time."""
+    """A results folder, ``<root>/<hardware>/<stack>/<case>/<cell>.json``. One writer at a time.
+
+    What is published with the project is not doubted again at every reading: `repro accept` read it through here, and
+    tests/test_baseline.py compares all of it with the types (half as long again as reading it).
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._doubted = root != BASELINE
         self.damaged: list[str] = []
         self._lock: FileLock | None = None
 
@@ -89,7 +96,7 @@ class Store:
         """A document, or None. What cannot be read is named in ``damaged`` and left where it is; who is about to
         replace it (``replacing``) moves it aside. It is never deleted."""
         try:
-            return document_of(path.read_text(encoding="utf-8"))
+            return document_of(path.read_text(encoding="utf-8"), self._doubted)
         except FileNotFoundError:
             return None
         except NewerSchema as error:
@@ -137,23 +144,26 @@ def _is_newer(path: Path) -> bool:
     return False
 
 
-def document_of(written: str) -> Document:
-    """The document that a file's text is. Raises ValueError with what is wrong: damaged, foreign; NewerSchema."""
+def document_of(written: str, doubted: bool = True) -> Document:
+    """The document that a file's text is. Raises ValueError with what is wrong, and where in it; NewerSchema.
+
+    ``doubted``: compared with its type (harness/cell/types.py), so that nobody who reads it need ask for a key."""
     try:
-        document = expanded(json.loads(written))
-        schema = document["schema"]
+        found: Any = expanded(json.loads(written))
+        schema = found["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
-        if schema != SCHEMA or not isinstance(document["arms"], dict) or "started" not in document["provenance"]:
+        if schema != SCHEMA or not isinstance(found["arms"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
-        return _brought_up(document)
+        found = _brought_up(found)
+        return doubt.cell(found) if doubted else found
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cell document: {type(error).__name__}: {error}") from None
     except RecursionError:
         raise ValueError("not a cell document: nested too deeply") from None
 
 
-def _brought_up(document: Document) -> Document:
+def _brought_up(document: dict[str, Any]) -> dict[str, Any]:
     """A document from before ranks were an axis: its cell had as many as its first arm."""
     if "ranks" not in document:
         broken: dict[str, Any] = next(iter(document["arms"].values()), {})

@@ -1,0 +1,485 @@
+"""The types of a cell's document, from the document down to a frame of an exception. Pure.
+
+The values that travel are plain JSON: these are ``TypedDict``s, so that mypy checks every key and nothing is converted.
+``harness/cell/doubt.py`` compares with them what comes from outside, once: stored documents where they are read, a
+rank's record where it arrives. Who is given one of these types need not doubt that its keys are there; what *ranks say*
+in them (a NaN, a contradiction) is for the judges.
+
+``NotRequired`` is what older documents do not hold. results/schema/cell-v1.schema.json is generated from this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from typing_extensions import NotRequired, TypedDict
+
+from repro_matrix.conf.schema import OutcomeName, SignatureKind, VerdictName
+
+Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
+InfraKind = Literal[
+    "launch", "port", "disk", "memory", "import", "device", "card", "card or program", "cards", "lost", "script",
+    "too slow", "start-up too slow", "no-proof", "unknown",
+]  # fmt: skip
+EndedBy = Literal["self", "launcher", "deadline", "user"]
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+# The 95 % Wilson interval of a share.
+Interval = Annotated[list[Share], Field(min_length=2, max_length=2)]
+
+_CLOSED = ConfigDict(extra="forbid")
+_OPEN = ConfigDict(extra="ignore")  # what is not named here is kept as it is
+
+
+# -- what a rank says: its record (repros/kit/record.py)
+
+
+class Frame(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    file: str
+    line: int | None
+    function: str
+    module: str
+    place: NotRequired[str]  # where the code lies (kit/place.py); older records know names only
+    code: NotRequired[str]
+
+
+class Exception_(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    type: str
+    module: NotRequired[str]
+    bases: NotRequired[list[str]]
+    message: str
+    error_code: NotRequired[
+        Annotated[int, Field(description="an accelerator's own code (cudaError_t), where torch tells it")]
+    ]
+    frames: Annotated[list[Frame], Field(description="outermost first")]
+    cause: Exception_ | None
+
+
+class Check(TypedDict):
+    """What one check compared; judged by harness/judge/checks.py."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    name: str
+    passed: bool
+    got: NotRequired[Any]
+    want: NotRequired[Any]
+    tolerance: NotRequired[Any]
+    looked_at: NotRequired[Any]
+    at: NotRequired[Any]
+
+
+class InForce(TypedDict):
+    """What a rank measured of what its arm names; judged by harness/judge/in_force.py."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    what: str
+    got: NotRequired[Any]
+    whole: NotRequired[Any]
+    backend: NotRequired[str]
+    least: NotRequired[Any]
+    most: NotRequired[Any]
+    looked_at: NotRequired[str]
+
+
+class Warning_(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    category: str
+    message: str
+    file: str
+    module: NotRequired[str]  # who called warnings.warn; ``file`` is whom it blames
+    place: NotRequired[str]
+
+
+class Log(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    logger: str
+    message: str
+    file: str
+    place: NotRequired[str]
+
+
+class Said(TypedDict):
+    """The facts that a rank's script and kit recorded."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    machine: NotRequired[dict[str, str | bool]]
+
+
+class Read(TypedDict):
+    """The flags and options that its script has read."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    flags: NotRequired[list[str]]
+    options: NotRequired[list[str]]
+
+
+class Record(TypedDict):
+    """One rank's own account."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    schema: NotRequired[Annotated[int, Field(description="2: checks are numbers with a tolerance, or equal JSON")]]
+    rank: int
+    world_size: NotRequired[int]
+    pid: NotRequired[int]
+    started: NotRequired[float]
+    ended: NotRequired[float | None]
+    phase: str
+    done: bool
+    done_at: NotRequired[float | None]
+    exception: Exception_ | None
+    checks: list[Check]
+    metrics: dict[str, Any]
+    facts: Said
+    warnings: list[Warning_]
+    logs: list[Log]
+    versions: dict[str, str]
+    packages: NotRequired[Annotated[dict[str, str], Field(description="where what it could import is installed")]]
+    read: NotRequired[Read]
+    in_force: NotRequired[list[InForce]]
+    cpu_s: NotRequired[float]
+    peak_rss_mb: NotRequired[float]
+    peak_gpu_mb: NotRequired[float | None]
+
+
+# -- what an attempt left (harness/launch/observe.py; docs/observation.md)
+
+
+class Look(TypedDict):
+    """What was seen of a rank at one moment."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    at_s: float
+    ended: bool
+    cpu_s: NotRequired[float | None]
+    io: NotRequired[int | None]
+    busy: NotRequired[bool]
+    phase: NotRequired[str | None]
+    stack: NotRequired[str | None]
+    inside: NotRequired[str]
+    entered: NotRequired[str | None]
+    spins: NotRequired[bool]
+
+
+class Rank(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    rank: Count
+    pid: NotRequired[int | None]
+    exit_code: int | None
+    signal: Annotated[str, Field(pattern="^SIG")] | None
+    ended_by: EndedBy
+    record: Annotated[
+        Record | None, Field(description="the kit's record (repros/kit/record.py); null: the rank wrote none")
+    ]
+    doubt: NotRequired[Annotated[str, Field(description="why what it wrote is no record: the key, and what is wrong")]]
+    log_tail: str
+    stack: str | None
+    looks: NotRequired[list[Look]]
+    collectives: NotRequired[dict[str, Any] | None]  # what its witness answered: judged by harness/judge/collectives.py
+
+
+class Hang(TypedDict):
+    """How the launcher came to end an attempt that did not end by itself."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    starting: bool
+    never_meet: str | None
+    limit_s: float
+
+
+class ModelSettings(TypedDict, total=False):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    slug: str
+    scale: str
+    weights: str
+    config: dict[str, Any]
+
+
+class StrategySettings(TypedDict, total=False):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    slug: str
+    options: dict[str, Any]
+    promises: dict[str, Any]
+    copies: dict[str, Any]
+
+
+class ProofSettings(TypedDict, total=False):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: str
+    checks: list[str]
+    in_force: list[str]
+
+
+class Settings(TypedDict, total=False):
+    """What an arm ran with (harness/conf/arm_settings.py)."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    case: str
+    arm: str
+    model: ModelSettings
+    strategy: StrategySettings
+    flags: dict[str, Any]
+    proof: ProofSettings
+    world_size: int
+    tp_size: int
+    devices: int
+    process_group: bool
+    teardown: bool
+    seed: int
+    steps: int
+    device: str
+    backend: str
+
+
+class Attempt(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    id: str
+    launcher: str
+    command: list[str]
+    torchrun: NotRequired[str | None]
+    backend: str
+    world_size: Annotated[int, Field(ge=1)]
+    started: float
+    ended: float
+    wall_s: Seconds
+    cpu_s: Seconds | None
+    deadline_s: Annotated[float, Field(gt=0)]
+    timed_out: bool
+    working_s: NotRequired[float | None]
+    hang: NotRequired[Hang | None]
+    interrupted: bool
+    leftover: list[str]
+    seed: int
+    settings: Settings
+    gpus: NotRequired[list[str]]
+    fingerprint: NotRequired[str]
+    versions: NotRequired[Annotated[dict[str, str], Field(description="the releases that it was planned with")]]
+    cold: NotRequired[Annotated[str, Field(description="why no warm launcher made it")]]
+
+
+class Infra(TypedDict):
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    kind: InfraKind
+    message: str
+
+
+class Observation(TypedDict):
+    """docs/observation.md; what is not named here is kept as it is."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    schema: Literal[1]
+    attempt: Attempt
+    infra: Infra | None
+    ranks: list[Rank]
+
+
+# -- what was judged of it
+
+
+class Recognised(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    case: str
+    signature: str
+    ranks: Annotated[list[int], Field(min_length=1)]
+    kind: SignatureKind
+    message: str
+
+
+class Primary(TypedDict):
+    """The failure that came first."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    rank: int
+    type: str
+    message: str
+    where: str
+
+
+class Outcome(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    outcome: OutcomeName
+    reason: Text
+    recognised: list[Recognised]
+    primary: Annotated[Primary | None, Field(description="null where no rank failed by itself")]
+    failed: NotRequired[Annotated[list[str], Field(description="checks that failed or were not made")]]
+    otherwise: NotRequired[
+        Annotated[
+            OutcomeName | None,
+            Field(description="where only a remark in the log fires: what the attempt would be without it"),
+        ]
+    ]
+
+
+class Met(TypedDict, total=False):
+    """A known failure, an exception and the place that raised it, or a check."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    case: str | None
+    signature: str | None
+    type: str | None
+    place: str | None
+    check: str | None
+
+
+class Verdict(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    name: VerdictName
+    reason: Text
+    broken_k: Annotated[Count, Field(description="attempts of the broken arm in which the signature fired")]
+    broken_n: Annotated[Count, Field(description="attempts of the broken arm that count")]
+    fix_k: Annotated[Count, Field(description="attempts of this arm that were clean")]
+    fix_n: Annotated[Count, Field(description="attempts of this arm that count")]
+    interval: Annotated[Interval | None, Field(description="95 % Wilson interval of fix_k / fix_n")]
+    broken_interval: Annotated[Interval | None, Field(description="95 % Wilson interval of broken_k / broken_n")]
+    named_case: str | None
+    measured: bool
+    met: NotRequired[Annotated[list[Met], Field(description="what failed, where the verdict says that something did")]]
+    unseen: NotRequired[
+        Annotated[bool, Field(description="a failure that nothing stored expects, and that does not fire")]
+    ]
+    expected: NotRequired[Compared]
+    expectation: NotRequired[
+        Annotated[
+            VerdictName | None,
+            Field(description="the verdict that is expected, or predicted where this hardware has no expectation"),
+        ]
+    ]
+    met_note: NotRequired[
+        Annotated[str, Field(description="another failure than the expected one was met, or met: unset")]
+    ]
+
+
+# -- the document
+
+
+class Made(TypedDict):
+    """One attempt of an arm: what came out of it, and what that is."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    observation: Observation
+    outcome: Outcome
+
+
+class Arm(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    skipped: Annotated[Text | None, Field(description="why the arm was not launched")]
+    stack: NotRequired[str]
+    fingerprint: NotRequired[Annotated[str, Field(description="what the arm's answer depends on")]]
+    planned: NotRequired[
+        Annotated[
+            dict[str, Any],
+            Field(description="memory that was planned (MiB; harness/memory), where it is known"),
+        ]
+    ]
+    settings: Settings
+    attempts: list[Made]
+
+
+class Stack(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    name: str
+    python: str | None
+    versions: dict[str, str]
+    label: NotRequired[Annotated[str, Field(description="the stack's folder in the results")]]
+
+
+class Gpu(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    name: str
+    uuid: str
+    memory_mb: Annotated[float, Field(ge=0)]
+
+
+class ProbedDevice(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    name: str | None
+    capability: str | None
+
+
+class Probe(TypedDict):
+    """What the stack's torch said of these cards before anything was launched; only on GPUs."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    torch: str | None
+    cuda: str | None
+    arch_list: list[str] | None
+    nccl_version: str | int | None
+    devices: list[ProbedDevice]
+
+
+class Hardware(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    profile: str
+    facts: NotRequired[Annotated[dict[str, str | bool], Field(description="what all ranks said of their machine")]]
+    accelerator: Literal["cpu", "cuda"]
+    backend: NotRequired[str]
+    shared: NotRequired[Annotated[bool, Field(description="all ranks of an attempt on one GPU")]]
+    gpus: list[Gpu]
+    cpu: str
+    cores: Annotated[int, Field(ge=1)]
+    memory_gb: Annotated[float, Field(ge=0)]
+    driver: str | None
+    os: str
+    probe: NotRequired[Probe]
+
+
+class Provenance(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    git_commit: str | None
+    git_dirty: bool
+    harness_version: str
+    command: str
+    started: float
+    ended: float | None
+    seed: int
+    launcher: str
+    fingerprint: NotRequired[str]
+
+
+class Cell(TypedDict):
+    """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every attempt of every arm
+    with its outcome, and the verdicts."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    schema: Literal[1]
+    key: NotRequired[Annotated[str, Field(description="the cell's name within one stack and hardware")]]
+    where: NotRequired[
+        Annotated[
+            str,
+            Field(description="the cell's axes as an expectation names them: model/strategy[/flag=value...]"),
+        ]
+    ]
+    case: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9-]*$")]
+    title: str
+    kind: Literal["failure", "control"]
+    simulated: Annotated[str | None, Field(description="why this is a simulation")]
+    references: list[str]
+    model: str
+    strategy: str
+    flags: Annotated[dict[str, Any], Field(description="the flags that the cell sets against their defaults")]
+    ranks: Annotated[
+        int, Field(ge=1, description="of the cell; an arm may have a number of its own (settings.world_size)")
+    ]
+    variant: Annotated[
+        list[str],
+        Field(description="name=value: what makes it another measurement than the usual one of this cell"),
+    ]
+    scale: Literal["tiny", "full"]
+    weights: Literal["random", "hub"]
+    stack: Stack
+    hardware: Hardware
+    provenance: Provenance
+    arms: Annotated[dict[str, Arm], Field(min_length=1)]
+    verdicts: dict[str, Verdict]
+    complete: Annotated[bool, Field(description="false: the run was stopped before every attempt was made")]
+
+
+class Document(Cell):
+    """A cell's document as it travels: ``path`` is where it was read."""
+
+    path: NotRequired[str]
