@@ -1,95 +1,201 @@
-"""pytest as a front door: `pytest --repro "case=qwen15-* repeat=1"` makes every cell a test item.
+"""pytest as a front door: `pytest --repro "case=qwen15-* repeat=1"` makes every fix of every cell a test.
 
--k, -n and --junitxml work. A cell passes when every verdict is as expected (or has no expectation yet and nothing was
-inconclusive), is skipped with its reason, and fails with what differs otherwise.
+    repro::<case>::<model>/<strategy>::<arm>
+
+-k, -m (failure, control, simulated), -n, --lf, -x and --junitxml do what they say. A test passes when its verdict is as
+expected (or nothing is expected yet, and it was measured), fails with what differs otherwise, and is skipped with its
+reason. A fix that is expected to fail is xfail, and strictly so: that it holds is a failure. With -n one run, that of
+the process that was started, measures for all workers (running/desk.py).
 """
 
 from __future__ import annotations
 
 import shlex
-import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from repro_matrix.planning.plan import CellPlan
     from repro_matrix.running.session import Session
+
+MARKS = {
+    "repro": "a cell of repro-matrix (pytest --repro)",
+    "failure": "of a known failure",
+    "control": "of training that must work",
+    "simulated": "device placement without a GPU",
+}
+FAILS = {"FIX_BROKEN", "FIX_UNMASKS", "FIX_HARMFUL", "CHANGED", "UNHEALTHY"}  # verdicts that say that something failed
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a worker knows of a cell. ``number``: in the run of the process that was started."""
+
+    number: int
+    case: str
+    name: str
+    marks: tuple[str, ...]
+    arms: tuple[tuple[str, str | None], ...]  # (name, why it is skipped)
+
+
+DESK = pytest.StashKey[Any]()  # a Desk, in a worker an Asker
+CELLS = pytest.StashKey[list[Cell]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--repro", metavar="OVERRIDES", help="run the matrix's cells as tests: 'case=qwen15-* repeat=1'")
 
 
-class CellItem(pytest.Item):
-    """One cell, all its arms."""
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--repro") is None:
+        return
+    for name, text in MARKS.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
+    config.args = []  # only the cells: a project's own tests are another command
+    given = getattr(config, "workerinput", {}).get("repro")
+    if given:
+        from repro_matrix.running.desk import Asker
 
-    prepared: Session
-    plan: CellPlan
+        config.stash[DESK] = Asker(given["address"], bytes.fromhex(given["key"]))
+        config.stash[CELLS] = [
+            Cell(number, case, name, tuple(marks), tuple((arm, why) for arm, why in arms))
+            for number, case, name, marks, arms in given["cells"]
+        ]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Everything that can be wrong with what was asked is found here, by the process that was started."""
+    config = session.config
+    if config.getoption("--repro") is None or DESK in config.stash:
+        return
+    from repro_matrix.conf.errors import ReproError
+    from repro_matrix.running.desk import Desk
+    from repro_matrix.running.session import prepare
+
+    try:
+        prepared = prepare(shlex.split(config.getoption("--repro")))
+    except ReproError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[DESK], config.stash[CELLS] = Desk(prepared), cells_of(prepared)
+
+
+def cells_of(prepared: Session) -> list[Cell]:
+    """Named alike whatever else is selected; what is usual (stack current, the first profile) is not said."""
+    found = []
+    for number, plan in enumerate(prepared.plans):
+        cell, case = plan.cell, prepared.catalogue.cases[plan.cell.case]
+        name = cell.where
+        name += f"@{cell.stack}" if cell.stack != "current" else ""
+        name += f"#{cell.hardware}" if cell.hardware != prepared.profile.name else ""
+        marks = ["repro", case.kind, *(["simulated"] if case.simulated else [])]
+        first = plan.arms[0].arm
+        judged = [
+            (arm.arm, plan.skipped or arm.skipped) for arm in plan.arms if case.kind != "failure" or arm.arm != first
+        ]
+        found.append(Cell(number, cell.case, name, tuple(marks), tuple(judged)))
+    return found
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist: what a worker is told."""
+    config = node.config
+    if config.getoption("--repro") is None:
+        return
+    desk = config.stash[DESK]
+    if not hasattr(desk, "served"):
+        desk.served = desk.serve()
+    address, key = desk.served
+    told = [(c.number, c.case, c.name, list(c.marks), [list(arm) for arm in c.arms]) for c in config.stash[CELLS]]
+    node.workerinput["repro"] = {"address": address, "key": key.hex(), "cells": told}
+
+
+class Group(pytest.Collector):
+    """repro, a case, a cell."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        return iter(())
+
+
+class ArmItem(pytest.Item):
+    """One fix of one cell, or a control."""
+
+    cell: Cell
+    skipped: str | None
+    wanted: tuple[str, ...] = ()  # the arms of the cell that are selected: they are measured together
 
     def runtest(self) -> None:
-        from dataclasses import replace
-
-        from repro_matrix.results import rows
-        from repro_matrix.running import session
-
-        if self.plan.skipped:
-            pytest.skip(self.plan.skipped)
-        settings = self.prepared.settings
-        if settings.results is None:  # items of several workers must not share a folder: one writer at a time
-            settings = replace(settings, results=tempfile.mkdtemp(prefix="repro-cell-"))
-        one = replace(self.prepared, plans=[self.plan], settings=settings)
-        summary = session.execute(one, lambda event: None, threading.Event())
-        found = [row for document in summary.documents for row in rows.arm_rows(document)]
-        self.user_properties.append(("documents", session.results_folder(settings).as_posix()))
-        bad = [
-            row
-            for row in found
-            if row["expected"] == "unexpected" or (row["verdict"] in ("INCONCLUSIVE", "UNHEALTHY") and row["attempts"])
-        ]
-        if bad or summary.problem:
-            raise CellFailed([summary.problem or "", *(f"{r['arm']}: {r['verdict']}: {r['reason']}" for r in bad)])
+        if self.skipped:
+            pytest.skip(self.skipped)
+        rows = self.config.stash[DESK].measure(self.cell.number, self.wanted)
+        row = next(row for row in rows if row["arm"] == self.name)
+        self.user_properties.append(("verdict", row["verdict"]))
+        self.user_properties.append(("reproduce", str(row["torchrun"])))
+        said = f"{row['verdict']}: {row['reason']}"
+        if row["verdict"] is None or not row["attempts"]:
+            pytest.skip(str(row["reason"]))
+        if row["expected"] == "unexpected" or row["verdict"] == "INCONCLUSIVE":
+            raise Differs(said, row["expectation"], row["torchrun"])
+        if row["verdict"] in FAILS and row["expected"] == "expected":
+            pytest.xfail(said)
+        if row["verdict"] == "UNHEALTHY":
+            raise Differs(said, None, row["torchrun"])
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, CellFailed):
+        from repro_matrix.conf.errors import ReproError
+
+        if isinstance(excinfo.value, (Differs, ReproError)):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, self.name
+        return self.path, None, self.nodeid.partition("::")[2]
 
 
-class CellFailed(Exception):
-    def __init__(self, lines: list[str]) -> None:
+class Differs(Exception):
+    def __init__(self, said: str, expectation: Any, torchrun: str | None) -> None:
+        lines = [said, f"expected: {expectation}" if expectation else "", f"by hand: {torchrun}" if torchrun else ""]
         super().__init__("\n".join(line for line in lines if line))
 
 
-class Matrix(pytest.Collector):
-    def collect(self) -> Iterator[pytest.Item]:
-        from repro_matrix.running import session
-
-        prepared = session.prepare(shlex.split(self.config.getoption("--repro")))
-        for plan in prepared.plans:
-            item = CellItem.from_parent(self, name=plan.cell.key.replace("/", "[", 1) + "]")
-            item.prepared, item.plan = prepared, plan
-            yield item
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    if session.config.getoption("--repro"):
-        session.config.args = []  # only the cells: the project's own tests are `make test`
-
-
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--repro"):
+    if config.getoption("--repro") is None:
         return
-    from repro_matrix.conf.errors import ReproError
+    top = Group.from_parent(session, name="repro", nodeid="repro")
+    cases: dict[str, Group] = {}
+    for cell in config.stash[CELLS]:
+        case = cases.setdefault(cell.case, Group.from_parent(top, name=cell.case))
+        group = Group.from_parent(case, name=cell.name)
+        for mark in cell.marks:
+            group.add_marker(mark)
+        for arm, skipped in cell.arms:
+            item = ArmItem.from_parent(group, name=arm)
+            item.cell, item.skipped = cell, skipped
+            items.append(item)
 
-    matrix = Matrix.from_parent(session, name="matrix", nodeid="matrix")
-    try:
-        items[:] = list(matrix.collect())
-    except ReproError as error:
-        raise pytest.UsageError(str(error)) from None
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was deselected is not measured."""
+    chosen: dict[int, list[ArmItem]] = {}
+    for item in session.items:
+        if isinstance(item, ArmItem):
+            chosen.setdefault(item.cell.number, []).append(item)
+    for together in chosen.values():
+        for item in together:
+            item.wanted = tuple(other.name for other in together if not other.skipped)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    desk = session.config.stash.get(DESK, None)
+    if desk is not None and hasattr(desk, "close"):
+        desk.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    notes: Sequence[str] = getattr(config.stash.get(DESK, None), "notes", ())
+    for text in dict.fromkeys(notes):
+        terminalreporter.write_line(f"repro: note: {text}")

@@ -32,6 +32,8 @@ from repro_matrix.running.idle import LOOK_S, Idle
 from repro_matrix.running.recorded import expect, recorded
 from repro_matrix.running.schedule import MOST_PER_CORE, Capacity, Task
 
+More = Callable[[float], list[CellPlan]]  # further cells, if any are wished for within so many seconds
+
 
 @dataclass
 class _Cell:
@@ -76,15 +78,21 @@ class Engine:
         self._idle = Idle()
 
     def run(
-        self, plans: list[CellPlan], stop: threading.Event, resume: bool = False, later: list[Later] | None = None
+        self,
+        plans: list[CellPlan],
+        stop: threading.Event,
+        resume: bool = False,
+        later: list[Later] | None = None,
+        more: More | None = None,
     ) -> Summary:
         """Every attempt of every cell. One attempt's failure, of whatever kind, never stops the others; only a results
-        folder that cannot be written to does, for an answer that cannot be kept is lost."""
+        folder that cannot be written to does, for an answer that cannot be kept is lost. ``more`` is asked for further
+        cells until ``stop`` is set."""
         summary = self._summary = Summary()
         began = time.monotonic()
         try:
             self._open(plans, resume)
-            self._work(stop, resume, later or [])
+            self._work(stop, resume, later or [], more)
         except ResultsError as error:
             stop.set()
             summary.problem = str(error)
@@ -135,17 +143,20 @@ class Engine:
         took = expect(self._took, cell.document["key"], plan)
         return Task(number, arm, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
 
-    def _work(self, stop: threading.Event, resume: bool, later: list[Later]) -> None:
+    def _work(self, stop: threading.Event, resume: bool, later: list[Later], more: More | None) -> None:
         most = self.given.settings.jobs or len(self.cards.all) + MOST_PER_CORE * self.given.machine.cores
         with ThreadPoolExecutor(most, "attempt") as pool, ThreadPoolExecutor(1, "build") as builder:
             building = {builder.submit(each.make): each for each in later}
             for each in later:
                 self.on_event(Event("building", text=each.what))
             try:
-                while (not stop.is_set() and (self.board.waiting or building)) or self._running:
+                while (not stop.is_set() and (self.board.waiting or building or more)) or self._running:
                     self._look(stop)
                     while not stop.is_set() and self._start(pool):
                         pass
+                    if more and not stop.is_set():
+                        idle = not self._running and not building
+                        self._open(more(LOOK_S if idle else 0.0), resume)
                     done, _ = wait({**self._running, **building}, timeout=LOOK_S, return_when=FIRST_COMPLETED)
                     for future in done & building.keys():
                         self.on_event(Event("built", text=building.pop(future).what))

@@ -29,7 +29,7 @@ from repro_matrix.results import provenance
 from repro_matrix.results.store import Store
 from repro_matrix.running import budget, canary, shards
 from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
-from repro_matrix.running.engine import Engine
+from repro_matrix.running.engine import Engine, More
 from repro_matrix.running.events import Event, Later, Summary
 from repro_matrix.running.given import Given
 from repro_matrix.running.leases import Leases, clear_leftovers, register_run
@@ -198,9 +198,11 @@ def execute(
     resume: bool = False,
     on_warning: Callable[[str], None] = lambda text: None,
     planted: bool = False,
+    more: More | None = None,
 ) -> Summary:
     """Run the session's plan over its results folder. ``planted``: measure the canary's cells first (canary.py), and
-    nothing at all where they do not come out as planted (MeasureError)."""
+    nothing at all where they do not come out as planted (MeasureError). ``more``: the cells are those that it
+    gives, until ``stop`` is set; the session's plan is what they are taken from."""
     store = Store(results_folder(session.settings))
     store.open()
     state = cache_dir() / "state"
@@ -235,7 +237,7 @@ def execute(
                     broken = canary.look(given, session.plans, run, Store(run_dir / "canary"), stop)
                     if broken:
                         raise MeasureError(broken)
-                summary = run(given, session.plans, store, on_event, resume, session.later)
+                summary = run(given, [] if more else session.plans, store, on_event, resume, session.later, more)
                 for text in dict.fromkeys(summary.notes):
                     on_warning(text)
                 return summary
