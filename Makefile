@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test lies mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test lies exports mutants lint schema bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -65,6 +65,9 @@ test: $(READY) ## the project's own tests
 
 lies: $(READY) ## plant what must not be believed (scripts, documents, environment, stacks); a table, 1 if one is
 	@cd tests && $(BIN)/python -m lies $(ARGS)
+
+exports: $(READY) ## every case's script as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
+	@cd tests && $(BIN)/python -m exports $(ARGS)
 
 mutants: $(READY) ## change one place at a time of what judges; its tests must fail (half an hour; ARGS="--only judge/met")
 	@$(BIN)/python -m bench.mutants $(ARGS)

@@ -28,6 +28,7 @@ VERBS = {
     "merge": ("merge", "the results of all shards of a run in one folder; says which is missing"),
     "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),
     "match": ("match", "which known failures a training log shows, and which fixes hold by stored measurement"),
+    "export": ("export", "one arm as one script without the kit, with versions and what to expect, for an issue"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
     "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),

@@ -43,7 +43,7 @@ def body(run: Run) -> None:
 
             policy = fsdp_auto_wrap_policy(model)
         else:
-            policy = fsdp_policy(model, run.options)
+            policy = fsdp_policy(run, model)
         wrapped = FSDP(  # <- flattens each unit's parameters into one
             model,
             auto_wrap_policy=policy,

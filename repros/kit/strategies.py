@@ -134,12 +134,11 @@ class Fsdp(Wrapped):
     def wrap(self, model: nn.Module) -> Any:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-        options = self.run.options
         return FullyShardedDataParallel(
             model,
-            auto_wrap_policy=fsdp_policy(model, options),
-            sharding_strategy=ShardingStrategy[options["sharding"]],
-            use_orig_params=options["use_orig_params"],
+            auto_wrap_policy=fsdp_policy(self.run, model),
+            sharding_strategy=ShardingStrategy[self.run.options["sharding"]],
+            use_orig_params=self.run.options["use_orig_params"],
             device_id=self.run.device,
             # Called for every module of a unit, before the unit is flattened and sharded: one unit is whole at a time.
             param_init_fn=None if self.weights is None else self._draw,
@@ -196,7 +195,7 @@ def own_parameters(unit: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str
     return walk(unit, "")
 
 
-def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+def fsdp_policy(run: Run, model: nn.Module) -> Callable[..., Any]:
     """The auto-wrap policy that the strategy's options name: each layer a unit; torch's size-based one; or each layer
     and every other module that has parameters (``module``: none are left in the root)."""
     from torch.distributed.fsdp.wrap import (
@@ -205,7 +204,7 @@ def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]
         transformer_auto_wrap_policy,
     )
 
-    wrap = options["wrap"]
+    wrap = run.options["wrap"]
     if wrap == "module":
         layers = layer_classes(model)
         inside = {id(m) for layer in model.modules() if isinstance(layer, tuple(layers)) for m in layer.modules()}
@@ -216,7 +215,7 @@ def fsdp_policy(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]
 
         return partial(lambda_auto_wrap_policy, lambda_fn=is_unit)
     if wrap == "size":
-        return partial(size_based_auto_wrap_policy, min_num_params=options["min_num_params"])
+        return partial(size_based_auto_wrap_policy, min_num_params=run.options["min_num_params"])
     if wrap != "layer":
         raise ValueError(f"wrap={wrap} is for the vision and language model only (kit/fsdp_saving.py)")
     return partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes(model))

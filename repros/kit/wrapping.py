@@ -45,7 +45,7 @@ def wrap(run: Run, model: nn.Module) -> Any:
 
         wrapped = FSDP(
             model,
-            auto_wrap_policy=fsdp_policy(model, run.options),
+            auto_wrap_policy=fsdp_policy(run, model),
             mixed_precision=mixed_precision(run),
             use_orig_params=run.options["use_orig_params"],
             sync_module_states=run.device.type == "cuda",  # as in the report; torch refuses it on the CPU

@@ -1,0 +1,226 @@
+"""`repro export`: one file about one arm without the kit, in which every name that is used is there."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruff import __main__ as ruff
+
+from repro_matrix import cli
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.arm_settings import arm_axis, resolve
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.schema import Case
+from repro_matrix.export.bundle import Bundle, ExportError, bundle
+from repro_matrix.export.layout import broken
+from repro_matrix.export.script import values, written
+from repro_matrix.paths import REPROS
+from repro_matrix.running import session
+
+CATALOGUE = catalogue.load()
+KIT = {f"kit.{p.stem}": p.read_text() for p in sorted((REPROS / "kit").glob("*.py"))}
+
+
+def settings_of(case: Case, arm: str) -> dict[str, Any]:
+    raw = CATALOGUE.raw["case"][case.slug]
+    axes = {axis: arm_axis(raw, arm, axis, getattr(case.axes, axis)[0]) for axis in ("model", "strategy")}
+    chosen = {axis: CATALOGUE.raw[axis][name] for axis, name in axes.items()}
+    return resolve(raw, arm, device="cpu", backend="gloo", **chosen)
+
+
+def file_of(case: Case, arm: str, proven: bool) -> str:
+    settings = settings_of(case, arm)
+    made = bundle(CATALOGUE.script(case).read_text(), KIT, values(settings), case.slug, proven)
+    return written(["What \\ it is", 'a """quote"""'], settings, {"X": "1"}, made, {"qwen_v1/a.py": 'x = "\\n"\n'})
+
+
+@pytest.mark.parametrize("proven", [True, False], ids=["with its checks", "without"])
+def test_every_case_stands_alone_with_every_name_that_it_uses(proven: bool, tmp_path: Path) -> None:
+    for case in CATALOGUE.cases.values():
+        text = file_of(case, next(iter(case.arms)), proven)
+        (tmp_path / f"{case.slug}.py").write_text(text)
+        tree = ast.parse(text)
+        taken = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {name for name in taken if name.partition(".")[0] in ("kit", "repro_matrix", "arm_settings")}
+        run = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
+        has = {name.id for node in run.body if isinstance(node, ast.Assign) for name in node.targets}  # type: ignore[attr-defined]
+        has |= {node.name for node in run.body if isinstance(node, ast.FunctionDef)}
+        asked = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "run"}
+        assert asked <= has, f"{case.slug}: run has no {asked - has}"
+    found = subprocess.run(
+        [ruff.find_ruff_bin(), "check", "--isolated", "--select", "E9,F821,F811", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout
+
+
+def test_a_failure_by_itself_is_short_enough_to_paste() -> None:
+    lines = {
+        case.slug: file_of(case, "broken", proven=False).count("\n")
+        for case in CATALOGUE.cases.values()
+        if case.kind == "failure" and {s.kind for s in case.signatures} == {"exception"}
+        and not CATALOGUE.raw["model"][case.axes.model[0]].get("remote_code") and "colossalai" not in case.slug
+    }  # fmt: skip
+    assert len(lines) > 12 and sorted(lines.values())[len(lines) // 2] < 200, lines
+    assert max(lines.values()) < 420, lines
+
+
+SCRIPT = '''
+"""Doc."""
+from kit import Run, three
+from kit.one import make
+from kit.two import both
+
+TABLE = {"a": make, "b": both}
+
+
+def chosen(run):
+    if run.flags["x"] == 1:
+        return None
+    return 7
+
+
+def body(run: Run) -> int:
+    # about the number
+    number: int = run.flags["x"]
+    run.fact("number", number)
+    total = []
+    how = run.flags.get("how", "plain")
+    if how == "plain" and number in (0, 1):
+        total.append(make())  # <- here
+    elif not run.flags["on"]:
+        with run.around:
+            total.append(both())
+    else:
+        total.append(three.three() if run.flags["on"] else -1)
+    total.append(chosen(run))
+    total.append(TABLE[run.flags["which"]]())
+    return f"{run.case}-{number}", total, {"u": 1, "v": 2}[run.flags["key"]], run.seed is None
+'''
+PARTS = {
+    "kit.one": "def make():\n    return 1\n\n\ndef unused():\n    return missing\n",
+    "kit.two": "def make():\n    return 2\n\n\ndef both():\n    from kit.one import make as other\n"
+    "    return make() + other()\n",
+    "kit.three": "from kit.run import Run\n\n\ndef three():\n    return 3\n",
+    "kit.run": "",
+}  # fmt: skip
+RUN = {"kit.run": "class Run:\n    rank = 0\n\n\ndef main(body):\n    body(Run())\n"}
+
+
+def text_of(made: Bundle) -> str:
+    return "\n".join([*(text for _, text in made.kit), *made.case])
+
+
+class Around:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+@given(
+    x=st.integers(0, 2), on=st.booleans(), how=st.sampled_from([None, "plain", "other"]),
+    which=st.sampled_from("ab"), key=st.sampled_from("uv"),
+)  # fmt: skip
+def test_what_the_settings_decide_changes_nothing_of_what_is_done(**flags: Any) -> None:
+    flags = {name: value for name, value in flags.items() if value is not None}
+    folded: dict[str, Any] = {}
+    made = bundle(SCRIPT, PARTS, {"flags": flags, "case": "c", "seed": 0}, "it", plain=RUN)
+    exec(text_of(made), folded)
+    two = PARTS["kit.two"].replace("def make", "def second").replace("return make", "return second")
+    two = two.replace("from kit.one import make as other", "other = make")
+    three = PARTS["kit.three"].partition("\n")[2]
+    whole = "\n".join([PARTS["kit.one"], two, three, SCRIPT.partition("kit.two import both")[2]])
+    plain: dict[str, Any] = {"Run": object}
+    exec(whole.replace("three.three()", "three()"), plain)
+
+    class Asked:
+        case, seed, around = "c", 0, Around()
+        fact = staticmethod(lambda *_: None)
+
+    run = Asked()
+    run.flags = flags  # type: ignore[attr-defined]
+    assert folded["body"](run) == plain["body"](run)
+    assert "flags" not in text_of(made) and "unused" not in text_of(made) and "fact" not in text_of(made)
+
+
+def test_comments_stay_with_what_they_are_about_and_long_lines_are_broken() -> None:
+    made = bundle(SCRIPT, PARTS, {"flags": dict(x=0, on=False, which="a", key="u"), "case": "c", "seed": 0}, "it",
+                  plain=RUN)  # fmt: skip
+    assert "# --> here\n    total.append(1)" in text_of(made)
+    lines = broken("    wrapped = call(" + ", ".join(f"argument_{n}=[value, 'a, b']" for n in range(9)) + ")")
+    assert len(lines) == 11 and ast.parse("\n".join(["if 1:", *lines]))
+
+
+def test_what_cannot_stand_alone_is_said() -> None:
+    with pytest.raises(ExportError, match="no function body"):
+        bundle("x = 1\n", {}, {}, "it")
+    with pytest.raises(ExportError, match=r"kit\.witness"):
+        bundle("from kit.witness import Witness\n\n\ndef body(run):\n    Witness()\n", KIT, {}, "it")
+    with pytest.raises(ExportError, match="lie beside it"):
+        bundle("X = __file__\n\n\ndef body(run):\n    return X\n", {}, {}, "it")
+
+
+def test_an_arm_case_or_stack_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    there = tmp_path / "there.py"
+    there.write_text("mine")
+    for words, said in (
+        (["fsdp-uniform-dtyp"], "did you mean 'fsdp-uniform-dtype'"),
+        (["fsdp-uniform-dtype", "--arm", "brokn"], "did you mean 'broken'"),
+        (["fsdp-uniform-dtype", "--stack", "curent"], "did you mean 'current'"),
+        (["fsdp-uniform-dtype", "--out", str(there)], "nothing is overwritten"),
+    ):
+        assert cli.main(["export", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert there.read_text() == "mine"
+
+
+def test_a_stack_that_is_not_here_is_taken_from_what_is_stored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = session.prepare
+
+    def absent(texts: list[str], **options: Any) -> Any:
+        if any(text.startswith("stack=") for text in texts):
+            raise ConfigError("no index to build it from")
+        return prepare(texts, **options)
+
+    monkeypatch.setattr(session, "prepare", absent)
+    assert cli.main(["export", "qwen15-fsdp-kv-cache", "--stack", "torch2.2-tf4.39+transformers@4.43.4"]) == 0
+    text = capsys.readouterr().out
+    assert "torch==2.2.2 transformers==4.43.4" in text and "Expected (1 of 1" in text
+    assert "Not run where this was written: no index" in text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("slug", ["fsdp-uniform-dtype", "qwen-remote-code-load", "fsdp-generate-uneven"])
+def test_an_exported_script_shows_the_recorded_outcome_under_plain_torchrun(slug: str, tmp_path: Path) -> None:
+    """An exception; numbers that are wrong without one, by a model that brings its own code; a hang. All of the
+    catalogue: `make exports`."""
+    from exports import tried
+
+    case = CATALOGUE.cases[slug]
+    result, why = tried(case, next(iter(case.arms)), tmp_path)
+    assert result == "shown", why
+
+
+def test_what_is_not_the_recorded_outcome_is_not_taken_for_it() -> None:
+    from exports import Ran, wrong
+
+    from repro_matrix.export.stored import Measured
+
+    case = CATALOGUE.cases["fsdp-uniform-dtype"]
+    fires = Measured({}, [{"outcome": "fires", "recognised": [{"signature": "uniform-dtype"}], "primary": {}}])
+    clean = Measured({}, [{"outcome": "clean", "recognised": []}])
+    other = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: another\n'
+    assert wrong(case, fires, 2, Ran(other, 1)) and wrong(case, fires, 2, Ran("finished without an error", 0))
+    assert wrong(case, clean, 2, Ran("[rank 0] every check is right\n", 0))
+    assert wrong(case, clean, 2, Ran("[rank 0] every check is right\n[rank 1] every check is right\n", 0)) is None
+    hang = CATALOGUE.cases["fsdp-generate-uneven"]
+    hangs = Measured({}, [{"outcome": "fires", "recognised": [{"signature": "left-behind", "kind": "hang"}]}])
+    assert wrong(hang, hangs, 2, Ran("", None, "sleep\nbody")) and wrong(hang, hangs, 2, Ran("", 0))
