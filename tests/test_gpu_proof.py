@@ -15,19 +15,26 @@ from test_engine import Fake, observation
 
 from repro_matrix import cli
 from repro_matrix.launch.attempt import Attempt
+from repro_matrix.memory.facts import Known
 from repro_matrix.running import session
 from repro_matrix.running.probe import Prober
+from repro_matrix.terminal.proof import of_step
+from repro_matrix.verbs import gpu_proof
 
 PROBE = {"torch": "2.13.0+cu130", "cuda": "13.0", "arch_list": ["sm_90"], "nccl_version": "2.29.3", "devices": []}
 
 
 class Cards(Fake):
-    """Every attempt is clean, but for the hang; ``cold_differs``: torchrun shows something else than the servers."""
+    """Every attempt is clean, but for the hang; ``cold_differs``: torchrun shows something else than the servers;
+    ``no_server``: none came up, and everything was started from cold."""
 
-    def __init__(self, cold_differs: bool = False, cold: bool = False, slow: bool = False) -> None:
+    def __init__(
+        self, cold_differs: bool = False, cold: bool = False, slow: bool = False, no_server: bool = False
+    ) -> None:
         super().__init__()
         self.wrong = cold_differs and cold
         self.slow = slow
+        self.no_server = no_server and not cold
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
         assert attempt.settings["device"] == "cuda" and attempt.gpus, "a CPU cell among the GPU's"
@@ -36,17 +43,19 @@ class Cards(Fake):
             return observation(attempt, None, interrupted=True)
         if attempt.settings["case"] == "fsdp-rank0-state-dict":
             return observation(attempt, None, timed_out=True)
-        made = observation(attempt, None)
+        made = observation(attempt, None, **({"cold": "no warm server (cuda): because"} if self.no_server else {}))
         for rank in made["ranks"]:
             rank["record"]["peak_gpu_mb"] = 512.0
             rank["exit_code"] = 1 if self.wrong else 0
         return made
 
 
-def proof(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: int,
-    minutes: float = 8, words: Sequence[str] = (), **kind: bool,
-) -> tuple[int, dict[str, Any]]:  # fmt: skip
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int, minutes: float = 8, words: Sequence[str] = (),
+    **kind: bool,
+) -> tuple[int, list[Any]]:  # fmt: skip
+    """The exit code, and the models whose memory was asked for."""
+    asked: list[Any] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     FakeNvml([Card("NVIDIA H200") for _ in range(cards)]).install(monkeypatch)
@@ -55,9 +64,17 @@ def proof(
     monkeypatch.setattr(
         "repro_matrix.stacks.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU")
     )
+    monkeypatch.setattr(Known, "ask", lambda self, models, imports: asked.extend(models))  # seconds of a real stack
     monkeypatch.setattr(session, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
-    words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", "--json", *words]
-    code = cli.main([*words, "--out", str(tmp_path / "out"), "--minutes", str(minutes)])
+    words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", *words]
+    return cli.main([*words, "--out", str(tmp_path / "out"), "--minutes", str(minutes)]), asked
+
+
+def proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: int,
+    minutes: float = 8, words: Sequence[str] = (), **kind: bool,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    code, _ = run(tmp_path, monkeypatch, cards, minutes, [*words, "--json"], **kind)
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == json.loads((tmp_path / "out" / "proof.json").read_text())["steps"]
     return code, said["steps"]
@@ -73,7 +90,7 @@ def test_two_cards_go_through_every_step(
     assert steps["environment"]["stacks"]["current"]["probe"]["cuda"] == "13.0"
     assert steps["cells"]["measured"] >= 6 and not steps["cells"]["cut"]
     assert steps["cold"]["compared"] >= 6 and steps["cold"]["differ"] == []
-    assert [attempt["outcome"] for attempt in steps["hang"]["attempts"]] == ["hang"]
+    assert [attempt["outcome"] for attempt in steps["hang"]["known"]] == ["hang"]
     assert steps["memory"]["most_mb"] == 512.0
     assert len(list((tmp_path / "out").rglob("*.json"))) > 10
 
@@ -101,6 +118,49 @@ def test_cold_that_shows_something_else_is_exit_1(
 ) -> None:
     code, steps = proof(tmp_path, monkeypatch, capsys, cards=2, cold_differs=True)
     assert code == 1 and steps["cold"]["differ"]
+
+
+def test_cold_beside_cold_is_no_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No server had come up, and the step said "6 compared, 0 differ"."""
+    code, steps = proof(tmp_path, monkeypatch, capsys, cards=2, no_server=True)
+    why = "no warm server (cuda): because"
+    assert code == 3 and list(steps["cells"]["started_cold"]) == [why]
+    assert steps["cold"]["problem"].startswith("no attempt was made both from cold and from a warm server; ")
+    assert why in steps["cold"]["problem"]
+
+
+def test_the_person_in_front_reads_what_differs_and_why_the_exit_code_is_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last line was the folder's name: exit 3 without a reason, and no case was named."""
+    code, asked = run(tmp_path, monkeypatch, cards=2, cold_differs=True)
+    text = capsys.readouterr().out
+    assert asked, "memory is planned at tiny size too, else there is nothing to lay beside the peak"
+    assert "CASES measured" in text and "fsdp-rank0-state-dict" in text
+    assert "hang (" in text and "of 2 ranks 0 backtraces" in text and "NO PLAN to lay beside it" in text
+    assert code == 1 and text.splitlines()[-1].startswith("exit code 1: ")
+    assert "attempts come out otherwise from cold" in text.splitlines()[-1]
+
+
+def test_memory_measured_stands_beside_what_was_planned(tmp_path: Path) -> None:
+    """A plan has the driver's own part, which torch's peak has not; what failed never got to its fullest moment."""
+
+    def arm(outcome: str, peak: float | None, planned: float | None) -> dict[str, Any]:
+        ranks = [{"record": None}, {"record": {"peak_gpu_mb": peak}}]
+        plan = (
+            {"planned": {"device_rank_mb": 1000 + planned, "device": {"parts_mb": {"base": 1000.0}}}} if planned else {}
+        )
+        return {"attempts": [{"outcome": {"outcome": outcome}, "observation": {"ranks": ranks}}], **plan}
+
+    arms = {"broken": arm("fires", 10, 90), "fix": arm("clean", 100, 110), "more": arm("clean", 100, 70),
+            "unplanned": arm("clean", 300, None), "cpu": arm("clean", None, 5)}  # fmt: skip
+    made = gpu_proof.Proof([], 0.0, tmp_path, documents=[{"key": "case/cell", "arms": arms}])
+    found = gpu_proof.memory(made)
+    assert (found["attempts"], found["most_mb"], found["planned"]) == (4, 300, 2)
+    assert found["worst"] == {"cell": "case/cell", "arm": "more", "peak_mb": 100, "planned_mb": 70, "off": -0.3}
+    assert "planned for 2 of 4, at worst -30% (case/cell more: 70 planned, 100 measured)" in of_step(found)
 
 
 def test_without_a_gpu_it_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:

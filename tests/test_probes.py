@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 from launching import attempt_of
+from test_engine import Fake, observation
 
+from repro_matrix import cli
 from repro_matrix.launch import warm
 from repro_matrix.launch.server import Refused, Server
+from repro_matrix.launch.watch import Watched
+from repro_matrix.running import session
 
 sys.path.insert(0, str(Path(warm.__file__).resolve().parents[1] / "worker"))
 from probes import Probes, devices
@@ -84,6 +88,27 @@ def test_what_initialises_cuda_is_left_for_the_ranks(tmp_path: Path, monkeypatch
     monkeypatch.setattr(warm, "MOST_LATE", 1)
     with pytest.raises(Refused, match="accelerate"):
         warm.started(attempt, {}, (), threading.Event())
+
+
+def test_the_summary_says_how_many_started_from_cold_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight interpreters for each attempt of a stack, and nobody was told."""
+    why = "no warm server (cuda): importing deepspeed.ops initialised CUDA"
+    launcher = Fake(lambda attempt, stop: observation(attempt, None, cold=f"{why}\nand more of it"))
+    monkeypatch.setattr(session, "open_launcher", lambda name: launcher)
+    words = ["train-step", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu", "repeat=3"]
+    cli.main(["run", *words, f"results={tmp_path}"])
+    assert f"3 of them started from cold: {why}\n" in capsys.readouterr().out
+
+
+def test_what_was_answered_in_the_drivers_place_is_in_the_record(tmp_path: Path) -> None:
+    launcher, attempt = warm.WarmLauncher(), attempt_of(tmp_path / "a", "nothing")
+    request: Any = SimpleNamespace(ended=threading.Event(), cpu_s=0.0, exit_code=0, problem=None)
+    request.ended.set()
+    server: Any = SimpleNamespace(command=[], late=["deepspeed"], ready={"probed": ["get_device_properties"]})
+    found = launcher._observed(attempt, server, request, Watched(started=0.0))["attempt"]
+    assert found["probed"] == ["get_device_properties"] and found["late"] == ["deepspeed"]
 
 
 @pytest.mark.ranks

@@ -34,8 +34,6 @@ from repro_matrix.launch.limits import costs
 
 Json = dict[str, Any]
 
-# They decide, when torch is imported, whether float32 is computed as TF32: only an arm's own ``env`` may (kit/run.py).
-TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
 PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
 RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)

@@ -100,6 +100,7 @@ def prepare(
     overlap: bool = False,
     plan_only: bool = False,
     probe: bool = False,
+    plan_memory: bool = False,
 ) -> Session:
     """Everything that can be wrong with what was asked is found here, before anything is launched or written.
 
@@ -107,6 +108,7 @@ def prepare(
     what has to be built is left to the run (``Session.later``) where that has something else to measure meanwhile.
     ``plan_only``: nothing will be launched, so that the hardware may be one that is not here. ``probe``: the
     stacks' torch is asked whether it can use the cards also where nothing is built.
+    ``plan_memory``: what each arm needs is planned at any size, and the stacks are asked for what is not known yet.
     """
     asked = ask(texts)
     catalogue, settings = asked.catalogue, asked.settings
@@ -133,7 +135,7 @@ def prepare(
     cards = hardware.together(profiles)
     if (build_stacks or probe) and cards:
         wanted.probe = Prober(cards, machine, cache_dir() / "state")
-    wanted.ask_models = plan_only or settings.scale.value == "full"
+    wanted.ask_models = plan_only or plan_memory or settings.scale.value == "full"
     wanted.find(cells)
     missing = {cell: wanted.missing(cell) for cell in cells}
     now = [cell for cell in cells if not (overlap and missing[cell])]

@@ -27,7 +27,9 @@ from repro_matrix.results import rows
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE, exit_code
 from repro_matrix.results.store import stack_label, write_json
 from repro_matrix.running import session
-from repro_matrix.terminal.report import print_json, print_table
+from repro_matrix.terminal import proof as terminal
+from repro_matrix.terminal import summary as summaries
+from repro_matrix.terminal.report import print_json, print_lines, print_table
 
 Json = dict[str, Any]
 SHARES = {"cells": 0.6, "cold": 0.7, "hang": 0.8}  # of the time that is left; the other steps take seconds
@@ -44,25 +46,27 @@ class Proof:
     out: Path
     steps: dict[str, Json] = field(default_factory=dict)
     documents: list[Json] = field(default_factory=list)  # of the step `cells`
+    unplanned: list[str] = field(default_factory=list)  # why memory could not be planned for all of them
 
     def prepare(self, *more: str) -> session.Session:
         """The cells of a step that run on GPUs, and no others."""
         own = {text.partition("=")[0] for text in more}
         kept = [text for text in self.texts if text.partition("=")[0] not in own]
-        prepared = prepare([*kept, "repeat=1", *more])
+        prepared = prepare([*kept, "repeat=1", *more], memory=True)
+        self.unplanned += [why for why in prepared.unplanned if why not in self.unplanned]
         return replace(prepared, plans=[plan for plan in prepared.plans if plan.profile.accelerator == "cuda"])
 
     def measure(self, step: str, prepared: session.Session) -> tuple[list[Json], Json]:
         """Run a step's cells within its share of the time: their documents, and what is to be said of them."""
         settings = replace(prepared.settings, results=str(self.out / step))
-        stop = threading.Event()
+        stop, warned = threading.Event(), list[str]()
         limit = threading.Timer(max(0.0, SHARES[step] * (self.ends - time.monotonic())), stop.set)
         limit.daemon = True
         limit.start()
         try:
             with session.interruptible(stop, lambda text: print(f"note: {text}", file=sys.stderr)):
                 summary = session.execute(
-                    replace(prepared, settings=settings), lambda event: None, stop, on_warning=lambda text: None
+                    replace(prepared, settings=settings), lambda event: None, stop, on_warning=warned.append
                 )
         finally:
             limit.cancel()
@@ -76,13 +80,17 @@ class Proof:
             "wall_s": round(summary.wall_s, 1),
             "cut": summary.interrupted,
             "verdicts": rows.counts(found),
+            "started_cold": dict(summary.cold),
+            "cards_left_out": summary.cards,
+            "warnings": warned,
             "exit_code": exit_code(summary.documents, 1, stopped_early=summary.interrupted),
         }
 
 
-def prepare(texts: list[str]) -> session.Session:
-    """What can be measured without building anything first; only where that is nothing it is built."""
-    return replace(session.prepare(texts, overlap=True), later=[])
+def prepare(texts: list[str], memory: bool = False) -> session.Session:
+    """What can be measured without building anything first; only where that is nothing it is built. ``memory``: with
+    what every arm is planned to need, for which the stacks are asked once."""
+    return replace(session.prepare(texts, overlap=True, plan_memory=memory), later=[])
 
 
 def main(args: argparse.Namespace) -> int:
@@ -119,16 +127,19 @@ def main(args: argparse.Namespace) -> int:
         proof.steps[step] = {**found, "seconds": round(time.monotonic() - started, 1)}
         write_json(proof.out / "proof.json", _summary(proof, first, began, args.minutes))
     data = _summary(proof, first, began, args.minutes)
+    codes = [found.get("exit_code", 0) for found in proof.steps.values()]
+    lacking = any("problem" in found or found.get("cut") for found in proof.steps.values())
+    code = DIFFERS if DIFFERS in codes else TOO_LITTLE if lacking or TOO_LITTLE in codes else 0
     if args.json:
         print_json(data)
-    else:
-        print_table("", ["step", "result", "seconds"], [[s, _said(f), f["seconds"]] for s, f in proof.steps.items()])
-        print(f"gpu-proof: {data['seconds']:g} s of {args.minutes * 60:g}; commit {proof.out}")
-    codes = [found.get("exit_code", 0) for found in proof.steps.values()]
-    if DIFFERS in codes:
-        return DIFFERS
-    lacking = any("problem" in found or found.get("cut") for found in proof.steps.values())
-    return TOO_LITTLE if lacking or TOO_LITTLE in codes else 0
+        return code
+    arms = rows.by_attention(row for document in proof.documents for row in rows.arm_rows(document))
+    print_lines(summaries.lines(proof.documents, arms))
+    said = [[step, terminal.of_step(each), each["seconds"]] for step, each in proof.steps.items()]
+    print_table("", ["step", "result", "seconds"], said, narrow=("result",))
+    print(f"gpu-proof: {data['seconds']:g} s of {args.minutes * 60:g}; commit {proof.out}")
+    print(terminal.ending(code, proof.steps))
+    return code
 
 
 def _summary(proof: Proof, first: session.Session, began: float, minutes: float) -> Json:
@@ -172,7 +183,7 @@ def cells(proof: Proof) -> Json:
 def cold(proof: Proof) -> Json:
     """The same attempts from fresh interpreters: what a warm server shows must be what torchrun shows."""
     documents, said = proof.measure("cold", proof.prepare(*COLD, "launcher=torchrun"))
-    warm = {_attempt(d, name): outcome for d in proof.documents for name, outcome in _outcomes(d).items()}
+    warm = {_attempt(d, name): outcome for d in proof.documents for name, outcome in _outcomes(d, warm=True).items()}
     compared, differ = 0, []
     for document in documents:
         for name, outcome in _outcomes(document).items():
@@ -183,7 +194,9 @@ def cold(proof: Proof) -> Json:
             if other != outcome:
                 differ.append({"cell": document["key"], "arm": name, "cold": outcome, "warm": other})
     if not compared:
-        raise MeasureError("no attempt was made both from cold and from a warm server")
+        whys = (proof.steps.get("cells") or {}).get("started_cold") or {}
+        no_server = "".join(f"; {count} attempts found no server: {why}" for why, count in whys.items())
+        raise MeasureError(f"no attempt was made both from cold and from a warm server{no_server}")
     return {**said, "compared": compared, "differ": differ, "exit_code": DIFFERS if differ else said["exit_code"]}
 
 
@@ -199,58 +212,58 @@ def hang(proof: Proof) -> Json:
             "outcome": attempt["outcome"]["outcome"],
             "reason": attempt["outcome"]["reason"],
             "wall_s": attempt["observation"]["attempt"]["wall_s"],
+            "ranks": len(attempt["observation"]["ranks"]),
             "backtraces": sum(bool(rank.get("stack")) for rank in attempt["observation"]["ranks"]),
             "collectives": sum(bool(rank.get("collectives")) for rank in attempt["observation"]["ranks"]),
         }
         for attempt in attempts
     ]
-    return {**said, "attempts": known}
+    return {**said, "known": known}
 
 
 def memory(proof: Proof) -> Json:
-    """Peak memory on the cards beside what was planned, where there was a plan."""
+    """Peak memory on the cards beside what was planned, both without the driver's own part (torch's peak has none)."""
     peaks = []
     for document in proof.documents:
         for name, arm in document["arms"].items():
             ranks = [rank for attempt in arm["attempts"] for rank in attempt["observation"]["ranks"]]
             seen = [(rank.get("record") or {}).get("peak_gpu_mb") for rank in ranks]
             peak = max((float(value) for value in seen if value), default=None)
-            if peak is not None:
-                peaks.append({"cell": document["key"], "arm": name, "peak_mb": peak, "planned": arm.get("planned")})
+            if peak is None:
+                continue
+            found: Json = {"cell": document["key"], "arm": name, "peak_mb": peak}
+            plan = arm.get("planned") or {}
+            # An arm that failed never got to its fullest moment.
+            if "device" in plan and all(attempt["outcome"]["outcome"] == "clean" for attempt in arm["attempts"]):
+                planned = plan["device_rank_mb"] - plan["device"]["parts_mb"].get("base", 0.0)
+                found |= {"planned_mb": round(planned, 1), "off": round(planned / peak - 1, 3)}
+            peaks.append(found)
     if not peaks:
         raise MeasureError("no attempt used memory of a card")
-    return {"attempts": len(peaks), "most_mb": max(item["peak_mb"] for item in peaks), "peaks": peaks}
-
-
-def _outcomes(document: Mapping[str, Any]) -> dict[str, str]:
-    """Arm -> the outcome of its attempts, infra apart: what the machine did is no answer."""
+    beside = [found for found in peaks if "off" in found]
     return {
-        name: arm["attempts"][0]["outcome"]["outcome"]
-        for name, arm in document["arms"].items()
-        if arm["attempts"] and arm["attempts"][0]["outcome"]["outcome"] != "infra"
+        "attempts": len(peaks),
+        "most_mb": max(found["peak_mb"] for found in peaks),
+        "planned": len(beside),
+        "worst": max(beside, key=lambda found: abs(found["off"]), default=None),
+        "unplanned": proof.unplanned,
+        "peaks": peaks,
+    }
+
+
+def _outcomes(document: Mapping[str, Any], warm: bool = False) -> dict[str, str]:
+    """Arm -> the outcome of its attempt, infra apart: what the machine did is no answer. ``warm``: where it did come
+    from a warm server, and was not started from cold for want of one."""
+    first = {name: arm["attempts"][0] for name, arm in document["arms"].items() if arm["attempts"]}
+    return {
+        name: attempt["outcome"]["outcome"]
+        for name, attempt in first.items()
+        if attempt["outcome"]["outcome"] != "infra" and not (warm and attempt["observation"]["attempt"].get("cold"))
     }
 
 
 def _attempt(document: Mapping[str, Any], arm: str) -> str:
     return json.dumps([document["hardware"]["profile"], document["key"], arm])
-
-
-def _said(found: Mapping[str, Any]) -> str:
-    if "problem" in found:
-        return f"PROBLEM: {found['problem']}"
-    if "skipped" in found and "measured" not in found:
-        return f"skipped: {'; '.join(map(str, found['skipped']))}"
-    parts = []
-    if "measured" in found:
-        parts.append(f"{found['measured']} of {found['cells']} cells{', cut by the time' if found['cut'] else ''}")
-        parts += [f"{name} {count}" for name, count in found["verdicts"].items()]
-    if "compared" in found:
-        parts.append(f"{found['compared']} compared, {len(found['differ'])} differ")
-    if "most_mb" in found:
-        parts.append(f"peak {found['most_mb']:g} MiB on one card")
-    if "cards" in found:
-        parts.append(f"{len(found['cards'])} cards; " + "; ".join(found["notes"] or ["nothing unusual"]))
-    return ", ".join(parts)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
