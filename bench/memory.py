@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="the run's selection")
     args = parser.parse_args()
     prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
-    known = session.history(Store(args.source), {plan.cell.case for plan in prepared.plans})
+    known = session.history([Store(args.source)], {plan.cell.case for plan in prepared.plans})
     found = [
         compared(plan.cell.key, arm, peak)
         for plan in prepared.plans

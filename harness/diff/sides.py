@@ -24,6 +24,7 @@ from repro_matrix.conf.errors import ResultsError, nearest
 from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import EXPECTED, PACKAGE, cache_dir
+from repro_matrix.results import runs
 from repro_matrix.results.store import Document, document_of, write_text
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
@@ -46,7 +47,7 @@ def side(name: str) -> Side:
 
     Raises ResultsError: neither, or nothing in it is a result.
     """
-    path = Path(name).expanduser()
+    path = runs.of(Path(name).expanduser())
     if path.exists():
         found = read(path, name)
         if not found.briefs:

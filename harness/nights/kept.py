@@ -16,6 +16,7 @@ from typing import Any
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff import sides
 from repro_matrix.nights.night import Night, from_json, of_briefs, to_json
+from repro_matrix.results import runs
 from repro_matrix.results.compact import applied, difference
 from repro_matrix.results.store import SCRIPTS, write_text
 
@@ -76,7 +77,8 @@ def folders(path: Path) -> list[Path]:
     return [
         folder
         for folder in sorted(path.iterdir())
-        if folder.is_dir() and folder.name not in ("history", SCRIPTS) and not folder.name.startswith(".")
+        if folder.is_dir() and not folder.is_symlink()  # latest
+        and folder.name not in ("history", SCRIPTS, runs.SEARCHES) and not folder.name.startswith(".")
         and next(folder.glob("*/*/*/*.json"), None)
     ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from repro_matrix.paths import cache_dir
 from repro_matrix.planning import placing
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import provenance
+from repro_matrix.results import provenance, runs
 from repro_matrix.results.store import Store
 from repro_matrix.running import budget, canary, shards
 from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
@@ -165,7 +165,7 @@ def _within(
 ) -> tuple[list[Cell], list[Cell]]:  # fmt: skip
     """The cells that fit into the budget by what is recorded here (else as published), and the others."""
     cases = {cell.case for cell in cells}
-    own = list(Store(results_folder(settings)).documents(history=True, cases=cases))
+    own = [document for each in own_stores(settings) for document in each.documents(history=True, cases=cases)]
     took = {**shards.published(cases), **recorded(own)}
     attempts = shards.seconds_of(catalogue, cells, settings, took)
     gpus = {profile.name: len(profile.gpus) for profile in profiles}
@@ -181,13 +181,32 @@ def _within(
 
 
 def results_folder(settings: RunSettings) -> Path:
-    return Path(settings.results).expanduser() if settings.results else project.current().results / "scratch"
+    """Where documents go. A run of the matrix takes a folder of its own first (``runs.begin``); what is left are
+    searches, which go on with what they have."""
+    return Path(settings.results).expanduser() if settings.results else scratch() / runs.SEARCHES
 
 
-def history(store: Store, cases: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-    """Stored older measurements of these cases by cell key: the published baseline and this folder's own."""
+def scratch() -> Path:
+    """The folder of runs."""
+    return project.current().results / "scratch"
+
+
+LOOK_BACK = 5  # runs
+
+
+def own_stores(settings: RunSettings) -> list[Store]:
+    """Where the user's own measurements lie: this run's folder, and where it is one of scratch/, those of the last runs
+    and of searches."""
+    folders = [results_folder(settings)]
+    if folders[0].parent.resolve() == scratch().resolve():
+        folders += [scratch() / runs.SEARCHES, *(run.folder for run in runs.listed(scratch())[-LOOK_BACK:])]
+    return [Store(folder) for folder in dict.fromkeys(folder.resolve() for folder in folders)]
+
+
+def history(stores: Iterable[Store], cases: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Stored older measurements of these cases by cell key: the published baseline, and these."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for source in (*map(Store, project.published()), store):
+    for source in (*map(Store, project.published()), *stores):
         for document in source.documents(history=True, cases=cases):
             found.setdefault(document.get("key", ""), []).append(document)
     return found
@@ -214,7 +233,7 @@ def execute(
         if session.shard:
             shards.write(store.root, session.shard, session.stacks, provenance.git_state())
         run_dir = new_run_dir(state)
-        known = history(store, {plan.cell.case for plan in session.plans})
+        known = history(own_stores(session.settings), {plan.cell.case for plan in session.plans})
         given = Given(
             session.catalogue, session.settings, session.profiles, session.machine,
             session.stacks, provenance.provenance(session.settings.seed), known,

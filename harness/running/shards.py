@@ -73,11 +73,15 @@ def part(cells: Sequence[Cell], shard: tuple[int, int], seconds: Mapping[Cell, f
     return [cell for cell in cells if cell in mine]
 
 
+def selection(texts: Iterable[str]) -> list[str]:
+    """Of a command line's overrides: what says what is measured, and not where or how."""
+    return sorted(text for text in texts if text.partition("=")[0] not in OF_THE_MACHINE)
+
+
 def manifest(shard: tuple[int, int], texts: Sequence[str], cells: Iterable[Cell]) -> dict[str, Any]:
     """What a part says of itself: which it is, of what, and its cells."""
-    selection = sorted(text for text in texts if text.partition("=")[0] not in OF_THE_MACHINE)
     names = sorted([cell.hardware, cell.stack, cell.key] for cell in cells)
-    return {"schema": 1, "shard": shard[0], "of": shard[1], "selection": selection, "cells": names}
+    return {"schema": 1, "shard": shard[0], "of": shard[1], "selection": selection(texts), "cells": names}
 
 
 def write(root: Path, found: Mapping[str, Any], stacks: Mapping[str, Any], commit: tuple[str | None, bool]) -> None:

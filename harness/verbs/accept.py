@@ -25,6 +25,7 @@ from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.foreign import too_wide
 from repro_matrix.judge.publishable import refusals
 from repro_matrix.paths import ROOT, cache_dir
+from repro_matrix.results import runs
 from repro_matrix.results.compact import compacted, lines
 from repro_matrix.results.publishing import Publication, publication
 from repro_matrix.results.ranges import whole
@@ -37,7 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
     parser.add_argument("--reason", help="why these verdicts are now the expected ones")
     parser.add_argument("--plan", action="store_true", help="show what would change, and write nothing")
-    parser.add_argument("--from", dest="source", metavar="DIR", help="results folder (default: results/scratch)")
+    parser.add_argument(
+        "--from", dest="source", metavar="DIR", help="results folder (default: results/scratch: the last run)"
+    )
     told = "also publish verdicts that may as well be a mistake (may be given for each)"
     parser.add_argument("--take", action="append", default=[], choices=("CHANGED", "FIX_HARMFUL"), help=told)
 
@@ -50,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
     catalogue = catalogues.load()
     print_notes([f"left out: {text}" for text in catalogue.left_out])
     names = set(overrides.expand("case", selection.case, catalogue.cases))
-    source = Path(args.source) if args.source else session.results_folder(settings)
+    asked = args.source or settings.results
+    source = runs.of(Path(asked).expanduser() if asked else session.scratch())
     own = project.current()
     shipped = set() if own.is_shipped else names - catalogue.own.get("case", {}).keys()
     names -= shipped

@@ -12,6 +12,7 @@ from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ResultsError, unknown
 from repro_matrix.judge import claims as ledger
 from repro_matrix.judge.again import judged_again
+from repro_matrix.results import runs
 from repro_matrix.results.store import Store
 from repro_matrix.running import session
 from repro_matrix.terminal import listing
@@ -35,7 +36,9 @@ def main(args: argparse.Namespace) -> int:
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
     if args.source and not Path(args.source).is_dir():
         raise ResultsError(f"--from {args.source}: no such folder")
-    folders = [Path(args.source)] if args.source else [session.results_folder(settings), *project.published()]
+    own = [Path(settings.results).expanduser()] if settings.results else [session.scratch()]
+    read = [Path(args.source)] if args.source else [*own, session.scratch() / runs.SEARCHES, *project.published()]
+    folders = [runs.of(folder) for folder in read]
     # Of one cell on one stack and machine the ledger takes the newest that decides: a search for one arm hides nothing.
     stored = [document for folder in folders for document in Store(folder).documents() if document["complete"]]
     judged = judged_again(stored, catalogue.cases)

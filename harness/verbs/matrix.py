@@ -19,7 +19,7 @@ from repro_matrix.diff.sides import Side
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.results import muted, rows
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
-from repro_matrix.running import session
+from repro_matrix.running import going_on, session
 from repro_matrix.running.request import print_composed
 from repro_matrix.terminal import summary as summaries
 from repro_matrix.terminal.report import matrix_table, named, print_json, print_lines, print_table, summary_line
@@ -34,7 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def how(parser: argparse.ArgumentParser) -> None:
     """What `repro run CASE` takes as well."""
-    parser.add_argument("--resume", action="store_true", help="go on: what is recorded is not run again")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the interrupted run (or this selection): what is recorded is not run again",
+    )
     told = "also say what this run answers otherwise than these results (as `repro diff`); exit code 1 for it"
     parser.add_argument("--against", metavar="DIR", help=told)
     parser.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
@@ -60,7 +64,8 @@ def measure(
     and writes its page beside its documents."""
     mutes = muted.read()
     before = sides.side(args.against) if args.against else None  # what cannot be read is said before anything runs
-    prepared = session.prepare(list(texts), build_stacks=not args.plan, overlap=True, probe=True)
+    texts, resumed = going_on.resumed(texts) if args.resume else (list(texts), None)
+    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True)
     muted.check(mutes, prepared.catalogue)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
     for note in prepared.notes():
@@ -70,8 +75,13 @@ def measure(
     from repro_matrix.running.progress import Progress
 
     stop = threading.Event()
-    with Progress(verbose=live) as progress, session.interruptible(stop, progress.warn):
+    with (
+        going_on.folder(prepared, texts, resumed) as ended,
+        Progress(verbose=live) as progress,
+        session.interruptible(stop, progress.warn),
+    ):
         summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
+        ended(not summary.interrupted and summary.problem is None)
     told = muted.applied(summary.documents, mutes, datetime.now(timezone.utc).date())
     summary.documents = told.documents
     found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))

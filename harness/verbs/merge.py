@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from repro_matrix.conf.errors import ResultsError
+from repro_matrix.results import runs
 from repro_matrix.running import shards
 from repro_matrix.terminal.report import print_json
 
@@ -29,17 +30,19 @@ def main(args: argparse.Namespace) -> int:
     target = Path(args.to).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ResultsError(f"{target}: --to needs a folder that is new or empty")
-    parts = {name: shards.read(Path(name).expanduser()) for name in dict.fromkeys(args.folders)}
+    # A folder of runs stands for the last of them.
+    folders = {name: runs.of(Path(name).expanduser()) for name in dict.fromkeys(args.folders)}
+    parts = {name: shards.read(folder) for name, folder in folders.items()}
     absent = shards.missing(parts)
     lacking: dict[str, list[str]] = {}
     merged = 0
     for name, part in parts.items():
-        found, left = shards.documents(Path(name).expanduser(), part)
+        found, left = shards.documents(folders[name], part)
         if left:
             lacking[f"{part['shard']}/{part['of']}"] = left
         for below in found:
             (target / below).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(Path(name).expanduser() / below, target / below)
+            shutil.copyfile(folders[name] / below, target / below)
         merged += len(found)
     code = 3 if absent or lacking else 0
     count = next(iter(parts.values()))["of"]

@@ -13,7 +13,6 @@ from repro_matrix.conf import arguments
 from repro_matrix.memory.arithmetic import GIB, MemoryPlan, Phase
 from repro_matrix.planning.fit import words
 from repro_matrix.planning.plan import ArmPlan
-from repro_matrix.results.store import Store
 from repro_matrix.running import recorded, schedule, session
 from repro_matrix.running.request import print_composed
 from repro_matrix.running.simulate import Ended, forecast
@@ -30,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     if args.cfg:
         return print_composed(args.overrides)
     prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
-    known = session.history(Store(session.results_folder(prepared.settings)), {p.cell.case for p in prepared.plans})
+    known = session.history(session.own_stores(prepared.settings), {p.cell.case for p in prepared.plans})
     took = recorded.recorded(document for found in known.values() for document in found)
     rows, tasks = [], []
     for number, plan in enumerate(prepared.plans):

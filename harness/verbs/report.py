@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix.conf.errors import ConfigError, ResultsError, nearest, unknown
+from repro_matrix.results import runs
 
 if TYPE_CHECKING:
     from repro_matrix.nights.night import Night
@@ -21,8 +22,8 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="RESULTS",
-        help="results folders (default: results/scratch), several side by side; case=qwen15-* model= strategy= stack= "
-        "hardware= show a part of them",
+        help="results folders (default: results/scratch, the last run), several side by side; case=qwen15-* model= "
+        "strategy= stack= hardware= show a part of them",
     )  # fmt: skip
     parser.add_argument("--baseline", action="store_true", help="the published results, alone or beside the others")
     told = "kept nights before these (nights.jsonl, or folders of results): the page shows what changed over them"
@@ -44,6 +45,7 @@ def main(args: argparse.Namespace) -> int:
     folders = [Path(word).expanduser() for word in words if "=" not in word] or (
         [] if args.baseline else [results / "scratch"]
     )
+    folders = [runs.of(folder) for folder in folders]
     published = [folder for folder in project.published() if folder.is_dir()]
     folders += [folder for folder in published if args.baseline and folder not in folders]
     if args.site and (args.output or args.format != "html"):
@@ -99,7 +101,7 @@ def _nights(folders: list[Path], kept: str | None) -> list[Night]:
 
 def _is_results(folder: Path) -> bool:
     """Whether a run has written there, also one that has not stored anything yet."""
-    return (folder / ".lock").exists() or folder.name == "scratch"
+    return (folder / ".lock").exists() or folder.name == "scratch" or runs.read(folder) is not None
 
 
 def _selection(words: list[str]) -> dict[str, list[str]]:

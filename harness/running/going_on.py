@@ -1,0 +1,69 @@
+"""Where a run's documents go: a folder of its own, or that of the run which it goes on with (``--resume``)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.results import runs
+from repro_matrix.running import session
+from repro_matrix.running.shards import selection
+
+
+def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
+    """(the command line to go on with, the folder of its run; None: a new one, or what ``results=`` names).
+
+    Without a selection that is the last interrupted run; with one the last run of that selection, or the last of all,
+    for what it has recorded. Raises ConfigError: no run was interrupted.
+    """
+    named = next((text.partition("=")[2].strip("'\"") for text in reversed(texts) if text.startswith("results=")), None)
+    root = Path(named).expanduser() if named else session.scratch()
+    chosen = selection(texts)
+    if chosen:
+        known = runs.listed(root)
+        alike = [run for run in known if selection(run.texts) == chosen] or known
+        return list(texts), None if named or not alike else alike[-1].folder
+    found = runs.read(root) if named else runs.unfinished(root)
+    if found is None and not named:
+        last = runs.listed(root)
+        why = f"the last run, {last[-1].folder}, was not interrupted" if last else f"{root} holds no run"
+        raise ConfigError(f"--resume: {why}; with a selection (case=...) it goes on with what is recorded of that")
+    if found is None:
+        return list(texts), None
+    print(f"repro: going on with {found.folder}: {' '.join(found.texts) or 'everything'}", file=sys.stderr, flush=True)
+    given = {text.partition("=")[0] for text in texts}
+    kept = [text for text in found.texts if text.partition("=")[0] not in given]
+    return [*kept, *texts], None if named else found.folder
+
+
+@contextlib.contextmanager
+def folder(
+    prepared: session.Session, texts: Sequence[str], before: Path | None = None
+) -> Iterator[Callable[[bool], None]]:
+    """The run's folder, for as long as it is measured; what is yielded is told whether all of it was.
+
+    ``before``: of the run that it goes on with. A new folder in which nothing was measured is taken back.
+    """
+    named = prepared.settings.results
+    fresh = not named and before is None
+    root = Path(named).expanduser() if named else before or runs.begin(session.scratch(), texts)
+    prepared.settings.results = str(root)
+
+    def note(state: str) -> None:
+        with contextlib.suppress(OSError):  # a folder that cannot be written to is said when documents are
+            root.mkdir(parents=True, exist_ok=True)
+            runs.note(root, texts, state)
+
+    if not fresh:
+        note(runs.UNFINISHED)
+    if before is not None:
+        runs.point(root)
+    try:
+        yield lambda whole: note(runs.ENDED if whole else runs.UNFINISHED)
+    except BaseException:
+        if fresh:
+            runs.drop(root)
+        raise

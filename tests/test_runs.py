@@ -1,0 +1,171 @@
+"""A folder for each run, ``latest``, what --resume goes on with, which runs are kept, and who reads which."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro_matrix import cli
+from repro_matrix.conf.config import RunSettings
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.results import runs
+from repro_matrix.running import going_on, session
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(session, "scratch", lambda: tmp_path / "scratch")
+    return tmp_path / "scratch"
+
+
+def let_go() -> None:
+    """As when the process that began or read these runs has ended."""
+    while runs._held:
+        runs._held.popitem()[1].close()
+
+
+def run(root: Path, *texts: str, state: str = runs.ENDED, cell: str | None = "cell") -> Path:
+    folder = runs.begin(root, texts)
+    if cell:
+        (folder / "cpu" / "stack" / "case").mkdir(parents=True)
+        (folder / "cpu" / "stack" / "case" / f"{cell}.json").write_text("{}")
+    runs.note(folder, texts, state)
+    let_go()
+    return folder
+
+
+def test_each_run_has_its_folder_and_latest_is_the_last(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "case=a"), run(tmp_path, "case=b")
+    assert first != second and first.is_dir()
+    assert [each.folder for each in runs.listed(tmp_path)] == [first, second]
+    assert runs.of(tmp_path).resolve() == second.resolve() == (tmp_path / "latest").resolve()
+    runs.point(first)  # gone on with
+    assert runs.of(tmp_path).resolve() == first.resolve()
+    (tmp_path / "latest").unlink()  # a file system without links
+    assert runs.of(tmp_path) == second
+    assert runs.of(first) == first  # a run stands for itself, and so does any other folder
+    assert runs.of(tmp_path / "nowhere") == tmp_path / "nowhere"
+    let_go()
+
+
+def test_a_latest_that_points_at_no_run_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "latest").symlink_to("other")
+    assert runs.of(tmp_path) == tmp_path
+
+
+@given(count=st.integers(1, 8), kept=st.integers(1, 5), used=st.sets(st.integers(0, 7)))
+def test_the_last_runs_are_kept_and_those_in_use(
+    tmp_path_factory: pytest.TempPathFactory, count: int, kept: int, used: set[int]
+) -> None:
+    root = tmp_path_factory.mktemp("runs")
+    made = [run(root) for _ in range(count)]
+    for number in used & set(range(count)):
+        runs._hold(made[number])
+    gone = runs.prune(root, kept)
+    assert gone == [each for number, each in enumerate(made[: max(0, count - kept)]) if number not in used]
+    assert [each.folder for each in runs.listed(root)] == [each for each in made if each not in gone]
+    let_go()
+
+
+def test_what_another_process_reads_is_not_pruned(tmp_path: Path) -> None:
+    old = run(tmp_path)
+    run(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from repro_matrix.results import runs\n"
+        f"runs.of(Path({str(old)!r})); print('reading', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout and reader.stdout.readline() == "reading\n"
+        assert runs.prune(tmp_path, 1) == []
+        reader.communicate("", timeout=60)
+    assert runs.prune(tmp_path, 1) == [old]
+
+
+def test_resume_takes_up_the_last_interrupted_selection(scratch: Path) -> None:
+    run(scratch, "case=a", state=runs.UNFINISHED)
+    wanted = run(scratch, "case=b", "repeat=2", state=runs.UNFINISHED)
+    last = run(scratch, "case=c")
+    assert going_on.resumed([]) == (["case=b", "repeat=2"], wanted)
+    assert going_on.resumed(["jobs=1"]) == (["case=b", "repeat=2", "jobs=1"], wanted)  # how, not what
+    assert going_on.resumed(["case=a"])[1] != wanted  # its own
+    assert going_on.resumed(["case=x"]) == (["case=x"], last)
+
+
+def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
+    runs.begin(scratch, ["case=a"])  # this process holds it
+    with pytest.raises(ConfigError, match="was not interrupted"):
+        going_on.resumed([])
+    let_go()
+    assert going_on.resumed([])[0] == ["case=a"]
+
+
+def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["matrix", "--resume"]) == 2
+    assert "holds no run; with a selection" in capsys.readouterr().err
+    ended = run(scratch, "case=a")
+    assert cli.main(["matrix", "--resume"]) == 2
+    assert f"the last run, {ended}, was not interrupted" in capsys.readouterr().err
+
+
+def test_a_named_folder_knows_its_own_selection(tmp_path: Path) -> None:
+    settings = RunSettings(results=str(tmp_path / "mine"))
+    with going_on.folder(Namespace(settings=settings), ["case=a", f"results={settings.results}"]) as ended:  # type: ignore[arg-type]
+        ended(False)
+    let_go()
+    assert going_on.resumed([f"results={settings.results}"]) == (["case=a", f"results={settings.results}"], None)
+    assert going_on.resumed(["results=/nowhere/at/all"]) == (["results=/nowhere/at/all"], None)
+
+
+def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
+    before = run(scratch, "case=a")
+    settings = RunSettings()
+    with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings), ["case=b"]):  # type: ignore[arg-type]
+        assert Path(str(settings.results)).parent == scratch and runs.of(scratch) != before
+        raise ZeroDivisionError
+    assert [each.folder for each in runs.listed(scratch)] == [before]
+    assert runs.of(scratch).resolve() == before.resolve()
+
+
+def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
+    from repro_matrix.diff import sides
+
+    run(scratch)
+    last = run(scratch, cell="later")
+    told = sides.read(runs.of(scratch)).notes
+    assert told and all("later.json" in note for note in told)
+    with pytest.raises(sides.ResultsError, match=r"later.json"):
+        sides.side(str(scratch))  # the document is empty: the file that is named is the last run's
+    assert {store.root for store in session.own_stores(RunSettings(results=str(last)))} == {
+        last.resolve(), (scratch / runs.SEARCHES).resolve(), *(each.folder.resolve() for each in runs.listed(scratch))
+    }  # fmt: skip
+    assert [store.root for store in session.own_stores(RunSettings(results="/somewhere"))] == [Path("/somewhere")]
+    let_go()
+
+
+@pytest.mark.ranks
+def test_two_runs_overwrite_nothing_and_readers_follow(
+    scratch: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["ddp-unfinished-reduction", "arms=[broken]", "hardware=cpu"]
+    found = []
+    for _ in range(2):
+        assert cli.main(["run", *words]) == 0
+        capsys.readouterr()
+        found.append(runs.of(scratch))
+    assert found[0] != found[1]
+    documents = [sorted(path.relative_to(folder) for path in folder.rglob("*.json")) for folder in found]
+    assert documents[0] == documents[1] and len(documents[0]) == 1
+    assert cli.main(["diff", str(found[0]), str(scratch)]) == 0
+    capsys.readouterr()
+    assert cli.main(["run", *words, "--resume"]) == 0
+    assert "0 attempts (1 more reused)" in capsys.readouterr().out
+    assert runs.of(scratch) == found[1] and [each.state for each in runs.listed(scratch)] == [runs.ENDED] * 2
