@@ -101,6 +101,7 @@ def prepare(
     plan_only: bool = False,
     probe: bool = False,
     plan_memory: bool = False,
+    known: Mapping[budget.At, budget.Known] | None = None,
 ) -> Session:
     """Everything that can be wrong with what was asked is found here, before anything is launched or written.
 
@@ -109,6 +110,7 @@ def prepare(
     ``plan_only``: nothing will be launched, so that the hardware may be one that is not here. ``probe``: the
     stacks' torch is asked whether it can use the cards also where nothing is built.
     ``plan_memory``: what each arm needs is planned at any size, and the stacks are asked for what is not known yet.
+    ``known``: what is kept of cells elsewhere than in the results folder, for a run with a budget.
     """
     asked = ask(texts)
     catalogue, settings = asked.catalogue, asked.settings
@@ -126,10 +128,10 @@ def prepare(
     left: list[Cell] = []
     seconds = budget.of(settings.budget)
     if seconds is not None:
-        cells, left = _within(seconds, cells, catalogue, settings, profiles, machine)
+        cells, left = _within(seconds, cells, catalogue, settings, profiles, machine, known or {})
     if settings.arms:
-        known = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
-        settings.arms = overrides.expand("arm", settings.arms, known)
+        arms = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
+        settings.arms = overrides.expand("arm", settings.arms, arms)
     by_name = {profile.name: profile for profile in profiles}
     wanted = Wanted(catalogue, settings, by_name, machine, build_stacks, dict(given or {}))
     cards = hardware.together(profiles)
@@ -161,7 +163,7 @@ def prepare(
 
 def _within(
     seconds: float, cells: list[Cell], catalogue: Catalogue, settings: RunSettings, profiles: list[Profile],
-    machine: Machine,
+    machine: Machine, known: Mapping[budget.At, budget.Known],
 ) -> tuple[list[Cell], list[Cell]]:  # fmt: skip
     """The cells that fit into the budget by what is recorded here (else as published), and the others."""
     cases = {cell.case for cell in cells}
@@ -177,7 +179,7 @@ def _within(
         for cell in cells
     }
     controls = {case for case in cases if catalogue.cases[case].kind == "control"}
-    return budget.choose(cells, takes, seconds, budget.known(own), controls)
+    return budget.choose(cells, takes, seconds, {**known, **budget.known(own)}, controls)
 
 
 def results_folder(settings: RunSettings) -> Path:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from repro_matrix.planning.matrix import Cell
 from repro_matrix.results import muted, rows
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.running import going_on, session
+from repro_matrix.running.budget import At, Known
 from repro_matrix.running.request import print_composed
 from repro_matrix.terminal import summary as summaries
 from repro_matrix.terminal.report import matrix_table, named, print_json, print_lines, print_table, summary_line
@@ -41,6 +42,8 @@ def how(parser: argparse.ArgumentParser) -> None:
     )
     told = "also say what this run answers otherwise than these results (as `repro diff`); exit code 1 for it"
     parser.add_argument("--against", metavar="DIR", help=told)
+    told = "kept nights (nights.jsonl, folders): with budget= what they have measured is known"
+    parser.add_argument("--nights", metavar="DIR", help=told)
     parser.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
 
 
@@ -64,8 +67,9 @@ def measure(
     and writes its page beside its documents."""
     mutes = muted.read()
     before = sides.side(args.against) if args.against else None  # what cannot be read is said before anything runs
+    known = _known(Path(args.nights).expanduser()) if args.nights else None
     texts, resumed = going_on.resumed(texts) if args.resume else (list(texts), None)
-    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True)
+    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True, known=known)
     muted.check(mutes, prepared.catalogue)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
     for note in prepared.notes():
@@ -167,6 +171,13 @@ def measure(
         left = f"; {len(prepared.left)} cells were not asked (budget)" if prepared.left else ""
         print(summaries.ending(code, found, len(changed.answers) if changed else 0) + left)
     return code
+
+
+def _known(folder: Path) -> Mapping[At, Known]:
+    """What kept nights say; nothing where none is kept yet."""
+    from repro_matrix.nights import kept, known
+
+    return known.known(kept.read([folder]).found) if folder.is_dir() and kept.is_nights(folder) else {}
 
 
 def of_cases(cells: Sequence[Cell]) -> str:
