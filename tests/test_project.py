@@ -46,7 +46,7 @@ def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatc
     assert project.published() == [team / "results/baseline", paths.BASELINE]
     from repro_matrix.conf.config import compose_run
 
-    assert session.results_folder(compose_run([])) == team / "results" / "scratch"
+    assert session.results_folder(compose_run([])).is_relative_to(team / "results" / "scratch")
 
 
 def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None:
@@ -140,3 +140,11 @@ def test_what_decides_an_answer_is_looked_at_in_the_users_repository(team: Path)
     (team / "failures/scripts/odd_batch.py").write_text("pass\n")
     assert provenance._state(team, [team / "failures"]) == (commit, True)
     assert provenance.git_state() == (commit, True)
+
+
+def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
+    from repro_matrix.verbs.export import exported
+
+    text = exported("odd-batch", "drop-last").text
+    assert "torch.nn.Linear(4, 2)" in text and "def body(run" in text
+    compile(text, "odd_batch.py", "exec")

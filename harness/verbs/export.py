@@ -61,18 +61,19 @@ class Exported:
 
 def exported(slug: str, arm: str, overrides: Iterable[str] = (), stack: str | None = None) -> Exported:
     """One arm as a file. Raises ReproError: nothing is known of the stack, or the script cannot stand alone."""
+    from repro_matrix.conf import project
     from repro_matrix.export import bundle as bundles
     from repro_matrix.export.header import lines
     from repro_matrix.export.script import values, written
     from repro_matrix.export.stored import measured
-    from repro_matrix.paths import BASELINE
     from repro_matrix.results.store import Store
 
     prepared, absent = _prepared(slug, list(overrides), stack)
     plan = prepared.plans[0]
     case = prepared.catalogue.cases[slug]
     found = next(each for each in plan.arms if each.arm == arm)
-    documents = list(Store(BASELINE).documents(history=True, cases=[slug]))
+    stores = map(Store, project.published())
+    documents = [document for store in stores for document in store.documents(history=True, cases=[slug])]
     name = case.arms[arm].stack or stack or plan.cell.stack
     have = prepared.stacks.get(name)
     defaults = {flag: spec.default for flag, spec in case.flags.items()}
