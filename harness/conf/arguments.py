@@ -49,7 +49,7 @@ def case(parser: argparse.ArgumentParser, text: str = "the case's slug (`repro l
 
 def overrides(parser: argparse.ArgumentParser) -> None:
     """The overrides, and --json, which goes with all verbs that take any."""
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=OVERRIDES)
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
 
 
@@ -128,7 +128,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     if late and not hasattr(args, "overrides"):
         parser.error(f"too many words: {' '.join(late)}")
     if late:
-        args.overrides += late
+        args.overrides = [*args.overrides, *late]
     args.words, args.options = [*words, *(["--", *command] if command else [])], known
     search_path(args)
     if command:

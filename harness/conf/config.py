@@ -68,7 +68,7 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     names = [each.name for each in fields(RunSettings)]
     # A variable's value is text as it stands: Hydra would make True of true, and a list of eth0,eth1.
     given = {text[4:].partition("=")[0]: _unquoted(text.partition("=")[2]) for text in overrides if _is_env(text)}
-    overrides = [text for text in overrides if not _is_env(text)]
+    overrides = [_as_list(text) for text in overrides if not _is_env(text)]
     for override in overrides:
         key = override.lstrip("+~").split("=", 1)[0]
         if key == "world_size":
@@ -144,6 +144,12 @@ def _explain_block(error: Exception) -> None:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "\\'") + "'"
+
+
+def _as_list(override: str) -> str:
+    """``arms=broken`` and ``arms=a,b`` as the lists that are meant."""
+    key, _, value = override.partition("=")
+    return f"arms=[{value}]" if key == "arms" and value and not value.startswith("[") and value != "null" else override
 
 
 def _is_env(override: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ class Selection:
     hardware: list[str] = field(default_factory=lambda: ["auto"])  # one cell a profile; auto: where each can run
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for repro_matrix.conf.config
     given: set[str] = field(default_factory=set)  # the axes that the command line names
     # Of a named matrix: which block it is, and the axes of the command line that only narrow what its cases list.
@@ -44,6 +46,8 @@ def parse(overrides: Iterable[str]) -> Selection:
 
     parser = OverridesParser.create()
     for text in texts:
+        if re.fullmatch(r"[\w.*?-]+", text):
+            raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
         try:
             override = parser.parse_overrides([text])[0]
             value = override.value()
@@ -74,6 +78,7 @@ def parse(overrides: Iterable[str]) -> Selection:
             if len(values) > 1:
                 raise ConfigError(f"override {text!r}: sweep a group or a flag, not a key inside {group}")
             selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
+            selection.added += [key] if override.is_add() else []
         else:
             selection.run.append(text)
     return selection

@@ -8,15 +8,17 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+from repro_matrix import stacks
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf import named, overrides, project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings, compose_run
-from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.errors import ConfigError, nearest, unknown
 from repro_matrix.conf.overrides import Selection
 from repro_matrix.planning import matrix
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.results.store import Store
+from repro_matrix.running import shards
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,18 @@ class Request:
             told = ", ".join(f"{each.source}: {','.join(names)}" for names, each in asked.items())
             raise ConfigError(f"the blocks are for different hardware ({told}): name one on the line, hardware=...")
         return list(next(iter(asked)))
+
+    def check(self) -> None:
+        """Raises ConfigError (StackError): there is no such stack, profile or shard (for who prepares nothing)."""
+        for name in dict.fromkeys(name for each in self.selections for name in each.stack if name != matrix.KNOWN):
+            stacks.check(name)
+        for name in self.hardware:
+            if name not in self.catalogue.hardware:
+                raise unknown("hardware", name, self.catalogue.hardware, "hardware")
+        if shards.of(self.settings.shard):
+            raise ConfigError(
+                "shard=: this is the whole selection; `repro matrix --plan shard=...` shows a part's cells"
+            )
 
     @property
     def left_out(self) -> list[str]:
@@ -64,8 +78,30 @@ def ask(texts: Sequence[str]) -> Request:
     """Raises ConfigError that names what cannot be understood."""
     line = overrides.parse(texts)
     catalogue = catalogues.load(patches=line.patches)
+    if "model" in line.patches:
+        _check_models(line.patches["model"], set(line.added), catalogues.load())
     settings = compose_run(line.run) if line.run else RunSettings()
     return Request(list(texts), catalogue, settings, named.blocks(settings.matrix, line))
+
+
+def _check_models(changes: Sequence[tuple[list[str], Any]], added: set[str], catalogue: Catalogue) -> None:
+    """Raises ConfigError: a configuration key that no model has, or a value of another type than theirs. A key that
+    transformers knows and no model here sets is written +model.config.NAME=VALUE."""
+    for keys, value in changes:
+        if keys[0] != "config" or len(keys) != 2 or f"model.{'.'.join(keys)}" in added:
+            continue
+        have = {key: type(v) for model in catalogue.models.values() for key, v in model.config.items()}
+        where = f"override model.config.{keys[1]}"
+        if keys[1] not in have:
+            hint = nearest(keys[1], have)
+            raise ConfigError(
+                f"{where}: no model has that key{hint}; one that transformers knows: +model.config.{keys[1]}="
+            )
+        kinds = {type(m.config[keys[1]]) for m in catalogue.models.values() if keys[1] in m.config} - {type(None)}
+        fits = value is None or type(value) in kinds or (type(value) is int and float in kinds)
+        if kinds and not fits:
+            told = " or ".join(sorted(kind.__name__ for kind in kinds))
+            raise ConfigError(f"{where}: {value!r} is not of type {told}")
 
 
 def fires_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:

@@ -204,7 +204,9 @@ def _seen(
             name=SIGNATURE, kind="exception", type=failure.type, message=failure.pattern or r"\A", package=None
         )
         match = match_attempt(signature, attempt, failures)
-        return None if match is None else (match.ranks, "exception", f"{failure.type}: {match.message}")
+        if match is not None:
+            return match.ranks, "exception", f"{failure.type}: {match.message}"
+        return _in_thread(failure, attempt)
     if failure.kind == "log":
         lines = [(item["rank"], text(item.get("line"))) for item in items(printed.get("log"))]
         for rank in attempt.ranks:
@@ -219,6 +221,17 @@ def _seen(
             return None
         return (values[-1]["rank"],), "oracle", f"{failure.names_metric} is {values[-1]['value']:g}"
     return _as_learned(failure, attempt, failures, first)
+
+
+def _in_thread(failure: Failure, attempt: Attempt) -> Seen | None:
+    """The failure that was asked for, where it ended a thread of a rank and not the rank."""
+    for rank in attempt.ranks:
+        for note in rank.notes:
+            kind, _, message = note.message.partition(": ")
+            same = kind.rpartition(".")[2] == str(failure.type).rpartition(".")[2]
+            if note.name == "threading" and same and re.search(failure.pattern or "", message):
+                return (rank.rank,), "exception", f"{note.message} (in a thread; the rank itself went on)"
+    return None
 
 
 def _as_learned(

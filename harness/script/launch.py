@@ -116,8 +116,10 @@ def printed(logs: list[tuple[int, Path]], failure: Failure) -> Json:
                         out["metric"].append({"rank": rank, "value": value, "line": line})
         except OSError:
             continue
-        if failure.kind == "metric" and out["metric"]:
-            break  # the first rank that prints it speaks for the attempt
+    if failure.kind == "metric" and out["metric"]:
+        out["by_rank"] = {str(item["rank"]): item["value"] for item in out["metric"] if item["rank"] >= 0}  # their last
+        speaks = out["metric"][0]["rank"]  # the first rank that prints it speaks for the attempt
+        out["metric"] = [item for item in out["metric"] if item["rank"] == speaks]
     return {**out, "log": out["log"][-PRINTED:], "metric": out["metric"][-PRINTED:]}
 
 

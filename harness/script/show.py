@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from repro_matrix.judge.evidence import Attempt, items, mapping, text
+from repro_matrix.judge.evidence import Attempt, items, mapping, text, threads_of
 from repro_matrix.judge.peers import failures_of
 from repro_matrix.script.failure import normal
+from repro_matrix.script.traceback_text import tracebacks
+from repro_matrix.terminal.summary import plain
 
+FRAMES = 4  # of a hung rank, the innermost first
 TAIL = 6  # lines of a rank's log
 
 
@@ -25,6 +28,8 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"  {shown['outcome']['reason'].splitlines()[0]}"
     yield from _where(shown)
+    if shown["observation"]["attempt"].get("timed_out"):
+        yield from _stood(shown["observation"])
     for item in dict.fromkeys(_notes(shown["observation"])):
         yield f"  note: {item}"
 
@@ -45,6 +50,32 @@ def _where(shown: Mapping[str, Any]) -> Iterator[str]:
     yield first + (f" ({primary['where']})" if primary["where"] else "")
 
 
+def _printed(observation: Mapping[str, Any]) -> Iterator[str]:
+    """What ranks printed that nobody's record has: tracebacks of ranks that ended well, metrics that differ."""
+    for rank in observation["ranks"]:
+        if rank["exit_code"] == 0 and not mapping(rank["record"]).get("exception"):
+            for one in tracebacks(text(rank["log_tail"]))[-1:]:
+                said = plain(one["message"])
+                yield f"rank {rank['rank']} printed a traceback of {one['type']}: {said} and ended with exit code 0"
+    values = mapping(mapping(observation.get("printed")).get("by_rank"))
+    if len(set(values.values())) > 1:
+        told = ", ".join(f"rank {rank}: {value:g}" for rank, value in sorted(values.items()))
+        yield f"the ranks do not agree on the metric: {told}; the first that prints it was taken"
+
+
+def _stood(observation: Mapping[str, Any]) -> Iterator[str]:
+    """Of a hang: the innermost frames of each rank's main thread; ranks that stood alike in a line."""
+    places: dict[tuple[str, ...], list[int]] = {}
+    for rank in Attempt(observation).ranks:
+        threads = threads_of(rank.stack) if rank.stack else []
+        frames = tuple(" ".join(line.split()) for line in threads[0].lines[:FRAMES]) if threads else ()
+        places.setdefault(frames, []).append(rank.rank)
+    for frames, ranks in places.items():
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        yield f"  {named} stood in" + (":" if frames else ": not known")
+        yield from (f"    {frame}" for frame in frames)
+
+
 def _notes(observation: Mapping[str, Any]) -> Iterator[str]:
     attempt = Attempt(observation)
     failures = failures_of(attempt)
@@ -58,11 +89,12 @@ def _notes(observation: Mapping[str, Any]) -> Iterator[str]:
         yield f"it left processes behind, which were ended: {left} (what they would have done is not known)"
     if mapping(observation.get("printed")).get("cut"):
         yield "a log of more than 64 MiB was cut; what stood in the part that is gone was not looked at"
+    yield from _printed(observation)
     for rank in attempt.ranks:
         threads = [note for note in rank.notes if note.name == "threading"]
         if threads:
             yield f"rank {rank.rank}: a thread ended with {threads[0].message}"
         if not rank.record:
-            yield f"rank {rank.rank} left no record (python -I or -S, or it ended before its first line)"
+            yield f"rank {rank.rank} left no record (python -I or -S, it ended before its first line, or deleted it)"
         elif rank.exit_code == 0 and not rank.done:
             yield f"rank {rank.rank} ended by os._exit or in a forked process: only its exit code is known"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from repro_matrix.judge.claims import ClaimRow, Evidence
-from repro_matrix.terminal.summary import plain
+from repro_matrix.terminal.summary import counted, plain
 
 WIDE = 120  # from here on a reason stands beside what it explains
 STATUSES = ("refuted", "conditional", "upheld", "untested")
@@ -48,7 +48,7 @@ def claims(rows: Sequence[ClaimRow], width: int, simulated: Iterable[str] = ()) 
         counts = Counter(str(row.status) for row in rows)
         told = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
         yield ""
-        yield from wrapped(f"{len(rows)} claims: {told}. `repro claims ID` shows the evidence.", width)
+        yield from wrapped(f"{counted(len(rows), 'claim')}: {told}. `repro claims ID` shows the evidence.", width)
 
 
 def _claim(row: ClaimRow, names: int, width: int) -> Iterator[str]:

@@ -71,6 +71,11 @@ def left_out(texts: Sequence[str]) -> Iterator[str]:
         yield ""
 
 
+def counted(number: int, what: str) -> str:
+    """``1 case``, ``2 cases``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _arms(count: int) -> str:
     return f"{count} arm" if count == 1 else f"{count} arms"
 

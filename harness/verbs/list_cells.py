@@ -10,6 +10,7 @@ from repro_matrix.conf import arguments
 from repro_matrix.running.request import ask, print_composed
 from repro_matrix.terminal import listing
 from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes
+from repro_matrix.terminal.summary import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,7 @@ def main(args: argparse.Namespace) -> int:
     if args.cfg:
         return print_composed(args.overrides)
     asked = ask(args.overrides)
+    asked.check()
     catalogue = asked.catalogue
     cells = [replace(cell, hardware=profile) for cell in asked.cells for profile in asked.hardware]
     print_notes([f"left out: {text}" for text in asked.catalogue.left_out])
@@ -47,5 +49,6 @@ def main(args: argparse.Namespace) -> int:
         entry["cells"] += 1
     told = [{**entry, "arms": len(entry["arms"])} for entry in shown.values()]
     print_lines([*listing.cases(told, columns()), ""][1:])
-    print(f"{len(shown)} cases, {len(cells)} cells. `repro show CASE` tells more; `repro doctor` what runs here.")
+    found = f"{counted(len(shown), 'case')}, {counted(len(cells), 'cell')}"
+    print(f"{found}. `repro show CASE` tells more; `repro doctor` what runs here.")
     return 0

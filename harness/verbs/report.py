@@ -76,6 +76,7 @@ def main(args: argparse.Namespace) -> int:
         over = _nights(folders, args.nights)
         view = page(cells, title_of(folders), made, catalogue.cases, found.ledger, found.sources, found.notes, over)
         if args.site:
+            _refuse_foreign(Path(args.site))
             pages = render.site(view)
             for name, content in pages.items():
                 write(Path(args.site) / name, content)
@@ -97,6 +98,16 @@ def _nights(folders: list[Path], kept: str | None) -> list[Night]:
     if kept is None and len(folders) < 3:  # two are beside each other on the page
         return []
     return read([*([Path(kept).expanduser()] if kept else []), *folders]).found
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises ResultsError: a folder that holds something else than a site of ours; its files would lie among ours."""
+    if not folder.is_dir():
+        return
+    index = folder / "index.html"
+    ours = index.is_file() and "repro-matrix" in index.read_text(encoding="utf-8", errors="replace")
+    if any(folder.iterdir()) and not ours:
+        raise ResultsError(f"{folder}: holds other files and no site of ours; --site takes a new or empty folder")
 
 
 def _is_results(folder: Path) -> bool:
@@ -122,6 +133,8 @@ def _target(args: argparse.Namespace, folders: list[Path], results: Path) -> Pat
         own = results / "scratch" if args.baseline or not folders else folders[0]
         return own / ("baseline.html" if args.baseline and len(folders) == 1 else "report.html")
     target = Path(args.output).expanduser()
+    if not target.parent.is_dir():
+        raise ResultsError(f"{target.parent}: there is no such folder; --output makes none")
     if target.is_dir():
         raise ResultsError(f"{target}: is a folder; --output takes a file")
     if target.suffix == ".json" and any(target.resolve().is_relative_to(folder.resolve()) for folder in folders):

@@ -36,7 +36,9 @@ def main(args: argparse.Namespace) -> int:
         return of_script(args)
     options.refuse(args)
     known = catalogue.load().cases
-    if not args.case or "=" in args.case:
+    if not args.case:
+        raise ConfigError("what is to be run? A case (`repro list` shows them), ./train.py, or a command line after --")
+    if "=" in args.case:
         raise unknown("case", args.case or "", known, "the first argument of `repro run` is a case or a script")
     expand("case", args.case.split(","), known)
     texts = [f"case={args.case}", *args.overrides]
