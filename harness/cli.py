@@ -28,6 +28,8 @@ VERBS = {
     "merge": ("merge", "the results of all shards of a run in one folder; says which is missing"),
     "upgrade": ("upgrade", "what going from one stack to another changes: failures, their texts, their fixes"),
     "match": ("match", "which known failures a training log shows, and which fixes hold by stored measurement"),
+    "new": ("new", "the first files of a case: YAML with a proposed signature, and a script"),
+    "check": ("check", "run a case several times, warm and cold: what is not ready about it"),
     "export": ("export", "one arm as one script without the kit, with versions and what to expect, for an issue"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
     "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),

@@ -1,0 +1,136 @@
+"""What is not ready about a case, with file and key: what its files say, what came of its attempts. Pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from repro_matrix.conf.arms import changes
+from repro_matrix.conf.schema import Case
+from repro_matrix.judge import foreign, grade
+
+Document = Mapping[str, Any]
+_TODO = re.compile(r"\bTODO\b")
+
+
+@dataclass(frozen=True)
+class Finding:
+    file: str
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.key}: {self.text}"
+
+
+def of_texts(file: str, text: str, script: str, code: str) -> list[Finding]:
+    """Places that are still to be written, and a script that does not parse."""
+    found = [
+        Finding(name, f"line {number}", "TODO is left")
+        for name, content in ((file, text), (script, code))
+        for number, line in enumerate(content.splitlines(), 1)
+        if _TODO.search(line)
+    ]
+    try:
+        ast.parse(code)
+    except SyntaxError as error:
+        found.append(Finding(script, f"line {error.lineno}", f"not valid Python: {error.msg}"))
+    return found
+
+
+def of_case(file: str, case: Case) -> list[Finding]:
+    """Signatures that match anybody's messages, and arms that change more than they say."""
+    found = []
+    for signature in case.signatures:
+        taken = foreign.matched(case.slug, signature)
+        if taken:
+            shown = taken[0].partition("\n")[0][:100] or "the empty message"
+            what = f"too broad: matches {len(taken)} messages of other failures, as {shown!r}"
+            found.append(Finding(file, f"signatures.{signature.name}.message", what))
+    for name, arm in list(case.arms.items())[1:]:
+        changed = list(_named(changes(case, arm)))
+        said = arm.help.lower()
+        unsaid = [key for key, words in changed if not any(word.lower() in said for word in words)]
+        if len(changed) > 1 and unsaid:
+            what = f"changes {len(changed)} things, and its help does not name {', '.join(unsaid)}"
+            found.append(Finding(file, f"arms.{name}", what))
+    return found
+
+
+def _named(changed: Mapping[str, Any]) -> Iterable[tuple[str, tuple[str, ...]]]:
+    """(what is changed, words of which a help may use one)."""
+    for key, value in changed.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", (name, name.replace("_", " "), str(each))) for name, each in value.items())
+        else:
+            yield key, (key, key.replace("_", " "), str(value))
+
+
+def of_others(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[Finding]:
+    """Stored evidence of other cases' broken arms that this case's signatures match, undeclared."""
+    found: dict[str, Finding] = {}
+    for document in documents:
+        other = cases.get(str(document.get("case")))
+        if other is None or other.slug == case.slug or other.slug in case.occurs_with or case.slug in other.occurs_with:
+            continue
+        for attempt in (document["arms"].get("broken") or {}).get("attempts") or []:
+            seen = grade.grade(other, "broken", attempt["observation"], {other.slug: other, case.slug: case})
+            for item in seen.recognised:
+                if item.case == case.slug and other.slug not in found:
+                    what = f"matches the stored evidence of {other.slug} ({attempt['outcome']['reason'][:80]})"
+                    found[other.slug] = Finding(file, f"signatures.{item.signature}", what)
+    return list(found.values())
+
+
+def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iterable[Document]]) -> list[Finding]:
+    """``documents``: launcher -> what was measured by it."""
+    found: list[Finding] = []
+    seen: dict[str, dict[str, set[str]]] = {}
+    for launcher, measured in documents.items():
+        for document in measured:
+            for name, arm in document["arms"].items():
+                outcomes = [attempt["outcome"] for attempt in arm.get("attempts") or []]
+                kinds = {outcome["outcome"] for outcome in outcomes}
+                seen.setdefault(name, {})[launcher] = kinds
+                found += _of_arm(file, script, case, name, outcomes, arm.get("skipped"), launcher)
+    for name, by in seen.items():
+        if len({frozenset(kinds) for kinds in by.values()}) > 1:
+            said = ", ".join(f"{launcher}: {' and '.join(sorted(kinds))}" for launcher, kinds in by.items())
+            found.append(Finding(file, f"arms.{name}", f"cold and warm disagree: {said}"))
+    fixes = [kinds for name, by in seen.items() if name != "broken" for kinds in by.values()]
+    if case.kind == "failure" and not any(kinds == {"clean"} for kinds in fixes):
+        what = "no arm is clean: nothing shows that the signature is the failure's alone, and that the proof can pass"
+        found.append(Finding(file, "arms", what))
+    return list(dict.fromkeys(found))
+
+
+def _of_arm(
+    file: str, script: str, case: Case, name: str, outcomes: list[Mapping[str, Any]], skipped: Any, launcher: str
+) -> Iterable[Finding]:
+    where = f"arms.{name}"
+    kinds = sorted({str(outcome["outcome"]) for outcome in outcomes})
+    if skipped or not outcomes:
+        yield Finding(file, where, f"could not be measured: {skipped or 'no attempt'}")
+        return
+    if len(kinds) > 1:
+        yield Finding(file, where, f"not deterministic ({launcher}): {' and '.join(kinds)} in {len(outcomes)} attempts")
+    for outcome in outcomes:
+        reason = str(outcome.get("reason") or "").strip().partition("\n")[0][:200]
+        if outcome["outcome"] == "infra":
+            own = "raises its own error" if reason.startswith("script:") else "no verdict (a proof is missing?)"
+            yield Finding(script if reason.startswith("script:") else file, where, f"{own}: {reason}")
+        elif name in ("broken", "control"):
+            wanted = "fires" if name == "broken" else "clean"
+            if outcome["outcome"] != wanted:
+                yield Finding(file, where, f"is {outcome['outcome']} instead of {wanted}: {reason}")
+        elif outcome["outcome"] == "fires" and "non-fix" not in case.arms[name].help:
+            names = ", ".join(item["signature"] for item in outcome.get("recognised") or [])
+            what = (
+                f"the signature {names} matches this arm too: {reason} (a fix that is none says `non-fix` in its help)"
+            )
+            yield Finding(file, where, what)
+        elif outcome["outcome"] in ("other_error", "hang") and "non-fix" not in case.arms[name].help:
+            yield Finding(file, where, f"is {outcome['outcome']}: {reason}")

@@ -1,0 +1,95 @@
+"""`repro check SLUG`: runs a case several times, warm and cold, and says what is not ready about it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro_matrix.conf import arguments
+
+if TYPE_CHECKING:
+    from repro_matrix.authoring.ready import Finding
+    from repro_matrix.conf.catalogue import Catalogue
+
+TIMES = 3
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.case(parser)
+    arguments.overrides(parser)
+    parser.add_argument("--times", type=arguments.number(1), default=TIMES, help="attempts of each arm, each way")
+    parser.add_argument("--no-run", action="store_true", help="only what its files say")
+
+
+def main(args: argparse.Namespace) -> int:
+    from repro_matrix.authoring import ready
+    from repro_matrix.conf import catalogue, project
+    from repro_matrix.conf.errors import unknown
+    from repro_matrix.results.store import Store
+    from repro_matrix.terminal.report import print_json
+
+    known = catalogue.load()
+    if args.case not in known.cases:
+        raise unknown("case", args.case, known.cases)
+    case = known.cases[args.case]
+    file, script = _file(known, args.case), known.script(case)
+    shown, code = _short(file), _short(script)
+    found = ready.of_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
+    parses = not any("not valid Python" in finding.text for finding in found)
+    found += ready.of_case(shown, case)
+    for folder in project.published():
+        found += ready.of_others(shown, case, known.cases, Store(folder).documents())
+    if parses and not args.no_run:
+        found += ready.of_attempts(shown, code, case, _measured(args.case, args.times, args.overrides))
+    found = list(dict.fromkeys(found))
+    if args.json:
+        print_json({"case": case.slug, "ready": not found, "findings": [vars(finding) for finding in found]})
+    else:
+        print("\n".join(_lines(case.slug, found, args)))
+    return 1 if found else 0
+
+
+def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[str]:
+    if found:
+        return [*map(str, found), f"{slug}: {len(found)} finding{'s' if len(found) > 1 else ''}: not ready"]
+    how = (
+        "its files are in order; nothing was run" if args.no_run else f"ready ({args.times} attempts an arm, each way)"
+    )
+    return [f"{slug}: {how}; then `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
+
+
+def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[dict[str, Any]]]:
+    from repro_matrix.running import session
+
+    stop = threading.Event()
+    found: dict[str, list[dict[str, Any]]] = {}
+    with session.interruptible(stop, _say), tempfile.TemporaryDirectory(prefix="repro-check-") as folder:
+        for way, launcher in (("warm", "warm"), ("cold", "torchrun")):
+            print(f"{slug}: {times} attempts an arm, {way}", file=sys.stderr, flush=True)
+            texts = [
+                f"case={slug}",
+                f"repeat={times}",
+                f"launcher={launcher}",
+                f"results={folder}/{way}",
+                *overrides,
+            ]
+            found[way] = session.execute(session.prepare(texts), lambda event: None, stop, on_warning=_say).documents
+    return found
+
+
+def _file(known: Catalogue, slug: str) -> Path:
+    from repro_matrix.paths import CONF
+
+    return known.own.get("case", {}).get(slug, CONF / "case" / f"{slug}.yaml")
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""`repro new SLUG`: the first files of a case, so that the trigger is left to write. Nothing is overwritten."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.conf.errors import ConfigError, unknown
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slug", metavar="SLUG", help="the case's name: lower case, with hyphens")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
+    start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
+    parser.add_argument("--like", metavar="CASE", help="the flags, arms, axes, proof and script of another case")
+    told = "numbers are wrong without an error: the check that fails (updates, loss, gradient, or one of your own)"
+    parser.add_argument("--silent", metavar="CHECK", help=told)
+
+
+def main(args: argparse.Namespace) -> int:
+    from repro_matrix.authoring import draft
+    from repro_matrix.conf import catalogue
+
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
+        raise ConfigError(f"{args.slug!r}: a case's name has lower-case letters, digits and hyphens")
+    if args.silent and args.from_log:
+        raise ConfigError("--silent: numbers that are wrong without an error are in no log (--from-log)")
+    known = catalogue.load()
+    if args.slug in known.cases:
+        raise ConfigError(f"{args.slug} is a case already (`repro show {args.slug}`)")
+    if args.like and args.like not in known.cases:
+        raise unknown("case", args.like, known.cases, "--like")
+    shape: dict[str, Any] = draft.SHAPE
+    script = draft.SCRIPT
+    signature = draft.silent(args.silent) if args.silent else draft.unknown_exception()
+    if args.from_script:
+        text = _read(args.from_script)
+        script, shape = draft.script_of(text, Path(args.from_script).name), draft.own_shape(text)
+    if args.from_log:
+        signature = _of_log(args.from_log, known.cases)
+    if args.like:
+        shape = known.raw["case"][args.like]
+        script = script if args.from_script else known.script(known.cases[args.like]).read_text(encoding="utf-8")
+    folder, scripts = _folders()
+    written = {folder / f"{args.slug}.yaml": draft.case(args.slug, signature, shape),
+               scripts / f"{args.slug.replace('-', '_')}.py": script}  # fmt: skip
+    there = [path for path in written if path.exists()]
+    if there:
+        raise ConfigError(f"{there[0]} is there already; nothing is overwritten")
+    for path, text in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+    print(f"then: write the trigger, replace every {draft.TODO}, and `repro check {args.slug}`")
+    return 0
+
+
+def _folders() -> tuple[Path, Path]:
+    """Where the project's cases and their scripts lie."""
+    from repro_matrix.conf import project
+    from repro_matrix.paths import CHECKOUT, CONF, REPROS
+
+    here = project.current()
+    if here.conf:
+        folder = here.conf[0] / "case"
+        return folder, here.scripts[0] if here.scripts else folder
+    if not CHECKOUT:
+        raise ConfigError(f'{here.folder}: no repro.toml says where your own cases lie (conf = "failures")')
+    return CONF / "case", REPROS
+
+
+def _of_log(path: str, cases: Any) -> dict[str, Any]:
+    from repro_matrix.authoring import draft
+    from repro_matrix.matching.known import Catalogue, recognise
+    from repro_matrix.matching.reading import blocks
+    from repro_matrix.matching.scan import Texts, scan
+
+    answer = recognise(scan(blocks(path), Texts(cases.values())), Catalogue(cases))
+    if answer.names:
+        print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)
+    errors = [failure.error for failure in answer.causes if failure.error.record]
+    if not errors:
+        raise ConfigError(f"{path}: no error that a rank raised is in this log (`repro match {path}` says what is)")
+    return draft.of_error(errors[0])
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
