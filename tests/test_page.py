@@ -384,7 +384,8 @@ def test_a_run_whose_page_cannot_be_written_has_lost_nothing(
 def test_the_ledger_misses_nothing_of_what_is_dropped_while_reading() -> None:
     """On published documents: those of a claim by numbers among them."""
     from repro_matrix.judge.again import judged_again
-    from repro_matrix.page.read import ledger, slim
+    from repro_matrix.page.parts import slim
+    from repro_matrix.page.read import ledger
     from repro_matrix.paths import BASELINE
     from repro_matrix.results.store import Store
 

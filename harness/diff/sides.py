@@ -219,13 +219,12 @@ class _Kept:
 
 @lru_cache(maxsize=1)
 def judge_key() -> str:
-    """What a brief depends on beside its document: the judge, the cases, and how briefs are made."""
-    folders = [(PACKAGE / name, "*.py") for name in ("judge", "diff", "conf", "results", "terminal")]
-    folders += [(PACKAGE / "bisection", "labels.py")]
+    """What is read from documents depends on beside them: the code, the cases, and what is expected."""
+    folders = [(PACKAGE, "*.py")]
     folders += [(folder / "case", "*.yaml") for folder in project.conf_folders()]
     folders += [(folder, "*.yaml") for folder in dict.fromkeys((EXPECTED, project.current().expected))]
     digest = hashlib.sha256()
     for folder, pattern in folders:
-        for path in sorted(folder.glob(pattern)):
-            digest.update(path.name.encode() + path.read_bytes())
+        for path in sorted(folder.rglob(pattern)):
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]

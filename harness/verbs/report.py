@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,8 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.page.page import page
     from repro_matrix.page.read import read
 
+    gc.freeze()  # the small objects of many thousand cells are all kept: looking for garbage takes as long as reading
+    gc.disable()
     words, results = args.overrides, project.current().results
     wanted = _selection([word for word in words if "=" in word])
     folders = [Path(word).expanduser() for word in words if "=" not in word] or (
