@@ -76,10 +76,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from repro_matrix.running.session import prepare
 
     try:
-        prepared = prepare(shlex.split(config.getoption("--repro")))
+        texts = shlex.split(config.getoption("--repro"))
+        prepared = prepare(texts)
     except ReproError as error:
         raise pytest.UsageError(str(error)) from None
-    config.stash[DESK], config.stash[CELLS] = Desk(prepared), cells_of(prepared)
+    config.stash[DESK], config.stash[CELLS] = Desk(prepared, texts), cells_of(prepared)
 
 
 def cells_of(prepared: Session) -> list[Cell]:

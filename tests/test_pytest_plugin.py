@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,11 +112,11 @@ def fake_run(sent: list[Any]) -> Any:
     return execute
 
 
-def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(session, "execute", fake_run(sent))
     monkeypatch.setattr(desk.rows, "arm_rows", lambda document: [{"arm": a.arm} for a in document["plan"].arms])
-    prepared = session.prepare([f"case={CASE}"], build_stacks=False)
+    prepared = session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False)
     served = desk.Desk(prepared)
     address, key = served.serve()
     askers = [desk.Asker(address, key) for _ in range(3)]
@@ -133,12 +134,12 @@ def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.Monk
         served.measure(0, ["fsdp2"])
 
 
-def test_who_has_not_the_key_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_not_the_key_is_not_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from multiprocessing import AuthenticationError
 
     monkeypatch.setattr(session, "execute", fake_run([]))
     monkeypatch.setattr(desk.rows, "arm_rows", lambda document: [])
-    served = desk.Desk(session.prepare([f"case={CASE}"], build_stacks=False))
+    served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
     address, key = served.serve()
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         desk.Asker(address, b"another")
@@ -146,12 +147,12 @@ def test_who_has_not_the_key_is_not_answered(monkeypatch: pytest.MonkeyPatch) ->
     served.close()
 
 
-def test_when_the_run_fails_whoever_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_run_fails_whoever_waits_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def execute(*given: Any, **more: Any) -> Summary:
         raise MeasureError("another run is writing here")
 
     monkeypatch.setattr(session, "execute", execute)
-    served = desk.Desk(session.prepare([f"case={CASE}"], build_stacks=False))
+    served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
     with pytest.raises(MeasureError, match="another run is writing here"):
         served.measure(0, ["fsdp"])
     served.close()

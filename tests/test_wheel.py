@@ -122,6 +122,7 @@ def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
     # And by pytest: two workers, one run, expected as accepted.
     said = run("--repro", "case=odd-batch repeat=1 hardware=cpu", "-n", "2", "--junitxml=out.xml", "-v").stdout
     assert "repro::odd-batch::our-head/by-hand::drop-last" in said and "1 passed" in said
+    assert list((team / "results/scratch/latest/").rglob("our-head-by-hand.json")), "a folder of its own, the latest"
     assert contents(package) == before
 
 

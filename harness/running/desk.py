@@ -18,7 +18,7 @@ from typing import Any
 
 from repro_matrix.conf.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import rows
+from repro_matrix.results import rows, runs
 from repro_matrix.running import session
 from repro_matrix.running.events import Event
 from repro_matrix.running.session import Session
@@ -28,10 +28,12 @@ Asked = tuple[int, tuple[str, ...]]  # the cell's number among the run's plans, 
 
 
 class Desk:
-    """The run begins with the first question. Thread-safe."""
+    """The run begins with the first question, in a folder of its own unless one is given. Thread-safe."""
 
-    def __init__(self, prepared: Session) -> None:
+    def __init__(self, prepared: Session, texts: Sequence[str] = ()) -> None:
+        """``texts``: the overrides that it was prepared from."""
         self.prepared = prepared
+        self._texts = list(texts)
         self.notes: list[str] = []
         self._stop = threading.Event()
         self._waiting: queue.Queue[CellPlan] = queue.Queue()
@@ -82,9 +84,19 @@ class Desk:
 
     def _work(self) -> None:
         try:
+            settings, folder = self.prepared.settings, None
+            if settings.results is None:
+                folder = runs.begin(session.scratch(), self._texts)
+                settings = replace(settings, results=str(folder))
             summary = session.execute(
-                self.prepared, self._tell, self._stop, on_warning=self.notes.append, more=self._more
+                replace(self.prepared, settings=settings),
+                self._tell,
+                self._stop,
+                on_warning=self.notes.append,
+                more=self._more,
             )
+            if folder is not None:
+                runs.note(folder, self._texts, runs.ENDED)
             self._end(MeasureError(summary.problem or "the run was ended"))
         except BaseException as error:  # noqa: BLE001 - whoever waits would wait for ever
             self._end(error)
