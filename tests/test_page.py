@@ -344,7 +344,7 @@ def test_bad_input_is_named(stored: Path, tmp_path: Path, capsys: pytest.Capture
         ([str(tmp_path / "empty")], "no results in it"),
         ([str(stored), "--output", str(tmp_path)], "is a folder"),
         ([str(stored), "--format", "json", "--output", str(stored / "x.json")], "would be taken for a cell's document"),
-        ([str(stored), "--output", str(stored / "report.html" / "y.html")], "cannot be written"),
+        ([str(stored), "--output", str(stored / "report.html" / "y.html")], "there is no such folder"),
     ):
         (stored / "report.html").write_text("a file, no folder")
         assert main(["report", *words]) == 2
