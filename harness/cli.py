@@ -20,6 +20,7 @@ VERBS = {
     "plan": ("plan", "memory of every cell, what does not fit, what runs when; also for hardware that is not here"),
     "versions": ("versions", "in which releases of a package each arm of a case fires, from measurement"),
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
+    "shrink": ("shrink", "a smallest trigger of a failure: which settings it needs, how small a model, which lines"),
     "diff": ("diff", "what two runs, stacks or machines answer otherwise: failures, fixes, texts, cells, time, memory"),
     "agree": ("agree", "how often one hardware's results predict the other's, case by case"),
     "mute": ("mute", "a difference that somebody has taken on: silent until its day, an error afterwards"),

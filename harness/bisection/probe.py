@@ -20,7 +20,7 @@ from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf import overrides
 from repro_matrix.conf.config import RunSettings, compose_run
 from repro_matrix.conf.errors import ConfigError, unknown
-from repro_matrix.conf.overrides import Selection
+from repro_matrix.conf.overrides import Selection, quoted
 from repro_matrix.conf.schema import Case
 from repro_matrix.planning import matrix
 from repro_matrix.results.store import Store
@@ -112,7 +112,7 @@ class Prober:
     ) -> None:
         selection = overrides.parse([f"case={case}", *texts])
         self.settings: RunSettings = compose_run(selection.run)
-        catalogue = catalogues.load(patches=selection.patches)
+        catalogue = catalogues.load(patches=selection.patches, cases=selection.case)
         if case not in catalogue.cases:
             raise unknown("case", case, catalogue.cases)
         self.case = catalogue.cases[case]
@@ -206,11 +206,6 @@ class Prober:
         stored = not point.attempts and any(answer.counted for answer in answers.values())
         how = "stored before" if stored else f"{point.wall_s:.1f} s"
         self.say(f"{point.target.name}: {first} {shown}{more} ({how})")
-
-
-def quoted(value: str) -> str:
-    """A value as Hydra's grammar takes it (a backslash says something only before a quote)."""
-    return "'" + value.replace("'", "\\'") + "'"
 
 
 def _attempts(point: Point) -> int:

@@ -16,8 +16,10 @@ from repro_matrix.conf.schema import Arm, Case, Strategy
 WORDS = {"help", "requires", "promises"}
 
 
-def check_arms(case: Case, strategies: Mapping[str, Strategy], path: str) -> None:
-    """Raises ConfigError: an option that no strategy of the case has, a value it does not take, or two equal arms."""
+def check_arms(case: Case, strategies: Mapping[str, Strategy], path: str, patched: bool = False) -> None:
+    """Raises ConfigError: an option that no strategy of the case has, a value it does not take, or two equal arms.
+
+    ``patched``: by the command line, which may well make the broken arm what an arm makes of it (the plan says so)."""
     _check_options(case.options, case.axes.strategy, strategies, f"{path}: options")
     for name, arm in case.arms.items():
         own = [arm.strategy] if arm.strategy else case.axes.strategy
@@ -26,6 +28,8 @@ def check_arms(case: Case, strategies: Mapping[str, Strategy], path: str) -> Non
         if arm.strategy:  # what the case says for its own strategies may mean nothing to another
             taken = {option: value for option, value in inherited.items() if option in strategies[arm.strategy].options}
             _check_options(taken, own, strategies, f"{path}: arms.{name} inherits options")
+    if patched:
+        return
     seen: dict[str, str] = {}
     for name, arm in case.arms.items():
         key = json.dumps(changes(case, arm), sort_keys=True, default=str)

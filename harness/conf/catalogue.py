@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,13 +110,16 @@ def load(
     repros: Path = REPROS,
     patches: dict[str, list[tuple[list[str], Any]]] | None = None,
     strict: bool = False,
+    cases: Iterable[str] = ("*",),
 ) -> Catalogue:
     """Reads and validates every group, and what is expected of its cases (results/expected beside conf/).
 
     A file that is wrong disables itself only, and the cases that cannot do without it: it is left out, with the reason
     (``Catalogue.left_out``), and whoever asks for it by name gets that reason. ``strict``: it is raised instead.
     ``patches``: group -> [(key path, value)], laid over each option of the group that has the key (the overrides
-    ``model.config.num_hidden_layers=4``); what these break is raised. Raises ConfigError."""
+    ``model.config.num_hidden_layers=4``), those of a case over ``cases`` alone, the names or globs that are selected;
+    what these break is raised. Raises ConfigError."""
+    selected = list(cases)
     own: dict[str, dict[str, Path]] = {}
     raws: dict[str, dict[str, Raw]] = {}
     parsed: dict[str, Options[Any]] = {}
@@ -134,7 +138,10 @@ def load(
                     raise
                 parsed[group].left_out[path.stem] = error
                 continue
-            laid = [_patch(raw, *change) for change in (patches or {}).get(group, []) if _meant(group, raw, change[0])]
+            given = (patches or {}).get(group, [])
+            if group == "case" and not any(fnmatch.fnmatchcase(path.stem, each) for each in selected):
+                given = []
+            laid = [_patch(raw, *change) for change in given if _meant(group, raw, change[0])]
             raws[group][path.stem] = raw
             parsed[group][path.stem] = _option(model, raw, path, group) if laid else option
     for slug, entries in _expected(conf, parsed["case"]).items():
@@ -151,7 +158,10 @@ def load(
         parsed["case"][slug] = _without(parsed["case"][slug], catalogue)
         try:
             _check_references(
-                parsed["case"][slug], catalogue, _short(own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
+                parsed["case"][slug],
+                catalogue,
+                _short(own["case"].get(slug, conf / "case" / f"{slug}.yaml")),
+                bool(patches),
             )
         except ConfigError as error:
             if strict or (patches and slug in load(conf, repros).cases):
@@ -205,15 +215,18 @@ def _short(path: Path) -> str:
 
 
 def _patch(raw: Raw, keys: list[str], value: Any) -> bool:
+    top = raw
     for key in keys[:-1]:
         raw = raw.setdefault(key, {})
         if not isinstance(raw, dict):
             raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
     raw[keys[-1]] = value
+    if len(keys) == 2 and keys[0] == "config":  # what is asked for is no tiny model's to take back
+        (top.get("tiny") or {}).pop(keys[1], None)
     return True
 
 
-def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
+def _check_references(case: Case, catalogue: Catalogue, path: str, patched: bool) -> None:
     """Names in a case's file must exist: a typo would otherwise be a cell that never runs."""
     script = catalogue.script(case)
     if not script.is_file():
@@ -237,7 +250,7 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
             raise unknown("strategy", arm.strategy, catalogue.strategies, where)
         if arm.stack and arm.stack not in catalogue.stacks:
             raise unknown("stack", arm.stack, catalogue.stacks, where)
-    check_arms(case, catalogue.strategies, path)
+    check_arms(case, catalogue.strategies, path, patched)
     for other in case.occurs_with:
         if other not in catalogue.cases and other not in left_out(catalogue.cases):
             raise unknown("case", other, catalogue.cases, f"{path}: occurs_with")

@@ -103,6 +103,11 @@ def _plain(value: Any) -> Any:
     return text if isinstance(text, str) else value
 
 
+def quoted(value: str) -> str:
+    """A value as Hydra's grammar takes it (a backslash says something only before a quote)."""
+    return "'" + value.replace("'", "\\'") + "'"
+
+
 def expand(what: str, patterns: Iterable[str], known: Collection[str], where: str = "") -> list[str]:
     """Names matching the patterns, in the catalogue's order; a pattern without a match is an error with the nearest."""
     names = list(known)

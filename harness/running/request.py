@@ -77,7 +77,7 @@ class Request:
 def ask(texts: Sequence[str]) -> Request:
     """Raises ConfigError that names what cannot be understood."""
     line = overrides.parse(texts)
-    catalogue = catalogues.load(patches=line.patches)
+    catalogue = catalogues.load(patches=line.patches, cases=line.case)
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalogues.load())
     settings = compose_run(line.run) if line.run else RunSettings()

@@ -17,9 +17,10 @@ from repro_matrix.conf import overrides, project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, MeasureError
-from repro_matrix.hardware import Machine, Profile, around
+from repro_matrix.hardware import Gpu, Machine, Profile, around
 from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.launch import open_launcher
+from repro_matrix.launch.attempt import Launcher
 from repro_matrix.memory import planned as planning
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning import placing
@@ -214,6 +215,55 @@ def history(stores: Iterable[Store], cases: Collection[str]) -> dict[str, list[d
     return found
 
 
+@dataclass(frozen=True)
+class Workplace:
+    """What runs one after another have in common: one launcher with its warm servers, one folder, one set of leases."""
+
+    launcher: Launcher
+    leases: Leases
+    nvml: Nvml
+    run_dir: Path
+
+    def run(
+        self,
+        session: Session,
+        given: Given,
+        plans: list[CellPlan],
+        root: Store,
+        tell: Callable[[Event], None],
+        stop: threading.Event,
+        *rest: Any,
+    ) -> Summary:
+        attempts = Attempts(
+            given.catalogue, session.stacks, self.launcher, self.leases, self.run_dir, session.settings.keep
+        )
+        return Engine(given, attempts, root, tell, self.nvml).run(plans, stop, *rest)
+
+
+@contextlib.contextmanager
+def workplace(
+    launcher: str = "auto",
+    gpus: Iterable[Gpu] = (),
+    on_warning: Callable[[str], None] = lambda text: None,
+) -> Iterator[Workplace]:
+    """Everything is ended and given back when it is left. ``launcher``: of the settings."""
+    state = cache_dir() / "state"
+    for text in clear_leftovers(state):
+        on_warning(f"cleared what an earlier run left: {text}")
+    run_dir = new_run_dir(state)
+    with (
+        register_run(state, run_dir.name),
+        _ending(run_dir),
+        Nvml(gpu.uuid for gpu in gpus) as nvml,
+        Leases(state, run_dir.name, nvml.look) as leases,
+    ):
+        opened = open_launcher(launcher)
+        try:
+            yield Workplace(opened, leases, nvml, run_dir)
+        finally:
+            opened.close()
+
+
 def execute(
     session: Session,
     on_event: Callable[[Event], None],
@@ -222,50 +272,38 @@ def execute(
     on_warning: Callable[[str], None] = lambda text: None,
     planted: bool = False,
     more: More | None = None,
+    at: Workplace | None = None,
 ) -> Summary:
     """Run the session's plan over its results folder. ``planted``: measure the canary's cells first (canary.py), and
     nothing at all where they do not come out as planted (MeasureError). ``more``: the cells are those that it
-    gives, until ``stop`` is set; the session's plan is what they are taken from."""
+    gives, until ``stop`` is set; the session's plan is what they are taken from. ``at``: where several runs share a
+    launcher."""
     store = Store(results_folder(session.settings))
     store.open()
-    state = cache_dir() / "state"
     try:
-        for text in clear_leftovers(state):
-            on_warning(f"cleared what an earlier run left: {text}")
         if session.shard:
             shards.write(store.root, session.shard, session.stacks, provenance.git_state())
-        run_dir = new_run_dir(state)
         known = history(own_stores(session.settings), {plan.cell.case for plan in session.plans})
         given = Given(
             session.catalogue, session.settings, session.profiles, session.machine,
             session.stacks, provenance.provenance(session.settings.seed), known,
         )  # fmt: skip
-        with (
-            register_run(state, run_dir.name),
-            _ending(run_dir),
-            Nvml(gpu.uuid for gpu in given.gpus) as nvml,
-            Leases(state, run_dir.name, nvml.look) as leases,
-        ):
-            launcher = open_launcher(session.settings.launcher.value)
-            try:
+        with contextlib.ExitStack() as own:
+            place = at or own.enter_context(workplace(session.settings.launcher.value, given.gpus, on_warning))
 
-                def run(
-                    given: Given, plans: list[CellPlan], root: Store, tell: Callable[[Event], None], *rest: Any
-                ) -> Summary:
-                    keep = session.settings.keep
-                    attempts = Attempts(given.catalogue, session.stacks, launcher, leases, run_dir, keep)
-                    return Engine(given, attempts, root, tell, nvml).run(plans, stop, *rest)
+            def run(
+                given: Given, plans: list[CellPlan], root: Store, tell: Callable[[Event], None], *rest: Any
+            ) -> Summary:
+                return place.run(session, given, plans, root, tell, stop, *rest)
 
-                if planted:
-                    broken = canary.look(given, session.plans, run, Store(run_dir / "canary"), stop)
-                    if broken:
-                        raise MeasureError(broken)
-                summary = run(given, [] if more else session.plans, store, on_event, resume, session.later, more)
-                for text in dict.fromkeys(summary.notes):
-                    on_warning(text)
-                return summary
-            finally:
-                launcher.close()
+            if planted:
+                broken = canary.look(given, session.plans, run, Store(place.run_dir / "canary"), stop)
+                if broken:
+                    raise MeasureError(broken)
+            summary = run(given, [] if more else session.plans, store, on_event, resume, session.later, more)
+            for text in dict.fromkeys(summary.notes):
+                on_warning(text)
+            return summary
     finally:
         for text in store.damaged:
             on_warning(text)

@@ -1,0 +1,40 @@
+"""A question's answer with its evidence, and how often a question is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from repro_matrix.bisection import labels
+from repro_matrix.bisection.labels import Answer as Said
+from repro_matrix.bisection.search import repeats_for
+from repro_matrix.shrink.search import Answer
+
+FIRST = 3  # attempts of what is given, and of what is left: whether it fires every time
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``document``: None where nothing was launched for it. ``attempts``: launched now."""
+
+    said: Said
+    document: str | None = None
+    attempts: int = 0
+
+    @property
+    def answer(self) -> Answer:
+        return None if self.said.label is None else self.said.label == labels.FIRES
+
+    @property
+    def words(self) -> str:
+        """As a report says it."""
+        if self.said.label is None:
+            return f"unknown: {self.said.detail}"
+        if self.said.label != labels.FIRES:
+            return self.said.label
+        times = f" {self.said.fired} of {self.said.counted}" if self.said.counted > 1 else ""
+        return f"{labels.FIRES}{times}: {self.said.detail}"
+
+
+def repeats(said: Said) -> int:
+    """How often a configuration must be launched before it counts as not firing, by how often the given one fired."""
+    return repeats_for(said.fired, said.counted)

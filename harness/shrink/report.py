@@ -1,0 +1,131 @@
+"""What a search found, as JSON and as lines to read. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from repro_matrix.bisection.labels import short
+from repro_matrix.shrink.asked import Asked
+from repro_matrix.shrink.knobs import Config, Range, Shrunk, Value
+from repro_matrix.shrink.settings import Search
+
+Json = dict[str, Any]
+
+
+def settings(search: Search, shrunk: Shrunk) -> Json:
+    """The settings that were varied, what each may be, and every question with its evidence."""
+    return {
+        "needs": [each.knob.name for each in shrunk.ranges if each.needed],
+        "varied": [_varied(search, shrunk, index) for index in range(len(search.knobs))],
+        "questions": [
+            {
+                "changed": {k.name: value for k, value in zip(search.knobs, config) if value != k.given},
+                "answer": found.words, "document": found.document, "attempts": found.attempts,
+            }
+            for config, found in search.asked.items()
+        ],
+        "repeat": search.repeat,
+    }  # fmt: skip
+
+
+def _varied(search: Search, shrunk: Shrunk, index: int) -> Json:
+    knob, value = search.knobs[index], shrunk.config[index]
+    found = shrunk.ranges[index] if index < len(shrunk.ranges) else Range(knob, value, {value: True})
+    asked = {}
+    for other in knob.values:
+        if other in found.asked:
+            evidence = search.asked.get((*shrunk.config[:index], other, *shrunk.config[index + 1 :]))
+            asked[_name(other)] = _evidence(evidence)
+    return {
+        "name": knob.name, "given": knob.given, "value": value, "simplest": knob.simplest, "number": knob.ordered,
+        "needed": found.needed if found.whole else None, "fires_at": found.firing, "gone_at": found.gone,
+        "asked": asked,
+    }  # fmt: skip
+
+
+def _evidence(found: Asked | None) -> Json:
+    return {"answer": found.words, "document": found.document} if found else {"answer": "not asked", "document": None}
+
+
+def _name(value: Value) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- lines
+
+
+def lines(data: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{data['what']}: {data['failure']}"
+    varied: Sequence[Json] = data["varied"]
+    needed = [each for each in varied if each["needed"]]
+    free = [each for each in varied if each["needed"] is False]
+    if needed:
+        yield ""
+        yield "it needs (leaving out any one of these makes it go):"
+        yield from _table(_needed(each) for each in needed)
+    elif data["done"] and varied:
+        yield ""
+        yield "it needs none of the settings that were varied: it fires with all of them left out"
+    if free:
+        yield ""
+        yield "it does not need:"
+        yield from _table(_free(each) for each in free)
+    unsaid = [each["name"] for each in varied if each["needed"] is None]
+    if unsaid:
+        yield ""
+        yield f"not known, since the search ended before: {', '.join(unsaid)}"
+    yield from _script(data.get("lines"))
+    yield ""
+    yield f"smallest that fires ({data['confirmed']}):" if data["done"] else "smallest so far that fires:"
+    yield f"    {shlex.join(data['command'])}"
+    yield from data["notes"]
+    yield (
+        f"{len(data['questions']) + len((data.get('lines') or {}).get('questions', []))} questions, "
+        f"{data['attempts']} attempts launched, {data['wall_s']:.0f} s"
+    )
+
+
+def _table(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
+    found = list(rows)
+    width = max(len(left) for left, _ in found)
+    yield from (f"  {left:<{width}}  {right}" for left, right in found)
+
+
+def _needed(each: Json) -> tuple[str, str]:
+    gone = [f"{_name(value)}: {short(_answer(each, value))}" for value in each["gone_at"]]
+    unknown = [name for name, said in each["asked"].items() if said["answer"].startswith("unknown")]
+    if each["number"]:
+        top = each["fires_at"][-1]
+        told = [f"fires up to {top}"] if top != each["value"] else []
+        return f"{each['name']} at least {each['value']}", "; ".join([*told, *gone])
+    others = [_name(value) for value in each["fires_at"] if value != each["value"]]
+    told = [*([f"or {' or '.join(others)}"] if others else []), *gone]
+    return f"{each['name']}={_name(each['value'])}", "; ".join(told + [f"{name}: not known" for name in unknown])
+
+
+def _free(each: Json) -> tuple[str, str]:
+    gone = [f"not at {_name(value)} ({short(_answer(each, value))})" for value in each["gone_at"]]
+    if each["number"]:
+        low, high = each["fires_at"][0], each["fires_at"][-1]
+        told = f"fires at {low}" if low == high else f"fires at {low} to {high}"
+    else:
+        told = "fires at " + ", ".join(_name(value) for value in each["fires_at"])
+    return each["name"], "; ".join([told, *gone])
+
+
+def _answer(each: Json, value: Value) -> str:
+    return str(each["asked"][_name(value)]["answer"])
+
+
+def _script(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if not found:
+        return
+    yield ""
+    whole = "no statement of them can be left out" if found["done"] else "the search ended before no more could go"
+    yield f"{found['now']} of {found['before']} lines are left ({whole}): {found['file']}"
+
+
+def config_of(search: Search, config: Config) -> Json:
+    return {knob.name: value for knob, value in zip(search.knobs, config)}

@@ -1,0 +1,185 @@
+"""What varies in a case: its flags, its strategy's options, the model's size, ranks, steps and variables. Pure.
+
+An override's text says each value (``flags.mixed=bf16``), so that what is found is a command to paste.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.overrides import quoted
+from repro_matrix.conf.schema import Case, Flag
+from repro_matrix.planning.matrix import Cell
+from repro_matrix.shrink.knobs import Config, Knob, Value
+
+Settings = Mapping[str, Any]
+
+UNSET = "(not set)"
+MOST_RANKS = 2  # times the ranks that are given: the largest number of them that is asked
+MOST_OPTION = 1000  # times a number among the options
+
+
+@dataclass(frozen=True)
+class Varied:
+    """A knob, what is written on the command line for each of its values, and the value where nothing is written."""
+
+    knob: Knob
+    texts: Callable[[Value], list[str]]
+    usual: Value
+
+
+def overrides_of(varied: Sequence[Varied], config: Config) -> list[str]:
+    return [text for each, value in zip(varied, config) if value != each.usual for text in each.texts(value)]
+
+
+def base(case: Case, arm: str, texts: Sequence[str], cell: Cell) -> list[str]:
+    """The overrides that stay: what was given less what varies, and the axes that the arm changes."""
+    kept = [text for text in texts if not _varies(text.lstrip("+~").partition("=")[0])]
+    spec = case.arms[arm]
+    kept += [f"model={spec.model or cell.model}", f"strategy={spec.strategy or cell.strategy}"]
+    kept += [f"tp_size={spec.tp_size}"] if spec.tp_size else []
+    return [*kept, "case.launch.env={}"] if case.launch.env else kept  # each is a variable of its own
+
+
+def _varies(name: str) -> bool:
+    if name.startswith("model.config."):
+        return name.rpartition(".")[2] in SIZES
+    return name in ("model", "strategy", "arms", "repeat", "ranks", "steps") or name.startswith(
+        ("flags.", "case.options.", "strategy.options.", "env.")
+    )
+
+
+def vary(
+    catalogue: Catalogue, case: Case, arm: str, given: Settings, usual: Settings, env: Mapping[str, str]
+) -> tuple[Varied, ...]:
+    """``given``: the arm's settings as it is to be shrunk (repros/arm_settings.py). ``usual``: those of the broken arm
+    with nothing but ``base`` written. What an arm sets is a setting like any other here."""
+    found = [_flag(name, flag, given["flags"][name], usual["flags"][name]) for name, flag in case.flags.items()]
+    strategy = catalogue.strategies[given["strategy"]["slug"]]
+    for name, default in strategy.options.items():
+        options = given["strategy"]["options"][name], usual["strategy"]["options"][name]
+        found.append(_option(name, default, strategy.choices.get(name), *options))
+    published = catalogue.raw["model"][given["model"]["slug"]]["config"]
+    found += _sizes(given["model"]["config"], usual["model"]["config"], published)
+    if case.scales:
+        ranks = given["world_size"]
+        least = min(case.min_ranks, ranks)
+        found.append(_number("ranks", ranks, least, usual["world_size"], (ranks * MOST_RANKS,)))
+    found.append(_number("steps", given["steps"], 1, usual["steps"]))
+    for name, value in {**case.launch.env, **env, **case.arms[arm].env}.items():
+        found.append(Varied(Knob(f"env.{name}", value, UNSET, (UNSET, value)), _writes(f"env.{name}", str), UNSET))
+    return tuple(each for each in found if each is not None and len(each.knob.values) > 1)
+
+
+def hydra(value: Any) -> str:
+    """A value in Hydra's grammar, which a plain word needs no quotes in."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    plain = value.replace("-", "").replace("_", "").isalnum() and value.lower() not in ("null", "true", "false")
+    return value if plain else quoted(value)
+
+
+def _writes(name: str, written: Callable[[Value], str] = hydra) -> Callable[[Value], list[str]]:
+    return lambda value: [f"{name}={written(value)}"]
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(name: str, given: int, least: int, usual: int, beyond: tuple[int, ...] = ()) -> Varied:
+    values = tuple(sorted({*range(least, given + 1), *beyond}))
+    return Varied(Knob(name, given, least, values, ordered=True), _writes(name), usual)
+
+
+def _powers(given: int, most: int) -> tuple[int, ...]:
+    """1, 2, 4 ... up to ``most``, and the value that is given."""
+    return tuple(sorted({given, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)}))
+
+
+def _flag(name: str, flag: Flag, given: Value, usual: Value) -> Varied | None:
+    """Simplest: what leaves the thing to others (null), or is off (false); else none is simpler than another."""
+    key = f"flags.{name}"
+    if flag.choices is not None:
+        values = _hashable(flag.choices)
+        simplest = next((plain for plain in (None, False) if any(each is plain for each in flag.choices)), given)
+        return None if values is None else Varied(Knob(key, given, simplest, values), _writes(key), usual)
+    if _is_number(given) and given > 1:
+        return _number(key, given, 1, usual)
+    if given is not None and flag.default is None and isinstance(given, (str, int, float)):
+        return Varied(Knob(key, given, None, (None, given)), _writes(key), usual)
+    return None
+
+
+def _option(name: str, default: Value, choices: list[Value] | None, given: Value, usual: Value) -> Varied | None:
+    """Simplest: what the strategy has where nobody says anything."""
+    key = f"case.options.{name}"  # a case's options win over its strategy's
+    if choices is None and isinstance(default, bool):
+        choices = [False, True]
+    if choices is not None:
+        values = _hashable(choices)
+        return None if values is None else Varied(Knob(key, given, default, values), _writes(key), usual)
+    if _is_number(default) and given > 0 and default > 0:
+        values = tuple(sorted({default, *_powers(given, max(given, default)), given * 10, given * MOST_OPTION}))
+        return Varied(Knob(key, given, default, values, ordered=True), _writes(key), usual)
+    return None
+
+
+def _hashable(values: Sequence[Value]) -> tuple[Value, ...] | None:
+    plain = all(value is None or isinstance(value, (str, int, float)) for value in values)
+    return tuple(values) if plain and len(set(values)) == len(values) else None
+
+
+# -- the model
+
+LAYERS, HEADS, KV = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+WIDTHS = {"intermediate_size": 1, "vocab_size": 1, "hidden_size": 2}  # with the least: rotary embeddings turn pairs
+SIZES = (LAYERS, HEADS, KV, *WIDTHS)
+
+
+def _sizes(given: Settings, usual: Settings, published: Settings) -> list[Varied]:
+    """Layers one by one; the rest in powers of two, for each value costs an attempt."""
+    found = []
+    layers, heads = given.get(LAYERS), given.get(HEADS)
+    if _is_number(layers):  # first: it costs the most
+        whole = max(layers, published.get(LAYERS, layers))
+        found.append(_number(f"model.config.{LAYERS}", layers, 1, usual[LAYERS], (whole,)))
+    if _is_number(heads) and heads > 1:  # before the width, which they divide
+        values = tuple(value for value in range(1, heads + 1) if heads % value == 0)
+        knob = Knob(f"model.config.{HEADS}", heads, 1, values, ordered=True)
+        found.append(Varied(knob, _heads(heads, given.get(KV)), usual[HEADS]))
+    for key, least in WIDTHS.items():
+        if _is_number(given.get(key)) and given[key] > least:
+            values = tuple(value for value in _powers(given[key], given[key]) if value >= least)
+            knob = Knob(f"model.config.{key}", given[key], values[0], values, ordered=True)
+            found.append(Varied(knob, _writes(knob.name), usual[key]))
+    return found
+
+
+def _heads(given: int, kv: Any) -> Callable[[Value], list[str]]:
+    """Key-value heads stay the same part of all heads, one at the least."""
+
+    def texts(value: Value) -> list[str]:
+        told = [f"model.config.{HEADS}={value}"]
+        return [*told, f"model.config.{KV}={max(1, kv * value // given)}"] if _is_number(kv) else told
+
+    return texts
+
+
+def wrong_shape(config: Settings) -> str | None:
+    """Why a model of such sizes does not exist, or None."""
+    hidden, heads, kv = config.get("hidden_size"), config.get(HEADS), config.get(KV)
+    if not (_is_number(hidden) and _is_number(heads)):
+        return None
+    if "head_dim" not in config and "kv_channels" not in config:
+        if hidden % heads:
+            return f"{hidden} hidden units do not divide over {heads} heads"
+        if hidden // heads % 2:
+            return f"a rotary embedding turns pairs, and a head would have {hidden // heads}"
+    if _is_number(kv) and heads % kv:
+        return f"{heads} heads do not divide over {kv} key-value heads"
+    return None

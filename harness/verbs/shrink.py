@@ -1,0 +1,105 @@
+"""`repro shrink CASE|SCRIPT`: a smallest trigger of a failure, and what of it the failure needs."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import threading
+from typing import Any
+
+from repro_matrix import stacks
+from repro_matrix.bisection.probe import one_case
+from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.results import provenance
+from repro_matrix.running import session
+from repro_matrix.script import options
+from repro_matrix.shrink import report
+from repro_matrix.shrink.knobs import Shrunk
+from repro_matrix.shrink.settings import Search
+from repro_matrix.terminal.report import print_json, print_lines
+
+EPILOG = (
+    "and model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=... as for `repro run`;\n"
+    "stack=: where it fires (default: the stack on which the case is known to fire; of a script: current).\n"
+    "Every question is a launched attempt, judged by the case's signature or by the failure that is asked for;\n"
+    "answers are stored, and the same command goes on from them.\n"
+    "Exit code 0: minimal; 2: it does not fire to begin with; 3: no answer, or the budget ended the search."
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.case(parser, "the case's slug (`repro list` shows them), or a script of your own: ./train.py")
+    arguments.overrides(parser)
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("--arm", help="of a case: what is made smaller (default: broken)")
+    add("--budget", type=arguments.number(1), metavar="N", help="launch at most so many attempts")
+    add("--out", metavar="FILE", help="of a script: the smaller file (default: beside it, train.shrunk.py)")
+    options.add(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    if options.asked(args):
+        from repro_matrix.shrink.script import shrink_script
+
+        if args.arm:
+            raise ConfigError(f"--arm {args.arm}: a script has no arms")
+        return shrink_script(args, _say)
+    options.refuse(args)
+    if args.out:
+        raise ConfigError("--out is for a script of your own; a case's smallest cell is a command")
+    return _of_case(args)
+
+
+def _of_case(args: argparse.Namespace) -> int:
+    from repro_matrix.shrink.case import open_case
+
+    spec, texts = arguments.one_stack(args, {"arms": "what is made smaller is one arm: --arm NAME"})
+    case = one_case(args.case)
+    stack = stacks.resolve(spec or case.needs.stack or "current", say=_say)
+    stop = threading.Event()
+    asker = open_case(args.case, args.arm, texts, stack, _say, stop)
+    knobs = tuple(each.knob for each in asker.varied)
+    search = Search(asker, knobs, _say, args.budget, asker.settings.repeat or case.repeat)
+    launcher = asker.settings.launcher.value
+    with session.interruptible(stop, _say), session.workplace(launcher, asker.gpus, _say) as place:
+        asker.at = place
+        first = search.first()
+        _say(f"{len(knobs)} settings vary: {', '.join(knob.name for knob in knobs)}")
+        shrunk = search.run()
+    final = search.asked[shrunk.config]
+    data: dict[str, Any] = {
+        "schema": 1, "kind": "shrunk", "case": args.case, "arm": args.arm or asker.first,
+        "what": f"{args.case} on {stack.name}", "failure": first.said.detail, "references": case.references,
+        "stack": {"name": stack.name, "versions": dict(stack.versions)},
+        **_common(args, search, shrunk), "command": asker.command(shrunk.config),
+        "overrides": asker.overrides(shrunk.config), "document": final.document,
+        "confirmed": f"{final.said.fired} of {final.said.counted}",
+    }  # fmt: skip
+    return end(args, search, data)
+
+
+def _common(args: argparse.Namespace, search: Search, shrunk: Shrunk) -> dict[str, Any]:
+    return {
+        **report.settings(search, shrunk), "given": report.config_of(search, search.given),
+        "minimal": report.config_of(search, shrunk.config), "done": shrunk.done, "notes": search.notes,
+        "attempts": search.attempts, "wall_s": round(search.wall_s, 1),
+        "asked_by": shlex.join(["repro", "shrink", *args.words]), "commit": provenance.git_state()[0],
+    }  # fmt: skip
+
+
+def end(args: argparse.Namespace, search: Search, data: dict[str, Any]) -> int:
+    print_json(data) if args.json else print_lines(list(report.lines(data)))
+    if search.stopped:
+        _say(f"stopped: {search.stopped}. What was measured is stored; the same command goes on")
+        return search.stopped.exit_code
+    if not data["done"]:
+        _say("the budget is spent: what was measured is stored; the same command with a larger one goes on")
+        return 3
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
