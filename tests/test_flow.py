@@ -14,8 +14,8 @@ FOLDER = Path(repro_matrix.__file__).parent
 # judged while it is watched. New folders are put where they belong.
 FLOW = [
     "paths", "conf", "setup", "cell", "judge", "launch", "stacks", "hardware", "memory", "planning", "results",
-    "terminal", "running", "bisection", "script", "diff", "nights", "matching", "export", "authoring", "page",
-    "verbs", "cli", "pytest_plugin",
+    "terminal", "running", "bisection", "script", "shrink", "diff", "nights", "matching", "export", "authoring",
+    "page", "verbs", "cli", "pytest_plugin",
 ]  # fmt: skip
 
 

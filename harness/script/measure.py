@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -36,6 +37,8 @@ class Script:
     results: Path
     deadline_s: float = 300.0
     env: dict[str, str] = field(default_factory=dict, hash=False)
+    patience_s: float = math.inf  # less than the deadline where what takes longer cannot be what is looked for
+    keep_text: bool = False  # the script's text goes into the document: its file will not stay
 
     @property
     def limit_s(self) -> float:
@@ -87,6 +90,8 @@ def measure(script: Script, stack: Stack, repeat: int, stop: threading.Event, fr
         "provenance": {"started": time.time(), "git_commit": commit, "git_dirty": dirty},
         "attempts": kept,
     }  # fmt: skip
+    if script.keep_text and script.command.script:
+        document["text"] = script.command.script.read_text(encoding="utf-8")
     path = script.path(stack)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +115,7 @@ def once(script: Script, stack: Stack, device: str, stop: threading.Event) -> di
             settings={"device": device, "script": command.shown, "failure": asdict(script.failure), "seed": 0},
             python=stack.python,
             world_size=command.nproc,
-            deadline_s=script.limit_s,
+            deadline_s=min(script.limit_s, script.patience_s),
             env={**{k: v for k, v in stack.environment({}).items() if k != "PYTHONPATH"}, **script.env},
             start_limit_s=START_S,
             by_hand=command.shown,

@@ -10,15 +10,17 @@ from repro_matrix.bisection.labels import short
 from repro_matrix.shrink.asked import Asked
 from repro_matrix.shrink.knobs import Config, Range, Shrunk, Value
 from repro_matrix.shrink.settings import Search
+from repro_matrix.shrink.words import OUT
 
 Json = dict[str, Any]
 
 
 def settings(search: Search, shrunk: Shrunk) -> Json:
     """The settings that were varied, what each may be, and every question with its evidence."""
+    varied = [_varied(search, shrunk, index) for index in range(len(search.knobs)) if not _void(search, shrunk, index)]
     return {
-        "needs": [each.knob.name for each in shrunk.ranges if each.needed],
-        "varied": [_varied(search, shrunk, index) for index in range(len(search.knobs))],
+        "needs": [each["name"] for each in varied if each["needed"]],
+        "varied": varied,
         "questions": [
             {
                 "changed": {k.name: value for k, value in zip(search.knobs, config) if value != k.given},
@@ -28,6 +30,13 @@ def settings(search: Search, shrunk: Shrunk) -> Json:
         ],
         "repeat": search.repeat,
     }  # fmt: skip
+
+
+def _void(search: Search, shrunk: Shrunk, index: int) -> bool:
+    """The value of an option that is left out says nothing."""
+    name = search.knobs[index].name
+    there = [i for i, knob in enumerate(search.knobs) if name == f"value of {knob.name}"]
+    return bool(there) and shrunk.config[there[0]] == OUT
 
 
 def _varied(search: Search, shrunk: Shrunk, index: int) -> Json:
@@ -63,15 +72,17 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
     free = [each for each in varied if each["needed"] is False]
     if needed:
         yield ""
-        yield "it needs (leaving out any one of these makes it go):"
+        yield "it needs (anything else than this makes it go):"
         yield from _table(_needed(each) for each in needed)
     elif data["done"] and varied:
         yield ""
         yield "it needs none of the settings that were varied: it fires with all of them left out"
-    if free:
-        yield ""
-        yield "it does not need:"
-        yield from _table(_free(each) for each in free)
+    for told, some in (("it bears only some values of these:", True), ("these do not matter:", False)):
+        chosen = [each for each in free if bool(each["gone_at"]) == some]
+        if chosen:
+            yield ""
+            yield told
+            yield from _table(_free(each) for each in chosen)
     unsaid = [each["name"] for each in varied if each["needed"] is None]
     if unsaid:
         yield ""
@@ -102,7 +113,12 @@ def _needed(each: Json) -> tuple[str, str]:
         return f"{each['name']} at least {each['value']}", "; ".join([*told, *gone])
     others = [_name(value) for value in each["fires_at"] if value != each["value"]]
     told = [*([f"or {' or '.join(others)}"] if others else []), *gone]
-    return f"{each['name']}={_name(each['value'])}", "; ".join(told + [f"{name}: not known" for name in unknown])
+    return _set(each["name"], each["value"]), "; ".join(told + [f"{name}: not known" for name in unknown])
+
+
+def _set(name: str, value: Value) -> str:
+    """An argument's value has its name in it."""
+    return str(value) if str(value).startswith(name) else f"{name}={_name(value)}"
 
 
 def _free(each: Json) -> tuple[str, str]:
@@ -123,8 +139,9 @@ def _script(found: Mapping[str, Any] | None) -> Iterator[str]:
     if not found:
         return
     yield ""
-    whole = "no statement of them can be left out" if found["done"] else "the search ended before no more could go"
-    yield f"{found['now']} of {found['before']} lines are left ({whole}): {found['file']}"
+    whole = "no statement of them can be left out" if found["done"] else "the search ended before that was sure"
+    where = f": {found['file']}" if found["file"] else "; no file was written"
+    yield f"{found['now']} of {found['before']} lines are left ({whole}){where}"
 
 
 def config_of(search: Search, config: Config) -> Json:

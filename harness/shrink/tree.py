@@ -46,10 +46,12 @@ class Pruned:
     alone: dict[int, Answer] = field(default_factory=dict)  # node -> the answer where it alone (and all below) is out
 
 
-def prune(tree: Tree, trail: Trail[Kept], along: Hint = _none, idle: Hint = _none) -> Pruned:
+def prune(
+    tree: Tree, trail: Trail[Kept], along: Hint = _none, idle: Hint = _none, found: Pruned | None = None
+) -> Pruned:
     """The whole tree is known to fire. ``along``: which kept nodes cannot stand in such a tree; ``idle``: which of
-    them nothing in it needs."""
-    pruned = Pruned(frozenset(range(len(tree.parent))))
+    them nothing in it needs. ``found`` is filled on the way."""
+    pruned = found or Pruned(frozenset(range(len(tree.parent))))
     levels = sorted({tree.depth(node) for node in pruned.kept})
 
     def settled(kept: Kept) -> Kept:

@@ -15,10 +15,10 @@ from repro_matrix.conf.overrides import quoted
 from repro_matrix.conf.schema import Case, Flag
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.shrink.knobs import Config, Knob, Value
+from repro_matrix.shrink.words import OUT
 
 Settings = Mapping[str, Any]
 
-UNSET = "(not set)"
 MOST_RANKS = 2  # times the ranks that are given: the largest number of them that is asked
 MOST_OPTION = 1000  # times a number among the options
 
@@ -71,7 +71,7 @@ def vary(
         found.append(_number("ranks", ranks, least, usual["world_size"], (ranks * MOST_RANKS,)))
     found.append(_number("steps", given["steps"], 1, usual["steps"]))
     for name, value in {**case.launch.env, **env, **case.arms[arm].env}.items():
-        found.append(Varied(Knob(f"env.{name}", value, UNSET, (UNSET, value)), _writes(f"env.{name}", str), UNSET))
+        found.append(Varied(Knob(f"env.{name}", value, OUT, (OUT, value)), _writes(f"env.{name}", str), OUT))
     return tuple(each for each in found if each is not None and len(each.knob.values) > 1)
 
 
@@ -137,7 +137,8 @@ def _hashable(values: Sequence[Value]) -> tuple[Value, ...] | None:
 # -- the model
 
 LAYERS, HEADS, KV = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-WIDTHS = {"intermediate_size": 1, "vocab_size": 1, "hidden_size": 2}  # with the least: rotary embeddings turn pairs
+# With the least value (rotary embeddings turn pairs), in the order in which they are made smaller.
+WIDTHS = {"intermediate_size": 1, "hidden_size": 2, "vocab_size": 1}
 SIZES = (LAYERS, HEADS, KV, *WIDTHS)
 
 

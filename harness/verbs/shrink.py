@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
         if args.arm:
             raise ConfigError(f"--arm {args.arm}: a script has no arms")
-        return shrink_script(args, _say)
+        return shrink_script(args, _say, finish)
     options.refuse(args)
     if args.out:
         raise ConfigError("--out is for a script of your own; a case's smallest cell is a command")
@@ -71,26 +71,26 @@ def _of_case(args: argparse.Namespace) -> int:
         shrunk = search.run()
     final = search.asked[shrunk.config]
     data: dict[str, Any] = {
-        "schema": 1, "kind": "shrunk", "case": args.case, "arm": args.arm or asker.first,
+        "case": args.case, "arm": args.arm or asker.first,
         "what": f"{args.case} on {stack.name}", "failure": first.said.detail, "references": case.references,
         "stack": {"name": stack.name, "versions": dict(stack.versions)},
-        **_common(args, search, shrunk), "command": asker.command(shrunk.config),
+        "command": asker.command(shrunk.config),
         "overrides": asker.overrides(shrunk.config), "document": final.document,
         "confirmed": f"{final.said.fired} of {final.said.counted}",
     }  # fmt: skip
-    return end(args, search, data)
+    return finish(args, search, shrunk, data)
 
 
-def _common(args: argparse.Namespace, search: Search, shrunk: Shrunk) -> dict[str, Any]:
-    return {
+def finish(args: argparse.Namespace, search: Search, shrunk: Shrunk, own: dict[str, Any]) -> int:
+    """``own``: what a case, or a script, says beside its settings."""
+    done = shrunk.done and (own.get("lines") or {"done": True})["done"]
+    data = {
+        "schema": 1, "kind": "shrunk", **own,
         **report.settings(search, shrunk), "given": report.config_of(search, search.given),
-        "minimal": report.config_of(search, shrunk.config), "done": shrunk.done, "notes": search.notes,
+        "minimal": report.config_of(search, shrunk.config), "done": done, "notes": search.notes,
         "attempts": search.attempts, "wall_s": round(search.wall_s, 1),
         "asked_by": shlex.join(["repro", "shrink", *args.words]), "commit": provenance.git_state()[0],
     }  # fmt: skip
-
-
-def end(args: argparse.Namespace, search: Search, data: dict[str, Any]) -> int:
     print_json(data) if args.json else print_lines(list(report.lines(data)))
     if search.stopped:
         _say(f"stopped: {search.stopped}. What was measured is stored; the same command goes on")
