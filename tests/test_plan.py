@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro_matrix.conf import catalogue, overrides
+from repro_matrix.conf.arm_settings import resolve
 from repro_matrix.conf.config import RunSettings, Scale, compose_run
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.hardware import Gpu, Machine, Profile, settle, settle_all
@@ -232,6 +233,33 @@ def test_devices_are_counted_apart_from_ranks() -> None:
 
 
 TWO = Profile("gpu2", "cuda", "nccl", gpus(2))
+
+
+def test_ranks_that_share_cards_need_cards_that_let_several_in() -> None:
+    """Their second rank failed in every attempt on cards in exclusive mode: infra, twice, and exit 3."""
+    closed = Profile("gpu2", "cuda", "nccl", (TWO.gpus[0], replace(TWO.gpus[1], mode="exclusive_process")))
+    for case in ("device-map-distributed", "qwen-device-map-devices"):
+        assert all(plan.skipped is None for plan in plans(f"case={case}", profile=TWO))
+        skipped = {plan.skipped for plan in plans(f"case={case}", profile=closed)}
+        why = "its ranks compute on the same cards, and GPU 1 is in exclusive_process mode (nvidia-smi -c 0)"
+        assert skipped == {why}
+    assert plans(NORM, profile=closed)[0].skipped is None, "one rank a card is what that mode is for"
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
+    on_cpu = Profile("cpu", "cpu", "gloo")
+    assert {cell.hardware for cell in place(CATALOGUE, cells, [closed, on_cpu], auto=True).cells} == {"cpu"}
+
+
+def test_of_sizes_the_arms_own_come_first_then_the_users() -> None:
+    raw = CATALOGUE.raw["case"]["train-step"]
+    made = {**raw, "arms": {"own": {"world_size": 4, "tp_size": 2}, "other": {}}}
+    at = {"model": CATALOGUE.raw["model"]["qwen1.5-0.5b"], "strategy": CATALOGUE.raw["strategy"]["tp"]}
+
+    def sizes(arm: str, **run: int) -> tuple[int, int]:
+        settings = resolve(made, arm, **at, **run)
+        return settings["world_size"], settings["tp_size"]
+
+    assert sizes("own", world_size=8, tp_size=8) == sizes("own") == (4, 2)
+    assert sizes("other", world_size=8, tp_size=4) == (8, 4) and sizes("other", world_size=8) == (8, 8)
 
 
 def test_what_never_touches_a_gpu_is_measured_on_the_cpu_of_a_gpu_node() -> None:

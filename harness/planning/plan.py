@@ -210,6 +210,10 @@ def wrong_hardware(case: Case, settings: Mapping[str, Any], strategy: Strategy, 
         return f"ranks that share one GPU: {which} does not declare `shared`"
     if settings["devices"] > len(profile.gpus):
         return f"needs {settings['devices']} GPUs; {have}"
+    closed = [gpu for gpu in profile.gpus if gpu.mode.startswith("exclusive")]
+    if case.needs.open_cards and settings["world_size"] > 1 and closed:
+        which = f"GPU {closed[0].index} is in {closed[0].mode} mode"
+        return f"its ranks compute on the same cards, and {which} (nvidia-smi -c 0)"
     return None
 
 
