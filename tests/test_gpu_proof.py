@@ -144,20 +144,22 @@ def test_the_person_in_front_reads_what_differs_and_why_the_exit_code_is_what_it
     assert "attempts come out otherwise from cold" in text.splitlines()[-1]
 
 
-def test_memory_measured_stands_beside_what_was_planned(tmp_path: Path) -> None:
+def test_memory_measured_stands_beside_what_was_planned() -> None:
     """A plan has the driver's own part, which torch's peak has not; what failed never got to its fullest moment."""
 
-    def arm(outcome: str, peak: float | None, planned: float | None) -> dict[str, Any]:
+    def arm(outcome: str, peak: float | None) -> dict[str, Any]:
         ranks = [{"record": None}, {"record": {"peak_gpu_mb": peak}}]
-        plan = (
-            {"planned": {"device_rank_mb": 1000 + planned, "device": {"parts_mb": {"base": 1000.0}}}} if planned else {}
-        )
-        return {"attempts": [{"outcome": {"outcome": outcome}, "observation": {"ranks": ranks}}], **plan}
+        return {"attempts": [{"outcome": {"outcome": outcome}, "observation": {"ranks": ranks}}]}
 
-    arms = {"broken": arm("fires", 10, 90), "fix": arm("clean", 100, 110), "more": arm("clean", 100, 70),
-            "unplanned": arm("clean", 300, None), "cpu": arm("clean", None, 5)}  # fmt: skip
-    made = gpu_proof.Proof([], 0.0, tmp_path, documents=[{"key": "case/cell", "arms": arms}])
-    found = gpu_proof.memory(made)
+    def plan(planned: float) -> dict[str, Any]:
+        return {"device_rank_mb": 1000 + planned, "device": {"parts_mb": {"base": 1000.0}}}
+
+    arms = {"broken": arm("fires", 10), "fix": arm("clean", 100), "more": arm("clean", 100),
+            "unplanned": arm("clean", 300), "cpu": arm("clean", None)}  # fmt: skip
+    document = {"key": "case/cell", "arms": arms, "hardware": {"profile": "gpu2"}}
+    said = {"broken": 90, "fix": 110, "more": 70, "cpu": 5}
+    plans = {json.dumps(["gpu2", "case/cell", name]): plan(planned) for name, planned in said.items()}
+    found = gpu_proof.beside([document], plans)
     assert (found["attempts"], found["most_mb"], found["planned"]) == (4, 300, 2)
     assert found["worst"] == {"cell": "case/cell", "arm": "more", "peak_mb": 100, "planned_mb": 70, "off": -0.3}
     assert "planned for 2 of 4, at worst -30% (case/cell more: 70 planned, 100 measured)" in of_step(found)

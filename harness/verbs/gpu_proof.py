@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from repro_matrix.terminal.report import print_json, print_lines, print_table
 
 Json = dict[str, Any]
 SHARES = {"cells": 0.6, "cold": 0.7, "hang": 0.8}  # of the time that is left; the other steps take seconds
+ASK_S = 60.0  # what is left for asking stacks what their models need; less is not begun
 COLD = ("case=train-step", "model=qwen1.5-0.5b")  # one attempt of each strategy that these cards can run
 HANG = ("case=fsdp-rank0-state-dict", "arms=[broken]")  # a collective that one rank never enters
 
@@ -46,14 +47,12 @@ class Proof:
     out: Path
     steps: dict[str, Json] = field(default_factory=dict)
     documents: list[Json] = field(default_factory=list)  # of the step `cells`
-    unplanned: list[str] = field(default_factory=list)  # why memory could not be planned for all of them
 
-    def prepare(self, *more: str) -> session.Session:
+    def prepare(self, *more: str, memory: bool = False) -> session.Session:
         """The cells of a step that run on GPUs, and no others."""
         own = {text.partition("=")[0] for text in more}
         kept = [text for text in self.texts if text.partition("=")[0] not in own]
-        prepared = prepare([*kept, "repeat=1", *more], memory=True)
-        self.unplanned += [why for why in prepared.unplanned if why not in self.unplanned]
+        prepared = prepare([*kept, "repeat=1", *more], memory)
         return replace(prepared, plans=[plan for plan in prepared.plans if plan.profile.accelerator == "cuda"])
 
     def measure(self, step: str, prepared: session.Session) -> tuple[list[Json], Json]:
@@ -222,9 +221,26 @@ def hang(proof: Proof) -> Json:
 
 
 def memory(proof: Proof) -> Json:
-    """Peak memory on the cards beside what was planned, both without the driver's own part (torch's peak has none)."""
+    """Peak memory on the cards beside what is planned, both without the driver's own part (torch's peak has none).
+
+    Asking the stacks what their models need takes a minute of one core: last, so that no measurement waits for it.
+    """
+    plans: dict[str, Json] = {}
+    unplanned = [f"less than {ASK_S:g} s were left to ask for it"]
+    if proof.ends - time.monotonic() >= ASK_S:
+        prepared = proof.prepare(memory=True)
+        unplanned = prepared.unplanned
+        for plan in prepared.plans:
+            for each in plan.arms:
+                if each.memory:
+                    plans[json.dumps([plan.profile.name, plan.cell.key, each.arm])] = each.memory.to_json()
+    return {**beside(proof.documents, plans), "unplanned": unplanned}
+
+
+def beside(documents: Sequence[Json], plans: Mapping[str, Json]) -> Json:
+    """Measured peaks, and those that a plan can be laid beside. ``plans``: by profile, cell and arm (`_attempt`)."""
     peaks = []
-    for document in proof.documents:
+    for document in documents:
         for name, arm in document["arms"].items():
             ranks = [rank for attempt in arm["attempts"] for rank in attempt["observation"]["ranks"]]
             seen = [(rank.get("record") or {}).get("peak_gpu_mb") for rank in ranks]
@@ -232,21 +248,20 @@ def memory(proof: Proof) -> Json:
             if peak is None:
                 continue
             found: Json = {"cell": document["key"], "arm": name, "peak_mb": peak}
-            plan = arm.get("planned") or {}
+            plan = plans.get(_attempt(document, name)) or {}
             # An arm that failed never got to its fullest moment.
             if "device" in plan and all(attempt["outcome"]["outcome"] == "clean" for attempt in arm["attempts"]):
-                planned = plan["device_rank_mb"] - plan["device"]["parts_mb"].get("base", 0.0)
-                found |= {"planned_mb": round(planned, 1), "off": round(planned / peak - 1, 3)}
+                needed = plan["device_rank_mb"] - plan["device"]["parts_mb"].get("base", 0.0)
+                found |= {"planned_mb": round(needed, 1), "off": round(needed / peak - 1, 3)}
             peaks.append(found)
     if not peaks:
         raise MeasureError("no attempt used memory of a card")
-    beside = [found for found in peaks if "off" in found]
+    planned = [found for found in peaks if "off" in found]
     return {
         "attempts": len(peaks),
         "most_mb": max(found["peak_mb"] for found in peaks),
-        "planned": len(beside),
-        "worst": max(beside, key=lambda found: abs(found["off"]), default=None),
-        "unplanned": proof.unplanned,
+        "planned": len(planned),
+        "worst": max(planned, key=lambda found: abs(found["off"]), default=None),
         "peaks": peaks,
     }
 
