@@ -124,3 +124,17 @@ def test_a_hang_says_where_the_ranks_stood() -> None:
     told = "\n".join(show._stood(observed({"stack": stack}, {"stack": stack}, {"stack": None})))
     assert "ranks 0, 1 stood in:" in told and "main (train.py:7)" in told
     assert "rank 2 stood in: not known" in told
+
+
+def test_json_calls_a_case_a_case_and_names_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    from repro_matrix.paths import BASELINE
+    from repro_matrix.results.rows import arm_rows
+    from repro_matrix.results.store import Store
+
+    assert cli.main(["show", "train-step", "model=qwen-7b", "strategy=ddp", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["case"] == "train-step" and "slug" not in told
+    stored = next(Store(BASELINE).documents(cases=["train-step"]))
+    assert all(Path(row["document"]).is_file() for row in arm_rows(stored))

@@ -47,6 +47,7 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "reason": arm.get("skipped") or _with_note(verdict) or _reason(outcomes),
         "muted": verdict.get("muted"),
         "wall_s": round(statistics.median(walls), 2) if walls else None,
+        "document": document.get("path"),
         "torchrun": next((a["observation"]["attempt"].get("torchrun") for a in attempts), None),
     }
 

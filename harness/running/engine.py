@@ -271,6 +271,7 @@ class Engine:
         documents.settle(cell.document, cases[cell.plan.cell.case], cases, older, time.time(), where)
         if not same(cell.document, cell.older):
             self.store.save(cell.path, cell.document)
+        cell.document["path"] = str(cell.path)  # not stored; for who names it
         self._summary.documents.append(cell.document)
         self.on_event(Event("cell", cell.plan, document=cell.document))
 

@@ -114,6 +114,7 @@ def measure(
         "cards": summary.cards,
         "results": str(session.results_folder(prepared.settings)),
         "verdicts": rows.counts(found),
+        "expected": dict(Counter(row["expected"] for row in found if row["expected"])),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in prepared.left],
         "left_out": prepared.left_out,

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
                 "torchrun": torchrun_line(attempt),
             }
         )
-    data = {**case.model_dump(mode="json"), "script": _shown(script), "arms": arms}
+    data = {"case": case.slug, **case.model_dump(mode="json", exclude={"slug"}), "script": _shown(script), "arms": arms}
     if args.json:
         print_json(data)
         return 0
