@@ -156,6 +156,17 @@ def test_a_script_that_does_not_parse_is_refused_with_its_line() -> None:
         draft.script_of("x = 1\n\ny = = 2\n", "a.py")
 
 
+def test_a_syntax_error_of_a_cases_script_is_said_before_anything_starts(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["new", "empty-list"]) == 0
+    script = mine / "failures/scripts/empty_list.py"
+    script.write_text("x = 1\ndef body(run:\n")
+    assert cli.main(["run", "empty-list", "hardware=cpu"]) == 2
+    assert "empty_list.py:2: " in capsys.readouterr().err
+    assert not (mine / "results").exists()
+
+
 @pytest.mark.ranks
 def test_the_walk_of_an_exception_and_a_silent_case(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/cases.md: from `repro new` to `repro check` that finds nothing."""

@@ -17,6 +17,7 @@ from repro_matrix.conf import overrides, project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, MeasureError
+from repro_matrix.conf.syntax import check_syntax
 from repro_matrix.hardware import Gpu, Machine, Profile, around
 from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.launch import open_launcher
@@ -123,6 +124,8 @@ def prepare(
         profiles = hardware.settle_all(asked.hardware, catalogue.hardware, machine)
     placed = placing.place(catalogue, asked.cells, profiles, auto=asked.hardware == ["auto"])
     cells = placed.cells
+    for slug in sorted({cell.case for cell in cells}):
+        check_syntax(catalogue.script(catalogue.cases[slug]))
     part = shards.of(settings.shard)
     if part:
         cells = shards.part(cells, part, shards.weights(catalogue, cells, settings))

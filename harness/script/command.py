@@ -7,7 +7,6 @@ so that the same command runs on any stack.
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from repro_matrix.conf.errors import ConfigError, nearest
+from repro_matrix.conf.syntax import check_syntax
 
 # program -> module that is its command line
 LAUNCHERS = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
@@ -111,13 +111,5 @@ def checked(word: str) -> Path:
         beside = [str(other.name) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         what = "is a folder" if path.is_dir() else "there is no such script"
         raise ConfigError(f"{word}: {what}{nearest(path.name, beside) if beside else ''}")
-    try:
-        ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        line = (error.text or "").strip()
-        raise ConfigError(f"{word}:{error.lineno}: {error.msg}: {line}") from None
-    except ValueError as error:  # null bytes
-        raise ConfigError(f"{word}: not a Python script: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{word}: cannot be read: {error.strerror}") from None
+    check_syntax(path, word)
     return path
