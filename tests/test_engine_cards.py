@@ -217,7 +217,12 @@ def on_a_bad_card(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) 
     return fail
 
 
-FRAMES = [{"module": "torch.nn.modules.linear", "function": "forward", "place": "torch.nn.modules.linear"}]
+FRAMES = [
+    {
+        "file": "/site-packages/torch/nn/modules/linear.py", "line": 1, "module": "torch.nn.modules.linear",
+        "function": "forward", "place": "torch.nn.modules.linear",
+    }
+]  # fmt: skip
 PEER = {"type": "DistBackendError", "message": "NCCL error: remote process exited", "frames": FRAMES, "cause": None}
 ECC = {"type": "AcceleratorError", "message": "CUDA error: uncorrectable ECC error encountered", "frames": FRAMES,
        "error_code": 214, "cause": None}  # fmt: skip

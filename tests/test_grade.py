@@ -17,6 +17,7 @@ from judging import (
     case,
     check,
     control,
+    document,
     ended,
     exception,
     failed,
@@ -27,6 +28,7 @@ from judging import (
     record,
 )
 
+from repro_matrix.cell import doubt
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.grade import Outcome, grade, skipped
 
@@ -113,7 +115,6 @@ def test_a_hang_says_where_it_stands() -> None:
     [
         (ok(1, exit_code=0, record=None), "rank 1: exit 0 without its done marker"),
         (ok(1, record=record(1, done=False)), "rank 1: exit 0 without its done marker"),
-        (ok(1, record=record(1, done="yes")), "rank 1: exit 0 without its done marker"),
         (ok(1, exit_code=1), "rank 1: exit code 1 in teardown, after its done marker"),
         (ok(1, exit_code=1, log_tail="Traceback\nboom\n"), "rank 1: exit code 1: boom"),
         (ok(1, exit_code=None, signal="SIGSEGV"), "rank 1: SIGSEGV in teardown, after its done marker"),
@@ -147,7 +148,14 @@ def test_proof_on_the_first_rank_only() -> None:
     assert graded(ok(0, record=record(0, checks=[])), ok(1), case=first).outcome == "infra"
 
 
-@pytest.mark.parametrize("checks", [[], [check("other")], [{"name": "logits"}]])
+def test_what_is_no_record_is_no_evidence() -> None:
+    found = graded(ok(0), ok(1, record=None, doubt="checks[0].name: Field required"))
+    assert (found.outcome, found.reason) == (
+        "infra", "no-proof: rank 1: what it wrote is no record: checks[0].name: Field required",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("checks", [[], [check("other")]])
 def test_no_proof_is_no_evidence(checks: list[dict[str, Any]]) -> None:
     found = graded(ok(0), ok(1, record=record(1, checks=checks)))
     assert found.outcome == "infra" and found.reason.startswith("no-proof: check logits")
@@ -262,7 +270,7 @@ def test_a_wrong_message_never_fires(message: str, type_: str) -> None:
 @given(ATTEMPTS, st.integers(0, 4))
 def test_without_every_done_marker_nothing_is_clean(there: dict[str, Any], index: int) -> None:
     rank = there["ranks"][index % len(there["ranks"])]
-    rank["record"] = {**(rank["record"] or {}), "done": False}
+    rank["record"] = {**(rank["record"] or record(rank["rank"])), "done": False}
     assert grade(CASE, "broken", there, CATALOGUE).outcome != "clean"
 
 
@@ -289,29 +297,39 @@ def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-@settings(max_examples=400)
-@given(st.data())
-def test_no_observation_crashes_the_grader(data: st.DataObject) -> None:
-    """Every part of an observation may be anything, or missing."""
+def stored() -> dict[str, Any]:
+    """A cell whose broken arm has all that an observation may hold."""
     note = record(1, logs=[DEPRECATED], warnings=[{**DEPRECATED, "category": "X"}])
     stuck = ended(2, by="deadline", stack=f'  File "{SITE}/a.py", line 1 in f')
-    there: Any = observation(failed(0, exception(cause=exception())), ok(1, record=note), stuck, timed_out=True)
+    seen = observation(failed(0, exception(cause=exception())), ok(1, record=note), stuck, timed_out=True)
+    return dict(json.loads(json.dumps(document({"broken": [("other_error", seen)]}))))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_what_passes_the_door_never_crashes_the_grader(data: st.DataObject) -> None:
+    """Every part of a stored document may be anything, or missing: it is named, or it can be judged."""
+    made = stored()
+    there: Any = made["arms"]["broken"]["attempts"][0]["observation"]
     catalogue = [CASE, OTHER, REMARK, case("s", [{"name": "s", "kind": "oracle", "check": "logits"}])]
     stuck_sign = {"name": "h", "kind": "hang", "frames": [{"function": "f"}], "ranks": "all"}
     catalogue += [case("h", [stuck_sign]), case("c", [{"name": "c", "kind": "signal", "signal": "SIGABRT"}])]
-    for path in data.draw(st.lists(st.sampled_from(paths(there)), min_size=1, max_size=3)):
+    for path in data.draw(st.lists(st.sampled_from(paths(there)[1:]), min_size=1, max_size=3)):
         try:
             parent: Any = there
             for key in path[:-1]:
                 parent = parent[key]
-            if not path:
-                there = data.draw(JUNK)
-            elif data.draw(st.booleans()):
+            if data.draw(st.booleans()):
                 parent[path[-1]] = data.draw(JUNK)
             else:
                 del parent[path[-1]]
         except (KeyError, IndexError, TypeError):
             pass  # an earlier replacement took that part away
+    try:
+        doubt.cell(made)
+    except ValueError as error:
+        assert str(error).startswith("arms.broken.attempts[0].observation.")
+        return
     for known in catalogue:
         found = grade(known, "broken", there, catalogue)
         assert json.dumps(found.to_json()) and found.reason

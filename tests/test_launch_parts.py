@@ -287,7 +287,25 @@ def told(exit_code: int | None = 1, signal: str | None = None, by: str = "self")
 def raised(kind: str, message: str, phase: str = "body", module: str = "__main__") -> dict[str, Any]:
     frames = [{"file": "f.py", "function": "f", "module": module, "line": 1, "code": ""}]
     error = {"type": kind, "message": message, "frames": frames, "cause": None, "bases": [], "module": "builtins"}
-    return {"done": False, "exception": error, "phase": phase, "ended": 1.0}
+    return {
+        "rank": 0, "done": False, "exception": error, "phase": phase, "ended": 1.0, "checks": [], "metrics": {},
+        "facts": {}, "warnings": [], "logs": [], "versions": {},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"done": "yes"}, "done: "),
+        ({"checks": [{"passed": True}]}, "checks[0].name: Field required"),
+        ({"exception": "boom"}, "exception: "),
+        ({"warnings": None}, "warnings: "),
+        ({"versions": {"torch": 2}}, "versions.torch: "),
+    ],
+)
+def test_what_is_no_record_is_doubted_where_it_arrives(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [told()], {**raised("ValueError", "x"), **changes})
+    assert seen["ranks"][0]["record"] is None and seen["ranks"][0]["doubt"].startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +370,7 @@ def test_no_record_however_damaged_breaks_the_observation(data: bytes) -> None:
     path = Path(f"/dev/shm/repro_record_{os.getpid()}")
     try:
         path.write_bytes(data)
-        record = observe.read_record(path)
+        record, _ = observe.read_record(path)
         assert record is None or "done" in record
         text = observe.tail(path)
         text.encode("utf-8")

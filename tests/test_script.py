@@ -29,13 +29,16 @@ def raised(kind: str, message: str, *frames: dict[str, Any]) -> dict[str, Any]:
 
 def rank(number: int, code: int | None = 0, error: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     record = {"schema": 2, "rank": number, "pid": 100 + number, "done": code == 0, "exception": error, "ended": 5.0,
-              "warnings": [], "logs": [], "versions": {}}  # fmt: skip
+              "phase": "body", "checks": [], "metrics": {}, "facts": {}, "warnings": [], "logs": [],
+              "versions": {}}  # fmt: skip
     return {"rank": number, "pid": 100 + number, "exit_code": code, "signal": None, "ended_by": "self",
             "record": record, "log_tail": "", "stack": None, **more}  # fmt: skip
 
 
 def seen(*ranks: dict[str, Any], command_exit: int = 0, **more: Any) -> dict[str, Any]:
-    about = {"backend": "gloo", "world_size": len(ranks), "deadline_s": 60.0, "timed_out": False, "interrupted": False,
+    about = {"id": "a", "launcher": "torchrun", "command": [], "started": 0.0, "ended": 9.0, "wall_s": 9.0,
+             "cpu_s": 1.0, "leftover": [], "seed": 0, "backend": "gloo", "world_size": len(ranks),
+             "deadline_s": 60.0, "timed_out": False, "interrupted": False,
              "settings": {}, "hang": None}  # fmt: skip
     found = {"schema": 1, "attempt": about, "infra": None, "ranks": list(ranks), "command_exit": command_exit,
              "printed": {"log": [], "metric": [], "cut": False}}  # fmt: skip

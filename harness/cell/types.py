@@ -10,13 +10,14 @@ in them (a NaN, a contradiction) is for the judges.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 from typing_extensions import NotRequired, TypedDict
 
 from repro_matrix.conf.schema import OutcomeName, SignatureKind, VerdictName
 
+T = TypeVar("T")
 Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
 InfraKind = Literal[
     "launch", "port", "disk", "memory", "import", "device", "card", "card or program", "cards", "lost", "script",
@@ -31,15 +32,24 @@ Share = Annotated[float, Field(ge=0, le=1)]
 # The 95 % Wilson interval of a share.
 Interval = Annotated[list[Share], Field(min_length=2, max_length=2)]
 
-_CLOSED = ConfigDict(extra="forbid")
-_OPEN = ConfigDict(extra="ignore")  # what is not named here is kept as it is
+
+def _closed(kind: type[T]) -> type[T]:
+    """It has no other keys."""
+    kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return kind
+
+
+def _open(kind: type[T]) -> type[T]:
+    """It may have other keys, which are kept as they are. (What is not marked is as what it lies in.)"""
+    kind.__pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[attr-defined]
+    return kind
 
 
 # -- what a rank says: its record (repros/kit/record.py)
 
 
+@_open
 class Frame(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     file: str
     line: int | None
     function: str
@@ -48,8 +58,8 @@ class Frame(TypedDict):
     code: NotRequired[str]
 
 
+@_open
 class Exception_(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     type: str
     module: NotRequired[str]
     bases: NotRequired[list[str]]
@@ -61,10 +71,10 @@ class Exception_(TypedDict):
     cause: Exception_ | None
 
 
+@_open
 class Check(TypedDict):
     """What one check compared; judged by harness/judge/checks.py."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     name: str
     passed: bool
     got: NotRequired[Any]
@@ -74,10 +84,10 @@ class Check(TypedDict):
     at: NotRequired[Any]
 
 
+@_open
 class InForce(TypedDict):
     """What a rank measured of what its arm names; judged by harness/judge/in_force.py."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     what: str
     got: NotRequired[Any]
     whole: NotRequired[Any]
@@ -87,8 +97,8 @@ class InForce(TypedDict):
     looked_at: NotRequired[str]
 
 
+@_open
 class Warning_(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     category: str
     message: str
     file: str
@@ -96,33 +106,33 @@ class Warning_(TypedDict):
     place: NotRequired[str]
 
 
+@_open
 class Log(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     logger: str
     message: str
     file: str
     place: NotRequired[str]
 
 
+@_open
 class Said(TypedDict):
     """The facts that a rank's script and kit recorded."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     machine: NotRequired[dict[str, str | bool]]
 
 
+@_open
 class Read(TypedDict):
     """The flags and options that its script has read."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     flags: NotRequired[list[str]]
     options: NotRequired[list[str]]
 
 
+@_open
 class Record(TypedDict):
     """One rank's own account."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     schema: NotRequired[Annotated[int, Field(description="2: checks are numbers with a tolerance, or equal JSON")]]
     rank: int
     world_size: NotRequired[int]
@@ -150,10 +160,10 @@ class Record(TypedDict):
 # -- what an attempt left (harness/launch/observe.py; docs/observation.md)
 
 
+@_open
 class Look(TypedDict):
     """What was seen of a rank at one moment."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     at_s: float
     ended: bool
     cpu_s: NotRequired[float | None]
@@ -166,8 +176,8 @@ class Look(TypedDict):
     spins: NotRequired[bool]
 
 
+@_open
 class Rank(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     rank: Count
     pid: NotRequired[int | None]
     exit_code: int | None
@@ -183,42 +193,42 @@ class Rank(TypedDict):
     collectives: NotRequired[dict[str, Any] | None]  # what its witness answered: judged by harness/judge/collectives.py
 
 
+@_open
 class Hang(TypedDict):
     """How the launcher came to end an attempt that did not end by itself."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     starting: bool
     never_meet: str | None
     limit_s: float
 
 
+@_open
 class ModelSettings(TypedDict, total=False):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     slug: str
     scale: str
     weights: str
     config: dict[str, Any]
 
 
+@_open
 class StrategySettings(TypedDict, total=False):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     slug: str
     options: dict[str, Any]
     promises: dict[str, Any]
     copies: dict[str, Any]
 
 
+@_open
 class ProofSettings(TypedDict, total=False):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     kind: str
     checks: list[str]
     in_force: list[str]
 
 
+@_open
 class Settings(TypedDict, total=False):
     """What an arm ran with (harness/conf/arm_settings.py)."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     case: str
     arm: str
     model: ModelSettings
@@ -236,8 +246,8 @@ class Settings(TypedDict, total=False):
     backend: str
 
 
+@_open
 class Attempt(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     id: str
     launcher: str
     command: list[str]
@@ -262,16 +272,16 @@ class Attempt(TypedDict):
     cold: NotRequired[Annotated[str, Field(description="why no warm launcher made it")]]
 
 
+@_open
 class Infra(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     kind: InfraKind
     message: str
 
 
+@_open
 class Observation(TypedDict):
     """docs/observation.md; what is not named here is kept as it is."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
     schema: Literal[1]
     attempt: Attempt
     infra: Infra | None
@@ -281,8 +291,8 @@ class Observation(TypedDict):
 # -- what was judged of it
 
 
+@_closed
 class Recognised(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     case: str
     signature: str
     ranks: Annotated[list[int], Field(min_length=1)]
@@ -290,18 +300,18 @@ class Recognised(TypedDict):
     message: str
 
 
+@_closed
 class Primary(TypedDict):
     """The failure that came first."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     rank: int
     type: str
     message: str
     where: str
 
 
+@_closed
 class Outcome(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     outcome: OutcomeName
     reason: Text
     recognised: list[Recognised]
@@ -315,10 +325,10 @@ class Outcome(TypedDict):
     ]
 
 
+@_closed
 class Met(TypedDict, total=False):
     """A known failure, an exception and the place that raised it, or a check."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     case: str | None
     signature: str | None
     type: str | None
@@ -326,8 +336,8 @@ class Met(TypedDict, total=False):
     check: str | None
 
 
+@_closed
 class Verdict(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     name: VerdictName
     reason: Text
     broken_k: Annotated[Count, Field(description="attempts of the broken arm in which the signature fired")]
@@ -357,16 +367,16 @@ class Verdict(TypedDict):
 # -- the document
 
 
+@_closed
 class Made(TypedDict):
     """One attempt of an arm: what came out of it, and what that is."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     observation: Observation
     outcome: Outcome
 
 
+@_closed
 class Arm(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     skipped: Annotated[Text | None, Field(description="why the arm was not launched")]
     stack: NotRequired[str]
     fingerprint: NotRequired[Annotated[str, Field(description="what the arm's answer depends on")]]
@@ -380,31 +390,31 @@ class Arm(TypedDict):
     attempts: list[Made]
 
 
+@_closed
 class Stack(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     name: str
     python: str | None
     versions: dict[str, str]
     label: NotRequired[Annotated[str, Field(description="the stack's folder in the results")]]
 
 
+@_closed
 class Gpu(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     name: str
     uuid: str
     memory_mb: Annotated[float, Field(ge=0)]
 
 
+@_closed
 class ProbedDevice(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     name: str | None
     capability: str | None
 
 
+@_closed
 class Probe(TypedDict):
     """What the stack's torch said of these cards before anything was launched; only on GPUs."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     torch: str | None
     cuda: str | None
     arch_list: list[str] | None
@@ -412,8 +422,8 @@ class Probe(TypedDict):
     devices: list[ProbedDevice]
 
 
+@_closed
 class Hardware(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     profile: str
     facts: NotRequired[Annotated[dict[str, str | bool], Field(description="what all ranks said of their machine")]]
     accelerator: Literal["cpu", "cuda"]
@@ -428,8 +438,8 @@ class Hardware(TypedDict):
     probe: NotRequired[Probe]
 
 
+@_closed
 class Provenance(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     git_commit: str | None
     git_dirty: bool
     harness_version: str
@@ -441,11 +451,11 @@ class Provenance(TypedDict):
     fingerprint: NotRequired[str]
 
 
+@_closed
 class Cell(TypedDict):
     """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every attempt of every arm
     with its outcome, and the verdicts."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     schema: Literal[1]
     key: NotRequired[Annotated[str, Field(description="the cell's name within one stack and hardware")]]
     where: NotRequired[

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
+from repro_matrix.cell import types as cell
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import facts, genuine, grade, verdict
 from repro_matrix.judge.evidence import items, mapping, text
@@ -42,7 +43,7 @@ def judged_again(documents: Iterable[Mapping[str, Any]], cases: Mapping[str, Cas
         if document.get("case") not in cases:
             continue
         where = str(document.get("path") or document.get("key"))
-        wrong = contradiction(document) or genuine.contradiction(document, cases[document["case"]])
+        wrong = contradiction(document) or genuine.contradiction(cast(cell.Document, document), cases[document["case"]])
         if wrong:
             found.notes.append(f"{where}: left out: {wrong}")
             continue
@@ -84,7 +85,7 @@ def outcomes_of(document: Mapping[str, Any], case: Case, cases: Mapping[str, Cas
         follows = arm.get("stack") in (None, mapping(document.get("stack")).get("name"))
         versions = planned if follows else None
         found[name] = [
-            grade.grade(case, name, mapping(attempt.get("observation")), cases, versions)
+            grade.grade(case, name, cast(cell.Observation, attempt["observation"]), cases, versions)
             for attempt in items(arm.get("attempts"))
         ]
     return found

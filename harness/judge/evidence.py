@@ -1,7 +1,7 @@
 """An observation as the judges read it. Pure.
 
-Whatever is missing or malformed counts as not there: a judge must never crash on a half-written record, and what is not
-there never speaks for an attempt.
+Its keys and their types are those of harness/cell/types.py: what is none was doubted where it came from (a record where
+it arrives, a document where it is read). What ranks say in it is not trusted: ``number`` and the judges look at that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from repro_matrix.cell import types as cell
 from repro_matrix.judge.checks import Judged, judged
 
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
@@ -125,40 +126,27 @@ class Raised:
         return next((place for place in reversed(self.places) if place.named), None)
 
 
-def raised_chain(exception: Any) -> list[Raised]:
+def raised_chain(exception: cell.Exception_ | None) -> list[Raised]:
     """The raised exception, and what it wraps.
 
     What stands under ``cause`` may be anything that was being handled at the time, so it only counts as the failure
     when the one raised is a mere wrapper: when it repeats the other's message (a lazy import, a compiler, a pool).
     """
     chain: list[Raised] = []
-    while isinstance(exception, Mapping) and len(chain) < 6:
+    while exception is not None and len(chain) < 6:
         one = _raised(exception)
         if chain and (len(one.message.strip()) < 8 or one.message.strip() not in chain[-1].message):
             break
         chain.append(one)
-        exception = exception.get("cause")
+        exception = exception["cause"]
     return chain
 
 
-def _raised(data: Mapping[str, Any]) -> Raised:
-    kind, module = text(data.get("type")), text(data.get("module"))
-    bases = data.get("bases")
-    names = {kind, f"{module}.{kind}"} | {b for b in (bases if isinstance(bases, list) else []) if isinstance(b, str)}
-    places = tuple(
-        Place(text(f.get("module")), text(f.get("file")), text(f.get("function")), _said(f), _line(f.get("line")))
-        for f in items(data.get("frames"))
-    )
-    return Raised(kind, frozenset(names - {"", "."}), text(data.get("message")), places)
-
-
-def _said(item: Mapping[str, Any]) -> str | None:
-    """The place that a rank recorded; None where it recorded none (an older record)."""
-    return text(item.get("place")) if "place" in item else None
-
-
-def _line(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _raised(data: cell.Exception_) -> Raised:
+    kind, module = data["type"], data.get("module", "")
+    names = {kind, f"{module}.{kind}", *data.get("bases", ())}
+    places = tuple(Place(f["module"], f["file"], f["function"], f.get("place"), f["line"]) for f in data["frames"])
+    return Raised(kind, frozenset(names - {"", "."}), data["message"], places)
 
 
 def lies_in(file: str, packages: Mapping[str, str]) -> str | None:
@@ -213,33 +201,38 @@ def stack_places(stack: str, packages: Mapping[str, str] | None = None) -> tuple
     return tuple(place for thread in threads_of(stack, packages) for place in thread.places)
 
 
+# What a rank that wrote no record has said.
+NO_RECORD: cell.Record = {
+    "rank": -1, "phase": "", "done": False, "exception": None, "checks": [], "metrics": {}, "facts": {}, "warnings": [],
+    "logs": [], "versions": {},
+}  # fmt: skip
+
+
 class Rank:
     """One rank of an attempt."""
 
-    def __init__(self, data: Mapping[str, Any], position: int) -> None:
-        number_ = data.get("rank")
-        self.rank: int = number_ if isinstance(number_, int) and not isinstance(number_, bool) else position
-        pid = data.get("pid")
-        self.pid: int | None = pid if isinstance(pid, int) and not isinstance(pid, bool) else None
-        code = data.get("exit_code")
-        self.exit_code: int | None = code if isinstance(code, int) and not isinstance(code, bool) else None
-        self.signal = text(data.get("signal"))
-        self.ended_by = text(data.get("ended_by")) or "self"
-        record = mapping(data.get("record"))
-        self.foreign = _written_by_another(record, self.rank, data.get("pid"))
-        self.record = {} if self.foreign else record
-        self.schema = 1 if self.record.get("schema") in (1, None) else 2
-        self.done = self.record.get("done") is True
-        self.log_tail = text(data.get("log_tail"))
-        self.stack = text(data.get("stack"))
-        self.collectives = mapping(data.get("collectives"))  # what its witness answered last
-        looks = data.get("looks")
-        self.looks = items(looks) if isinstance(looks, (list, tuple)) else None  # None: it was not looked at
+    def __init__(self, data: cell.Rank) -> None:
+        self.rank = data["rank"]
+        self.pid = data.get("pid")
+        self.exit_code = data["exit_code"]
+        self.signal = data["signal"] or ""
+        self.ended_by = data["ended_by"]
+        record = data["record"]
+        self.foreign = _written_by_another(record, self.rank, self.pid) if record else ""
+        self.doubt = data.get("doubt", "")  # why what it wrote is no record
+        self.wrote = record is not None and not self.foreign
+        self.record: cell.Record = record if record is not None and self.wrote else NO_RECORD
+        self.schema = 1 if self.record.get("schema", 1) == 1 else 2
+        self.done = self.record["done"]
+        self.log_tail = data["log_tail"]
+        self.stack = data["stack"] or ""
+        self.collectives = data.get("collectives") or {}  # what its witness answered last
+        self.looks = data.get("looks")  # None: it was not looked at
         self.at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
 
     @cached_property
     def chain(self) -> list[Raised]:
-        return raised_chain(self.record.get("exception"))
+        return raised_chain(self.record["exception"])
 
     @property
     def raised(self) -> Raised | None:
@@ -249,7 +242,7 @@ class Rank:
     def checks(self) -> list[Judged]:
         """What the rank checked, judged. Of several of one name each is void, but for those that failed."""
         done_at = number(self.record.get("done_at"))
-        found = [judged(check, self.schema, done_at) for check in items(self.record.get("checks"))]
+        found = [judged(check, self.schema, done_at) for check in self.record["checks"]]
         if self.schema == 1:
             return found
         count = Counter(one.name for one in found)
@@ -260,22 +253,19 @@ class Rank:
             for one in found
         ]
 
-    def asked(self, checks: list[str], settings: Mapping[str, Any]) -> list[str]:
+    def asked(self, checks: list[str], settings: cell.Settings) -> list[str]:
         """The checks that this rank owes: the case's; for a record of schema 1 those asked for when it was made."""
-        then = mapping(settings.get("proof")).get("checks") if self.schema == 1 else None
-        return [name for name in then if isinstance(name, str)] if isinstance(then, list) else checks
+        return settings.get("proof", {}).get("checks", checks) if self.schema == 1 else checks
 
     @cached_property
     def notes(self) -> list[Note]:
         """Warnings and log records, each once."""
         seen: dict[Note, None] = {}
-        for item in items(self.record.get("warnings")):
-            module = text(item.get("module"))  # who called warnings.warn; ``file`` is whom it blames (stacklevel)
-            category, message = text(item.get("category")), text(item.get("message"))
-            seen[Note(category, message, text(item.get("file")), module, place=_said(item))] = None
-        for item in items(self.record.get("logs")):
-            name = text(item.get("logger"))
-            seen[Note(name, text(item.get("message")), text(item.get("file")), "", name, _said(item))] = None
+        for said in self.record["warnings"]:
+            module = said.get("module", "")  # who called warnings.warn; ``file`` is whom it blames (stacklevel)
+            seen[Note(said["category"], said["message"], said["file"], module, place=said.get("place"))] = None
+        for log in self.record["logs"]:
+            seen[Note(log["logger"], log["message"], log["file"], "", log["logger"], log.get("place"))] = None
         return list(seen)
 
     @cached_property
@@ -285,8 +275,7 @@ class Rank:
     @cached_property
     def packages(self) -> Mapping[str, str]:
         """Where the packages that this rank could import are installed; empty in older records."""
-        found = mapping(self.record.get("packages"))
-        return {name: root for name, root in found.items() if isinstance(root, str) and root}
+        return {name: root for name, root in self.record.get("packages", {}).items() if root}
 
     @cached_property
     def called(self) -> tuple[Place, ...]:
@@ -299,11 +288,11 @@ class Rank:
         return tuple(Place("", file, name, lies_in(file, known) if known else None) for file, name in places)
 
 
-def _written_by_another(record: Mapping[str, Any], rank: int, pid: Any) -> str:
+def _written_by_another(record: cell.Record, rank: int, pid: int | None) -> str:
     """Why a record is not this rank's own; "" where it is. ``pid``: the process that was started as the rank."""
-    if record.get("rank") not in (rank, None):
-        return f"its record says rank {record.get('rank')}"
-    if isinstance(pid, int) and record.get("pid") not in (pid, None):
+    if record["rank"] != rank:
+        return f"its record says rank {record['rank']}"
+    if pid is not None and record.get("pid") not in (pid, None):
         return f"its record was written by process {record.get('pid')}, the rank was process {pid}"
     return ""
 
@@ -339,25 +328,21 @@ def within(module: str, package: str) -> bool:
 class Attempt:
     """An observation, read once."""
 
-    def __init__(self, observation: Any) -> None:
-        data = mapping(observation)
-        attempt = mapping(data.get("attempt"))
-        self.backend = text(attempt.get("backend"))
-        self.timed_out = attempt.get("timed_out") is True
-        self.interrupted = attempt.get("interrupted") is True
-        self.started = number(attempt.get("started"))
-        self.deadline = number(attempt.get("deadline_s"))
-        self.hang = mapping(attempt.get("hang"))  # how the launcher found the hang; an older one did not say
-        self.settings = mapping(attempt.get("settings"))
-        self.strategy = text(mapping(self.settings.get("strategy")).get("slug"))
-        self.planned = mapping(attempt.get("versions"))  # the releases that it was planned with
+    def __init__(self, observation: cell.Observation) -> None:
+        attempt = observation["attempt"]
+        self.backend = attempt["backend"]
+        self.timed_out = attempt["timed_out"]
+        self.interrupted = attempt["interrupted"]
+        self.started = number(attempt["started"])
+        self.deadline = number(attempt["deadline_s"])
+        self.hang = attempt.get("hang")  # how the launcher found the hang; an older one did not say
+        self.settings = attempt["settings"]
+        self.strategy = self.settings.get("strategy", {}).get("slug", "")
+        self.planned = attempt.get("versions", {})  # the releases that it was planned with
         # Made by an engine of today: its strategy's settings hold promises.
         self.recent = "versions" in attempt or "fingerprint" in attempt
-        self.accelerator = text(mapping(attempt.get("settings")).get("device"))
-        self.infra = data.get("infra")
-        found = [Rank(item, position) for position, item in enumerate(items(data.get("ranks")))]
-        self.ranks = sorted(found, key=lambda rank: rank.rank)
-        size = attempt.get("world_size")
-        known = size if isinstance(size, int) and not isinstance(size, bool) else 0
-        self.world_size = known
-        self.missing = sorted(set(range(min(max(known, 1), 4096))) - {rank.rank for rank in self.ranks})
+        self.accelerator = self.settings.get("device", "")
+        self.infra = observation["infra"]
+        self.ranks = sorted((Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank)
+        self.world_size = attempt["world_size"]
+        self.missing = sorted(set(range(min(self.world_size, 4096))) - {rank.rank for rank in self.ranks})

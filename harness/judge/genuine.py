@@ -6,11 +6,11 @@ not signed. What contradicts itself is no evidence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePath
 
+from repro_matrix.cell import types as cell
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.evidence import Attempt, Rank, items, mapping, number, text
+from repro_matrix.judge.evidence import Attempt, Rank, number
 
 NEWER = ("done_at",)  # what records of schema 1 do not hold
 SKEW_S = 60.0  # by how much the clocks of a node's ranks and of the controller may disagree
@@ -22,7 +22,7 @@ def doubt(case: Case, arm: str, attempt: Attempt) -> str | None:
     for key, here in (("case", case.slug), ("arm", arm)):
         if said.get(key) not in (None, here):
             return f"it is an attempt of {key} {said.get(key)}, not {here}"
-    if attempt.recent and said.get("strategy") and "promises" not in mapping(said.get("strategy")):
+    if attempt.recent and said.get("strategy") and "promises" not in said["strategy"]:
         return "its settings hold none of the strategy's promises"
     pids: dict[int, int] = {}
     for rank in attempt.ranks:
@@ -38,7 +38,7 @@ def doubt(case: Case, arm: str, attempt: Attempt) -> str | None:
 
 def _of_rank(rank: Rank, attempt: Attempt) -> str | None:
     record = rank.record
-    if not record:
+    if not rank.wrote:
         return None
     began = number(record.get("started"))
     if began is not None and attempt.started is not None and began < attempt.started - SKEW_S:
@@ -58,9 +58,9 @@ def versions_apart(attempt: Attempt) -> str | None:
     """Two ranks of one attempt on different releases."""
     seen: dict[str, tuple[str, int]] = {}
     for rank in attempt.ranks:
-        for package, had in mapping(rank.record.get("versions")).items():
-            first, where = seen.setdefault(str(package), (str(had), rank.rank))
-            if "unknown" not in (first, str(had)) and first != str(had):
+        for package, had in rank.record["versions"].items():
+            first, where = seen.setdefault(package, (had, rank.rank))
+            if "unknown" not in (first, had) and first != had:
                 return f"rank {rank.rank} had {package} {had}, rank {where} {first}"
     return None
 
@@ -69,62 +69,58 @@ def other_steps(attempt: Attempt) -> str | None:
     """A count of steps that was compared with another number than the attempt was to make."""
     asked = attempt.settings.get("steps")
     for rank in attempt.ranks:
-        for check in items(rank.record.get("checks")) if rank.schema > 1 else []:
-            if asked is not None and text(check.get("name")) == "steps" and check.get("want") != asked:
+        for check in rank.record["checks"] if rank.schema > 1 else []:
+            if asked is not None and check["name"] == "steps" and check.get("want") != asked:
                 return f"check steps on rank {rank.rank} wanted {check.get('want')}, the attempt {asked}"
     return None
 
 
-def contradiction(document: Mapping[str, object], case: Case) -> str | None:
+def contradiction(document: cell.Document, case: Case) -> str | None:
     """Where what a document says of itself is not what its attempts ran with, in words; else None."""
-    hardware, provenance = mapping(document.get("hardware")), mapping(document.get("provenance"))
+    hardware = document["hardware"]
     ended = [-1.0]
-    folders = PurePath(text(document.get("path"))).parts[-4:]  # profile/stack/case/cell.json
-    profile = text(hardware.get("profile"))
+    folders = PurePath(document.get("path", "")).parts[-4:]  # profile/stack/case/cell.json
+    profile = hardware["profile"]
     if len(folders) == 4 and folders[2] == case.slug and profile and folders[0] != profile:
         return f"its folder says {folders[0]}, and its hardware {profile}"
-    for name, arm in mapping(document.get("arms")).items():
-        for attempt in items(mapping(arm).get("attempts")):
-            made = mapping(mapping(attempt.get("observation")).get("attempt"))
-            wrong = _of_attempt(document, name, mapping(arm), mapping(made.get("settings")), hardware)
+    for name, arm in document["arms"].items():
+        for attempt in arm["attempts"]:
+            made = attempt["observation"]["attempt"]
+            wrong = _of_attempt(document, name, arm["settings"], made["settings"])
             if wrong:
                 return f"arm {name}: {wrong}"
-            ended.append(number(made.get("ended")) or -1.0)
-    started = number(provenance.get("started"))
+            ended.append(number(made["ended"]) or -1.0)
+    started = number(document["provenance"]["started"])
     if started is not None and max(ended) >= 0 and started > max(ended) + SKEW_S:
         return "it says that it was begun after its last attempt had ended"
-    if document.get("simulated") is None and case.simulated:
+    if document["simulated"] is None and case.simulated:
         return f"case {case.slug} is simulated, and it does not say so"
     return None
 
 
-def _of_attempt(
-    document: Mapping[str, object],
-    name: str,
-    arm: Mapping[str, object],
-    ran: Mapping[str, object],
-    hardware: Mapping[str, object],
-) -> str | None:
-    planned = mapping(arm.get("settings"))
-    for key in sorted(set(ran) & set(planned)):
-        if ran[key] != planned[key]:
+def _of_attempt(document: cell.Document, name: str, settings: cell.Settings, ran: cell.Settings) -> str | None:
+    planned, had_all = dict(settings), dict(ran)
+    for key in sorted(had_all.keys() & planned.keys()):
+        if had_all[key] != planned[key]:
             return f"its {key} is not what its attempt ran with"
-    device, accelerator = text(ran.get("device")), text(hardware.get("accelerator"))
-    if device in ("cpu", "cuda") and accelerator and device != accelerator:
+    device, accelerator = ran.get("device", ""), document["hardware"]["accelerator"]
+    if device in ("cpu", "cuda") and device != accelerator:
         return f"it ran on {device}, the document says {accelerator}"
     if name not in ("broken", "control"):
         return None  # a fix may be a change of axis
-    model, strategy = mapping(ran.get("model")), mapping(ran.get("strategy"))
-    axes = (
-        ("model", model.get("slug")), ("strategy", strategy.get("slug")), ("scale", model.get("scale")),
-        ("weights", model.get("weights")), ("ranks", ran.get("world_size")),
-    )  # fmt: skip
-    for axis, had in axes:
-        said = document.get(axis)
-        if said is not None and had is not None and said != had:
+    model = ran.get("model", {})
+    axes: tuple[tuple[str, object, object], ...] = (
+        ("model", model.get("slug"), document["model"]),
+        ("strategy", ran.get("strategy", {}).get("slug"), document["strategy"]),
+        ("scale", model.get("scale"), document["scale"]),
+        ("weights", model.get("weights"), document["weights"]),
+        ("ranks", ran.get("world_size"), document["ranks"]),
+    )
+    for axis, had, said in axes:
+        if had is not None and said != had:
             return f"it ran with {axis} {had}, the document says {said}"
-    flags = mapping(ran.get("flags"))
-    for flag, value in mapping(document.get("flags")).items():
+    flags = ran.get("flags", {})
+    for flag, value in document["flags"].items():
         if flag in flags and flags[flag] != value:
             return f"it ran with {flag}={flags[flag]}, the document says {value}"
     return None

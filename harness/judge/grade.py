@@ -3,8 +3,8 @@
 The order of judgement, first match wins:
 
 1. the infrastructure failed, the user interrupted it, the stack was another,
-   ranks were still starting or moved when the time was over, a record is not its
-   rank's own (harness/judge/genuine.py), or the script itself failed first
+   ranks were still starting or moved when the time was over, a record is none, or
+   not its rank's own (harness/judge/genuine.py), or the script itself failed first
    (harness/judge/own.py)                                                          -> infra
 2. a signature of the case itself is recognised (also on a run that finished)     -> fires,
    or infra where no rank has read what the arm changes: it changes nothing
@@ -30,9 +30,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
+from repro_matrix.cell import types as cell
 from repro_matrix.conf.schema import Case, OutcomeName, SignatureKind
 from repro_matrix.judge import genuine, in_force, looks
-from repro_matrix.judge.evidence import Attempt, Rank, mapping, text
+from repro_matrix.judge.evidence import Attempt, Rank
 from repro_matrix.judge.own import script_fails
 from repro_matrix.judge.peers import Failure, Failures, died_of, failures_of
 from repro_matrix.judge.signature import match_attempt, near_misses
@@ -99,9 +100,9 @@ def skipped(reason: str) -> Outcome:
 def grade(
     case: Case,
     arm: str,
-    observation: Mapping[str, Any],
+    observation: cell.Observation,
     cases: Mapping[str, Case] | Iterable[Case],
-    planned: Mapping[str, Any] | None = None,
+    planned: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Judge one attempt of ``arm``; ``cases`` is the whole catalogue, against which it is compared.
 
@@ -148,7 +149,7 @@ def _judge(
         return "other_error", f"known failure {others[0].case}: {_line(others[0].message)}"
     first = failures.first
     if attempt.timed_out:
-        never = text(attempt.hang.get("never_meet"))
+        never = attempt.hang["never_meet"] if attempt.hang else None
         limit = f" of {attempt.deadline:g} s" if attempt.deadline is not None else ""
         why = f"its ranks can never go on: {never}" if never else f"the deadline{limit} passed"
         return "hang", why + (f"; {_failed(first)}" if first and not first.secondary else _where_stuck(attempt))
@@ -243,12 +244,13 @@ def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
 def _infra(case: Case, arm: str, attempt: Attempt) -> str | None:
     if attempt.interrupted:
         return "interrupted"
-    if attempt.infra is not None and attempt.infra is not False:
-        problem = mapping(attempt.infra)
-        return f"{text(problem.get('kind')) or 'unknown'}: {_line(text(problem.get('message')))}"
+    if attempt.infra is not None:
+        return f"{attempt.infra['kind']}: {_line(attempt.infra['message'])}"
     if not attempt.ranks:
         return "lost: the observation holds no rank"
     for rank in attempt.ranks:
+        if rank.doubt:
+            return f"no-proof: rank {rank.rank}: what it wrote is no record: {_line(rank.doubt)}"
         if rank.foreign:
             return f"no-proof: rank {rank.rank}: {rank.foreign}"
     forged = genuine.doubt(case, arm, attempt)
@@ -258,15 +260,15 @@ def _infra(case: Case, arm: str, attempt: Attempt) -> str | None:
     return None if slow is None else f"{slow[0]}: {slow[1]}"
 
 
-def _stack_changed(attempt: Attempt, planned: Mapping[str, Any]) -> str | None:
+def _stack_changed(attempt: Attempt, planned: Mapping[str, str]) -> str | None:
     """A rank that ran on other releases than the plan's measured another stack: a package was replaced meanwhile."""
     for package, said in attempt.planned.items():
-        if package in planned and not same_release(str(said), str(planned[package])):
+        if package in planned and not same_release(said, planned[package]):
             return f"stack changed: planned with {package} {said}, and stored as {planned[package]}"
     for rank in attempt.ranks:
-        for package, had in mapping(rank.record.get("versions")).items():
+        for package, had in rank.record["versions"].items():
             want = planned.get(package)
-            if want is not None and had != "unknown" and not same_release(str(want), str(had)):
+            if want is not None and had != "unknown" and not same_release(want, had):
                 return f"stack changed: rank {rank.rank} had {package} {had}, the plan {want}"
     apart = genuine.versions_apart(attempt)
     return None if apart is None else f"stack changed: {apart}"

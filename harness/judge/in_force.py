@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from repro_matrix.cell import types as cell
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.evidence import Attempt, Rank, items, mapping, number, text
+from repro_matrix.judge.evidence import Attempt, Rank, mapping, number
 
 SHARE = 1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
 SPARE = 0.01  # ... and this part of the whole
@@ -26,8 +27,8 @@ VERBS = {"parameters": "holds all parameters", "gradients": "holds all gradients
 
 def problem(case: Case, arm: str, attempt: Attempt) -> str | None:
     """The first reason to doubt that the arm was what it says, or None."""
-    strategy = mapping(attempt.settings.get("strategy"))
-    promises = mapping(strategy.get("promises"))
+    strategy = attempt.settings.get("strategy", {})
+    promises = strategy.get("promises")
     if not promises:
         return None
     own = case.arms[arm].promises if arm in case.arms else None
@@ -35,7 +36,7 @@ def problem(case: Case, arm: str, attempt: Attempt) -> str | None:
     asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
     return (
         _group(attempt)
-        or _promises(attempt, text(strategy.get("slug")) or "the strategy", promised, strategy, case.proof.kind)
+        or _promises(attempt, attempt.strategy or "the strategy", promised, strategy, case.proof.kind)
         or _measured(case, asked, attempt.ranks)
         or _read(case, arm, attempt)
     )
@@ -44,12 +45,12 @@ def problem(case: Case, arm: str, attempt: Attempt) -> str | None:
 def unread(case: Case, arm: str, attempt: Attempt) -> str | None:
     """Of an attempt that failed as the broken arm does: what the arm changes and no rank has read. A rank that was
     ended before it could say what it had read may have read it."""
-    said = all(isinstance(rank.record.get("read"), Mapping) for rank in attempt.ranks)
+    said = all("read" in rank.record for rank in attempt.ranks)
     return _read(case, arm, attempt) if said and attempt.ranks else None
 
 
-def _of(rank: Rank, what: str) -> list[Mapping[str, Any]]:
-    return [item for item in items(rank.record.get("in_force")) if item.get("what") == what]
+def _of(rank: Rank, what: str) -> list[cell.InForce]:
+    return [item for item in rank.record.get("in_force", ()) if item["what"] == what]
 
 
 def _group(attempt: Attempt) -> str | None:
@@ -63,14 +64,14 @@ def _group(attempt: Attempt) -> str | None:
         size = number(found[-1].get("got"))
         if size != attempt.world_size:
             return f"the process group of rank {rank.rank} has {_n(size)} of {attempt.world_size} ranks"
-        backend = text(found[-1].get("backend"))
+        backend = found[-1].get("backend", "")
         if attempt.backend not in ("", "auto") and attempt.backend not in backend:
             return f"the backend {attempt.backend} was not in force: rank {rank.rank} used {backend or 'none'}"
     return None
 
 
 def _promises(
-    attempt: Attempt, slug: str, promised: Mapping[str, Any], strategy: Mapping[str, Any], kind: str
+    attempt: Attempt, slug: str, promised: Mapping[str, Any], strategy: cell.StrategySettings, kind: str
 ) -> str | None:
     ranks = max(attempt.world_size, 1)
     parts = max(ranks // _copies(strategy), 1)
@@ -97,11 +98,11 @@ def _promises(
     return None
 
 
-def _copies(strategy: Mapping[str, Any]) -> int:
+def _copies(strategy: cell.StrategySettings) -> int:
     """How often the ranks together hold the model, by the strategy's options."""
-    options = mapping(strategy.get("options"))
-    for option, values in mapping(strategy.get("copies")).items():
-        found = mapping(values).get(str(options.get(option)))
+    options = strategy.get("options", {})
+    for option, values in strategy.get("copies", {}).items():
+        found = values.get(str(options.get(option)))
         if isinstance(found, int) and found > 0:
             return found
     return 1
@@ -147,17 +148,17 @@ def _measured(case: Case, asked: Iterable[Rank], ranks: Iterable[Rank]) -> str |
         if without:
             return f"{name} left no evidence on rank {', '.join(map(str, without))}"
     for rank in ranks:
-        for item in items(rank.record.get("in_force")):
+        for item in rank.record.get("in_force", ()):
             if "least" not in item and "most" not in item:
                 continue
-            got, least, most = (item.get(key) for key in ("got", "least", "most"))
+            got = item.get("got")
             value = number(got)
-            low, high = number(least), number(most)
+            low, high = number(item.get("least")), number(item.get("most"))
             bad = value is None or (low is None and high is None)
             if bad or (low is not None and value < low) or (high is not None and value > high):  # type: ignore[operator]
                 said = f"got {_n(got)}, {_bounds(low, high)}"
-                seen = f" ({text(item.get('looked_at'))})" if item.get("looked_at") else ""
-                return f"{text(item.get('what')) or '?'} was not in force on rank {rank.rank}: {said}{seen}"
+                seen = f" ({item['looked_at']})" if item.get("looked_at") else ""
+                return f"{item['what'] or '?'} was not in force on rank {rank.rank}: {said}{seen}"
     return None
 
 
@@ -168,11 +169,10 @@ def _read(case: Case, arm: str, attempt: Attempt) -> str | None:
         return None
     read: dict[str, set[str]] = {"flag": set(), "option": set()}
     for rank in attempt.ranks:
-        record = mapping(rank.record.get("read"))
-        for kind in read:
-            listed = record.get(f"{kind}s")
-            read[kind] |= {key for key in listed if isinstance(key, str)} if isinstance(listed, list) else set()
-    flags = mapping(attempt.settings.get("flags"))
+        said = rank.record.get("read", {})
+        read["flag"] |= set(said.get("flags", ()))
+        read["option"] |= set(said.get("options", ()))
+    flags = attempt.settings.get("flags", {})
     set_flags = [name for name, flag in case.flags.items() if name in flags and not _same(flags[name], flag.default)]
     for kind, names in (("flag", set_flags), ("option", [] if spec.strategy else list(spec.options))):
         for name in names:

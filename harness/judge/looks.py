@@ -12,7 +12,7 @@ says nothing while its main thread stands in a wait.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from repro_matrix.judge.collectives import family
@@ -72,7 +72,7 @@ def _grown(first: Look, second: Look, key: str) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def pair(looks: list[Look] | None) -> tuple[Look | None, Look | None]:
+def pair(looks: Sequence[Look] | None) -> tuple[Look | None, Look | None]:
     """The last two looks at a rank."""
     if not looks or len(looks) < 2:
         return None, looks[-1] if looks else None
@@ -87,9 +87,10 @@ def no_hang(attempt: Attempt) -> tuple[str, str] | None:
     """
     if not attempt.timed_out or any(rank.raised and not is_peer_error(rank.raised) for rank in attempt.ranks):
         return None
-    limit = number(attempt.hang.get("limit_s")) or attempt.deadline or 0.0
-    if attempt.hang.get("starting") is True:
-        said = ", ".join(f"rank {rank.rank}: {text(rank.record.get('phase')) or 'no record'}" for rank in attempt.ranks)
+    hang = attempt.hang
+    limit = (number(hang["limit_s"]) if hang else None) or attempt.deadline or 0.0
+    if hang and hang["starting"]:
+        said = ", ".join(f"rank {rank.rank}: {rank.record['phase'] or 'no record'}" for rank in attempt.ranks)
         return "start-up too slow", f"not started after {limit:g} s ({said})"
     pairs = {rank.rank: pair(rank.looks) for rank in attempt.ranks if rank.looks is not None}
     answer = of_attempt(pairs) if pairs else "stuck"

@@ -11,8 +11,10 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from repro_matrix.cell import doubt
+from repro_matrix.cell.types import Observation, Record
 from repro_matrix.judge import looks
 from repro_matrix.judge.evidence import Attempt as Observed
 from repro_matrix.judge.evidence import is_own
@@ -41,7 +43,7 @@ def observation(
     told = {int(entry["rank"]): entry for entry in launch["ranks"]}
     ranks = [_rank(attempt, rank, told.get(rank, {}), seen) for rank in range(attempt.world_size)]
     found = {"schema": 1, "attempt": _attempt(attempt, launcher, command, seen), "infra": None, "ranks": ranks}
-    found["infra"] = _infra(launch, ranks, seen, attempt, worker_exit) or _slow(found)
+    found["infra"] = _infra(launch, ranks, seen, attempt, worker_exit) or _slow(cast(Observation, found))
     return found
 
 
@@ -88,13 +90,15 @@ def _rank(attempt: Attempt, rank: int, told: Json, seen: Watched) -> Json:
     ended_by = told.get("ended_by", "launcher")
     if rank in seen.running and told.get("exit_code") != 0:
         ended_by = "deadline" if seen.timed_out else "user"
+    record, why = read_record(attempt.records / f"rank-{rank}.json")
     return {
         "rank": rank,
         "pid": told.get("pid"),
         "exit_code": told.get("exit_code"),
         "signal": told.get("signal"),
         "ended_by": ended_by,
-        "record": read_record(attempt.records / f"rank-{rank}.json"),
+        "record": record,
+        **({"doubt": why} if why else {}),
         "log_tail": tail(attempt.logs / f"rank-{rank}.log"),
         **_looks(attempt, rank, seen),
     }
@@ -110,13 +114,19 @@ def _looks(attempt: Attempt, rank: int, seen: Watched) -> Json:
     return found
 
 
-def read_record(path: Path) -> Json | None:
-    """A rank's record; a missing or damaged one is no record."""
+def read_record(path: Path) -> tuple[Record | None, str]:
+    """A rank's record; and why what it wrote is none, where it says that it is one: judges rely on its type. A missing
+    or damaged file is no record."""
     try:
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and "done" in record and "exception" in record else None
+        written = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None, ""
+    if not (isinstance(written, dict) and "done" in written and "exception" in written):
+        return None, ""
+    try:
+        return doubt.record(written), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _crash_stack(path: Path) -> str | None:
@@ -158,7 +168,7 @@ def _infra(launch: Json, ranks: list[Json], seen: Watched, attempt: Attempt, wor
     return None if found is None else {"kind": found[0], "message": f"rank {number}: {found[1]}"}
 
 
-def _slow(found: Json) -> Json | None:
+def _slow(found: Observation) -> Json | None:
     slow = looks.no_hang(Observed(found))
     return None if slow is None else {"kind": slow[0], "message": slow[1]}
 

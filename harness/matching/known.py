@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from repro_matrix.cell import types as cell
 from repro_matrix.conf.schema import Case, Elsewhere, Signature
-from repro_matrix.judge.evidence import Attempt, Rank, dotted
+from repro_matrix.judge.evidence import NO_RECORD, Attempt, Rank, dotted
 from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
 from repro_matrix.judge.signature import match_attempt
 from repro_matrix.matching.scan import Note, Seen
@@ -87,7 +88,7 @@ def recognise(seen: Seen, catalogue: Catalogue) -> Answer:
     """What a log shows, in the catalogue's words."""
     launchers = [error for error in seen.errors if _LAUNCHERS.fullmatch(error.type)]
     own = [error for error in seen.errors if error not in launchers]
-    attempt = Attempt({"ranks": [_rank(index, error) for index, error in enumerate(own)]})
+    attempt = _attempt(_rank(index, error) for index, error in enumerate(own))
     # An error that only a lost peer explains is an echo, also where the log does not hold what it echoes.
     primary = failures_of(attempt).ranks - {rank.rank for rank in attempt.ranks if _lost_peer(rank)}
     found = [
@@ -106,19 +107,32 @@ def _lost_peer(rank: Rank) -> bool:
     return rank.raised is not None and is_peer_error(rank.raised)
 
 
-def _rank(index: int, error: Error) -> dict[str, Any]:
-    exception = _completed(error.record) if error.record else None
+def _attempt(ranks: Iterable[cell.Rank]) -> Attempt:
+    """The attempt that a log is of, of which it says no more."""
+    listed = list(ranks)
+    about: cell.Attempt = {
+        "id": "log", "launcher": "", "command": [], "backend": "", "world_size": 1, "started": 0.0, "ended": 0.0,
+        "wall_s": 0.0, "cpu_s": None, "deadline_s": 1.0, "timed_out": False, "interrupted": False, "leftover": [],
+        "seed": 0, "settings": {},
+    }  # fmt: skip
+    return Attempt({"schema": 1, "attempt": about, "infra": None, "ranks": listed})
+
+
+def _left(index: int, record: cell.Record) -> cell.Rank:
     return {
-        "rank": index,
-        "exit_code": None if error.signal else 1,
-        "signal": error.signal,
-        "ended_by": "self",
-        "stack": error.stack,
-        "record": {"rank": index, "ended": float(error.line), "exception": exception},
-    }
+        "rank": index, "exit_code": None, "signal": None, "ended_by": "self", "record": record, "log_tail": "",
+        "stack": None,
+    }  # fmt: skip
 
 
-def _completed(record: Mapping[str, Any]) -> dict[str, Any]:
+def _rank(index: int, error: Error) -> cell.Rank:
+    exception = _completed(error.record) if error.record else None
+    record: cell.Record = {**NO_RECORD, "rank": index, "ended": float(error.line), "exception": exception}
+    code = None if error.signal else 1
+    return {**_left(index, record), "exit_code": code, "signal": error.signal or None, "stack": error.stack or None}
+
+
+def _completed(record: Mapping[str, Any]) -> cell.Exception_:
     """An exception with the bases of its type; the kit's onlookers, which records leave out, are left out here."""
     kind = str(record.get("type", ""))
     python = getattr(builtins, kind, None)
@@ -128,7 +142,22 @@ def _completed(record: Mapping[str, Any]) -> dict[str, Any]:
     frames = [frame for frame in record.get("frames") or () if not _ONLOOKER.search(str(frame.get("file")))]
     cause = record.get("cause")
     completed = _completed(cause) if isinstance(cause, Mapping) else None
-    return {**record, "bases": bases, "frames": frames, "cause": completed}
+    return {
+        "type": kind, "module": str(record.get("module") or ""), "bases": bases,
+        "message": str(record.get("message") or ""), "cause": completed,
+        "frames": [_framed(frame) for frame in frames],
+    }  # fmt: skip
+
+
+def _framed(frame: Mapping[str, Any]) -> cell.Frame:
+    """A frame of a log, which may say less of it."""
+    found: cell.Frame = {
+        "file": str(frame.get("file") or ""), "line": frame.get("line"), "function": str(frame.get("function") or ""),
+        "module": str(frame.get("module") or ""),
+    }  # fmt: skip
+    if "place" in frame:
+        found["place"] = str(frame["place"])
+    return found
 
 
 @dataclass(frozen=True)
@@ -158,7 +187,7 @@ class Catalogue:
 def _failure(error: Error, catalogue: Catalogue, seen: Seen) -> Failure:
     known: list[Known] = []
     perhaps: list[Known] = []
-    attempt = Attempt({"ranks": [_rank(0, error)]})
+    attempt = _attempt([_rank(0, error)])
     judged = failures_of(attempt)
     strategies = strategies_of(error)
     for asked in catalogue.failures:
@@ -194,7 +223,7 @@ def _missing(asked: _Asked, error: Error, attempt: Attempt, judged: Failures) ->
         return None
     if signature.kind == "exception" and not error.places:
         framed = {**error.record, "frames": [{"file": "", "function": "", "place": f"{signature.package}.unknown"}]}
-        bare = Attempt({"ranks": [_rank(0, replace(error, record=framed))]})
+        bare = _attempt([_rank(0, replace(error, record=framed))])
         return ("its last line alone, no traceback",) if match_attempt(less, bare, judged, asked.backend) else None
     if signature.frames and match_attempt(less, attempt, judged, asked.backend):
         return ("the frames that would tell are cut off",)
@@ -249,9 +278,12 @@ def _is_remark(signature: Signature, note: Note) -> bool:
     found = re.search(signature.message or "", note.text)
     if found is None or (found.start() > 0 and not _BEFORE.fullmatch(note.text[: found.start()])):
         return False
-    said = {"message": note.text, "file": note.file, "category": "UserWarning"}
-    record = {"warnings": [said]} if note.file else {"logs": [{"logger": signature.package, "message": note.text}]}
-    attempt = Attempt({"ranks": [{"rank": 0, "record": {"rank": 0, **record}}]})
+    record: cell.Record = {**NO_RECORD, "rank": 0}
+    if note.file:
+        record["warnings"] = [{"message": note.text, "file": note.file, "category": "UserWarning"}]
+    else:
+        record["logs"] = [{"logger": signature.package or "", "message": note.text, "file": ""}]
+    attempt = _attempt([_left(0, record)])
     return match_attempt(signature, attempt, failures_of(attempt)) is not None
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
+from repro_matrix.cell.types import Observation
 from repro_matrix.conf.schema import Case
 from repro_matrix.hardware import Machine
 from repro_matrix.judge import expect, facts, grade, verdict
@@ -106,7 +107,7 @@ def add_attempt(
     document: Document, arm: str, observation: Mapping[str, Any], case: Case, cases: Mapping[str, Case]
 ) -> grade.Outcome:
     """Judge one observation and keep both."""
-    outcome = grade.grade(case, arm, observation, cases)
+    outcome = grade.grade(case, arm, cast(Observation, observation), cases)
     document["arms"][arm]["attempts"].append({"observation": dict(observation), "outcome": asdict(outcome)})
     return outcome
 

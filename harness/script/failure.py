@@ -20,9 +20,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from repro_matrix.bisection.labels import plain
+from repro_matrix.cell.types import Observation
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.schema import Signature, SignatureKind
 from repro_matrix.judge.evidence import Attempt, items, mapping, number, raised_chain, text
@@ -154,7 +155,7 @@ def _package(place: Any) -> str:
 
 def judge(failure: Failure, observation: Mapping[str, Any], name: str) -> Outcome:
     """``name``: of the script, which stands where a case's slug would."""
-    attempt = Attempt(observation)
+    attempt = Attempt(cast(Observation, observation))
     failures = failures_of(attempt)
     first = next((each for each in failures.primary if each.kind != "left"), None)
     primary = None if first is None else Primary(first.rank, first.type, first.message[:SHOWN], _where(first))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
+from repro_matrix.cell.types import Observation
 from repro_matrix.judge.evidence import Attempt, items, mapping, text, threads_of
 from repro_matrix.judge.peers import failures_of
 from repro_matrix.script.failure import normal
@@ -66,7 +67,7 @@ def _printed(observation: Mapping[str, Any]) -> Iterator[str]:
 def _stood(observation: Mapping[str, Any]) -> Iterator[str]:
     """Of a hang: the innermost frames of each rank's main thread; ranks that stood alike in a line."""
     places: dict[tuple[str, ...], list[int]] = {}
-    for rank in Attempt(observation).ranks:
+    for rank in Attempt(cast(Observation, observation)).ranks:
         threads = threads_of(rank.stack) if rank.stack else []
         frames = tuple(" ".join(line.split()) for line in threads[0].lines[:FRAMES]) if threads else ()
         places.setdefault(frames, []).append(rank.rank)
@@ -77,7 +78,7 @@ def _stood(observation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _notes(observation: Mapping[str, Any]) -> Iterator[str]:
-    attempt = Attempt(observation)
+    attempt = Attempt(cast(Observation, observation))
     failures = failures_of(attempt)
     follow = sorted(rank for rank in failures.excused if failures.primary)
     if follow:
@@ -94,7 +95,7 @@ def _notes(observation: Mapping[str, Any]) -> Iterator[str]:
         threads = [note for note in rank.notes if note.name == "threading"]
         if threads:
             yield f"rank {rank.rank}: a thread ended with {threads[0].message}"
-        if not rank.record:
+        if not rank.wrote:
             yield f"rank {rank.rank} left no record (python -I or -S, it ended before its first line, or deleted it)"
         elif rank.exit_code == 0 and not rank.done:
             yield f"rank {rank.rank} ended by os._exit or in a forked process: only its exit code is known"

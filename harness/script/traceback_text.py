@@ -4,7 +4,8 @@ exception. Pure."""
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from repro_matrix.cell.types import Exception_, Frame
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\[?(?:rank|default)?\s*\d+\]?:\s?)+")  # torchrun's [rank0]: and [default0]:
@@ -14,7 +15,7 @@ _INSTALLED = re.compile(r"/(?:(?:site|dist)-packages|lib(?:64)?/python3[\d.]*)/"
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 
 
-def tracebacks(text: str) -> list[dict[str, Any]]:
+def tracebacks(text: str) -> list[Exception_]:
     """Every whole traceback, in the order of the text, in the shape of kit/record.py's ``describe_exception``."""
     lines = [_PREFIX.sub("", _ANSI.sub("", line)) for line in text.splitlines()]
     found = []
@@ -26,13 +27,13 @@ def tracebacks(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _read(lines: list[str]) -> dict[str, Any] | None:
-    frames: list[dict[str, Any]] = []
+def _read(lines: list[str]) -> Exception_ | None:
+    frames: list[Frame] = []
     for number, line in enumerate(lines):
         place = _FRAME.match(line)
         if place:
             code = "".join(lines[number + 1 : number + 2]).strip()
-            frame = {"file": place["file"], "line": int(place["line"]), "function": place["function"] or "",
+            frame: Frame = {"file": place["file"], "line": int(place["line"]), "function": place["function"] or "",
                      "module": "", "code": code}  # fmt: skip
             # An installed file is placed by its path; any other is the user's own, which is no package's.
             frames.append(frame if _INSTALLED.search(place["file"]) else {**frame, "place": ""})
