@@ -21,7 +21,7 @@ from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff.brief import Brief, latest
 from repro_matrix.nights import kept, tonight
 from repro_matrix.nights.host import LABEL, Host, HostError, Issue
-from repro_matrix.nights.night import Night, of_briefs
+from repro_matrix.nights.night import Night, from_json, of_briefs, to_json
 from repro_matrix.page.issue import issue
 from repro_matrix.results import muted
 from repro_matrix.verbs import nightly
@@ -175,6 +175,35 @@ def test_only_answers_that_changed_since_the_last_green_night_count() -> None:
     assert found_none.changed == [] and "no cell in common with the last green night, green" in found_none.notes[0]
 
 
+SKIPPED = arm()._replace(kinds={}, skipped="needs 2 GPUs")
+
+
+@pytest.mark.parametrize(
+    "between",
+    [cell(2.0, broken=SKIPPED, fix=SKIPPED), replace(cell(2.0, broken=FIRES, fix=HOLDS), key="c/o"),
+     cell(2.0, broken=FIRES), cell(2.0, broken=FIRES, fix=SKIPPED)],
+    ids=["skipped", "no room in the budget", "arm not asked", "fix skipped"],
+)  # fmt: skip
+def test_a_green_night_that_did_not_measure_it_hides_no_change(between: Brief) -> None:
+    now = [cell(3.0, broken=FIRES, fix=BOOM)]
+    (found,) = tonight.since_green(now, [GREEN, of_briefs("between", [between], 0)]).changed
+    assert (found.green.name, [c.kind for c in found.changes]) == ("green", ["fix ceased"])
+
+
+def test_a_change_that_comes_back_is_not_the_one_whose_issue_was_closed() -> None:
+    now = [cell(3.0, broken=FIRES, fix=BOOM)]
+    mended = of_briefs("mended", [cell(2.0, broken=FIRES, fix=HOLDS)], 0)
+    (first,), (again,) = (tonight.since_green(now, nights).changed for nights in ([GREEN], [GREEN, mended]))
+    assert first.digest != again.digest
+    assert tonight.since_green(now, [GREEN, replace(mended, code=1)]).changed[0].digest == first.digest
+
+
+@pytest.mark.parametrize("edit", [{"code": False}, {"code": "0"}, {"started": "nan"}, {"started": None}])
+def test_a_night_that_was_edited_into_a_green_one_is_damaged(edit: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"no exit code|not a night"):
+        from_json({**to_json(GREEN), **edit})
+
+
 @given(SIDES)
 def test_a_night_does_not_differ_from_itself(briefs: list[Brief]) -> None:
     newest = list(latest(briefs).values())
@@ -186,7 +215,7 @@ def test_the_text_says_what_changed_and_escapes_what_others_wrote() -> None:
     now = [replace(cell(2.0, broken=FIRES, fix=said, other=HOLDS), versions={"torch": "2.14.0"})]
     green = replace(GREEN, stacks={"now": {"torch": "2.13.0"}})
     (found,) = tonight.since_green(now, [green]).changed
-    made = issue([found], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
+    made = issue([found], "tonight", "https://x/page", {("now", "green"): "torch 2.14.0 is the first bad release"})
     assert made.title == "c: fix ceased"
     for part in ("torch: 2.13.0 -> 2.14.0", "first bad release", "wherever they were measured: other", "repro run c"):
         assert part in made.body

@@ -6,6 +6,7 @@ its own words. What is left out is time, memory and settings: two nights in brie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,7 +94,8 @@ def from_json(data: Mapping[str, Any]) -> Night:
                 if len(told) != len(_ARM):
                     raise ValueError("an arm of it does not say what an arm says")
             str(cell["case"] + cell["where"] + cell["hardware"] + cell["stack"] + cell["key"])
-        float(made.started)
+        if not math.isfinite(float(made.started)) or isinstance(made.code, bool) or not isinstance(made.code or 0, int):
+            raise ValueError(f"started {made.started!r} or code {made.code!r}: no time, no exit code")
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a night: {type(error).__name__}: {error}") from None
     return made

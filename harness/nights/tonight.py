@@ -1,4 +1,4 @@
-"""What tonight answers otherwise than the last green night, case by case. Pure.
+"""What tonight answers otherwise than the last green night that measured it, case by case. Pure.
 
 A change counts until somebody has dealt with it: a night with one that nobody has is not green, so that the next one is
 compared with the same green night again. Dealt with: muted, or a person has closed the issue that told of this very
@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from repro_matrix.conf.errors import ResultsError
-from repro_matrix.diff.brief import Brief
+from repro_matrix.diff.brief import Brief, latest
 from repro_matrix.diff.compare import ANSWERS, Change, compare
 from repro_matrix.nights.night import Night, briefs_of
+
+At = tuple[str, str]  # a cell's key, and its hardware
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,14 @@ class Changed:
 
     @property
     def digest(self) -> str:
-        """Of what changed: the same change has the same one, whichever night meets it."""
+        """Of what changed, and since when: the same change has the same one, whichever night meets it; one that comes
+        back after a green night without it is another (the issue of the first may be closed as mended)."""
         said = sorted(
             (c.where, c.hardware, c.stack, c.arm, c.kind, c.after.verdict if c.after else None,
              list(c.after.met) if c.after else [])
             for c in self.changes
         )  # fmt: skip
-        return hashlib.sha256(json.dumps([self.case, said]).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps([self.case, self.green.name, said]).encode()).hexdigest()[:12]
 
 
 @dataclass
@@ -62,27 +65,52 @@ def one_commit(briefs: Iterable[Brief]) -> None:
 def since_green(
     tonight: Sequence[Brief], kept: Sequence[Night], muted: Callable[[str, str], bool] = lambda key, arm: False
 ) -> Compared:
-    """Tonight's answers against the newest green night that has the same stack. ``muted``: (cell's key, arm)."""
+    """Tonight's answers, each against the newest green night that measured the same arm of the same cell: a night in
+    which it was skipped, or had no room in the budget, says nothing of it. ``muted``: (cell's key, arm)."""
     found = Compared()
     for stack in sorted({brief.stack for brief in tonight}):
-        now = [brief for brief in tonight if brief.stack == stack]
-        green = next((n for n in reversed(kept) if n.green and stack in n.stacks), None)
-        if green is None:
+        now = list(latest(brief for brief in tonight if brief.stack == stack).values())
+        greens = [night for night in reversed(kept) if night.green and stack in night.stacks]
+        if not greens:
             found.notes.append(f"stack {stack}: no green night is kept: there is nothing to compare with yet")
             continue
-        then = [brief for brief in briefs_of(green) if brief.stack == stack]
-        if not {(b.key, b.hardware) for b in now} & {(b.key, b.hardware) for b in then}:
-            found.notes.append(f"stack {stack}: no cell in common with the last green night, {green.name}")
-            continue
+        before = _before(now, greens)
+        new = len(now) - len({at for _, cells in before for at in cells})
+        if new == len(now):
+            last = greens[0].name
+            found.notes.append(f"stack {stack}: no cell in common with the last green night, {last}, nor an older one")
+        elif new:
+            found.notes.append(f"stack {stack}: {new} cells were measured in no green night: nothing to compare with")
         keys = {(brief.where, brief.hardware): brief.key for brief in now}
         answers = [
-            change
-            for change in compare(then, now, {}, need_common=False).changes
+            (green, change)
+            for green, cells in before
+            for change in compare(cells.values(), now, {}, need_common=False).changes
             if change.kind in ANSWERS and not muted(keys.get((change.where, change.hardware), ""), change.arm)
         ]
-        for case in dict.fromkeys(change.case for change in answers):
-            own = tuple(change for change in answers if change.case == case)
-            found.changed.append(Changed(case, stack, green, own, _versions(green, now), _holds(case, now)))
+        for case, name in dict.fromkeys((change.case, green.name) for green, change in answers):
+            own = [(green, change) for green, change in answers if (change.case, green.name) == (case, name)]
+            green, changes = own[0][0], tuple(change for _, change in own)
+            found.changed.append(Changed(case, stack, green, changes, _versions(green, now), _holds(case, now)))
+    return found
+
+
+def _before(now: Sequence[Brief], greens: Iterable[Night]) -> list[tuple[Night, dict[At, Brief]]]:
+    """``greens``: the newest first. Each with those arms of tonight's cells that no newer one has measured."""
+    wanted = {(b.key, b.hardware): {name for name, arm in b.arms.items() if arm.measured} for b in now}
+    found = []
+    for green in greens:
+        cells: dict[At, Brief] = {}
+        for brief in briefs_of(green):
+            at = brief.key, brief.hardware
+            if brief.stack != now[0].stack or at not in wanted:
+                continue
+            arms = {name: arm for name, arm in brief.arms.items() if name in wanted[at] and arm.measured}
+            wanted[at] -= arms.keys()
+            if arms:
+                cells[at] = replace(brief, arms=arms)
+        if cells:
+            found.append((green, cells))
     return found
 
 

@@ -15,14 +15,16 @@ MOST = 40  # changes that are listed
 LONGEST = 60_000  # bytes of a body: hosts take 65,536
 
 
-def issue(found: Sequence[Changed], night: str, link: str = "", searches: Mapping[str, Any] | None = None) -> Issue:
-    """One case's changes on all its stacks. ``searches``: stack -> its bisection's report, or why there is none."""
+def issue(
+    found: Sequence[Changed], night: str, link: str = "", searches: Mapping[tuple[str, str], Any] | None = None
+) -> Issue:
+    """One case's changes on all its stacks. ``searches``: (stack, green night) -> its bisection's report, or why there is none."""
     first = found[0]
     changes = [change for one in found for change in one.changes]
     kinds = list(dict.fromkeys(change.kind for change in sorted(changes, key=lambda c: list(KINDS).index(c.kind))))
     title = f"{first.case}: {kinds[0]}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
     about = f"Night {plain(night)}: {len(changes)} answers of **{plain(first.case)}**"
-    out = [f"{about} are not those of the last green night."]
+    out = [f"{about} are not those of the last green night that has them."]
     out += [f"[The whole page]({link})"] if link else []
     for one in found:
         out.append(f"### Stack {plain(one.stack)}, against {plain(one.green.name)}")
@@ -32,7 +34,7 @@ def issue(found: Sequence[Changed], night: str, link: str = "", searches: Mappin
         out += [f"and {len(one.changes) - MOST} more"] if len(one.changes) > MOST else []
         held = ", ".join(map(plain, one.holds))
         out.append(f"Fixes that hold tonight wherever they were measured: {held or 'none'}.")
-        search = (searches or {}).get(one.stack)
+        search = (searches or {}).get((one.stack, one.green.name))
         if search:
             out += ["#### Since which release", str(search)]
         where = one.changes[0].where.partition(" ")[2]

@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     for one in compared.changed:
         by_case.setdefault(one.case, []).append(one)
     made = [
-        issue(listed, name, args.page, {one.stack: text for one in listed if (text := search.of(one))})
+        issue(listed, name, args.page, {(o.stack, o.green.name): text for o in listed if (text := search.of(o))})
         for listed in by_case.values()
     ]
     texts = Path(args.issues).expanduser() if args.issues else folder / "issues" / name
