@@ -4,7 +4,8 @@
 
 -k, -m (failure, control, simulated), -n, --lf, -x and --junitxml do what they say. A test passes when its verdict is as
 expected (or nothing is expected yet, and it was measured), fails with what differs otherwise, and is skipped with its
-reason. A fix that is expected to fail is xfail, and strictly so: that it holds is a failure. With -n one run, that of
+reason. A fix that is expected to fail is xfail, and strictly so: that it holds is a failure. A file of what was asked
+for that has an error is a test that fails, and a run in which all was skipped ends with 5. With -n one run, that of
 the process that was started, measures for all workers (running/desk.py).
 """
 
@@ -43,6 +44,7 @@ class Cell:
 
 DESK = pytest.StashKey[Any]()  # a Desk, in a worker an Asker
 CELLS = pytest.StashKey[list[Cell]]()
+LEFT_OUT = pytest.StashKey[list[str]]()  # what is wrong with each file of what was asked for
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
             Cell(number, case, name, tuple(marks), tuple((arm, why) for arm, why in arms))
             for number, case, name, marks, arms in given["cells"]
         ]
+        config.stash[LEFT_OUT] = list(given["left_out"])
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -81,6 +84,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     except ReproError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[DESK], config.stash[CELLS] = Desk(prepared, texts), cells_of(prepared)
+    config.stash[LEFT_OUT] = prepared.left_out
 
 
 def cells_of(prepared: Session) -> list[Cell]:
@@ -111,7 +115,8 @@ def pytest_configure_node(node: Any) -> None:
         desk.served = desk.serve()
     address, key = desk.served
     told = [(c.number, c.case, c.name, list(c.marks), [list(arm) for arm in c.arms]) for c in config.stash[CELLS]]
-    node.workerinput["repro"] = {"address": address, "key": key.hex(), "cells": told}
+    left_out = config.stash[LEFT_OUT]
+    node.workerinput["repro"] = {"address": address, "key": key.hex(), "cells": told, "left_out": left_out}
 
 
 class Group(pytest.Collector):
@@ -156,6 +161,18 @@ class ArmItem(pytest.Item):
         return self.path, None, self.nodeid.partition("::")[2]
 
 
+class LeftOutItem(pytest.Item):
+    """A file with an error: what it would have added was asked for, and is not measured."""
+
+    text: str
+
+    def runtest(self) -> None:
+        raise Differs(f"left out, and not measured: {self.text}", None, None)
+
+    repr_failure = ArmItem.repr_failure
+    reportinfo = ArmItem.reportinfo
+
+
 class Differs(Exception):
     def __init__(self, said: str, expectation: Any, torchrun: str | None) -> None:
         lines = [said, f"expected: {expectation}" if expectation else "", f"by hand: {torchrun}" if torchrun else ""]
@@ -176,6 +193,11 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             item = ArmItem.from_parent(group, name=arm)
             item.cell, item.skipped = cell, skipped
             items.append(item)
+    wrong = Group.from_parent(top, name="left out")
+    for text in config.stash[LEFT_OUT]:
+        left: LeftOutItem = LeftOutItem.from_parent(wrong, name=text.partition(": ")[0])
+        left.text = text
+        items.append(left)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -194,6 +216,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     desk = session.config.stash.get(DESK, None)
     if desk is not None and hasattr(desk, "close"):
         desk.close()
+    if desk is not None and not hasattr(session.config, "workerinput"):
+        _nothing_measured(session, desk)
+
+
+def _nothing_measured(session: pytest.Session, desk: Any) -> None:
+    """Tests that were all skipped are no green run: it ends as one in which there was no test."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is None or session.exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
+        return
+    if not any(terminal.stats.get(kind) for kind in ("passed", "xfailed")):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+        desk.notes.append("nothing was measured: every test was skipped, which is no pass (exit code 5)")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

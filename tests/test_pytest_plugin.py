@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from repro_matrix.conf.errors import MeasureError
+from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.running import desk, session
 from repro_matrix.running.events import Event, Summary
 
@@ -96,6 +97,31 @@ def test_what_cannot_be_understood_is_a_usage_error(pytester: pytest.Pytester) -
     result = pytester.runpytest_inprocess("--repro", "case=ddp-unfinishd-reduction", "-n", "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "did you mean 'ddp-unfinished-reduction'" in result.stderr.str()
+
+
+def test_a_file_with_an_error_is_a_test_that_fails(
+    run: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = pytester.path / "more" / "case"
+    case.mkdir(parents=True)
+    (case / "ddp-unfinished-bad.yaml").write_text("slug: ddp-unfinished-bad\nkind: failur\n")
+    monkeypatch.setenv(CONFIG_PATH, str(pytester.path / "more"))
+    words = ("--repro", "case=ddp-unfinished-* repeat=1", "-k", "freeze or bad")
+    for number in ("0", "1"):
+        result = pytester.runpytest_inprocess(*words, "-n", number)
+        result.assert_outcomes(passed=1, failed=1)
+        assert result.ret == 1
+        result.stdout.fnmatch_lines(["*left out, and not measured: *ddp-unfinished-bad.yaml: *"])
+    run("-k", "freeze").assert_outcomes(passed=1)  # whoever does not ask for it is not told
+
+
+def test_a_run_in_which_all_was_skipped_is_not_green(pytester: pytest.Pytester, run: Any) -> None:
+    words = ("--repro", f"case={CASE} ranks=1 repeat=1", "-n", "0", "-k", "freeze or touch")
+    result = pytester.runpytest_inprocess(*words)
+    result.assert_outcomes(skipped=2)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines(["*nothing was measured: every test was skipped*"])
+    assert pytester.runpytest_inprocess(*words, "--collect-only").ret == 0
 
 
 def fake_run(sent: list[Any]) -> Any:
