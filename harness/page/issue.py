@@ -18,7 +18,7 @@ LONGEST = 60_000  # bytes of a body: hosts take 65,536
 def issue(
     found: Sequence[Changed], night: str, link: str = "", searches: Mapping[tuple[str, str], Any] | None = None
 ) -> Issue:
-    """One case's changes on all its stacks. ``searches``: (stack, green night) -> its bisection's report, or why none."""
+    """A case's changes on all stacks. ``searches``: (stack, green night) -> its bisection's report, or why not."""
     first = found[0]
     changes = [change for one in found for change in one.changes]
     kinds = list(dict.fromkeys(change.kind for change in sorted(changes, key=lambda c: list(KINDS).index(c.kind))))
