@@ -67,11 +67,15 @@ def run(launcher: str, folder: Path, overrides: list[str]) -> Json:
 
 def outcomes(folder: Path) -> dict[tuple[str, str], list[str]]:
     """(cell, arm) -> what each attempt showed: the outcome and the signatures that were recognised."""
-    return {
+    store = Store(folder)
+    found = {
         (document["key"], name): sorted(map(shown, arm["attempts"]))
-        for document in Store(folder).documents()
+        for document in store.documents()
         for name, arm in document["arms"].items()
     }
+    if store.damaged:
+        raise SystemExit("\n".join(store.damaged))
+    return found
 
 
 def shown(attempt: Json) -> str:

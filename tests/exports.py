@@ -101,8 +101,9 @@ def wrong(case: Case, stored: Measured, ranks: int, ran: Ran) -> str | None:
     if outcome["outcome"] == "clean":
         finished = ran.said.count("every check is right")
         return None if ran.code == 0 and finished == ranks else f"exit code {ran.code}, {finished} ranks right: {tail}"
-    missing = [item for item in outcome.get("recognised") or [] if _shown(case, item["signature"], ran)]
-    if outcome.get("recognised") or []:
+    known = outcome.get("recognised") or []  # of another case, too
+    missing = [item for item in known if _shown(CATALOGUE.cases[item["case"]], item["signature"], ran)]
+    if known:
         return f"does not show {missing[0]['signature']}: {tail}" if missing else None
     primary = outcome.get("primary") or {}
     text = str(primary.get("message") or "").partition("\n")[0][:60]

@@ -5,25 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from judging import document, observation, ok, outcome
+
 from bench.catalogue import differences
 from bench.evidence import CUTS, cut
 from bench.mutants import mutated, places
 from repro_matrix.results.store import write_json
 
-FIRES = {"outcome": "fires", "recognised": [{"case": "c", "signature": "s"}], "primary": None}
-CLEAN: dict[str, Any] = {"outcome": "clean", "recognised": [], "primary": None}
+CLEAN = outcome("clean").to_json()
+
+
+def fires(signature: str) -> dict[str, Any]:
+    known = {"case": "c", "signature": signature, "ranks": [0], "kind": "exception", "message": "m"}
+    return {**CLEAN, "outcome": "fires", "recognised": [known]}
 
 
 def error(kind: str) -> dict[str, Any]:
-    return {"outcome": "other_error", "recognised": [], "primary": {"type": kind}}
+    primary = {"rank": 0, "type": kind, "message": "m", "where": "x.py:1"}
+    return {**CLEAN, "outcome": "other_error", "primary": primary}
+
+
+FIRES = fires("s")
 
 
 def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
     for name, arms in cells.items():
-        shown = {arm: {"attempts": [{"outcome": outcome} for outcome in outcomes]} for arm, outcomes in arms.items()}
+        seen = observation(ok(0), ok(1))
+        made = document({arm: [(each["outcome"], seen) for each in shown] for arm, shown in arms.items()})
+        for arm, shown in arms.items():
+            for attempt, judged in zip(made["arms"][arm]["attempts"], shown):
+                attempt["outcome"] = judged
         path = root / "cpu" / "stack" / "c" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"schema": 1, "key": f"c/{name}", "arms": shown, "provenance": {"started": 0.0}})
+        write_json(path, {**made, "case": "c", "key": f"c/{name}"})
     return root
 
 
@@ -37,8 +51,7 @@ def test_whatever_differs_is_named(tmp_path: Path) -> None:
     one = folder(
         tmp_path / "one", m={"broken": [FIRES], "fix": [CLEAN], "other": [error("OSError")]}, n={"broken": [CLEAN]}
     )
-    signature = {**FIRES, "recognised": [{"case": "c", "signature": "t"}]}
-    other = folder(tmp_path / "other", m={"broken": [signature], "fix": [CLEAN, CLEAN], "other": [error("KeyError")]})
+    other = folder(tmp_path / "other", m={"broken": [fires("t")], "fix": [CLEAN, CLEAN], "other": [error("KeyError")]})
     found = list(differences(one, other))
     assert [line.split(":")[0] for line in found] == ["c/m broken", "c/m fix", "c/m other", "c/n broken"]
 

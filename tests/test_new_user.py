@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judging import observation, ok, record
 
 from repro_matrix import cli
 from repro_matrix.conf.config import compose_run
@@ -70,14 +71,14 @@ def test_a_site_is_not_written_among_other_files(tmp_path: Path, capsys: pytest.
 
 
 def observed(*ranks: dict[str, Any], **more: Any) -> dict[str, Any]:
-    attempt = {"timed_out": False, "interrupted": False, "leftover": [], "deadline_s": 9.0}
-    told: dict[str, Any] = {"attempt": attempt, "infra": None, "command_exit": 0, "printed": {}}
-    usual = {"exit_code": 0, "signal": None, "ended_by": "self", "log_tail": "", "stack": None}
-    told["ranks"] = [
-        {**usual, "rank": number, "record": {"done": True, "finished": True, "exception": None}, **rank}
+    """What a script's ranks showed: none has a check."""
+    made = [
+        {**ok(number), **rank, "record": record(number, checks=[], finished=True, **rank["record"])}
+        if rank.get("record", {}) is not None and "record" in rank
+        else {**ok(number, record=record(number, checks=[], finished=True)), **rank}
         for number, rank in enumerate(ranks)
     ]
-    return {**told, **more, "attempt": {**attempt, **more.get("attempt", {})}}
+    return {**observation(*made), "command_exit": 0, "printed": {}, **more}
 
 
 def notes(observation: dict[str, Any]) -> str:
@@ -86,8 +87,7 @@ def notes(observation: dict[str, Any]) -> str:
 
 def test_an_error_in_a_thread_is_the_failure_that_was_asked_for() -> None:
     log = {"logger": "threading", "level": "ERROR", "message": "ValueError: bad batch 7", "file": ""}
-    record = {"done": True, "finished": True, "exception": None, "logs": [log]}
-    seen = observed({"record": record}, {})
+    seen = observed({"record": {"logs": [log]}}, {})
     asked = failure.judge(failure.error("ValueError: bad batch"), seen, "x")
     assert asked.outcome == "fires" and "in a thread" in asked.reason and asked.recognised[0].ranks == (0,)
     for other in ("KeyError: bad batch", "ValueError: good batch"):

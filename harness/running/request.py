@@ -18,7 +18,6 @@ from repro_matrix.conf.overrides import Selection
 from repro_matrix.planning import matrix
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.results.store import Store
-from repro_matrix.running import shards
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,10 @@ class Request:
         for name in self.hardware:
             if name not in self.catalogue.hardware:
                 raise unknown("hardware", name, self.catalogue.hardware, "hardware")
-        if shards.of(self.settings.shard):
+        if self.settings.shard:
+            from repro_matrix.running import shards  # what lists cells needs nothing else of a run
+
+            shards.of(self.settings.shard)  # raises where it is none
             raise ConfigError(
                 "shard=: this is the whole selection; `repro matrix --plan shard=...` shows a part's cells"
             )

@@ -10,7 +10,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import psutil
 from filelock import FileLock
 
 from repro_matrix.conf.inherited import building
@@ -28,6 +27,8 @@ def clear(folder: Path) -> None:
 
     (Ninja's own `.ninja_lock` locks nothing: it tells ninja the file system's time; ninja-build/ninja#2770.)
     """
+    import psutil  # only here: what lists cells imports this module
+
     Batons(folder).clear()
     orphans = [
         process

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 
 from repro_matrix import paths
@@ -128,6 +127,8 @@ def prune(*, older_than_days: float = 30, everything: bool = False, names: tuple
 
 def _running() -> dict[int, str]:
     """Process -> its program, arguments and module path, to see which stacks are in use."""
+    import psutil  # only here: what lists cells imports this module
+
     out = {}
     for process in psutil.process_iter():
         try:
