@@ -148,3 +148,23 @@ def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
     text = exported("odd-batch", "drop-last").text
     assert "torch.nn.Linear(4, 2)" in text and "def body(run" in text
     compile(text, "odd_batch.py", "exec")
+
+
+WRITTEN = """case: odd-batch
+stretches:
+- {CELLS, hardware: cpu, versions: {}, measured: [{torch: 2.13.0}], reason: said so}
+verdicts: {drop-last: [FIX_BROKEN]}
+"""
+
+
+@pytest.mark.parametrize("cells", ["cells: [our-head/by-hand]", "cells: []", "cells: ['*/*']"])
+def test_an_expectation_that_no_measurement_shows_is_not_believed(team: Path, cells: str) -> None:
+    file = team / "results" / "expected" / "odd-batch.yaml"
+    file.parent.mkdir(parents=True)
+    assert session.prepare(["case=odd-batch"], build_stacks=False).left_out == []
+    file.write_text(WRITTEN.replace("CELLS", cells))
+    prepared = session.prepare(["case=odd-batch"], build_stacks=False)
+    assert prepared.catalogue.cases["odd-batch"].expect == [], "FIX_BROKEN would be as expected"
+    (told,) = prepared.left_out  # the run says so at its end, and ends with 3
+    assert told.startswith(f"{file}: not believed: odd-batch: ")
+    assert session.prepare(["case=ddp-unfinished-reduction"], build_stacks=False).left_out == []

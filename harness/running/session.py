@@ -29,7 +29,7 @@ from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import provenance, runs
 from repro_matrix.results.store import Store
-from repro_matrix.running import budget, canary, shards
+from repro_matrix.running import budget, canary, shards, unshown
 from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
 from repro_matrix.running.engine import Engine, More
 from repro_matrix.running.events import Event, Later, Summary
@@ -116,6 +116,7 @@ def prepare(
     """
     asked = ask(texts)
     catalogue, settings = asked.catalogue, asked.settings
+    not_believed = unshown.dropped(catalogue, {cell.case for cell in asked.cells})
     machine = hardware.detect()
     planned = False
     if plan_only:
@@ -157,7 +158,7 @@ def prepare(
     if part:
         prepared.shard = shards.manifest(part, texts, cells)
     prepared.left = left
-    prepared.left_out = asked.left_out
+    prepared.left_out = [*asked.left_out, *not_believed]
     prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]

@@ -1,0 +1,34 @@
+"""What a user's repository expects of its own cases, and no measurement of its baseline shows: it is not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from repro_matrix.conf import project
+from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.judge.again import judged_again
+from repro_matrix.paths import EXPECTED
+from repro_matrix.results.backed import unbacked
+from repro_matrix.results.store import Store
+
+
+def dropped(catalogue: Catalogue, cases: Iterable[str]) -> list[str]:
+    """Takes such a case's expectations out of the catalogue, so that nothing is expected of it: why, for each file.
+
+    It is no error: the way out is to measure the case and to accept that. What is shipped is looked at by a test
+    (tests/test_baseline.py).
+    """
+    own = project.current()
+    found = []
+    for slug in sorted(set(cases)):
+        file, case = own.expected / f"{slug}.yaml", catalogue.cases[slug]
+        if own.expected == EXPECTED or not case.expect or not file.is_file():
+            continue
+        judged = judged_again(Store(own.baseline).documents(cases=[slug]), catalogue.cases).documents
+        missing = [f"{slug}: expected of every cell" for entry in case.expect if not entry.cells]
+        missing += unbacked(case, judged)
+        if missing:
+            catalogue.cases[slug] = case.model_copy(update={"expect": []})
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            found.append(f"{file}: not believed: {missing[0]}{more}; `repro accept` writes it, with its measurement")
+    return found
