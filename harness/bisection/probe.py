@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from repro_matrix import stacks
@@ -23,7 +24,7 @@ from repro_matrix.conf.errors import ConfigError, unknown
 from repro_matrix.conf.overrides import Selection, quoted
 from repro_matrix.conf.schema import Case
 from repro_matrix.planning import matrix
-from repro_matrix.results.store import Store
+from repro_matrix.results.store import Document, Store
 from repro_matrix.running import session
 from repro_matrix.stacks import Stack, StackError
 
@@ -36,6 +37,24 @@ class Stopped(Exception):
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+
+
+def one_cell(
+    prepared: session.Session, stop: threading.Event, say: Say, at: session.Workplace | None = None
+) -> tuple[Document, Path, session.Summary]:
+    """Measure the one cell of a session, or take what is stored: its document and where that lies. Raises Stopped."""
+    summary = session.execute(prepared, lambda event: None, stop, resume=True, on_warning=say, at=at)
+    if summary.problem:
+        raise Stopped(summary.problem, 2)
+    if summary.interrupted:
+        raise Stopped("interrupted", 130)
+    document = summary.documents[0]
+    store = Store(session.results_folder(prepared.settings))
+    return (
+        document,
+        store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["key"]),
+        summary,
+    )
 
 
 @dataclass(frozen=True)
@@ -176,14 +195,7 @@ class Prober:
             ],
             given={target.spec: stack},
         )  # fmt: skip
-        summary = session.execute(prepared, lambda event: None, self.stop, resume=True, on_warning=self.say)
-        if summary.problem:
-            raise Stopped(summary.problem, 2)
-        if summary.interrupted:
-            raise Stopped("interrupted", 130)
-        document = summary.documents[0]
-        store = Store(session.results_folder(prepared.settings))
-        path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["key"])
+        document, path, summary = one_cell(prepared, self.stop, self.say)
         arms = document["arms"]
         return Point(
             target,

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer as Said
-from repro_matrix.bisection.probe import Say, Stopped, one_case
+from repro_matrix.bisection.probe import Say, Stopped, one_case, one_cell
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, MeasureError, unknown
 from repro_matrix.conf.overrides import quoted
 from repro_matrix.hardware import Gpu
-from repro_matrix.results.store import Store
 from repro_matrix.running import session
 from repro_matrix.running.session import Session, Workplace
 from repro_matrix.shrink import vary
@@ -66,14 +65,7 @@ class CaseAsker:
         wrong = plan.skipped or vary.wrong_shape(plan.settings["model"]["config"])
         if wrong:
             return Asked(Said(None, f"no such cell: {wrong}"))
-        summary = session.execute(prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, at=self.at)
-        if summary.problem:
-            raise Stopped(summary.problem, 2)
-        if summary.interrupted:
-            raise Stopped("interrupted", 130)
-        document = summary.documents[0]
-        store = Store(session.results_folder(prepared.settings))
-        path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["key"])
+        document, path, summary = one_cell(prepared, self.stop, self.say, self.at)
         said = labels.answer(self.case, document["arms"].get(self.first))
         return Asked(said, str(path), summary.attempts)
 
