@@ -79,12 +79,26 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from repro_matrix.running.session import prepare
 
     try:
-        texts = shlex.split(config.getoption("--repro"))
+        texts = _words(config.getoption("--repro"))
         prepared = prepare(texts)
     except ReproError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[DESK], config.stash[CELLS] = Desk(prepared, texts), cells_of(prepared)
     config.stash[LEFT_OUT] = prepared.left_out
+
+
+def _words(text: str) -> list[str]:
+    """As a shell splits them. Raises ConfigError for a quote that is left open, and for none at all: that is a variable
+    that is not set, and would be the whole catalogue."""
+    from repro_matrix.conf.errors import ConfigError
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--repro {text}: {error}") from None
+    if not words:
+        raise ConfigError("--repro: nothing is selected; --repro 'case=*' is every case")
+    return words
 
 
 def cells_of(prepared: Session) -> list[Cell]:

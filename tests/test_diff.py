@@ -257,3 +257,11 @@ def test_a_run_is_compared_with_the_cells_that_it_measured(results: Path) -> Non
     assert (found.cells, found.changes) == (1, ()), "what was not selected has not vanished"
     gone = _against(side(str(results)), [{**now, "arms": {"broken": {**now["arms"]["broken"], "attempts": []}}}])
     assert [change.kind for change in gone.changes] == ["unmeasured"]
+
+
+def test_two_runs_that_measured_nothing_have_no_answer_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "one", "a.json", {**document({"broken": "needs 2 GPUs"}), "key": "some-case/a"})
+    assert cli.main(["diff", str(tmp_path / "one"), str(tmp_path / "one")]) == 2
+    assert "measured anything" in capsys.readouterr().err

@@ -174,6 +174,8 @@ def test_an_arm_case_or_stack_that_is_not_there_is_an_error(capsys: pytest.Captu
         (["fsdp-uniform-dtype", "--arm", "brokn"], "did you mean 'broken'"),
         (["fsdp-uniform-dtype", "--stack", "curent"], "did you mean 'current'"),
         (["fsdp-uniform-dtype", "--out", str(there)], "nothing is overwritten"),
+        (["fsdp-uniform-dtype", "--out", str(there / "x.py")], "cannot be written"),
+        (["fsdp-uniform-dtype", "--out", str(tmp_path / "none" / "x.py")], "cannot be written"),
     ):
         assert cli.main(["export", *words]) == 2
         assert said in capsys.readouterr().err
@@ -215,12 +217,29 @@ def test_what_is_not_the_recorded_outcome_is_not_taken_for_it() -> None:
     from repro_matrix.export.stored import Measured
 
     case = CATALOGUE.cases["fsdp-uniform-dtype"]
-    fires = Measured({}, [{"outcome": "fires", "recognised": [{"signature": "uniform-dtype"}], "primary": {}}])
+    fires = Measured(
+        {},
+        [
+            {
+                "outcome": "fires",
+                "recognised": [{"case": "fsdp-uniform-dtype", "signature": "uniform-dtype"}],
+                "primary": {},
+            }
+        ],
+    )
     clean = Measured({}, [{"outcome": "clean", "recognised": []}])
     other = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: another\n'
     assert wrong(case, fires, 2, Ran(other, 1)) and wrong(case, fires, 2, Ran("finished without an error", 0))
     assert wrong(case, clean, 2, Ran("[rank 0] every check is right\n", 0))
     assert wrong(case, clean, 2, Ran("[rank 0] every check is right\n[rank 1] every check is right\n", 0)) is None
     hang = CATALOGUE.cases["fsdp-generate-uneven"]
-    hangs = Measured({}, [{"outcome": "fires", "recognised": [{"signature": "left-behind", "kind": "hang"}]}])
+    hangs = Measured(
+        {},
+        [
+            {
+                "outcome": "fires",
+                "recognised": [{"case": "fsdp-generate-uneven", "signature": "left-behind", "kind": "hang"}],
+            }
+        ],
+    )
     assert wrong(hang, hangs, 2, Ran("", None, "sleep\nbody")) and wrong(hang, hangs, 2, Ran("", 0))

@@ -118,6 +118,7 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
         ("muted: [{cell: x, owner: a, until: never, reason: r}]", "muted.0.until"),
         ("mutes: []", "did you mean 'muted'"),
         ("muted: [", "cannot be read"),
+        ("muted: [{cell: x, owner: a, until: 2026-13-01, reason: r}]", "cannot be read"),
         ("[]", "the whole file"),
     ],
 )

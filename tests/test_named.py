@@ -166,6 +166,7 @@ def test_a_name_in_two_folders_is_no_guess(
     [
         (["list", "+matrix=sedes"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "+matrix=sedes"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
+        (["list", "+matrix=[smoke,sedes]"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "matrix=seeds"], "a named matrix is added: +matrix=seeds"),
         (["list", "+matrix=seeds", "matrix.seeds.stak=x"], "unknown key 'stak'; did you mean 'stack'?"),
         (["list", "+matrix=seeds", "matrix.seeds.model=x"], "write +matrix.seeds.model="),
@@ -194,6 +195,9 @@ def test_what_is_wrong_is_said(words: list[str], told: str, capsys: pytest.Captu
         ("matrix: {b: {case: [train-step}}", "bad.yaml:2: not valid YAML"),
         ("matrix: {b: {hardware: cpu}, c: {hardware: gpu8}}", "the blocks are for different hardware"),
         ("repaet: 3", "repaet"),
+        ("", "+matrix=bad: it has no block"),  # it stood for the whole catalogue
+        ("repeat: 3", "+matrix=bad: it has no block"),
+        ("matrix: {}", "+matrix=bad: it has no block"),
     ],
 )  # fmt: skip
 def test_a_wrong_preset_is_named(
@@ -205,6 +209,16 @@ def test_a_wrong_preset_is_named(
     code, _, err = said(capsys, "list", "+matrix=bad")
     assert code == 2 and told in err, err
     assert said(capsys, "list", "case=train-step")[0] == 0  # and is in nobody else's way
+
+
+def test_a_preset_without_its_first_line_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CONFIG_PATH, str(tmp_path))
+    (tmp_path / "matrix").mkdir()
+    (tmp_path / "matrix" / "bad.yaml").write_text("matrix: {b: {case: train-step}}\n", encoding="utf-8")
+    code, _, err = said(capsys, "list", "+matrix=bad")
+    assert code == 2 and "begins with the line '# @package _global_'" in err, err
 
 
 def test_a_flag_of_the_line_is_for_the_blocks_that_have_it() -> None:

@@ -124,6 +124,13 @@ def test_a_run_in_which_all_was_skipped_is_not_green(pytester: pytest.Pytester, 
     assert pytester.runpytest_inprocess(*words, "--collect-only").ret == 0
 
 
+@pytest.mark.parametrize(("text", "told"), [("case='train-step", "No closing quotation"), (" ", "nothing is selected")])
+def test_words_that_select_nothing_are_a_usage_error(text: str, told: str, pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--repro", text, "-n", "0", "--collect-only")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert told in result.stderr.str()
+
+
 def fake_run(sent: list[Any]) -> Any:
     """As session.execute, for a desk: each cell that is asked for is answered at once."""
 

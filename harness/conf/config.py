@@ -80,6 +80,7 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     folders = tuple(conf_folders(conf))
     files = [conf / "config.yaml", *(path for folder in folders for path in sorted((folder / "matrix").glob("*.yaml")))]
     settings = copy.deepcopy(_composed(tuple(overrides), folders, tuple(file_state(path) for path in files)))
+    _has_blocks(settings, overrides)
     settings.env = {**settings.env, **given}
     for name in settings.env:
         why = refused(name)
@@ -114,7 +115,9 @@ def _composed(
             settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *elsewhere]))
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
-        raise unknown("matrix", name, error.options or (), f"{conf.name}/matrix") from None
+        # Of several that add up (+matrix=[a,b]) Hydra does not say what there is.
+        there = [path.stem for folder in folders for path in (folder / "matrix").glob("*.yaml")]
+        raise unknown("matrix", name, there, f"{conf.name}/matrix") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}:{mark.line + 1}" if mark else "a file of conf/matrix"
@@ -126,6 +129,15 @@ def _composed(
         raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
     assert isinstance(settings, RunSettings)
     return settings
+
+
+def _has_blocks(settings: RunSettings, overrides: list[str]) -> None:
+    """Raises ConfigError for a named matrix that names nothing: it would stand for the whole catalogue."""
+    named = next((text for text in overrides if text.startswith("+matrix=")), None)
+    if named and "matrix" in settings.matrix:
+        raise ConfigError(f"{named}: the file of a named matrix begins with the line '# @package _global_'")
+    if named and not settings.matrix:
+        raise ConfigError(f"{named}: it has no block: 'matrix:' with a name and axes below it")
 
 
 def _explain_block(error: Exception) -> None:

@@ -73,7 +73,7 @@ def read(path: Path | None = None) -> list[Mute]:
         return []
     except ValidationError as error:
         raise describe_validation(error, _File, path) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or a day that no calendar has
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 

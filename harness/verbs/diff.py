@@ -43,8 +43,10 @@ def main(args: argparse.Namespace) -> int:
     gc.freeze()  # the small objects of many thousand cells are all kept: looking for garbage takes as long as reading
     gc.disable()
     one, other = (selected(side(name), args.overrides) for name in (args.one, args.other))
-    found = between(one, other)
     print_notes([*one.notes, *other.notes])
+    if not any(arm.measured for each in (one, other) for brief in each.briefs for arm in brief.arms.values()):
+        raise ConfigError(f"neither {args.one} nor {args.other} measured anything: there is no answer to compare")
+    found = between(one, other)
     if args.json:
         print_json({"a": args.one, "b": args.other, **show.as_json(found)})
         return found.exit_code

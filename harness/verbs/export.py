@@ -45,7 +45,10 @@ def main(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists():
         raise ConfigError(f"--out {out}: it is there already; nothing is overwritten")
-    out.write_text(text, encoding="utf-8")
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     print(f"wrote {out} ({text.count(chr(10))} lines)", file=sys.stderr)
     return 0
 
