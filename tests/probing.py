@@ -39,6 +39,7 @@ class World:
         self.listed: dict[str, list[Release]] = {}
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
         self.broken: set[tuple[str, str]] = set()  # releases that cannot be installed
+        self.needs: Callable[[Mapping[str, str]], str] = lambda versions: ""  # "tokenizers": these cannot stand together
         self.launched: list[tuple[Mapping[str, str], str]] = []
         self.resolved: list[str] = []
         self.interrupt_at: int | None = None
@@ -61,6 +62,10 @@ class World:
             if (canonical(swap.name), version) in self.broken:
                 raise StackError("wheel", f"{swap} has nothing for this Python")
             versions[canonical(swap.name)] = version
+        pinned = {canonical(swap.name) for swap in wanted.swaps}
+        if (name := self.needs(versions)) and name in pinned:
+            said = f"Because transformers==4 depends on {name}>=1 and you require {name}=={versions[name]}"
+            raise StackError("conflict", f"stack {spec}: the requirements contradict each other\n  {said}")
         python = f"/fake/{short_hash(json.dumps(versions, sort_keys=True))}"
         self._pythons[python] = Stack(spec, python, versions, (), short_hash(python))
         return self._pythons[python]

@@ -135,12 +135,21 @@ def test_another_python() -> None:
             for_python(Freeze("a", {}, {}, wanted), "3.11.7")
 
 
-def test_a_freeze_near_this_environment_is_laid_over_it() -> None:
+def test_a_freeze_near_an_environment_is_laid_over_it() -> None:
     here = {"torch": "2.13.0+cpu", "transformers": "5.0.0", "numpy": "2.0.0"}
     near = Freeze("a", {"torch": "2.13.0", "transformers": "4.45.2", "numpy": "2.0.0", "einops": "0.8.1"})
-    assert spec_of(near, here) == "current+einops@0.8.1+transformers@4.45.2"
-    assert spec_of(Freeze("a", {"torch": "2.6.0"}), here) is None
-    assert spec_of(Freeze("a", {f"p{n}": "1" for n in range(40)}), here) is None
+    assert spec_of(near, "current", here) == "current+einops@0.8.1+transformers@4.45.2"
+    assert spec_of(Freeze("a", {"torch": "2.6.0"}), "current", here) is None
+    assert spec_of(Freeze("a", {f"p{n}": "1" for n in range(40)}), "current", here) is None
+
+
+def test_what_torch_brings_along_is_no_other_torch() -> None:
+    """A freeze from a machine with GPUs names nvidia-... and triton; the CPU build of the same torch serves it."""
+    here = {"torch": "2.13.0+cpu", "transformers": "5.0.0"}
+    brought = {"nvidia-cublas-cu12": "12.8", "triton": "3.5.0", "transformers": "4.45.2"}
+    assert spec_of(Freeze("a", {"torch": "2.13.0", **brought}), "current", here) == "current+transformers@4.45.2"
+    assert spec_of(Freeze("a", brought), "current", here) is None
+    assert spec_of(Freeze("a", {"torch": "2.6.0", **brought}), "current", here) is None
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True)

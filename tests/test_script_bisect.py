@@ -12,6 +12,7 @@ import pytest
 from probing import World, before, world
 from test_script import FINE, UPSTREAM, raised, rank, seen
 
+from repro_matrix import stacks
 from repro_matrix.cli import main
 from repro_matrix.script.failure import judge
 from repro_matrix.script.measure import Script
@@ -126,6 +127,42 @@ def test_two_freezes_end_at_a_release(lab: Lab, capsys: pytest.CaptureFixture[st
     assert data["packages"]["members"] == ["transformers"]
     assert data["stages"][0]["bad"]["name"] == "transformers 4.40.0"
     assert "differ in 1 packages: transformers 4.38.0 -> 4.44.0" in data["report"]
+
+
+def test_two_freezes_of_an_older_torch_are_laid_over_the_stack_that_has_it(
+    lab: Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were built whole, gigabytes each, while a stack of that very torch stood built."""
+    lab.world.bases |= {"current": {"python": "3.11.7", "torch": "2.13.0+cpu"}, "march": lab.world.bases["base"]}
+    listed = [stacks.Listed("march", "", "3.11", (), "built"), stacks.Listed("gone", "", "3.11", (), "built")]
+    monkeypatch.setattr("repro_matrix.stacks.stacks", lambda: listed)
+    Path("old.lock").write_text("torch==2.2.2\ntransformers==4.38.0\n")
+    Path("new.lock").write_text("torch==2.2.2\ntransformers==4.44.0\nnvidia-nccl-cu12==2.19.3\n")
+    data = found(lab, capsys, "bisect", "./train.py", "--good", "old.lock", "--bad", "new.lock")
+    assert data["stages"][0]["bad"]["name"] == "transformers 4.40.0"
+    assert data["stages"][0]["bad"]["stack"] == "march+transformers@4.40.0"
+    assert "Both were laid over the stack march" in data["report"]
+
+
+def test_what_a_freeze_pins_beside_the_guilty_package_moves_with_it(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole freezes pin tokenizers, which no other transformers takes: every probe between them was a conflict."""
+
+    def needs(versions: Any) -> str:
+        fits = ("0.15" if before(versions, "4.40") else "0.21") == versions.get("tokenizers", "")[:4]
+        return "" if fits else "tokenizers"
+
+    lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7", "tokenizers": "0.20.9"}
+    lab.world.needs = needs
+    Path("old.lock").write_text("transformers==4.37.0\ntokenizers==0.15.2\npeft==0.9.0\n")
+    Path("new.lock").write_text("transformers==4.44.0\ntokenizers==0.21.0\npeft==0.10.0\n")
+    data = found(lab, capsys, "bisect", "./train.py", "--good", "old.lock", "--bad", "new.lock")
+    assert data["packages"]["members"] == ["transformers"]
+    (stage,) = data["stages"]
+    assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.39.3", "transformers 4.40.0")
+    assert stage["good"]["stack"] == "current+peft@0.9.0+tokenizers@0.15.2+transformers@4.39.3"
+    assert stage["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"  # peft is asked about: it never moves
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from repro_matrix.bisection import guilty, search
 from repro_matrix.bisection.hunt import Hunt, Hunted, Roles, shown
 from repro_matrix.bisection.probe import Target
 from repro_matrix.conf.errors import ReproError
-from repro_matrix.conf.packages import RELEVANT
+from repro_matrix.conf.packages import RELEVANT, UPSTREAM
 from repro_matrix.stacks import Stack, StackError, releases
 from repro_matrix.stacks.overlay import too_heavy
 from repro_matrix.stacks.spec import parse
@@ -52,7 +52,8 @@ def blame(hunt: Hunt, roles: Roles, spec: str, good: Stack, bad: Stack, only: Se
     def probe(taken: frozenset[str]) -> search.Label | None:
         chosen = [name for name in changed if name in taken]
         name = " + ".join(["the good stack", *(f"{n} {changed[n][1]}" for n in chosen)])
-        point = hunt.ask(Target(name, with_versions(spec, ((n, changed[n][1]) for n in chosen))))
+        taken_over = with_versions(spec, ((n, changed[n][1]) for n in chosen))
+        point = hunt.ask(Target(name, taken_over, held=_held(chosen)))
         answer = point.arms[hunt.arm]
         tried[" + ".join(f"{n} {changed[n][1]}" for n in chosen) or "nothing"] = shown(answer)
         return roles.of(answer)
@@ -66,6 +67,12 @@ def blame(hunt: Hunt, roles: Roles, spec: str, good: Stack, bad: Stack, only: Se
     if found is None or found.members is None:
         return Blame(None, (), changed, notes, tuple(tried.items()))
     return Blame(found.members, found.unproven, changed, notes, tuple(tried.items()))
+
+
+def _held(names: Iterable[str]) -> frozenset[str]:
+    """What a probe of these packages is about: they, and the others of which failures usually come. The rest (tokenizers,
+    huggingface-hub ...) moves with them, where a freeze pins it at a release that they do not take."""
+    return frozenset([*names, *UPSTREAM])
 
 
 def _attempts(changed: list[str], only: Sequence[str]) -> list[list[str]]:
@@ -92,11 +99,12 @@ def _notes(good: Stack, bad: Stack) -> tuple[str, ...]:
 
 
 def line_of(
-    package: str, spec: str, good: str, bad: str, *, yanked: bool = False, pre: bool = False, kept: bool = False
+    package: str, spec: str, good: str, bad: str, *, yanked: bool = False, pre: bool = False, kept: bool = False,
+    held: frozenset[str] = frozenset(),
 ) -> list[Target]:
     """The releases of a package from the good version to the bad one, laid over a stack; both ends included.
 
-    ``kept``: the stack itself is the good end.
+    ``kept``: the stack itself is the good end. ``held``: Target.held of all of them.
     """
     ends = {Version(good): good, Version(bad): bad}
     found = {release.parsed: release.version for release in releases.releases(package, yanked=yanked, pre=pre)}
@@ -104,7 +112,9 @@ def line_of(
     inside = {version: text for version, text in found.items() if low < version < high}
     way = sorted({**inside, **ends}.items(), reverse=Version(good) > Version(bad))
     return [
-        Target(f"{package} {text}", spec if kept and text == good else stacks.swapped(spec, package, text))
+        Target(
+            f"{package} {text}", spec if kept and text == good else stacks.swapped(spec, package, text), held=held
+        )
         for _, text in way
     ]
 
@@ -116,7 +126,8 @@ def release_of(
     why that could not be found."""
     others = [(name, found.changed[name][1]) for name in found.members or () if name != package]
     try:
-        targets = line_of(package, with_versions(spec, others), *found.changed[package], kept=True)
+        held = _held([package, *(name for name, _ in others)])
+        targets = line_of(package, with_versions(spec, others), *found.changed[package], kept=True, held=held)
         return hunt.search(targets, roles, budget)
     except (StackError, InvalidVersion, ReproError) as error:
         return f"the release of {package} could not be found: {error}"

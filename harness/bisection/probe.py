@@ -64,6 +64,17 @@ class Target:
     name: str  # as a report says it: a release, a commit, a stack
     spec: str
     make: Callable[[], Stack] | None = None
+    # The packages that the question is about: other replaced ones move with them where they have to. None: exact.
+    held: frozenset[str] = frozenset()
+
+    def settle(self, say: Say) -> tuple[Stack, Target]:
+        """Its stack, and itself with the specification that could be had."""
+        if self.make:
+            return replace(self.make(), name=self.spec), self
+        if not self.held:
+            return replace(stacks.resolve(self.spec, say=say), name=self.spec), self
+        stack = stacks.near(self.spec, self.held, say=say)
+        return stack, replace(self, spec=stack.name)
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,10 @@ class Point:
     wall_s: float = 0.0  # of the probe: stack, launch, ranks
     stack_s: float = 0.0  # of which the stack took
     attempts: int = 0  # launched now; 0: read from what was stored
+
+    def under(self, target: Target) -> Point:
+        """The same stack asked for under another name."""
+        return replace(self, target=replace(target, spec=self.target.spec))
 
 
 class Probing(Protocol):
@@ -166,12 +181,12 @@ class Prober:
         wanted = max(repeat or 1, self.repeat)
         before = self.points.get(target.spec)
         if before is not None and (before.document is None or _attempts(before) >= wanted):
-            return replace(before, target=target)  # the same stack may be asked for under another name
+            return before.under(target)
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         began = time.monotonic()
         try:
-            stack = target.make() if target.make else stacks.resolve(target.spec, say=self.say)
+            stack, settled = target.settle(self.say)
         except StackError as error:
             if error.infra:
                 raise Stopped(str(error), error.exit_code) from None
@@ -181,7 +196,7 @@ class Prober:
             )
             point = Point(target, dict.fromkeys(self.arms, why), wall_s=time.monotonic() - began)
         else:
-            point = self._measure(target, replace(stack, name=target.spec), wanted, began)
+            point = self._measure(settled, stack, wanted, began)
         self.points[target.spec] = point
         self._tell(point)
         return point

@@ -8,6 +8,8 @@ from repro_matrix import stacks
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results.store import SCRIPTS, write_text
 from repro_matrix.script import freezes
+from repro_matrix.script.freezes import Freeze
+from repro_matrix.stacks import StackError
 from repro_matrix.stacks.stack import short_hash
 
 
@@ -24,15 +26,15 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
         return good, bad, []
     one, other = freezes.read(Path(good)), freezes.read(Path(bad))
     differing = freezes.compared(one, other)
-    current = stacks.resolve("current").versions
-    for freeze in (one, other):
-        freezes.for_python(freeze, current["python"])
-    specs = [freezes.spec_of(freeze, current) for freeze in (one, other)]
     told = ", ".join(f"{name} {pair[0] or 'absent'} -> {pair[1] or 'absent'}" for name, pair in differing.items())
     notes = [f"{good} and {bad} differ in {len(differing)} packages: {told}."]
-    if None not in specs:
-        notes.append("Both were laid over the project's own environment, whose other packages stay.")
-        return str(specs[0]), str(specs[1]), notes
+    near = _laid_over(one, other)
+    if near is not None:
+        specs, base = near
+        what = "the project's own environment" if base == "current" else f"the stack {base}"
+        return *specs, [*notes, f"Both were laid over {what}, whose other packages stay."]
+    for freeze in (one, other):
+        freezes.for_python(freeze, stacks.resolve("current").versions["python"])
     built = []
     for freeze in (one, other):
         path = results / SCRIPTS / "freezes" / f"{short_hash(freezes.requirements(freeze))}.txt"
@@ -40,3 +42,31 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
         write_text(path, freezes.requirements(freeze))
         built.append(str(path))
     return built[0], built[1], notes
+
+
+def _laid_over(one: Freeze, other: Freeze) -> tuple[tuple[str, str], str] | None:
+    """Both as one stack that is here with few packages laid over it, and that stack: the one that needs the
+    fewest, the project's own environment before others. None where no stack that is here is near enough."""
+    found = []
+    refused: ConfigError | None = None
+    # A freeze that names no torch says nothing of which stack it means.
+    says_torch = "torch" in one.pins and "torch" in other.pins
+    built = [item.name for item in stacks.stacks() if item.state == "built"] if says_torch else []
+    for base in ["current", *built]:
+        try:
+            there = stacks.resolve(base).versions
+        except StackError:  # damaged since it was built: another may serve
+            continue
+        specs = [freezes.spec_of(freeze, base, there) for freeze in (one, other)]
+        if specs[0] is None or specs[1] is None:
+            continue
+        try:
+            for freeze in (one, other):
+                freezes.for_python(freeze, there["python"])
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        found.append(((specs[0], specs[1]), base))
+    if not found and refused is not None:
+        raise refused
+    return min(found, key=lambda item: "".join(item[0]).count("@"), default=None)

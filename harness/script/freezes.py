@@ -175,13 +175,15 @@ def for_python(freeze: Freeze, version: str) -> None:
 LAID_OVER = 12  # packages: with more, the freeze is built as a whole
 
 
-def spec_of(freeze: Freeze, current: Mapping[str, str]) -> str | None:
-    """The project's own environment with what the freeze has otherwise laid over it, where that is little and no other
-    torch; else None: it has to be built whole. Packages that this environment has and the freeze lacks stay."""
-    wanted = {name: version for name, version in freeze.pins.items() if _other(name, version, current.get(name, ""))}
-    if len(wanted) > LAID_OVER or any(HEAVY.match(name) for name in wanted):
+def spec_of(freeze: Freeze, base: str, there: Mapping[str, str]) -> str | None:
+    """The stack ``base``, which holds ``there``, with what the freeze has otherwise laid over it, where that is little
+    and no other torch; else None: it has to be built whole. Packages that the base has and the freeze lacks stay."""
+    wanted = {name: version for name, version in freeze.pins.items() if _other(name, version, there.get(name, ""))}
+    # What torch brings along (nvidia-..., triton) is the build's: with the same torch another build of it serves.
+    light = {name: version for name, version in wanted.items() if name == "torch" or not HEAVY.match(name)}
+    if len(light) > LAID_OVER or "torch" in light or (light != wanted and "torch" not in freeze.pins):
         return None
-    return "+".join(["current", *(f"{name}@{version}" for name, version in sorted(wanted.items()))])
+    return "+".join([base, *(f"{name}@{version}" for name, version in sorted(light.items()))])
 
 
 def _other(name: str, version: str, here: str) -> bool:

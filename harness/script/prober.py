@@ -116,7 +116,7 @@ class ScriptProber:
         wanted = max(repeat or 1, self.repeat)
         before = self.points.get(target.spec)
         if before is not None and (before.document is None or before.arms[ARM].counted >= wanted):
-            return replace(before, target=target)
+            return before.under(target)
         began = time.monotonic()
         try:
             document, launched = self._document(target, wanted)
@@ -128,7 +128,7 @@ class ScriptProber:
         else:
             stack: Stack = document["of"]
             point = Point(
-                target,
+                document["target"],
                 {ARM: self._answer(document)},
                 dict(stack.versions),
                 dict(stack.moved),
@@ -155,12 +155,12 @@ class ScriptProber:
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         began = time.monotonic()
-        stack = target.make() if target.make else stacks.resolve(target.spec, say=self.say)
-        stack, built = replace(stack, name=target.spec), time.monotonic() - began
+        stack, settled = target.settle(self.say)
+        built = time.monotonic() - began
         document, launched = measure(self.script, stack, repeat, self.stop)
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
-        return {**document, "of": stack, "stack_s": built}, launched
+        return {**document, "of": stack, "target": settled, "stack_s": built}, launched
 
 
 def _as_other(outcome: dict[str, Any]) -> dict[str, Any]:

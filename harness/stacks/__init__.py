@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -25,7 +25,7 @@ from repro_matrix.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, sho
 from repro_matrix.stacks.stack import Stack, differences, existing
 
 __all__ = [
-    "NOT_DUE", "Held", "Listed", "Pruned", "Stack", "StackError", "check", "differences", "make_lock", "prune",
+    "NOT_DUE", "Held", "Listed", "Pruned", "Stack", "StackError", "check", "differences", "make_lock", "near", "prune",
     "resolve", "show", "stacks", "swapped",
 ]  # fmt: skip
 
@@ -123,6 +123,28 @@ def swapped(text: str, package: str, version: str) -> str:
     kept = [f"{swap.name}@{next(iter(swap.specifier)).version}" for swap in wanted.swaps if _plain(swap, name)]
     kept += [str(swap) for swap in wanted.swaps if swap.url and spec.canonical(swap.name) != name]
     return "+".join([wanted.base, *sorted([*kept, f"{name}@{version}"])])
+
+
+def near(text: str, held: Collection[str], *, say: Say = quiet) -> Stack:
+    """As ``resolve``. Where what is replaced contradicts itself, replaced packages that are not ``held`` are left to the
+    installer, as it names them: a release's companions (transformers' tokenizers) move with it. ``name`` of the stack
+    says what could be had."""
+    while True:
+        try:
+            return resolve(text, say=say)
+        except StackError as error:
+            names = [spec.canonical(swap.name) for swap in spec.parse(text).swaps if not swap.url]
+            said = spec.canonical(str(error).partition("\n")[2])
+            loose = [name for name in names if name not in held and re.search(rf"\b{re.escape(name)}==", said)]
+            if not error.unavailable or not loose:
+                raise
+            text = _without(text, loose)
+
+
+def _without(text: str, names: Collection[str]) -> str:
+    wanted = spec.parse(text)
+    kept = [swap for swap in wanted.swaps if spec.canonical(swap.name) not in names]
+    return "+".join([wanted.base, *(str(swap).replace("==", "@") if not swap.url else str(swap) for swap in kept)])
 
 
 def _plain(swap: Requirement, name: str) -> bool:
