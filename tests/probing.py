@@ -39,7 +39,9 @@ class World:
         self.listed: dict[str, list[Release]] = {}
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
         self.broken: set[tuple[str, str]] = set()  # releases that cannot be installed
-        self.needs: Callable[[Mapping[str, str]], str] = lambda versions: ""  # "tokenizers": these cannot stand together
+        self.needs: Callable[[Mapping[str, str]], str] = lambda versions: (
+            ""
+        )  # of these, what cannot stand with the rest
         self.launched: list[tuple[Mapping[str, str], str]] = []
         self.resolved: list[str] = []
         self.interrupt_at: int | None = None

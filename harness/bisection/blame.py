@@ -70,8 +70,8 @@ def blame(hunt: Hunt, roles: Roles, spec: str, good: Stack, bad: Stack, only: Se
 
 
 def _held(names: Iterable[str]) -> frozenset[str]:
-    """What a probe of these packages is about: they, and the others of which failures usually come. The rest (tokenizers,
-    huggingface-hub ...) moves with them, where a freeze pins it at a release that they do not take."""
+    """What a probe of these packages is about: they, and the others of which failures usually come. The rest
+    (tokenizers, huggingface-hub ...) moves with them, where a freeze pins it at a release that they do not take."""
     return frozenset([*names, *UPSTREAM])
 
 
@@ -99,7 +99,14 @@ def _notes(good: Stack, bad: Stack) -> tuple[str, ...]:
 
 
 def line_of(
-    package: str, spec: str, good: str, bad: str, *, yanked: bool = False, pre: bool = False, kept: bool = False,
+    package: str,
+    spec: str,
+    good: str,
+    bad: str,
+    *,
+    yanked: bool = False,
+    pre: bool = False,
+    kept: bool = False,
     held: frozenset[str] = frozenset(),
 ) -> list[Target]:
     """The releases of a package from the good version to the bad one, laid over a stack; both ends included.
@@ -112,9 +119,7 @@ def line_of(
     inside = {version: text for version, text in found.items() if low < version < high}
     way = sorted({**inside, **ends}.items(), reverse=Version(good) > Version(bad))
     return [
-        Target(
-            f"{package} {text}", spec if kept and text == good else stacks.swapped(spec, package, text), held=held
-        )
+        Target(f"{package} {text}", spec if kept and text == good else stacks.swapped(spec, package, text), held=held)
         for _, text in way
     ]
 

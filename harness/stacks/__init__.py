@@ -126,9 +126,9 @@ def swapped(text: str, package: str, version: str) -> str:
 
 
 def near(text: str, held: Collection[str], *, say: Say = quiet) -> Stack:
-    """As ``resolve``. Where what is replaced contradicts itself, replaced packages that are not ``held`` are left to the
-    installer, as it names them: a release's companions (transformers' tokenizers) move with it. ``name`` of the stack
-    says what could be had."""
+    """As ``resolve``. Where what is replaced contradicts itself, replaced packages that are not ``held`` are left to
+    the installer, as it names them: a release's companions (transformers' tokenizers) move with it. ``name`` of the
+    stack says what could be had."""
     while True:
         try:
             return resolve(text, say=say)

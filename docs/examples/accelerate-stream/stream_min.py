@@ -1,5 +1,5 @@
-"""Two ranks read a stream of samples of `datasets`, each its own part, as accelerate prepares it (reduced from accelerate
-issue 3643)."""
+"""Two ranks read a stream of samples of `datasets`, each its own part, as accelerate prepares it (reduced from
+accelerate issue 3643)."""
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration

@@ -1,5 +1,5 @@
-"""Keys and values of a prompt, shared by several answers: taken out, repeated and given back as the tuples of pairs that
-they once were (reduced from Janus issue 99)."""
+"""Keys and values of a prompt, shared by several answers: taken out, repeated and given back as the tuples of
+pairs that they once were (reduced from Janus issue 99)."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
