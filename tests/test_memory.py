@@ -326,7 +326,7 @@ def test_the_deadline_follows_from_the_plan_unless_the_user_gives_one() -> None:
 
 def test_a_model_that_nobody_knows_is_neither_planned_nor_skipped() -> None:
     made = cell("fsdp", CPU, LAPTOP)
-    bare = replace(made, arms=tuple(replace(arm, memory=None, skipped=None) for arm in made.arms))
+    bare = replace(made, arms=tuple(replace(arm, memory=None, skip=None) for arm in made.arms))
     assert fitted(bare, CATALOGUE, CPU, LAPTOP, lambda arm: None) == bare
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from probing import CASE, World, world
 
-from repro_matrix.bisection.labels import answer, plain, short
+from repro_matrix.bisection.labels import answer, plain
 from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
+from repro_matrix.cell.older import skip_of
 from repro_matrix.conf.overrides import parse
 
 __all__ = ["world"]
@@ -22,7 +23,7 @@ def attempt(name: str, message: str = "", **more: Any) -> dict[str, Any]:
 
 
 def arm(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]:
-    return {"skipped": skipped, "attempts": list(attempts)}
+    return {"skipped": skipped, "skip": skip_of(skipped) if skipped else None, "attempts": list(attempts)}
 
 
 # -- labels
@@ -47,10 +48,10 @@ def test_labels(attempts: tuple[dict[str, Any], ...], label: str | None) -> None
 
 
 def test_a_skip_says_the_same_on_every_stack() -> None:
-    text = "stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.{n} (a, b), y>=1, which it does not have"
+    text = "stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.{n}, y>=1, which it does not have"
     text += "; needs stack other (why not)"
     details = {answer("a", arm(skipped=text.format(n=n))).detail for n in (1, 2)}
-    assert details == {"skipped: needs torch>=2.6 (a, b), y>=1, which it does not have"}
+    assert details == {"skipped: needs torch>=2.6, y>=1"}
     assert answer("a", arm(skipped="needs 2 GPUs; hardware cpu has none")).detail.endswith("hardware cpu has none")
     assert answer("a", None).label is None
 
@@ -61,7 +62,8 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
 
     labels = {
         answer(
-            "a", arm({"outcome": {"outcome": "other_error", "reason": reason(n), "primary": None, "recognised": []}})
+            "a", arm({"outcome": {"outcome": "other_error", "reason": reason(n), "primary": None, "recognised": [],
+                                  "ranks": [n], "check": "logits"}})
         ).label
         for n in (0, 1)
     }  # fmt: skip
@@ -70,11 +72,10 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
 
 def test_a_crash_is_no_other_one_for_what_was_logged_last() -> None:
     crash = attempt("other_error", "some warning")
-    crash["outcome"]["primary"]["type"] = "SIGSEGV"
-    assert answer("a", arm(crash)).label == "other error: SIGSEGV"
-    assert short("other error: SIGSEGV") == "other error: SIGSEGV" and short("fires") == "fires"
-    assert short("other error: RuntimeError: a [b] c [the-case]") == "other error: RuntimeError [the-case]"
-    assert short("other error: silent: check x failed") == "other error: silent"
+    crash["outcome"]["primary"] |= {"type": "SIGSEGV", "kind": "signal"}
+    found = answer("a", arm(crash))
+    assert found.label == found.short == "other error: SIGSEGV"
+    assert answer("a", arm(attempt("fires", "x"))).short == "fires"
 
 
 def test_another_known_failure_is_named() -> None:
@@ -82,7 +83,9 @@ def test_another_known_failure_is_named() -> None:
         {"case": "other", "signature": "s", "ranks": [0], "kind": "exception", "message": "m"},
         {"case": "remark", "signature": "s", "ranks": [0], "kind": "log", "message": "m"},
     ]
-    assert answer("a", arm(attempt("other_error", "m", recognised=seen))).label == "other error: ValueError: m [other]"
+    found = answer("a", arm(attempt("other_error", "m: b [c] d", recognised=seen)))
+    assert found.label == "other error: ValueError: m: b [c] d [other]"
+    assert found.short == "other error: ValueError [other]"
 
 
 def test_what_differs_from_run_to_run_is_left_out_of_a_text() -> None:

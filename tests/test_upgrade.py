@@ -73,7 +73,7 @@ def test_a_fix(old: tuple[str, str], new: tuple[str, str], kind: str | None) -> 
 
 def test_what_is_not_known_on_both_is_no_change() -> None:
     found = compare([document("old", broken="skipped")], [document("new", broken="fires")])
-    assert not found.changes and found.unknown == (("a/m-s", "broken", "from: skipped: needs 2 GPUs"),)
+    assert not found.changes and found.unknown == (("a/m-s", "broken", "from: skipped: needs 2 GPUs", True),)
     assert compare([], [document("new", broken="fires")]).same == 0
 
 

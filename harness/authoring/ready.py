@@ -120,8 +120,9 @@ def _of_arm(
     for outcome in outcomes:
         reason = str(outcome.get("reason") or "").strip().partition("\n")[0][:200]
         if outcome["outcome"] == "infra":
-            own = "raises its own error" if reason.startswith("script:") else "no verdict (a proof is missing?)"
-            yield Finding(script if reason.startswith("script:") else file, where, f"{own}: {reason}")
+            its_own = outcome.get("infra") == "script"
+            told = "raises its own error" if its_own else "no verdict (a proof is missing?)"
+            yield Finding(script if its_own else file, where, f"{told}: {reason}")
         elif name in ("broken", "control"):
             wanted = "fires" if name == "broken" else "clean"
             if outcome["outcome"] != wanted:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.bisection.hunt import Hunted, shown
-from repro_matrix.bisection.labels import CLEAN, FIRES, short
+from repro_matrix.bisection.labels import CLEAN, FIRES
 from repro_matrix.bisection.probe import Point, Probing
 from repro_matrix.stacks.spec import parse
 from repro_matrix.stacks.stack import canonical
@@ -87,7 +87,7 @@ def _probe(point: Point, arm: str, hunted: Hunted) -> Data:
     return {
         "name": point.target.name,
         "role": role,
-        "answer": shown(answer) if answer.label is None else short(answer.label),
+        "answer": shown(answer) if answer.label is None else answer.short,
         "attempts": answer.counted,
         "launched": point.attempts,
         "wall_s": round(point.wall_s, 1),

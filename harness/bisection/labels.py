@@ -34,11 +34,17 @@ class Answer:
     detail: str
     fired: int = 0
     counted: int = 0  # attempts that ran, of which ``fired`` fired
+    brief: str = ""  # the label without its text, where that stands elsewhere: ``other error: Type [known case]``
+    skipped: bool = False  # a declared need is not met
 
     @property
     def whole(self) -> str | None:
         """Label and text: what is compared where a change of the text counts, too."""
         return f"{FIRES}: {self.detail}" if self.label == FIRES else self.label
+
+    @property
+    def short(self) -> str | None:
+        return self.brief or self.label
 
     @property
     def flaky(self) -> bool:
@@ -50,7 +56,7 @@ def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
     if arm is None:
         return Answer(None, "not run")
     if arm.get("skipped"):
-        return Answer(None, f"skipped: {_need(str(arm['skipped']))}")
+        return Answer(None, f"skipped: {_need(arm)}", skipped=True)
     outcomes = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
     named = [(text(outcome.get("outcome")), outcome) for outcome in outcomes]
     fired = [outcome for name, outcome in named if name == "fires"]
@@ -62,8 +68,8 @@ def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
             return Answer(None, f"{name or 'damaged'}: {text(outcome.get('reason'))}", 0, counted)
     errors = [_error(case, outcome) for name, outcome in named if name == "other_error"]
     if errors:
-        usual = Counter(errors).most_common(1)[0][0]
-        return Answer(f"{OTHER}: {usual}", usual, 0, counted)
+        brief, usual = Counter(errors).most_common(1)[0][0]
+        return Answer(f"{OTHER}: {usual}", usual, 0, counted, f"{OTHER}: {brief}")
     if not outcomes:
         return Answer(None, "not run")
     return Answer(CLEAN, text(outcomes[0].get("reason")), 0, counted)
@@ -82,16 +88,10 @@ def plain(message: str) -> str:
     return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
 
 
-def short(label: str | None) -> str:
-    """``other error: Type [known case]``: a label where its text stands elsewhere."""
-    found = re.match(rf"({OTHER}: [\w.]+)\b.*?( \[[\w.-]+\])?$", label or "")
-    return f"{found[1]}{found[2] or ''}" if found else str(label)
-
-
-def _need(reason: str) -> str:
-    """A declared need in the same words on every stack: without the stack's name, and what it has instead."""
-    told = re.match(r"stack .*?: (?:on \w+ )?(needs .+)$", reason)
-    return re.sub(r", and it has [^ ,;]+|; needs stack .*$", "", told[1]) if told else reason
+def _need(arm: Mapping[str, Any]) -> str:
+    """Declared needs in the same words on every stack: without the stack's name, and what it has instead."""
+    skip = mapping(arm.get("skip"))
+    return f"needs {', '.join(skip['needs'])}" if skip.get("kind") == "packages" else str(arm["skipped"])
 
 
 def _fired(case: str, outcome: Mapping[str, Any]) -> str:
@@ -103,15 +103,17 @@ def _fired(case: str, outcome: Mapping[str, Any]) -> str:
     return plain(f"{text(primary.get('type'))}: {message}" if same else message)
 
 
-def _error(case: str, outcome: Mapping[str, Any]) -> str:
-    """Another error in a line; named where it is another known failure."""
+def _error(case: str, outcome: Mapping[str, Any]) -> tuple[str, str]:
+    """Another error in a word and in a line; named where it is another known failure."""
     others = [s for s in items(outcome.get("recognised")) if s.get("case") != case and s.get("kind") != "log"]
     known = f" [{text(others[0].get('case'))}]" if others else ""
     primary = mapping(outcome.get("primary"))
     if primary:
         name = text(primary.get("type"))
         # A signal or an exit code has no message: what stands there is the last line of the log.
-        said = "" if re.match(r"SIG[A-Z]|exit code", name) else plain(text(primary.get("message")))
-        return (f"{name}: {said}" if said else name) + known
+        said = plain(text(primary.get("message"))) if primary.get("kind", "exception") == "exception" else ""
+        return name + known, (f"{name}: {said}" if said else name) + known
     # No failure of a rank: the proof. What was got instead differs from run to run, and which ranks say so may.
-    return re.split(r" on ranks? \d", plain(text(outcome.get("reason"))))[0] + known
+    check = outcome.get("check")
+    said = (f"silent: check {check} failed" if check else plain(text(outcome.get("reason")))) + known
+    return said, said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from repro_matrix.bisection.labels import CLEAN, FIRES, Answer, answer
 from repro_matrix.judge.comparable import comparable
@@ -39,10 +39,19 @@ class Change:
     after: Answer
 
 
+class Unknown(NamedTuple):
+    """An arm of which it is not known on both stacks. ``declared``: because something that it needs is not there."""
+
+    cell: str
+    arm: str
+    reason: str
+    declared: bool = False
+
+
 @dataclass(frozen=True)
 class Compared:
     changes: tuple[Change, ...]
-    unknown: tuple[tuple[str, str, str], ...]  # (cell, arm, why)
+    unknown: tuple[Unknown, ...]
     same: int
 
 
@@ -50,41 +59,41 @@ def compare(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, An
     """``before`` and ``after``: the documents of the two stacks. Arms on a stack of their own are left out."""
     older = {document["key"]: document for document in before}
     changes: list[Change] = []
-    unknown: list[tuple[str, str, str]] = []
+    unknown: list[Unknown] = []
     same = 0
     for document in after:
         other = older.get(document["key"])
         if other is None:
             continue
         found = _cell(other, document)
-        for arm, item in found.items():
+        for item in found.values():
             if isinstance(item, Change):
                 changes.append(item)
             elif item is not None:
-                unknown.append((document["key"], arm, item))
+                unknown.append(item)
             else:
                 same += 1
     changes.sort(key=lambda change: KINDS.index(change.kind))
     return Compared(tuple(changes), tuple(unknown), same)
 
 
-def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Change | str | None]:
+def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Change | Unknown | None]:
     """Arm -> its change, None where it answers alike, or why that cannot be known."""
-    case, out = str(after["case"]), {}
+    case, key, out = str(after["case"]), str(after["key"]), {}
     old, new = _answers(case, before), _answers(case, after)
     first = next(iter(after["arms"]), "")
     for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
-        found: Change | str | None = None
+        found: Change | Unknown | None = None
         unlike = comparable(*(mapping(mapping(d["arms"]).get(arm)).get("settings") or {} for d in (before, after)))
         if unlike:
-            found = f"not measured alike: {unlike}"
+            found = Unknown(key, arm, f"not measured alike: {unlike}")
         elif one.label is None or other.label is None:
             sides = [f"{word}: {a.detail}" for word, a in (("from", one), ("to", other)) if a.label is None]
-            found = "; ".join(sides)
+            found = Unknown(key, arm, "; ".join(sides), one.skipped or other.skipped)
         else:
             broken = (old[first], new[first]) if arm != first and first in old else None
             kind = kind_of(one, other) if broken is None else _fix_kind(one, other, *broken)
-            found = Change(kind, case, str(after["key"]), arm, one, other) if kind else None
+            found = Change(kind, case, key, arm, one, other) if kind else None
         out[arm] = found
     return out
 

@@ -23,7 +23,17 @@ InfraKind = Literal[
     "launch", "port", "disk", "memory", "import", "device", "card", "card or program", "cards", "lost", "script",
     "too slow", "start-up too slow", "no-proof", "unknown",
 ]  # fmt: skip
+# Why an attempt is no evidence, beside the kinds that the launcher knows: what the judge found.
+NoEvidence = Literal["interrupted", "not-in-force", "stack changed"]
 EndedBy = Literal["self", "launcher", "deadline", "user"]
+# Why an arm is not launched: a number of ranks, of GPUs, an accelerator, cards that are shared or in a mode of their
+# own, a flag's value, what does not divide, a stack or packages that are not there, memory, weights, the same arm.
+SkipKind = Literal[
+    "ranks", "tp_size", "gpus", "accelerator", "shared", "cards", "flags", "divisible", "stack", "packages", "memory",
+    "weights", "same", "unknown",
+]  # fmt: skip
+# How a rank failed; left: it ended with exit code 0, and did not finish.
+FailureKind = Literal["exception", "signal", "exit", "left"]
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -308,6 +318,7 @@ class Primary(TypedDict):
     type: str
     message: str
     where: str
+    kind: NotRequired[FailureKind]
 
 
 @_closed
@@ -317,6 +328,9 @@ class Outcome(TypedDict):
     recognised: list[Recognised]
     primary: Annotated[Primary | None, Field(description="null where no rank failed by itself")]
     failed: NotRequired[Annotated[list[str], Field(description="checks that failed or were not made")]]
+    ranks: NotRequired[Annotated[list[int], Field(description="the ranks that the reason is about; empty: all")]]
+    check: NotRequired[Annotated[str | None, Field(description="the check that the reason is about: the worst")]]
+    infra: NotRequired[Annotated[InfraKind | NoEvidence | None, Field(description="of infra: what kind")]]
     otherwise: NotRequired[
         Annotated[
             OutcomeName | None,
@@ -348,6 +362,7 @@ class Verdict(TypedDict):
     broken_interval: Annotated[Interval | None, Field(description="95 % Wilson interval of broken_k / broken_n")]
     named_case: str | None
     measured: bool
+    infra: NotRequired[Annotated[bool, Field(description="nothing was measured: what was launched is no evidence")]]
     met: NotRequired[Annotated[list[Met], Field(description="what failed, where the verdict says that something did")]]
     unseen: NotRequired[
         Annotated[bool, Field(description="a failure that nothing stored expects, and that does not fire")]
@@ -376,8 +391,15 @@ class Made(TypedDict):
 
 
 @_closed
+class Skip(TypedDict):
+    kind: SkipKind
+    needs: Annotated[list[str], Field(description="what would have to be there, as it is declared")]
+
+
+@_closed
 class Arm(TypedDict):
     skipped: Annotated[Text | None, Field(description="why the arm was not launched")]
+    skip: NotRequired[Annotated[Skip | None, Field(description="the same for programs")]]
     stack: NotRequired[str]
     fingerprint: NotRequired[Annotated[str, Field(description="what the arm's answer depends on")]]
     planned: NotRequired[

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from repro_matrix.cell import types as cell
 from repro_matrix.conf.schema import Case, OutcomeName, SignatureKind
@@ -60,6 +60,10 @@ class Primary:
     type: str
     message: str
     where: str
+    kind: cell.FailureKind = "exception"
+
+
+InfraKind = cell.InfraKind | cell.NoEvidence
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class Outcome:
     failed: tuple[str, ...] = ()  # every rank finished, and these checks failed or were not made
     # Where only a remark in the log fires: what the attempt would be without it. A harmless one leaves it clean.
     otherwise: OutcomeName | None = None
+    ranks: tuple[int, ...] = ()  # which the reason is about; empty: all of them
+    check: str | None = None  # which the reason is about: the worst of those that failed, or the one that was not made
+    infra: InfraKind | None = None  # of ``infra``: what kind
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +92,8 @@ class Outcome:
         primary = Primary(**data["primary"]) if data.get("primary") else None
         failed = tuple(data.get("failed") or ())
         otherwise = data.get("otherwise") if data.get("otherwise") in get_args(OutcomeName) else None
-        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary, failed, otherwise)
+        more = tuple(data.get("ranks") or ()), data.get("check"), data.get("infra")
+        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary, failed, otherwise, *more)
 
     def others(self, case: str) -> tuple[Recognised, ...]:
         """Other cases' failures in it (their remarks in the log are none)."""
@@ -95,6 +103,20 @@ class Outcome:
 def skipped(reason: str) -> Outcome:
     """The outcome of an arm that was not launched."""
     return Outcome("skipped", reason)
+
+
+class Found(NamedTuple):
+    """What an outcome is, and why."""
+
+    outcome: OutcomeName
+    reason: str
+    ranks: tuple[int, ...] = ()
+    check: str | None = None
+    infra: InfraKind | None = None
+
+
+def _no_evidence(kind: InfraKind, reason: str, ranks: Iterable[int] = (), check: str | None = None) -> Found:
+    return Found("infra", f"{kind}: {reason}" if reason else kind, tuple(sorted(ranks)), check, kind)
 
 
 def grade(
@@ -115,12 +137,13 @@ def grade(
     infra = (
         _infra(case, arm, attempt) or _stack_changed(attempt, attempt.planned) or _stack_changed(attempt, planned or {})
     )
-    if infra:
-        return Outcome("infra", infra, recognised, primary)
-    mistake = script_fails(attempt, failures)
+    mistake = None if infra else script_fails(attempt, failures)
     if mistake:
-        return Outcome("infra", mistake, recognised, primary)
-    name, reason = _judge(case, arm, attempt, failures, recognised)
+        infra = _no_evidence("script", mistake, [failures.primary[0].rank])
+    if infra:
+        return _outcome(infra, infra.reason, recognised, primary)
+    found = _judge(case, arm, attempt, failures, recognised)
+    name, reason = found.outcome, found.reason
     if arm == "broken" and name in ("other_error", "clean"):
         near = near_misses(case.signatures, attempt, failures)
         reason += f" (nearly {near})" if near else ""
@@ -128,43 +151,53 @@ def grade(
     otherwise = None
     own = [item for item in recognised if item.case == case.slug]
     if name == "fires" and all(item.kind == "log" for item in own):
-        otherwise, _ = _judge(case, arm, attempt, failures, tuple(item for item in recognised if item not in own))
-    return Outcome(name, reason, recognised, primary, failed, otherwise)
+        rest = tuple(item for item in recognised if item not in own)
+        otherwise = _judge(case, arm, attempt, failures, rest).outcome
+    return _outcome(found, reason, recognised, primary, failed, otherwise)
 
 
-def _judge(
-    case: Case, arm: str, attempt: Attempt, failures: Failures, recognised: tuple[Recognised, ...]
-) -> tuple[OutcomeName, str]:
+def _outcome(
+    found: Found, reason: str, recognised: tuple[Recognised, ...], primary: Primary | None,
+    failed: tuple[str, ...] = (), otherwise: OutcomeName | None = None,
+) -> Outcome:  # fmt: skip
+    more = found.ranks, found.check, found.infra
+    return Outcome(found.outcome, reason, recognised, primary, failed, otherwise, *more)
+
+
+def _judge(case: Case, arm: str, attempt: Attempt, failures: Failures, recognised: tuple[Recognised, ...]) -> Found:
     own = [item for item in recognised if item.case == case.slug]
     others = [item for item in recognised if item.case != case.slug and item.kind != "log"]
     if own:
         doubt = in_force.unread(case, arm, attempt)
         if doubt:  # the arm is the broken one by another name
-            return "infra", f"not-in-force: {_line(doubt)}"
+            return _no_evidence("not-in-force", _line(doubt))
         also = "".join(f"; also {item.case}" for item in others)
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognised)]
         wrong = f"; {_failed(rest[0])}" if rest and not also else ""
-        return "fires", f"{own[0].signature} on {_ranks(own[0].ranks)}: {_line(own[0].message)}{also}{wrong}"
+        told = f"{own[0].signature} on {_ranks(own[0].ranks)}: {_line(own[0].message)}{also}{wrong}"
+        return Found("fires", told, own[0].ranks)
     if others:
-        return "other_error", f"known failure {others[0].case}: {_line(others[0].message)}"
+        told = f"known failure {others[0].case}: {_line(others[0].message)}"
+        return Found("other_error", told, others[0].ranks)
     first = failures.first
     if attempt.timed_out:
         never = attempt.hang["never_meet"] if attempt.hang else None
         limit = f" of {attempt.deadline:g} s" if attempt.deadline is not None else ""
         why = f"its ranks can never go on: {never}" if never else f"the deadline{limit} passed"
-        return "hang", why + (f"; {_failed(first)}" if first and not first.secondary else _where_stuck(attempt))
+        seen = f"; {_failed(first)}" if first and not first.secondary else _where_stuck(attempt)
+        return Found("hang", why + seen)
     if first:
-        return "other_error", _failed(first)
+        return Found("other_error", _failed(first), (first.rank,))
     for rank in attempt.ranks:
         problem = _unfinished(rank)
         if problem:
-            return "other_error", f"rank {rank.rank}: {problem}"
+            return Found("other_error", f"rank {rank.rank}: {problem}", (rank.rank,))
     if attempt.missing:
-        return "other_error", f"{_ranks(attempt.missing)} left nothing behind"
+        return Found("other_error", f"{_ranks(attempt.missing)} left nothing behind", tuple(attempt.missing))
     return _proven(case, arm, attempt)
 
 
-def _proven(case: Case, arm: str, attempt: Attempt) -> tuple[OutcomeName, str]:
+def _proven(case: Case, arm: str, attempt: Attempt) -> Found:
     """Every rank finished: is there the evidence that the case asks for?"""
     failed: dict[str, list[tuple[float, int, str]]] = {}
     for rank in attempt.ranks:
@@ -173,14 +206,15 @@ def _proven(case: Case, arm: str, attempt: Attempt) -> tuple[OutcomeName, str]:
                 failed.setdefault(check.name, []).append((check.severity, rank.rank, check.says))
     if failed:  # the worst first, by got/tolerance
         order = sorted(failed, key=lambda name: -max(severity for severity, _, _ in failed[name]))
-        return "other_error", "silent: " + "; ".join(_check_failed(name, failed[name]) for name in order)
+        told = "silent: " + "; ".join(_check_failed(name, failed[name]) for name in order)
+        return Found("other_error", told, tuple(sorted({rank for _, rank, _ in failed[order[0]]})), order[0])
     missing = _not_proven(case, attempt)
     if missing:
-        return "infra", f"no-proof: {missing}"
+        return missing
     doubt = in_force.problem(case, arm, attempt)
     if doubt:
-        return "infra", f"not-in-force: {_line(doubt)}"
-    return "clean", f"every rank finished; passed: {', '.join(case.proof.checks)}"
+        return _no_evidence("not-in-force", _line(doubt))
+    return Found("clean", f"every rank finished; passed: {', '.join(case.proof.checks)}")
 
 
 def failed_checks(case: Case, attempt: Attempt) -> tuple[str, ...]:
@@ -201,23 +235,24 @@ def _check_failed(name: str, seen: list[tuple[float, int, str]]) -> str:
     return f"check {name} failed on {_ranks(rank for _, rank, _ in seen)} ({_line(says)})"
 
 
-def _not_proven(case: Case, attempt: Attempt) -> str:
-    """Which check is missing or void, and on which ranks; "" when all the evidence is there."""
+def _not_proven(case: Case, attempt: Attempt) -> Found | None:
+    """Which check is missing or void, and on which ranks; None when all the evidence is there."""
     asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
     for rank in attempt.ranks:
         for check in rank.checks:
             if check.state == "void":
-                return _line(f"check {check.name} on rank {rank.rank} says nothing: {check.says}")
+                said = _line(f"check {check.name} on rank {rank.rank} says nothing: {check.says}")
+                return _no_evidence("no-proof", said, [rank.rank], check.name)
     steps = genuine.other_steps(attempt)
     if steps:
-        return steps
+        return _no_evidence("no-proof", steps, check="steps")
     names = {name: None for rank in asked for name in rank.asked(case.proof.checks, attempt.settings)}
     for name in names:
         owing = (rank for rank in asked if name in rank.asked(case.proof.checks, attempt.settings))
         without = [rank.rank for rank in owing if all(check.name != name for check in rank.checks)]
         if without:
-            return f"check {name} was not made on {_ranks(without)}"
-    return ""
+            return _no_evidence("no-proof", f"check {name} was not made on {_ranks(without)}", without, name)
+    return None
 
 
 def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognised, ...]:
@@ -241,37 +276,39 @@ def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
     return tuple(found)
 
 
-def _infra(case: Case, arm: str, attempt: Attempt) -> str | None:
+def _infra(case: Case, arm: str, attempt: Attempt) -> Found | None:
     if attempt.interrupted:
-        return "interrupted"
+        return _no_evidence("interrupted", "")
     if attempt.infra is not None:
-        return f"{attempt.infra['kind']}: {_line(attempt.infra['message'])}"
+        return _no_evidence(attempt.infra["kind"], _line(attempt.infra["message"]))
     if not attempt.ranks:
-        return "lost: the observation holds no rank"
+        return _no_evidence("lost", "the observation holds no rank")
     for rank in attempt.ranks:
         if rank.doubt:
-            return f"no-proof: rank {rank.rank}: what it wrote is no record: {_line(rank.doubt)}"
+            said = f"rank {rank.rank}: what it wrote is no record: {_line(rank.doubt)}"
+            return _no_evidence("no-proof", said, [rank.rank])
         if rank.foreign:
-            return f"no-proof: rank {rank.rank}: {rank.foreign}"
+            return _no_evidence("no-proof", f"rank {rank.rank}: {rank.foreign}", [rank.rank])
     forged = genuine.doubt(case, arm, attempt)
     if forged:
-        return f"no-proof: {forged}"
+        return _no_evidence("no-proof", forged)
     slow = looks.no_hang(attempt)
-    return None if slow is None else f"{slow[0]}: {slow[1]}"
+    return None if slow is None else _no_evidence(*slow)
 
 
-def _stack_changed(attempt: Attempt, planned: Mapping[str, str]) -> str | None:
+def _stack_changed(attempt: Attempt, planned: Mapping[str, str]) -> Found | None:
     """A rank that ran on other releases than the plan's measured another stack: a package was replaced meanwhile."""
     for package, said in attempt.planned.items():
         if package in planned and not same_release(said, planned[package]):
-            return f"stack changed: planned with {package} {said}, and stored as {planned[package]}"
+            return _no_evidence("stack changed", f"planned with {package} {said}, and stored as {planned[package]}")
     for rank in attempt.ranks:
         for package, had in rank.record["versions"].items():
             want = planned.get(package)
             if want is not None and had != "unknown" and not same_release(want, had):
-                return f"stack changed: rank {rank.rank} had {package} {had}, the plan {want}"
+                said = f"rank {rank.rank} had {package} {had}, the plan {want}"
+                return _no_evidence("stack changed", said, [rank.rank])
     apart = genuine.versions_apart(attempt)
-    return None if apart is None else f"stack changed: {apart}"
+    return None if apart is None else _no_evidence("stack changed", apart)
 
 
 def same_release(one: str, other: str) -> bool:
@@ -293,7 +330,7 @@ def _unfinished(rank: Rank) -> str | None:
 def _primary(failure: Failure | None) -> Primary | None:
     if failure is None:
         return None
-    return Primary(failure.rank, failure.type, failure.message[:SHOWN], failure.where)
+    return Primary(failure.rank, failure.type, failure.message[:SHOWN], failure.where, failure.kind)
 
 
 def _failed(failure: Failure) -> str:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from repro_matrix.cell.types import InfraKind
 from repro_matrix.judge.collectives import family
 from repro_matrix.judge.evidence import Attempt, number, text, threads_of
 from repro_matrix.judge.peers import is_peer_error
@@ -79,7 +80,7 @@ def pair(looks: Sequence[Look] | None) -> tuple[Look | None, Look | None]:
     return looks[-2], looks[-1]
 
 
-def no_hang(attempt: Attempt) -> tuple[str, str] | None:
+def no_hang(attempt: Attempt) -> tuple[InfraKind, str] | None:
     """Why an attempt whose time was over is no hang: (kind of infra, message). None where it is one, or ended itself.
 
     Observations of older launchers hold no looks: their deadline is a hang. So is a rank that failed by itself while

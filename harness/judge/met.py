@@ -7,7 +7,6 @@ a failed check do not.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,8 +43,8 @@ def met_in(case: str, outcome: Outcome) -> tuple[Met, ...]:
     primary = outcome.primary
     if primary is not None:
         # Where the main thread stood when a signal came is chance; an exit code has no place at all.
-        raised = re.fullmatch(r"SIG[A-Z0-9]+|exit code .*", primary.type) is None
-        return (Met(type=primary.type, place=(primary.where or None) if raised else None),)
+        place = primary.where if primary.kind == "exception" else ""
+        return (Met(type=primary.type, place=place or None),)
     if outcome.failed:
         return tuple(Met(check=name) for name in outcome.failed)
     return (Met(type="unfinished"),)  # a rank that left nothing behind, or was ended without a failure of its own

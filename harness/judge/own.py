@@ -16,7 +16,7 @@ SHOWN = 160  # characters of a message
 
 
 def script_fails(attempt: Attempt, failures: Failures) -> str | None:
-    """Where and how the script itself failed, if that came before everything else; as an infra reason."""
+    """Where and how the script itself failed, if that came before everything else; in words."""
     first = failures.first
     if first is None or first.kind != "exception" or first.secondary:
         return None
@@ -28,8 +28,8 @@ def script_fails(attempt: Attempt, failures: Failures) -> str | None:
     where = f"{shown(place.file)}:{place.line}"
     said = f"{raised.type}: {raised.message}".strip().splitlines()[0][:SHOWN]
     if place.own:
-        return f"script: the script itself fails: {where} {said}"
-    return f"script: raised by code that is not what {where} holds: {said}"
+        return f"the script itself fails: {where} {said}"
+    return f"raised by code that is not what {where} holds: {said}"
 
 
 def shown(file: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
-from typing import Literal
 
+from repro_matrix.cell.types import FailureKind
 from repro_matrix.judge.evidence import Attempt, Raised, Rank
 
 # Errors of these types mean a lost peer whatever they say ...
@@ -57,7 +57,7 @@ class Failure:
     """How one rank failed."""
 
     rank: int
-    kind: Literal["exception", "signal", "exit", "left"]  # left: it ended without finishing, with exit code 0
+    kind: FailureKind
     at: float  # by the rank's record; infinity where it wrote none
     type: str
     message: str

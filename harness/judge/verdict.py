@@ -57,6 +57,7 @@ class Verdict:
     named_case: str | None = None  # the case of the catalogue that was met instead
     measured: bool = True  # False: no attempt was left to judge (skipped, infra, not run)
     met: tuple[Met, ...] = ()  # what failed: of a fix its own failures, where CHANGED the broken arm's
+    infra: bool = False  # nothing was measured because what was launched is no evidence
     unseen: bool = False  # a failure that nothing stored expects and that does not fire: less than was asked for
 
     def to_json(self) -> dict[str, Any]:
@@ -133,17 +134,19 @@ def firing(outcomes: Sequence[Outcome]) -> str:
 def _fix(case: str, broken_all: Sequence[Outcome], fix_all: Sequence[Outcome], fired: Fired) -> Verdict:
     broken, fix = evidence(broken_all), evidence(fix_all)
     base = _counts(broken, fix)
-    lost = len(broken_all) - len(broken) + len(fix_all) - len(fix)
-    note = f" ({lost} attempt{'s' if lost > 1 else ''} not counted)" if lost and broken and fix else ""
+    left = len(broken_all) - len(broken) + len(fix_all) - len(fix)
+    note = f" ({left} attempt{'s' if left > 1 else ''} not counted)" if left and broken and fix else ""
 
     def verdict(name: VerdictName, reason: str, source: Sequence[Outcome] = ()) -> Verdict:
         met = all_met(case, source) if name in MEETING else ()
         return replace(base, name=name, reason=reason + note, named_case=_named(case, source), met=met)
 
     if not broken:
-        return replace(base, reason=f"broken: {_nothing(broken_all)}", measured=False)
+        lost = _lost(broken_all)
+        return replace(base, reason=f"broken: {_nothing(broken_all)}", measured=False, infra=lost)
     if not fix:
-        return replace(base, reason=f"broken {firing(broken)}; fix {_nothing(fix_all)}", measured=False)
+        said = f"broken {firing(broken)}; fix {_nothing(fix_all)}"
+        return replace(base, reason=said, measured=False, infra=_lost(fix_all))
     kinds, fix_kinds = {o.outcome for o in broken}, {o.outcome for o in fix}
     both = f"broken {firing(broken)}; fix {firing(fix)}"
     if len(kinds) > 1 or len(fix_kinds) > 1:
@@ -173,7 +176,7 @@ def _control(outcomes: Sequence[Outcome]) -> Verdict:
     base = _counts([], counted)
     kinds = {outcome.outcome for outcome in counted}
     if not counted:
-        return replace(base, reason=_nothing(outcomes), measured=False)
+        return replace(base, reason=_nothing(outcomes), measured=False, infra=_lost(outcomes))
     if len(kinds) > 1:
         return replace(base, name="FLAKY", reason=firing(counted))
     if kinds == {"clean"}:
@@ -208,6 +211,10 @@ def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
         for item in outcome.others(case)[:1] if outcome.outcome == "other_error" else ():
             seen[item.case] = seen.get(item.case, 0) + 1
     return min(seen, key=lambda name: (-seen[name], name)) if seen else None
+
+
+def _lost(outcomes: Sequence[Outcome]) -> bool:
+    return any(outcome.outcome == "infra" for outcome in outcomes)
 
 
 def _nothing(outcomes: Sequence[Outcome]) -> str:

@@ -113,7 +113,7 @@ def _junit_result(cell: Cell, arm: ArmView) -> tuple[str, str, str] | None:
     if arm.expected and arm.expected.name == "unexpected":
         wanted = arm.expectation.name if arm.expectation else "HEALTHY" if cell.kind == "control" else "something else"
         return "failure", f"expected {wanted}, measured {arm.mark.name}: {arm.reason}", text
-    if arm.outcome.startswith("infra") or (arm.mark.name == "INCONCLUSIVE" and "infra" in arm.reason):
+    if arm.infra:
         return "error", arm.reason, text
     return None
 

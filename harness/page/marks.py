@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -47,17 +47,17 @@ MARKS = {mark.name: mark for mark in _MARKS}
 
 def mark(name: str) -> Mark:
     """Also of what is not known: a document of a later release may say more."""
-    first = name.partition(" ")[0].rstrip(",")  # "fires 2/3, clean 1/3"
-    known = MARKS.get(name) or (
-        MARKS.get(first) if first in ("fires", "clean", "other_error", "hang", "infra") else None
-    )
-    if known is None:
-        return Mark(name, "·", name, "none")
-    return known if known.name == name else Mark(known.name, "≈", name, "warn")
+    return MARKS.get(name) or Mark(name, "·", name, "none")
+
+
+def of_kinds(kinds: Sequence[str], told: str) -> Mark:
+    """Of attempts that came out as these, the most frequent first; ``told``: the same with their numbers."""
+    usual = mark(kinds[0])
+    return usual if len(kinds) == 1 else Mark(usual.name, "≈", told, "warn")
 
 
 def of_row(row: Mapping[str, Any]) -> Mark:
     """A row of repro_matrix.results.rows: its verdict, else (the broken arm, one that was skipped) its outcome."""
     if not row["attempts"]:
         return MARKS["skipped"]
-    return mark(str(row["verdict"] or row["outcome"]))
+    return mark(str(row["verdict"])) if row["verdict"] else of_kinds(row["kinds"], row["outcome"])

@@ -18,7 +18,7 @@ from repro_matrix.judge.claims import ClaimRow, Evidence
 from repro_matrix.nights.night import Night
 from repro_matrix.nights.strip import Strip, strips
 from repro_matrix.page.lanes import Timeline, timelines
-from repro_matrix.page.marks import MARKS, Mark, mark
+from repro_matrix.page.marks import MARKS, Mark, mark, of_kinds
 from repro_matrix.page.releases import Axis, axes
 from repro_matrix.page.safe import line
 from repro_matrix.page.view import WORST, ArmView, Cell
@@ -236,7 +236,7 @@ def _standing(cells: Sequence[Cell], kind: str) -> tuple[str, Mark, tuple[str, .
         seen = MARKS["skipped" if not measured else "HEALTHY" if healthy == measured else "UNHEALTHY"]
         return f"{healthy} of {measured} cells train as a single process does{on}", seen, ()
     broken = [arm for cell in cells for arm in cell.arms if arm.name == "broken" and arm.attempts]
-    fires = sum(arm.outcome.startswith("fires") for arm in broken)
+    fires = sum(arm.kinds[0] == "fires" for arm in broken)
     by_arm: dict[str, set[str]] = {}
     for cell in cells:
         for arm in cell.arms:
@@ -246,9 +246,11 @@ def _standing(cells: Sequence[Cell], kind: str) -> tuple[str, Mark, tuple[str, .
     if not broken:
         return f"not measured{on}", MARKS["skipped"], ()
     if not fires:
-        others = Counter(arm.outcome for arm in broken).most_common(1)[0][0]
-        said = "does not fire" if others == "clean" else f"does not fire ({mark(others).word})"
-        return f"{said}{on}", mark(others if others != "clean" else "NOT_FIRING"), ()
+        told, kinds = Counter((arm.outcome, arm.kinds) for arm in broken).most_common(1)[0][0]
+        if kinds == ("clean",):
+            return f"does not fire{on}", MARKS["NOT_FIRING"], ()
+        other = of_kinds(kinds, told)
+        return f"does not fire ({other.word}){on}", other, ()
     where = "" if fires == len(broken) else f" in {fires} of {len(broken)} cells"
     fix = f"{len(holds)} of {len(by_arm)} arms beside it are clean" if holds else "no arm is clean everywhere"
     return f"fires{where}{on}; {fix}", MARKS["fires"], holds

@@ -78,6 +78,8 @@ class ArmView:
     expectation: Mark | None  # the verdict that was expected, where another one was seen
     reason: str
     outcome: str
+    kinds: tuple[str, ...]  # what its attempts came out as, the most frequent first
+    infra: bool  # and it is no evidence
     attempts: int
     counts: str  # clean 3 of 3 (44 to 100 %)
     numbers: str  # seconds, memory
@@ -240,6 +242,8 @@ def _arm(
         expectation=mark(str(row["expectation"])) if odd else None,
         reason=line(str(row["reason"]), 500),
         outcome=str(row["outcome"]),
+        kinds=tuple(row["kinds"]),
+        infra=row["infra"],
         attempts=len(attempts),
         counts=_counts(row, mapping(mapping(document.get("verdicts")).get(name))),
         numbers=_numbers(attempts),

@@ -12,6 +12,7 @@ from repro_matrix.hardware import Machine, Profile
 from repro_matrix.memory import duration
 from repro_matrix.memory.arithmetic import GIB, MIB, Facts, Layout, MemoryPlan, Phase, parts, plan
 from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.planning.skips import Skip
 
 # Of one arm: its model's facts and the MiB of its packages; None: not known, then nothing is said.
 Look = Callable[[ArmPlan], "tuple[Facts, float] | None"]
@@ -28,8 +29,8 @@ def fitted(
     ``deadline``: the user's own."""
     case = catalogue.cases[cell.cell.case]
     arms = [_arm(arm, case, profile, machine, look, deadline) for arm in cell.arms]
-    if arms[0].skipped and not cell.arms[0].skipped:
-        arms = [arm if arm.skipped else replace(arm, skipped=arms[0].skipped) for arm in arms]
+    if arms[0].skip and not cell.arms[0].skip:
+        arms = [arm if arm.skip else replace(arm, skip=arms[0].skip) for arm in arms]
     return replace(cell, arms=tuple(arms))
 
 
@@ -41,9 +42,10 @@ def _arm(arm: ArmPlan, case: Case, profile: Profile, machine: Machine, look: Loo
     copies, forward = case.copies, case.proof is not None and case.proof.kind in ("inference", "generating")
     layout = replace(layout_of(arm.settings, profile, copies, base_mb), trains=not forward)
     found, reference = best(facts, layout, profile, machine)
-    made = replace(arm, memory=found, skipped=too_much(found, profile, machine))
-    if made.skipped and not copies:
-        made = replace(made, skipped=made.skipped + would_fit(facts, layout, profile, machine))
+    why = too_much(found, profile, machine)
+    if why and not copies:
+        why += would_fit(facts, layout, profile, machine)
+    made = replace(arm, memory=found, skip=Skip("memory", why) if why else None)
     if arm.settings["model"]["scale"] == "full":
         layout = replace(layout, reference=reference)  # type: ignore[arg-type]
         made = replace(made, expected_s=duration.seconds(facts, layout, machine.cores))

@@ -44,4 +44,5 @@ def _why_not(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | None:
     strategy = catalogue.strategies[arm.strategy or cell.strategy]
     ranks = arm.world_size or cell.ranks
     devices = 1 if profile.shared else first(arm.devices, case.launch.devices, ranks)
-    return wrong_hardware(case, {"devices": devices, "world_size": ranks}, strategy, profile)
+    wrong = wrong_hardware(case, {"devices": devices, "world_size": ranks}, strategy, profile)
+    return wrong.reason if wrong else None

@@ -19,6 +19,7 @@ from repro_matrix.conf.schema import Arm, Case, Strategy
 from repro_matrix.hardware import Machine, Profile
 from repro_matrix.memory.arithmetic import MemoryPlan
 from repro_matrix.planning.matrix import Cell, arms_of
+from repro_matrix.planning.skips import Skip
 
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported; a bound against requests that cannot work
 
@@ -42,10 +43,15 @@ class ArmPlan:
     gpus: int
     deadline: float
     repeat: int
-    skipped: str | None
+    skip: Skip | None
     fingerprint: str
     memory: MemoryPlan | None = None  # what it needs, where that is known (harness/memory)
     expected_s: float | None = None  # how long it takes at full size, roughly
+
+    @property
+    def skipped(self) -> str | None:
+        """Why, for a reader."""
+        return self.skip.reason if self.skip else None
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,9 @@ class Planner:
             raise ConfigError(f"ranks={cell.ranks}: this machine's {self.machine.memory_gb:g} GiB hold at most {fits}")
         case = self.catalogue.cases[cell.case]
         arms = [self._arm(cell, case, name) for name in arms_of(case, self.settings.arms)]
-        first = arms[0].skipped
+        first = arms[0].skip
         if first:  # without the broken arm a fix proves nothing: the cell is skipped as a whole
-            arms = [arm if arm.skipped else replace(arm, skipped=first) for arm in arms]
+            arms = [arm if arm.skip else replace(arm, skip=first) for arm in arms]
         else:
             arms = [arms[0], *(_unless_equal(arm, arms[0], case) for arm in arms[1:])]
         others = [self._arm(cell, case, name) for name in case.arms if name not in {arm.arm for arm in arms}]
@@ -134,13 +140,13 @@ class Planner:
             gpus=settings["devices"] if profile.accelerator == "cuda" else 0,
             deadline=run.deadline or case.launch.deadline,
             repeat=run.repeat or case.repeat,
-            skipped=self._skip_reason(cell, case, spec, settings, stack),
+            skip=self._skip(cell, case, spec, settings, stack),
             fingerprint=fingerprint({**settings, "env": env}, self.code.get(case.slug, ""), versions, profile),
         )
 
-    def _skip_reason(
+    def _skip(
         self, cell: Cell, case: Case, arm: Arm, settings: Mapping[str, Any], stack: StackLike | str
-    ) -> str | None:
+    ) -> Skip | None:
         """Why this arm cannot run here by its declared needs, or None."""
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
@@ -155,7 +161,11 @@ class Planner:
             if uneven:
                 return uneven
         if isinstance(stack, str):
-            return f"needs stack {arm.stack}: {stack}" if arm.stack else stack
+            return Skip(
+                "stack",
+                f"needs stack {arm.stack}: {stack}" if arm.stack else stack,
+                (f"stack {arm.stack or cell.stack}",),
+            )
         needed = [
             *case.needs.requires,
             *arm.needs_on(profile.accelerator),
@@ -166,73 +176,77 @@ class Planner:
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
         broken = getattr(stack, "missing", {})
-        unmet = [
-            broken.get(Requirement(item).name) or text
-            for item, text in ((item, unmet_requirement(item, stack.versions)) for item in needed)
-            if text
-        ]
-        if not unmet:
+        told = {item: unmet_requirement(item, stack.versions) for item in needed}
+        needs = tuple(item for item, text in told.items() if text)
+        if not needs:
             return None
+        unmet = [broken.get(Requirement(item).name) or str(told[item]) for item in needs]
         known = f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else ""
-        of_case = any(unmet_requirement(item, stack.versions) for item in case.needs.requires)
+        of_case = any(told[item] for item in case.needs.requires)
         why = f" ({case.needs.why})" if case.needs.why and of_case else ""
-        return f"stack {stack.name}: on {profile.accelerator} needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
+        said = f"stack {stack.name}: on {profile.accelerator} needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
+        return Skip("packages", said, needs)
 
 
-def wrong_ranks(case: Case, ranks: int) -> str | None:
+def wrong_ranks(case: Case, ranks: int) -> Skip | None:
     """Why the case says nothing with so many ranks, or None."""
     if ranks < case.min_ranks:
-        return f"means something from {case.min_ranks} ranks on; ranks={ranks}"
+        return Skip("ranks", f"means something from {case.min_ranks} ranks on; ranks={ranks}")
     if ranks != case.launch.world_size and not case.scales:
-        return f"is about {case.launch.world_size} rank(s) (the case does not declare `scales`); ranks={ranks}"
+        size = case.launch.world_size
+        return Skip("ranks", f"is about {size} rank(s) (the case does not declare `scales`); ranks={ranks}")
     return None
 
 
-def wrong_tp_size(strategy: Strategy, settings: Mapping[str, Any]) -> str | None:
+def wrong_tp_size(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
     """Why a size that was asked for would not be what is measured, or None."""
     size, ranks = settings["tp_size"], settings["world_size"]
     if not strategy.divides:
-        return f"strategy {strategy.slug} has no tensor parallelism; tp_size={size}" if size > 1 else None
-    return None if size == ranks else f"tensor parallelism is over all ranks here; tp_size={size} with {ranks} ranks"
+        none = Skip("tp_size", f"strategy {strategy.slug} has no tensor parallelism; tp_size={size}")
+        return none if size > 1 else None
+    over = f"tensor parallelism is over all ranks here; tp_size={size} with {ranks} ranks"
+    return None if size == ranks else Skip("tp_size", over)
 
 
-def wrong_hardware(case: Case, settings: Mapping[str, Any], strategy: Strategy, profile: Profile) -> str | None:
+def wrong_hardware(case: Case, settings: Mapping[str, Any], strategy: Strategy, profile: Profile) -> Skip | None:
     """Why an arm with these settings cannot run on this hardware, or None."""
     have = f"hardware {profile.name} has {len(profile.gpus) or 'none'}"
     if case.needs.gpus > len(profile.gpus) or (case.needs.gpus and profile.shared):
-        return f"needs {case.needs.gpus} GPUs; {have}" + (f" ({case.needs.why})" if case.needs.why else "")
+        why = f" ({case.needs.why})" if case.needs.why else ""
+        return Skip("gpus", f"needs {case.needs.gpus} GPUs; {have}{why}", (f"{case.needs.gpus} GPUs",))
     if profile.accelerator != "cuda":
         return None
     if case.accelerator == "cpu":
-        return f"runs on the CPU only (accelerator: cpu); hardware {profile.name} is for GPUs"
+        return Skip("accelerator", f"runs on the CPU only (accelerator: cpu); hardware {profile.name} is for GPUs")
     if profile.shared and not (case.shared and strategy.shared):
         which = "the case" if not case.shared else f"strategy {strategy.slug}"
-        return f"ranks that share one GPU: {which} does not declare `shared`"
+        return Skip("shared", f"ranks that share one GPU: {which} does not declare `shared`")
     if settings["devices"] > len(profile.gpus):
-        return f"needs {settings['devices']} GPUs; {have}"
+        return Skip("gpus", f"needs {settings['devices']} GPUs; {have}", (f"{settings['devices']} GPUs",))
     closed = [gpu for gpu in profile.gpus if gpu.mode.startswith("exclusive")]
     if case.needs.open_cards and settings["world_size"] > 1 and closed:
         which = f"GPU {closed[0].index} is in {closed[0].mode} mode"
-        return f"its ranks compute on the same cards, and {which} (nvidia-smi -c 0)"
+        return Skip("cards", f"its ranks compute on the same cards, and {which} (nvidia-smi -c 0)")
     return None
 
 
-def wrong_strategy(case: Case, settings: Mapping[str, Any]) -> str | None:
+def wrong_strategy(case: Case, settings: Mapping[str, Any]) -> Skip | None:
     """Why a flag's value does not exist in this strategy, or None."""
     slug = settings["strategy"]["slug"]
     for name, flag in case.flags.items():
         value = settings["flags"].get(name)
         if flag.strategies is not None and slug not in flag.strategies and value not in (flag.default, flag.full):
-            return f"flags.{name}={value} is for {', '.join(flag.strategies)}; the strategy is {slug}"
+            return Skip("flags", f"flags.{name}={value} is for {', '.join(flag.strategies)}; the strategy is {slug}")
     return None
 
 
-def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> str | None:
+def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
     """Why tensor parallelism over so many ranks does not exist for the model, or None."""
     size, config = settings["tp_size"], settings["model"]["config"]
     for key in strategy.divides:
         if config.get(key, 0) % size:
-            return f"{config[key]} {key.removeprefix('num_').replace('_', ' ')} do not divide over {size} ranks"
+            what = key.removeprefix("num_").replace("_", " ")
+            return Skip("divisible", f"{config[key]} {what} do not divide over {size} ranks")
     return None
 
 
@@ -241,9 +255,10 @@ def _unless_equal(arm: ArmPlan, broken: ArmPlan, case: Case) -> ArmPlan:
     newest stack): that proves nothing."""
     own = {**arm.settings, "arm": broken.arm}
     same = own == broken.settings and arm.stack == broken.stack and not case.arms[arm.arm].env
-    if arm.skipped or not same:
+    if arm.skip or not same:
         return arm
-    return replace(arm, skipped=f"the same as {broken.arm} on stack {broken.stack} with {broken.world_size} ranks")
+    said = f"the same as {broken.arm} on stack {broken.stack} with {broken.world_size} ranks"
+    return replace(arm, skip=Skip("same", said))
 
 
 def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:

@@ -58,6 +58,7 @@ def new(
         "arms": {
             arm.arm: {
                 "skipped": arm.skipped,
+                "skip": arm.skip.to_json() if arm.skip else None,
                 "stack": arm.stack,
                 "fingerprint": arm.fingerprint,
                 **({"planned": arm.memory.to_json()} if arm.memory else {}),

@@ -38,12 +38,15 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "hardware": document["hardware"]["profile"],
         "arm": name,
         "outcome": summary_of(outcomes) if outcomes else "skipped",
+        "kinds": kinds_of(outcomes),
         "fires": sum(outcome["outcome"] == "fires" for outcome in outcomes),
         "clean": sum(outcome["outcome"] == "clean" for outcome in outcomes),
         "attempts": len(outcomes),
         "verdict": verdict.get("name"),
         "expected": verdict.get("expected", "unset") if verdict else None,
         "expectation": verdict.get("expectation"),
+        "infra": bool(verdict.get("infra")) or kinds_of(outcomes)[:1] == ["infra"],
+        "skip": arm.get("skip"),
         "reason": arm.get("skipped") or _with_note(verdict) or _reason(outcomes),
         "muted": verdict.get("muted"),
         "wall_s": round(statistics.median(walls), 2) if walls else None,
@@ -61,11 +64,17 @@ def where_of(document: Mapping[str, Any]) -> str:
 
 def summary_of(outcomes: Iterable[Mapping[str, Any]]) -> str:
     """``fires`` when all attempts agree, else ``fires 2/3, clean 1/3``."""
-    names = [outcome["outcome"] for outcome in outcomes]
-    kinds = sorted(set(names), key=lambda kind: -names.count(kind))
+    outcomes = list(outcomes)
+    names, kinds = [outcome["outcome"] for outcome in outcomes], kinds_of(outcomes)
     if len(kinds) == 1:
         return kinds[0]
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
+
+
+def kinds_of(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What attempts came out as, the most frequent first."""
+    names = [outcome["outcome"] for outcome in outcomes]
+    return sorted(set(names), key=lambda kind: (-names.count(kind), kind))
 
 
 def _with_note(verdict: Mapping[str, Any]) -> str:

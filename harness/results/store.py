@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from repro_matrix.cell import doubt
+from repro_matrix.cell import doubt, older
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.compact import expanded
@@ -155,21 +155,12 @@ def document_of(written: str, doubted: bool = True) -> Document:
             raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
         if schema != SCHEMA or not isinstance(found["arms"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
-        found = _brought_up(found)
-        return doubt.cell(found) if doubted else found
+        found = older.with_ranks(found)
+        return older.filled(doubt.cell(found) if doubted else found)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cell document: {type(error).__name__}: {error}") from None
     except RecursionError:
         raise ValueError("not a cell document: nested too deeply") from None
-
-
-def _brought_up(document: dict[str, Any]) -> dict[str, Any]:
-    """A document from before ranks were an axis: its cell had as many as its first arm."""
-    if "ranks" not in document:
-        broken: dict[str, Any] = next(iter(document["arms"].values()), {})
-        document["ranks"] = broken.get("settings", {}).get("world_size", 2)
-        document["variant"] = []
-    return document
 
 
 def write_json(path: Path, value: Any) -> None:

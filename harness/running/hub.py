@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.planning.skips import Skip
 from repro_matrix.stacks import Stack
 
 LIMIT_S = 4 * 3600.0
@@ -62,12 +63,13 @@ def with_weights(plans: Iterable[CellPlan], stacks: dict[str, Stack]) -> list[Ce
             return arm
         if (arm.stack, model["hub"]) not in known:
             known[arm.stack, model["hub"]] = fetch(stacks[arm.stack], model["hub"])
-        return replace(arm, skipped=known[arm.stack, model["hub"]])
+        why = known[arm.stack, model["hub"]]
+        return replace(arm, skip=Skip("weights", why, (model["hub"],)) if why else None)
 
     found = []
     for plan in plans:
         arms = tuple(checked(arm) for arm in plan.arms)
-        if arms[0].skipped:
-            arms = tuple(arm if arm.skipped else replace(arm, skipped=arms[0].skipped) for arm in arms)
+        if arms[0].skip:
+            arms = tuple(arm if arm.skip else replace(arm, skip=arms[0].skip) for arm in arms)
         found.append(replace(plan, arms=arms))
     return found

@@ -158,19 +158,21 @@ def judge(failure: Failure, observation: Mapping[str, Any], name: str) -> Outcom
     attempt = Attempt(cast(Observation, observation))
     failures = failures_of(attempt)
     first = next((each for each in failures.primary if each.kind != "left"), None)
-    primary = None if first is None else Primary(first.rank, first.type, first.message[:SHOWN], _where(first))
+    primary = (
+        None if first is None else Primary(first.rank, first.type, first.message[:SHOWN], _where(first), first.kind)
+    )
     infra = mapping(attempt.infra)
     if attempt.interrupted:
-        return Outcome("infra", "interrupted", (), primary)
+        return Outcome("infra", "interrupted", (), primary, infra="interrupted")
     if infra.get("kind") in NOTHING_RAN or not attempt.ranks:
-        return Outcome("infra", f"{text(infra.get('kind'))}: {text(infra.get('message'))}", (), primary)
+        return _lost(infra, primary)
     seen = _seen(failure, attempt, failures, first, observation)
     if seen is not None:
         ranks, kind, message = seen
         found = Recognised(name, SIGNATURE, ranks, kind, message[:SHOWN])
-        return Outcome("fires", message, (found,), primary)
+        return Outcome("fires", message, (found,), primary, ranks=ranks)
     if infra and failure.kind != "any":
-        return Outcome("infra", f"{text(infra.get('kind'))}: {text(infra.get('message'))}", (), primary)
+        return _lost(infra, primary)
     if attempt.timed_out:
         return Outcome("hang", f"it did not end within {observation['attempt']['deadline_s']:g} s", (), primary)
     bad = _bad_end(first, attempt, observation)
@@ -179,12 +181,18 @@ def judge(failure: Failure, observation: Mapping[str, Any], name: str) -> Outcom
     if failure.kind == "metric":
         values = items(mapping(observation.get("printed")).get("metric"))
         if not values:
-            return Outcome("infra", f"no-proof: no line of any rank had a number for {failure.text!r}", (), primary)
+            said = f"no-proof: no line of any rank had a number for {failure.text!r}"
+            return Outcome("infra", said, (), primary, infra="no-proof")
         if not math.isfinite(values[-1]["value"]):
             said = f"{failure.names_metric} is {values[-1]['value']}"
             return Outcome("other_error", said, (), Primary(values[-1]["rank"], "metric", said, ""))
         return Outcome("clean", f"{failure.names_metric} is {values[-1]['value']:g}")
     return Outcome("clean", "every rank ended with exit code 0")
+
+
+def _lost(infra: Mapping[str, Any], primary: Primary | None) -> Outcome:
+    kind: Any = infra.get("kind") or "lost"
+    return Outcome("infra", f"{kind}: {text(infra.get('message'))}", (), primary, infra=kind)
 
 
 Seen = tuple[tuple[int, ...], SignatureKind, str]

@@ -34,6 +34,11 @@ class Asked:
         times = f" {self.said.fired} of {self.said.counted}" if self.said.counted > 1 else ""
         return f"{labels.FIRES}{times}: {self.said.detail}"
 
+    @property
+    def brief(self) -> str:
+        """The same; of another error only its type."""
+        return self.said.brief or self.words
+
 
 def repeats(said: Said) -> int:
     """How often a configuration must be launched before it counts as not firing, by how often the given one fired."""

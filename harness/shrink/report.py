@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from repro_matrix.bisection.labels import short
 from repro_matrix.shrink.asked import Asked
 from repro_matrix.shrink.knobs import Config, Range, Shrunk, Value
 from repro_matrix.shrink.settings import Search
@@ -55,7 +54,11 @@ def _varied(search: Search, shrunk: Shrunk, index: int) -> Json:
 
 
 def _evidence(found: Asked | None) -> Json:
-    return {"answer": found.words, "document": found.document} if found else {"answer": "not asked", "document": None}
+    if found is None:
+        return {"answer": "not asked", "brief": "not asked", "known": None, "document": None}
+    return {
+        "answer": found.words, "brief": found.brief, "known": found.answer is not None, "document": found.document,
+    }  # fmt: skip
 
 
 def _name(value: Value) -> str:
@@ -105,8 +108,8 @@ def _table(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
 
 
 def _needed(each: Json) -> tuple[str, str]:
-    gone = [f"{_name(value)}: {short(_answer(each, value))}" for value in each["gone_at"]]
-    unknown = [name for name, said in each["asked"].items() if said["answer"].startswith("unknown")]
+    gone = [f"{_name(value)}: {_answer(each, value)}" for value in each["gone_at"]]
+    unknown = [name for name, said in each["asked"].items() if said["known"] is False]
     if each["number"]:
         top = each["fires_at"][-1]
         told = [f"fires up to {top}"] if top != each["value"] else []
@@ -122,7 +125,7 @@ def _set(name: str, value: Value) -> str:
 
 
 def _free(each: Json) -> tuple[str, str]:
-    gone = [f"not at {_name(value)} ({short(_answer(each, value))})" for value in each["gone_at"]]
+    gone = [f"not at {_name(value)} ({_answer(each, value)})" for value in each["gone_at"]]
     if each["number"]:
         low, high = each["fires_at"][0], each["fires_at"][-1]
         told = f"fires at {low}" if low == high else f"fires at {low} to {high}"
@@ -132,7 +135,7 @@ def _free(each: Json) -> tuple[str, str]:
 
 
 def _answer(each: Json, value: Value) -> str:
-    return str(each["asked"][_name(value)]["answer"])
+    return str(each["asked"][_name(value)]["brief"])
 
 
 def _script(found: Mapping[str, Any] | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from repro_matrix import stacks
 from repro_matrix.bisection import blame as blames
 from repro_matrix.bisection.hunt import Hunt, Roles
 from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
-from repro_matrix.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, compare, kind_of
+from repro_matrix.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, Unknown, compare, kind_of
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.running import session
@@ -103,7 +103,7 @@ def _of_script(args: argparse.Namespace) -> int:
             _say(f"stopped: {error}. What was probed is stored; the same command goes on")
             return error.exit_code
     why = "; ".join(answer.detail for answer in (before, after) if answer.label is None)
-    found = Compared(tuple(changes), () if known else ((name, probers.ARM, why),), int(known and not changes))
+    found = Compared(tuple(changes), () if known else (Unknown(name, probers.ARM, why),), int(known and not changes))
     data = {**describe(specs, ends, found, search.found), "stopped": None, "notes": [*notes, *prober.notes]}
     print_json(data) if args.json else show(data)
     return 3 if not known else 1 if kind in WORSE else 0
@@ -191,7 +191,7 @@ def _only(document: Mapping[str, Any], texts: Sequence[str]) -> list[str]:
 
 def _infra(found: Compared) -> bool:
     """Some answer is missing for another reason than a declared need."""
-    return any("skipped: " not in why for _, _, why in found.unknown)
+    return any(not each.declared for each in found.unknown)
 
 
 def describe(
@@ -212,7 +212,7 @@ def describe(
         "from": specs[0], "to": specs[1],
         "packages": {name: list(pair) for name, pair in blames.differences(*ends).items()},
         "changes": changes, "same": found.same, "counts": counts,
-        "unknown": [{"cell": cell, "arm": arm, "reason": why} for cell, arm, why in found.unknown],
+        "unknown": [{"cell": cell, "arm": arm, "reason": why} for cell, arm, why, _ in found.unknown],
     }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from repro_matrix import stacks
-from repro_matrix.bisection.labels import short
 from repro_matrix.bisection.maps import VersionMap, maps
 from repro_matrix.bisection.probe import Point, Prober, Probing, Stopped, Target, one_case
 from repro_matrix.bisection.search import Boundary
@@ -132,8 +131,8 @@ def describe(
 
     def edge(found: Boundary, arm: str) -> dict[str, Any]:
         sides = {
-            side: {"release": names[i], "answer": points[i].arms[arm].label, "detail": points[i].arms[arm].detail,
-                   "document": points[i].document}
+            side: {"release": names[i], "answer": points[i].arms[arm].label, "short": points[i].arms[arm].short,
+                   "detail": points[i].arms[arm].detail, "document": points[i].document}
             for side, i in (("before", found.before), ("after", found.after))
         }  # fmt: skip
         return {**sides, "adjacent": found.exact, "unknown": [names[i] for i in found.unknown],
@@ -197,7 +196,7 @@ def show(data: Mapping[str, Any]) -> None:
 
 def _edge(edge: Mapping[str, Any]) -> str:
     before, after = edge["before"], edge["after"]
-    sides = [f"{side['release']} ({short(side['answer'])})" for side in (before, after)]
+    sides = [f"{side['release']} ({side['short']})" for side in (before, after)]
     text = f"changes between {sides[0]} and {sides[1]}"
     if edge["unknown"]:
         text += f"; between them, unknown: {', '.join(edge['unknown'])}"
