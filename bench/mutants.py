@@ -62,6 +62,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "harness/verbs/accept.py": ("test_accept", "test_publishable", "test_met"),
     "repros/kit/proof.py": ("test_kit_proof",),
     "repros/kit/alone.py": ("test_kit_proof",),
+    "repros/kit/streamed.py": ("test_streamed",),
     "repros/kit/worst.py": ("test_kit_proof",),
 }
 # (module, what the mutant does, the line's text) -> why nothing can, or need, notice it.

@@ -86,7 +86,8 @@ def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
     assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
     assert "peer access: none between 0-3, 1-3" in shown
     assert "/dev/shm: " in shown and "stacks of hung ranks: " in shown
-    assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
+    assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more stays unused), backend nccl | cpu, backend gloo;" in shown
+    assert "note: GPU 1 (NVIDIA A100-SXM4-80GB): unused, hardware=gpu2 has 2 of the 3 that can be used" in shown
     assert "note: persistence mode is off on GPU 0" in shown
 
 
@@ -99,6 +100,44 @@ def test_doctor_has_a_problem_where_a_run_would_end(tmp_path: Path) -> None:
     assert said["cells"], "what can run on the CPU is told all the same"
     unusable = repro(tmp_path, FakeNvml([Card()]), *words)
     assert unusable.returncode == 3 and "a build without CUDA" in json.loads(unusable.stdout)["problems"][0]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_arm_whose_own_stack_cannot_use_the_cards_is_less_than_was_asked_for(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A skip and exit code 0: only the stack that the cells name was an error."""
+    from test_engine import Fake, observation
+
+    from repro_matrix import cli
+    from repro_matrix.running import session
+    from repro_matrix.running.probe import Prober
+
+    def probe(self: Prober, stack: Any) -> tuple[dict[str, Any], str | None]:
+        why = "NVML sees 2 x A100 (driver 535), and torch cannot use them:\n  uv pip install ..."
+        found = {"torch": "2.13", "cuda": "13.0", "arch_list": [], "nccl_version": "2.28", "devices": []}
+        return found, None if works or stack.name != "current" else why
+
+    class Clean(Fake):
+        def launch(self, attempt: Any, stop: Any) -> dict[str, Any]:
+            return observation(attempt, None)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    FakeNvml([Card(), Card()]).install(monkeypatch)
+    monkeypatch.setattr(Prober, "__call__", probe)
+    monkeypatch.setattr(session, "open_launcher", lambda name: Clean())
+    words = ["fsdp-generate", "model=qwen1.5-0.5b", "arms=[summon,newer-transformers]", "hardware=gpu2"]
+    stack = f"stack=python:{python_that_says(tmp_path, *lines())}"
+    code = cli.main(["run", *words, stack, f"results={tmp_path / 'results'}", "--json"])
+    said = capsys.readouterr()
+    (stored,) = documents(tmp_path)
+    arms = {name: arm["skipped"] for name, arm in stored["arms"].items()}
+    assert arms["broken"] is arms["summon"] is None, "the rest is measured"
+    assert (arms["newer-transformers"] is None) == works
+    assert code == (0 if works else 3)
+    assert ("repro: stack=current: NVML sees 2 x A100 (driver 535)" in said.err) == (not works)
+    assert works or "uv pip install" in said.err, "and what to install instead"
 
 
 def test_the_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

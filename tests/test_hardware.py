@@ -72,6 +72,23 @@ def test_auto_takes_what_can_be_used(cards: list[Card], profile: str, look: Look
     assert settle("auto", KNOWN, look(FakeNvml(cards))).name == profile
 
 
+@pytest.mark.parametrize("count, used", [(3, 2), (5, 4), (6, 4), (7, 4), (9, 8), (2, 2), (4, 4), (8, 8)])
+def test_cards_that_stay_unused_are_named_and_why(count: int, used: int, look: Look) -> None:
+    """3 or 6 cards were gpu2 or gpu4 without a word about the rest."""
+    found = settle("auto", KNOWN, look(FakeNvml([Card(H200) for _ in range(count)])))
+    assert len(found.gpus) == used and len(found.idle) == count - used
+    told, why = found.words(), found.why_idle()
+    if count == used:
+        assert "unused" not in told and why is None
+    else:
+        assert f"({used} x {H200}; {count - used} more stay" in told and " unused), backend nccl" in told
+        assert why and all(f"GPU {index} ({H200})" in why for index in range(used, count)), why
+        assert f"has {used} of the {count} that can be used" in why
+    explicit = settle("gpu2", KNOWN, look(FakeNvml([Card(processes=[Process(99999999, 4321)]), Card(), Card()])))
+    assert [gpu.index for gpu in explicit.gpus] == [1, 2] and [gpu.index for gpu in explicit.idle] == [0]
+    assert not settle("cpu", KNOWN, look(FakeNvml([Card()]))).why_idle()
+
+
 def test_a_card_says_what_it_is(look: Look) -> None:
     machine = look(FakeNvml([Card(persistence=False), Card(H200)], driver="535.129.03", cuda=12020))
     assert (machine.driver, machine.cuda) == ("535.129.03", "12.2")

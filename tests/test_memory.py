@@ -281,6 +281,25 @@ def test_the_reference_goes_where_it_fits() -> None:
         found, reference = best(QWEN_14B, layout, small, there)
         assert reference == where and too_much(found, small, there) is None
     assert "on the host for 8 ranks" in (too_much(found, small, replace(machine, memory_gb=32.0)) or "")
+    # With the weights on disk the devices have room for what is computed with, and a small host for what is read.
+    small, there = replace(profile, gpus=gpus(8, 40)), replace(machine, memory_gb=44.0)
+    found, reference = best(QWEN_14B, layout, small, there)
+    assert reference == "layers" and too_much(found, small, there) is None
+    assert not next(phase for phase in found.device if phase.name == "reference").once["weights"]
+    assert found.disk == pytest.approx(4 * 2 * 14.17e9, rel=0.01), "and once more on disk"
+
+
+@given(models, st.sampled_from(STRATEGIES), places, st.integers(2, 16))
+def test_layer_by_layer_the_reference_has_no_part_that_grows_with_the_layers(
+    model: Facts, strategy: str, place: Any, ranks: int
+) -> None:
+    def once(of: Facts) -> int:
+        found = plan(of, Layout(strategy, ranks, place, reference="layers"))
+        assert all(phase.runs == 1 for phase in found.host + found.device if phase.once)
+        return max(sum(phase.once.values()) for phase in found.host + found.device)
+
+    deeper = replace(model, parameters=model.parameters + 50 * model.layer, layers=model.layers + 50)
+    assert once(deeper) == once(model), "but its activations, which are the same here"
 
 
 def test_a_skip_says_how_many_layers_would_fit_and_they_do() -> None:
@@ -301,7 +320,9 @@ def test_a_full_disk_is_said_before_it_is_full() -> None:
     large = replace(LAPTOP, memory_gb=1000.0)
     assert cell("fsdp", CPU, replace(large, disk_gb=500.0)).skipped is None
     found = cell("fsdp", CPU, replace(large, disk_gb=20.0)).skipped
-    assert found and found.startswith("needs 79.2 GiB of disk") and "20 are free" in found
+    assert found and found.startswith("needs 79.2 GiB of disk") and "20 are free" in found, (
+        "not even more, layer by layer"
+    )
 
 
 @given(models, st.sampled_from(STRATEGIES), places, st.integers(1, 16), st.integers(1, 96), st.floats(1, 1000))

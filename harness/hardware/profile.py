@@ -24,11 +24,25 @@ class Profile:
     backend: str
     gpus: tuple[Gpu, ...] = ()
     shared: bool = False  # all ranks of an attempt on one GPU
+    idle: tuple[Gpu, ...] = ()  # cards that could be used, and that it has no place for
 
     def words(self) -> str:
         """For the first line of a run: ``gpu2 (2 x NVIDIA H200), backend nccl``."""
-        cards = f" ({counted([gpu.name for gpu in self.gpus])})" if self.gpus else ""
+        cards = f" ({counted([gpu.name for gpu in self.gpus])}{self._more()})" if self.gpus else ""
         return f"{self.name}{cards}, backend {self.backend}"
+
+    def _more(self) -> str:
+        return f"; {len(self.idle)} more stay{'s' if len(self.idle) == 1 else ''} unused" if self.idle else ""
+
+    def why_idle(self) -> str | None:
+        """Which cards stay unused and why; None: none does."""
+        if not self.idle:
+            return None
+        which = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in self.idle)
+        return (
+            f"{which}: unused, hardware={self.name} has {len(self.gpus)} of the {len(self.gpus) + len(self.idle)} that "
+            "can be used; a profile of your own takes them all (a file with `gpus:` under hardware/, docs/hardware.md)"
+        )
 
 
 def together(profiles: Sequence[Profile]) -> Profile | None:
@@ -72,7 +86,8 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     backend = "nccl" if spec.backend == "auto" else spec.backend
     order = {gpu.uuid: place for place, gpu in enumerate(machine.gpus)}
     chosen = sorted(fitting[: spec.gpus], key=lambda gpu: order[gpu.uuid])
-    return Profile(name, "cuda", backend, tuple(chosen), spec.shared)
+    idle = tuple(gpu for gpu in machine.gpus if gpu not in chosen)
+    return Profile(name, "cuda", backend, tuple(chosen), spec.shared, idle)
 
 
 def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machine) -> list[Profile]:

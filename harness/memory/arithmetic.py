@@ -75,7 +75,7 @@ class Layout:
     base: int = 300 * MIB
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
-    reference: Literal["device", "host", "turns", "none"] = "host"
+    reference: Literal["device", "host", "turns", "layers", "none"] = "host"
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
         work = [("drawing", drawing), ("forward", forward), ("comparing", {**comparing, "buckets": 0})]
     reference, extra = reference_parts(facts, layout), {"copies": layout.copies * facts.bytes * facts.parameters}
     # The plain run and the perturbed one, side by side or in turns.
-    runs = 1 if layout.reference == "turns" else min(2, layout.ranks)
+    runs = 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)
     here = CONNECTIONS.get(layout.strategy, CONNECTED)
     if layout.place == "cpu":
         base = {"base": layout.base + here, **extra}
@@ -174,7 +174,7 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
         ]
         return MemoryPlan(layout.ranks, tuple(host), (), disk(facts, layout))
     host_base = {"base": layout.base + here + CUDA_HOST, **extra}
-    on_device = layout.reference == "device"
+    on_device = layout.reference in ("device", "layers")
     host_phases = (
         Phase("reference", host_base, {"units": 2 * facts.bytes * facts.largest} if on_device else reference, runs),
         Phase("comparing", {**host_base, "units": 2 * facts.bytes * facts.largest + chunks(facts)}, {}),
@@ -263,25 +263,33 @@ def compared_at_once(facts: Facts, layout: Layout) -> int:
 
 def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
     """The single process that the others are compared with: everything whole, on all ranks' batches. Each gradient is
-    used as it is made; where it began is drawn again, and another run's values are read, one parameter at a time."""
+    used as it is made; where it began is drawn again, and another run's values are read, one parameter at a time. Layer
+    by layer (``layers``) its weights are on disk; a parameter is read when it is computed with, moved or compared."""
     if layout.reference == "none":
         return {}
     sequences = layout.sequences * (1 if layout.strategy == "tp" else layout.ranks)
     trained = facts.bytes * min(facts.largest, facts.trainable)
+    in_memory, read = facts.bytes * facts.parameters, 0
+    if layout.reference == "layers":
+        # Tied parameters: the gradient of the one waits for the other's until the end of the backward.
+        in_memory, read = 0, facts.bytes * facts.largest
+        trained *= 2 if facts.tied else 1
     return {
-        "weights": facts.bytes * facts.parameters,
+        "weights": in_memory,
         "gradient, or what is compared": max(
-            trained + facts.activation_bytes(sequences),
-            2 * facts.bytes * facts.largest + drawn(facts) + chunks(facts),
+            read + trained + facts.activation_bytes(sequences),
+            read + 2 * facts.bytes * facts.largest + drawn(facts) + chunks(facts),
         ),
         "buffers": facts.buffers,
     }
 
 
 def disk(facts: Facts, layout: Layout) -> int:
-    """What an attempt leaves in its folder on a node, until it ends: the reference after its first and last step, and a
-    checkpoint."""
+    """What an attempt leaves in its folder on a node, until it ends: the reference after its first and last step, its
+    weights where they are on disk, and a checkpoint."""
     found = facts.bytes * facts.parameters
     if layout.reference != "none":
         found += facts.bytes * (facts.parameters + facts.trainable)
+    if layout.reference == "layers":
+        found += facts.bytes * facts.parameters
     return found + layout.ranks * optimizer_state(facts, layout)

@@ -18,8 +18,8 @@ from repro_matrix.planning.skips import Skip
 Look = Callable[[ArmPlan], "tuple[Facts, float] | None"]
 
 # Where a single process computes it, the first that fits: its two runs (kit/proof.py) each on a device, side by side on
-# the host, or there one after the other.
-REFERENCES = ("device", "host", "turns")
+# the host, there one after the other, or so with the weights on disk, a module's at a time in memory (kit/streamed.py).
+REFERENCES = ("device", "host", "turns", "layers")
 
 
 def fitted(
@@ -107,11 +107,17 @@ def best(facts: Facts, layout: Layout, profile: Profile, machine: Machine) -> tu
         found[where] = plan(facts, replace(layout, reference=where))  # type: ignore[arg-type]
         if too_much(found[where], profile, machine) is None:
             return found[where], where
-    return found["turns"], "turns"
+    # None fits. On disk there is more to keep: that is no way out where only the disk is too full.
+    where = "layers" if no_memory(found["turns"], profile, machine) else "turns"
+    return found[where], where
 
 
 def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | None:
     """Why it cannot be, with the numbers; None: it fits."""
+    return no_memory(found, profile, machine) or no_disk(found, machine)
+
+
+def no_memory(found: MemoryPlan, profile: Profile, machine: Machine) -> str | None:
     if found.device and profile.gpus:
         smallest = min(profile.gpus, key=lambda gpu: gpu.memory_mb)
         if found.device_rank > smallest.memory_mb * MIB:
@@ -125,6 +131,10 @@ def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | Non
             f"needs {found.host_node / GIB:.1f} GiB on the host for {ranks} (the fullest while {full.name}: "
             f"{words(full)}); this machine has {machine.memory_gb:g}"
         )
+    return None
+
+
+def no_disk(found: MemoryPlan, machine: Machine) -> str | None:
     if machine.disk_gb is not None and found.disk > machine.disk_gb * GIB:
         return (
             f"needs {found.disk / GIB:.1f} GiB of disk for the reference and a checkpoint; {machine.disk_gb:g} are free"

@@ -53,6 +53,8 @@ class Session:
     stacks: dict[str, Stack]
     plans: list[CellPlan]
     unavailable: dict[str, str]  # stack -> why it is not there
+    # Of these, the ones that are there and whose torch cannot use the cards: their arms were asked for.
+    unusable: set[str] = field(default_factory=set)
     later: list[Later] = field(default_factory=list)  # what the run builds while it measures the rest
     shard: dict[str, Any] | None = None  # which part of a selection this is (shards.py)
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
@@ -92,7 +94,10 @@ class Session:
         unseen = [self.machine.unseen] if self.machine.unseen else []
         if self.profile.accelerator == "cpu":
             return [*wrong, *(unseen if self.machine.driver else [])]  # GPUs are here, and none is wished for
-        return [*wrong, *map(str, self.machine.left_out), *unseen, *around.warnings(self.profile, around.shm_mb())]
+        idle = self.profile.why_idle()
+        unused = [idle] if idle else []
+        cards = [*map(str, self.machine.left_out), *unused]
+        return [*wrong, *cards, *unseen, *around.warnings(self.profile, around.shm_mb())]
 
 
 def prepare(
@@ -154,6 +159,7 @@ def prepare(
         kind = MeasureError if named[0] in wanted.unusable else ConfigError
         raise kind(f"stack={named[0]}: {wanted.unavailable[named[0]]}")
     prepared = Session(catalogue, settings, profiles, machine, wanted.stacks, plans, wanted.unavailable)
+    prepared.unusable = wanted.unusable
     prepared.planned, prepared.unplanned = planned, wanted.unplanned
     if part:
         prepared.shard = shards.manifest(part, texts, cells)

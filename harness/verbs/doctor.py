@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     machine, profile = prepared.machine, prepared.profile
     if machine.nvml_error and not problems:
         problems.append(machine.nvml_error)
-    notes += [text for text in [*map(str, machine.left_out), machine.unseen] if text]
+    notes += [text for text in [*map(str, machine.left_out), profile.why_idle(), machine.unseen] if text]
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()))

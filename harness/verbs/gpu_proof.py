@@ -82,7 +82,7 @@ class Proof:
             "started_cold": dict(summary.cold),
             "cards_left_out": summary.cards,
             "warnings": warned,
-            "exit_code": exit_code(summary.documents, 1, stopped_early=summary.interrupted),
+            "exit_code": exit_code(summary.documents, 1, stopped_early=summary.interrupted or bool(prepared.unusable)),
         }
 
 

@@ -155,6 +155,7 @@ def measure(
     if for_git:
         return bisect_exit(summary.documents)
     lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
+    lacking |= prepared.unusable  # those of single arms, too: that they are skipped is no declared need
     for name in sorted(lacking):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
     if changed and before and not args.json:
@@ -220,7 +221,7 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
         for plan in prepared.plans
         for arm in plan.arms
     ]  # fmt: skip
-    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys()):
+    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys() | prepared.unusable):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
     if as_json:
         print_json(items)

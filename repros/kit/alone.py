@@ -2,16 +2,20 @@
 
 How far the perturbed run comes out from the plain one is what rounding can do to this model, in these steps, tensor by
 tensor: the yardstick of kit/proof.py (the idea is TTrace's, arXiv 2506.09280). What a run leaves is on disk and read
-tensor by tensor, so that no process holds more than the model that it trains.
+tensor by tensor, so that no process holds more than the model that it trains; where not even that fits, its weights are
+on disk, too (kit/streamed.py).
 """
 
 from __future__ import annotations
 
 import zlib
 from contextlib import contextmanager
-from typing import Any, Callable, Iterable, Iterator, Optional, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, Optional, Protocol, Union
 
 from kit.norms import each_chunk
+from kit.streamed import Streamed
 from kit.weights import Weights
 
 import torch
@@ -22,7 +26,14 @@ SEED = 20250607  # of the signs of the perturbation
 
 
 class Start(Protocol):
-    """Where a training begins: a model with its first values, and each of them by its parameter's name."""
+    """Where a training begins: a model with its first values, and each of them by its parameter's name.
+
+    ``bare``: the model as it was given; ``drawn``: its values are not kept, but drawn anew; ``device``: where it
+    computes."""
+
+    bare: nn.Module
+    drawn: bool
+    device: Any
 
     def model(self) -> Any: ...  # a context: the model with these values, which is then as it was
     def value(self, name: str) -> torch.Tensor: ...  # the caller's own
@@ -31,15 +42,18 @@ class Start(Protocol):
 class Copied:
     """The start of a model that is there: every value is kept."""
 
+    drawn = False
+
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.bare = model
+        self.device = next(model.parameters()).device
         self.values = {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        yield self._model
+        yield self.bare
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.bare.named_parameters():
                 parameter.copy_(self.values[name])
 
     def value(self, name: str) -> torch.Tensor:
@@ -49,16 +63,18 @@ class Copied:
 class Drawn:
     """The start of a model on meta: its values are drawn when they are wanted."""
 
+    drawn = True
+
     def __init__(self, model: nn.Module, weights: Weights, device: torch.device | str = "cpu") -> None:
-        self._model, self.weights, self.device = model, weights, device
+        self.bare, self.weights, self.device = model, weights, device
         known = weights.known
-        self.drawn = {name: known[id(parameter)] for name, parameter in model.named_parameters()}
+        self.seen = {name: known[id(parameter)] for name, parameter in model.named_parameters()}
 
     def model(self) -> Any:
-        return self.weights.filled(self._model, self.device)
+        return self.weights.filled(self.bare, self.device)
 
     def value(self, name: str) -> torch.Tensor:
-        drawn_as, parameter = self.drawn[name]
+        drawn_as, parameter = self.seen[name]
         return self.weights.draw(drawn_as, parameter.shape, parameter.dtype)
 
 
@@ -68,6 +84,7 @@ class Perturbed:
 
     def __init__(self, start: Start, computes_in: Optional[torch.dtype] = None) -> None:
         self.start, self.computes_in = start, computes_in
+        self.bare, self.drawn, self.device = start.bare, start.drawn, start.device
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
@@ -91,26 +108,37 @@ class Perturbed:
         return tensor
 
 
+Seen = Union[nn.Module, Streamed]  # what has ``named_parameters``
+
+
 def train_alone(
     start: Start,
-    loss_at: Callable[[nn.Module, int], torch.Tensor],
+    loss_at: Callable[..., torch.Tensor],
     steps: int,
     lr: float,
-    after: Callable[[int, nn.Module], None],
+    after: Callable[[int, Seen], None],
+    on_disk: Optional[Path] = None,
 ) -> list[float]:
-    """``steps`` steps of plain SGD from ``start``; the losses. ``loss_at(model, step)``: a step's loss; ``after(n,
-    model)`` sees the model before the first step (n = 0) and after each."""
+    """``steps`` steps of plain SGD from ``start``; the losses. ``loss_at(model, step=step)``: a step's loss; ``after(n,
+    seen)`` sees the parameters before the first step (n = 0) and after each. ``on_disk``: the folder in which the
+    weights are, where they are not to be in memory."""
     losses: list[float] = []
-    with start.model() as model:
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        after(0, model)
+    with start.model() if on_disk is None else Streamed(start.bare, start.value, lr, on_disk, start.device) as seen:
+        after(0, seen)
         for step in range(steps):
-            loss = loss_at(model, step)
-            losses.append(loss.item())
-            with updated_at_once(model.parameters(), lr) if isinstance(start, Drawn) else stepped(optimizer):
-                loss.backward()
-            after(step + 1, model)
+            losses.append(one_step(start, seen, lr, partial(loss_at, step=step)))
+            after(step + 1, seen)
     return losses
+
+
+def one_step(start: Start, seen: Seen, lr: float, loss_of: Callable[[nn.Module], torch.Tensor]) -> float:
+    """A step's loss."""
+    if isinstance(seen, Streamed):
+        return seen.step(loss_of)
+    loss = loss_of(seen)
+    with updated_at_once(seen.parameters(), lr) if start.drawn else stepped(torch.optim.SGD(seen.parameters(), lr=lr)):
+        loss.backward()
+    return loss.item()
 
 
 @contextmanager

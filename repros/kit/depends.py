@@ -91,7 +91,7 @@ def beginning(start: Start, model: nn.Module) -> Any:
         return digest(start.values.items())
     assert isinstance(start, Drawn)
     weights: Weights = start.weights
-    drawn = sha([[name, start.drawn[name][0]] for name, _ in model.named_parameters()])
+    drawn = sha([[name, start.seen[name][0]] for name, _ in model.named_parameters()])
     said = {"by": type(weights).__name__, "seed": weights.seed, "std": weights.std, "source": str(weights.source)}
     if isinstance(weights, Published):
         said["files"] = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(weights.folder.iterdir())]

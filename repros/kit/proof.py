@@ -80,7 +80,9 @@ class Reference:
             start = Copied(model)
             self.began = digest(start.values.items())
         else:
-            start = Drawn(model, weights, run.device if run.settings.get("reference") == "device" else "cpu")
+            # Layer by layer a device has room for it, too.
+            on_device = run.settings.get("reference") in ("device", "layers")
+            start = Drawn(model, weights, run.device if on_device else "cpu")
         together = 1 if same_batch else ranks or run.world_size
         runs = Runs(run, model, start, together, self.lr, make_batch, computes_in)
         self.truth, self.noise, self.after = runs.truth, runs.noise, runs.after

@@ -2,7 +2,8 @@
 
 The first two ranks of a node share the work and leave what they found in the attempt's folder, tensor by tensor; nobody
 waits for it before the first check. Where the memory plan says that there is not room for two (settings ``reference``:
-"turns"), the first rank does both.
+"turns"), the first rank does both; where there is not even room for one, it does both with the weights on disk
+("layers", kit/streamed.py).
 
 Attempts of one run that need the very same reference share it (settings ``references``: the run's folder and this
 attempt's name; by hand there are none): the first rank of a node looks whether there is one, under a key that says all
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional
 
 from kit import depends
-from kit.alone import Perturbed, Start, train_alone, unit
+from kit.alone import Perturbed, Seen, Start, train_alone, unit
 from kit.common import Common, short
 from kit.norms import digest, norm
 from kit.run import Run
@@ -54,11 +55,13 @@ class Runs:
         alone = run.world_size == 1
         local = 0 if alone else int(os.environ.get("LOCAL_RANK", "0"))
         helpers = 1 if alone else min(2, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size))))
-        if run.settings.get("reference") == "turns":
+        where = run.settings.get("reference")
+        if where in ("turns", "layers"):
             helpers = 1
         token = "one" if alone else os.environ.get("MASTER_PORT", "0")
         _made.append(token)  # a second one in this process must not be read as the first
         self.folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}-{len(_made)}"
+        self.on_disk = self.folder.with_name(f"{self.folder.name}-weights") if where == "layers" else None
         if self._taken(model, local):
             return
         if local == 0:
@@ -88,7 +91,7 @@ class Runs:
     def _plain(self) -> None:
         found: dict[str, Any] = {"first": {}, "values": {}}
 
-        def after(steps: int, model: nn.Module) -> None:
+        def after(steps: int, model: Seen) -> None:
             if steps == 0:
                 found["start"] = digest(model.named_parameters())
             for when in self._moments(steps):
@@ -101,14 +104,14 @@ class Runs:
                     found["values"][name] = unit(parameter.dtype) / 4 * norm(parameter)
                 shelf.close()
 
-        found["losses"] = train_alone(self.start, self._loss, self.run.steps, self.lr, after)
+        found["losses"] = train_alone(self.start, self._loss, self.run.steps, self.lr, after, self.on_disk)
         self._leave(self.folder / "truth", {"last": found["first"], **found})
 
     def _perturbed(self) -> None:
         off = Perturbed(self.start, self.computes_in)
         found: dict[str, Any] = {}
 
-        def after(steps: int, model: nn.Module) -> None:
+        def after(steps: int, model: Seen) -> None:
             for when in self._moments(steps):
                 plain = self.after(when)
                 found[when] = {
@@ -118,7 +121,7 @@ class Runs:
                     for name, parameter in model.named_parameters()
                 }
 
-        losses = train_alone(off, self._loss, self.run.steps, self.lr, after)
+        losses = train_alone(off, self._loss, self.run.steps, self.lr, after, self.on_disk)
         found["losses"] = [abs(one - other) for one, other in zip(self.truth()["losses"], losses)]
         self._leave(self.folder / "noise", {"last": found["first"], **found})
 
