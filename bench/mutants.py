@@ -1,9 +1,11 @@
 """Mutation testing of what judges: ``make mutants`` (or ``python -m bench.mutants --only judge/grade,judge/met``).
 
 One place of one module is changed at a time (a comparison, a condition, a constant, a result, a call left out), and the
-fast tests of that module must fail. Nothing is written to the tree: a forked child compiles the changed source when the
-module is imported, runs the tests in itself and ends at the first failure. Where a module has more places than
-``--sample``, a sample is drawn (seeded: the same each time). Killed by its time limit counts as killed.
+fast tests of that module must fail. Nothing is written to the tree: a forked child, in which the package and the tests
+are imported already, gets the changed function's code (or, for what is no function's, imports all of it anew with the
+changed source), runs the tests in itself and ends at the first failure. Where a module has more places than
+``--sample``, a sample is drawn (seeded: the same each time). Killed by its time limit counts as killed. Property tests
+make fewer examples than usual: what survives here may still be seen by them, what is killed is killed.
 
 ``EXPLAINED`` says of survivors why no test can, or need, see them; whatever else survives is to get a test. Exit code 1
 where a module's share is not over 90 % or a survivor is not explained.
@@ -15,6 +17,8 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
+import gc
 import importlib.abc
 import importlib.util
 import io
@@ -22,6 +26,7 @@ import json
 import os
 import random
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,34 +37,47 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "mutants.json"
 CPU_LIMIT_S = 60  # of one mutant's tests; the slowest honest ones take 15
+PROFILE, EXAMPLES = "mutants", 15
+NOT_PLANTED = 71  # a child's exit code
+# Tests of other things than one module's logic, which take longer than all others together.
+SLOW = (
+    "test_lies.py::test_every_lie_is_caught[declared]",
+    "test_checks.py::test_the_kit_and_the_judge_agree_on_what_passes",
+    "test_facts.py::test_every_fact_that_a_case_may_name_is_one_that_the_kit_asks_for",
+)
 
 # Module -> its fast tests, those that see most first.
-_GRADE = ("test_grade", "test_checks", "test_own_mistakes", "test_in_force", "test_lies", "test_again")
+_GRADE = ("test_own_mistakes", "test_grade", "test_checks", "test_place")
 MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/again.py": ("test_again", "test_facts", "test_comparable"),
-    "harness/judge/checks.py": ("test_checks", "test_grade", "test_lies"),
+    "harness/judge/checks.py": ("test_checks", "test_grade"),
     "harness/judge/claims.py": ("test_claims", "test_comparable"),
     "harness/judge/collectives.py": ("test_hang",),
     "harness/judge/comparable.py": ("test_comparable", "test_facts"),
     "harness/judge/conditions.py": ("test_conditions", "test_claims"),
-    "harness/judge/evidence.py": ("test_place", "test_signature", *_GRADE, "test_hang"),
+    "harness/judge/evidence.py": ("test_place", "test_signature", "test_own_mistakes", "test_grade", "test_hang"),
     "harness/judge/expect.py": ("test_expect", "test_met", "test_facts"),
     "harness/judge/facts.py": ("test_facts",),
     "harness/judge/foreign.py": ("test_signature_parts",),
     "harness/judge/genuine.py": ("test_lies", "test_checks"),
     "harness/judge/grade.py": _GRADE,
-    "harness/judge/in_force.py": ("test_in_force", "test_lies"),
+    "harness/judge/in_force.py": ("test_in_force", "test_own_mistakes"),
     "harness/judge/looks.py": ("test_hang",),
     "harness/judge/met.py": ("test_met", "test_expect"),
     "harness/judge/metrics.py": ("test_claims",),
     "harness/judge/own.py": ("test_own_mistakes", "test_grade"),
     "harness/judge/peers.py": ("test_signature", "test_grade"),
     "harness/judge/publishable.py": ("test_publishable", "test_accept"),
-    "harness/judge/runs_here.py": ("test_claims", "test_in_force"),
+    "harness/judge/runs_here.py": ("test_in_force", "test_claims"),
     "harness/judge/signature.py": ("test_signature", "test_signature_parts", "test_place", "test_hang"),
     "harness/judge/verdict.py": ("test_verdict", "test_met", "test_own_mistakes", "test_expect", "test_comparable"),
-    "harness/results/document.py": ("test_result_schema", "test_store", "test_engine", "test_lies"),
-    "harness/verbs/accept.py": ("test_accept", "test_publishable", "test_met"),
+    "harness/cell/doubt.py": ("test_result_schema", "test_store"),
+    "harness/results/backed.py": ("test_backed",),
+    "harness/results/document.py": ("test_result_schema", "test_store", "test_engine"),
+    "harness/results/publishing.py": ("test_publishing", "test_accept", "test_publishable"),
+    "harness/running/again.py": ("test_cards", "test_engine_cards", "test_engine"),
+    "harness/running/going_on.py": ("test_runs",),
+    "harness/verbs/accept.py": ("test_accept", "test_publishing", "test_publishable", "test_met"),
     "repros/kit/proof.py": ("test_kit_proof",),
     "repros/kit/alone.py": ("test_kit_proof",),
     "repros/kit/streamed.py": ("test_streamed",),
@@ -89,6 +107,7 @@ class Mutant:
     what: str
     text: str  # of the line
     number: int  # which of the module's places
+    owner: tuple[str, ...] = ()  # the outermost function whose body it is in, by its name (a method: class and name)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -100,25 +119,41 @@ class _Places(ast.NodeTransformer):
 
     def __init__(self, wanted: int | None = None) -> None:
         self.wanted = wanted
-        self.found: list[tuple[int, str]] = []
+        self.found: list[tuple[int, str, tuple[str, ...]]] = []
+        self._within: list[str] = []  # classes, then the outermost function
+        self._in_function = False
 
     def _here(self, node: Any, what: str) -> bool:
-        self.found.append((node.lineno, what))
+        self.found.append((node.lineno, what, tuple(self._within) if self._in_function else ()))
         return self.wanted == len(self.found) - 1
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        outermost = not self._in_function
+        if outermost:
+            self._within.append(node.name)
+            self._in_function = True
         node.body = [self.visit(part) for part in node.body]  # neither annotations nor decorators
+        if outermost:
+            self._within.pop()
+            self._in_function = False
         node.args.defaults = [self.visit(part) for part in node.args.defaults]
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        self._within.append(node.name)
         node.body = [self.visit(part) for part in node.body]
+        self._within.pop()
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
         if node.value is not None:
             node.value = self.visit(node.value)
         return node
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        if any(isinstance(target, ast.Name) and target.id.lstrip("_") == "SHOWN" for target in node.targets):
+            return node  # how many letters people are shown
+        return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         if isinstance(node.value, ast.Constant):
@@ -207,7 +242,10 @@ def places(module: str, source: str) -> list[Mutant]:
     walk = _Places()
     walk.visit(ast.parse(source))
     lines = source.splitlines()
-    return [Mutant(module, line, what, lines[line - 1].strip(), n) for n, (line, what) in enumerate(walk.found)]
+    return [
+        Mutant(module, line, what, lines[line - 1].strip(), n, owner)
+        for n, (line, what, owner) in enumerate(walk.found)
+    ]
 
 
 def mutated(source: str, number: int) -> ast.Module:
@@ -236,18 +274,72 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.tree, str(self.file), "exec"), module.__dict__)
 
 
+def planted(mutant: Mutant, source: str, file: Path) -> None:
+    """Let this process, which has imported everything, run the mutant."""
+    tree = mutated(source, mutant.number)
+    loaded = [m for m in list(sys.modules.values()) if _file_of(m) == file]
+    olds = [function for module in loaded if (function := _function(module.__dict__, mutant.owner))]
+    if not mutant.owner or not loaded or len(olds) != len(loaded):
+        for name, module in list(sys.modules.items()):
+            if _is_ours(module) and name != "__main__" and not name.startswith("bench"):
+                del sys.modules[name]
+        sys.meta_path.insert(0, _Finder(file, tree))
+        return
+    for module, old in zip(loaded, olds):
+        names = {**module.__dict__}
+        exec(compile(tree, str(file), "exec"), names)
+        changed = _function(names, mutant.owner)
+        assert changed is not None
+        old.__code__ = changed.__code__
+    for module in list(sys.modules.values()):  # what the honest one has answered while tests were imported
+        for value in list(vars(module).values()) if _is_ours(module) else ():
+            if isinstance(value, _CACHED):
+                value.cache_clear()
+
+
+_CACHED = type(functools.lru_cache(lambda: None))
+
+
+def _is_ours(module: Any) -> bool:
+    place = _file_of(module)
+    return place is not None and place.is_relative_to(ROOT) and "site-packages" not in place.parts
+
+
+def _file_of(module: Any) -> Path | None:
+    name = getattr(module, "__file__", None)
+    return Path(name).resolve() if isinstance(name, str) else None
+
+
+def _function(names: Any, owner: tuple[str, ...]) -> Any:
+    """The plain function behind a name (a method's, a property's, a wrapped one's); None where there is none."""
+    found: Any = None
+    for part in owner:
+        found = names.get(part) if isinstance(names, dict) else vars(names).get(part)
+        names = found
+        if found is None:
+            return None
+    for name in ("fget", "func", "__func__"):
+        found = getattr(found, name, None) or found
+    while hasattr(found, "__wrapped__"):
+        found = found.__wrapped__
+    return found if hasattr(found, "__code__") else None
+
+
 def prepared() -> None:
     """Import what the tests need and what is not under test: a child forks from here."""
     for name in ("pytest", "hypothesis", "hypothesis.strategies", "pydantic", "yaml", "jsonschema", "rich", "psutil",
                  "packaging.version", "hydra", "torch"):  # fmt: skip
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    from hypothesis import Phase, settings
+    from hypothesis import HealthCheck, Phase, settings
 
     # A failure is enough: nobody reads the smallest example.
     settings.register_profile(
-        "ci", derandomize=True, deadline=None, database=None, phases=[Phase.explicit, Phase.generate]
-    )
+        PROFILE, derandomize=True, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
+        max_examples=EXAMPLES, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    settings.load_profile(PROFILE)  # of what tests set themselves the rest is taken where they are imported
+    gc.freeze()
 
 
 def survives(mutant: Mutant | None, tests: Sequence[str], source: str, file: Path) -> bool:
@@ -261,9 +353,14 @@ def survives(mutant: Mutant | None, tests: Sequence[str], source: str, file: Pat
             for fd in (1, 2):
                 os.dup2(null, fd)
             sys.stdout = sys.stderr = io.StringIO()
+            sys.dont_write_bytecode = True
+            code = NOT_PLANTED
             if mutant is not None:
-                sys.meta_path.insert(0, _Finder(file, mutated(source, mutant.number)))
-                sys.dont_write_bytecode = True
+                planted(mutant, source, file)
+            else:
+                for owner in {each.owner for each in places(str(file), source)} - {()}:
+                    planted(Mutant(str(file), 0, "nothing", "", -1, owner), source, file)
+            code = 70
             import pytest
 
             names = [f"tests/{name}.py" for name in tests]
@@ -279,12 +376,18 @@ def survives(mutant: Mutant | None, tests: Sequence[str], source: str, file: Pat
                 "-o",
                 "addopts=",
                 "--assert=plain",
+                f"--hypothesis-profile={PROFILE}",
             ]
+            for test in SLOW:
+                words += ["--deselect", f"tests/{test}"]
             code = int(pytest.main([*words, *names]))
         finally:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status) == 0
+    code = os.waitstatus_to_exitcode(status)
+    if code == NOT_PLANTED:
+        raise SystemExit(f"{file}: {mutant} could not be planted")
+    return code == 0
 
 
 def chosen(module: str, source: str, sample: int, seed: int) -> tuple[list[Mutant], int]:
@@ -295,15 +398,20 @@ def chosen(module: str, source: str, sample: int, seed: int) -> tuple[list[Mutan
 
 
 def measure(modules: dict[str, tuple[str, ...]], sample: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     for module, tests in modules.items():
-        file = ROOT / module
+        file = (ROOT / module).resolve()
         source = file.read_text(encoding="utf-8")
+        for name in tests:
+            importlib.import_module(name)
+        some, count = chosen(module, source, sample, seed)
+        # Planting must change nothing by itself: what fails then would be counted as killed.
         if not survives(None, tests, source, file):
             raise SystemExit(f"{module}: its tests fail as it is: {', '.join(tests)}")
-        some, count = chosen(module, source, sample, seed)
         began = time.monotonic()
         left = [mutant for mutant in some if survives(mutant, tests, source, file)]
         yield module, {
+            "commit": commit, "sample": sample,
             "places": count, "tried": len(some), "killed": len(some) - len(left), "tests": list(tests),
             "wall_s": round(time.monotonic() - began, 1),
             "survivors": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -57,6 +58,7 @@ def overview() -> argparse.ArgumentParser:
 
 
 DEFECT = 70  # as EX_SOFTWARE of sysexits.h
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the machine's doing, whatever was being written
 
 
 def _run(verb: str, words: list[str]) -> int:
@@ -83,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"repro: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
         return 2
     try:
-        return _run(verb, words[1:])
+        code = _run(verb, words[1:])
+        sys.stdout.flush()  # what cannot be written is said here, and not by Python as it ends
+        return code
     except ReproError as error:
         print(f"repro: {error}", file=sys.stderr)
         # `git bisect run` takes 2 and 3 for "bad"; from 128 on it stops.
@@ -93,10 +97,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in FULL:
+            return _defect()
+        print(f"repro: {error.filename or 'the standard output'}: cannot be written: {error.strerror}", file=sys.stderr)
+        if error.filename is None:  # nor can what is still to be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ReproError.exit_code
     except Exception:  # noqa: BLE001 - Python's own exit code for it is 1, which is an answer here
-        traceback.print_exc()
-        print(f"repro: this is a defect of repro-matrix, no answer; {sys.version.split()[0]}", file=sys.stderr)
-        return DEFECT
+        return _defect()
+
+
+def _defect() -> int:
+    traceback.print_exc()
+    print(f"repro: this is a defect of repro-matrix, no answer; {sys.version.split()[0]}", file=sys.stderr)
+    return DEFECT
 
 
 if __name__ == "__main__":

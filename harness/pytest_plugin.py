@@ -81,9 +81,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         texts = _words(config.getoption("--repro"))
         prepared = prepare(texts)
+        config.stash[DESK], config.stash[CELLS] = Desk(prepared, texts), cells_of(prepared)
     except ReproError as error:
         raise pytest.UsageError(str(error)) from None
-    config.stash[DESK], config.stash[CELLS] = Desk(prepared, texts), cells_of(prepared)
     config.stash[LEFT_OUT] = prepared.left_out
 
 
@@ -155,10 +155,14 @@ class ArmItem(pytest.Item):
         self.user_properties.append(("verdict", row["verdict"]))
         self.user_properties.append(("reproduce", str(row["torchrun"])))
         said = f"{row['verdict']}: {row['reason']}"
-        if row["verdict"] is None or not row["attempts"]:
+        wrong = row.get("wrong")
+        if not wrong and (row["verdict"] is None or not row["attempts"]):
             pytest.skip(str(row["reason"]))
-        if row["expected"] == "unexpected" or row["verdict"] == "INCONCLUSIVE":
-            raise Differs(said, row["expectation"], row["torchrun"])
+        if wrong or row["expected"] == "unexpected" or row["verdict"] == "INCONCLUSIVE":
+            raise Differs("\n".join(filter(None, (wrong, said))), row["expectation"], row["torchrun"])
+        if row["expected"] == "muted":
+            by = row["muted"]
+            pytest.xfail(f"{said} (muted by {by['owner']} until {by['until']}: {by['reason']})")
         if row["verdict"] in FAILS and row["expected"] == "expected":
             pytest.xfail(said)
         if row["verdict"] == "UNHEALTHY":
@@ -193,9 +197,11 @@ class Differs(Exception):
         super().__init__("\n".join(line for line in lines if line))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--repro") is None:
         return
+    before = len(items)
     top = Group.from_parent(session, name="repro", nodeid="repro")
     cases: dict[str, Group] = {}
     for cell in config.stash[CELLS]:
@@ -212,6 +218,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         left: LeftOutItem = LeftOutItem.from_parent(wrong, name=text.partition(": ")[0])
         left.text = text
         items.append(left)
+    # Counted as what pytest collects itself is: else what -k leaves out is taken from nothing.
+    made: list[pytest.Item | pytest.Collector] = [*items[before:]]
+    session.ihook.pytest_collectreport(report=pytest.CollectReport("repro", "passed", None, made))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

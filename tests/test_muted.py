@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
     known = catalogue.load()
     case = known.cases["fsdp-generate"]
     key = f"fsdp-generate/{case.axes.model[0]}-{case.axes.strategy[0]}"
-    words = ["--owner", "Ada Ü", "--until", "2999-01-01", "--reason", "https://example.org/12: waits"]
+    until = str(datetime.now(timezone.utc).date() + muted.LONGEST)
+    words = ["--owner", "Ada Ü", "--until", until, "--reason", "https://example.org/12: waits"]
     assert cli.main(["mute", key, *words]) == 0
     assert [m.owner for m in muted.read(file)] == ["Ada Ü"]
     assert cli.main(["mute", f"{key}-ranks=4", *words, "--arm", "broken"]) == 0
@@ -101,12 +102,13 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
         (["mute", key, *words, "--arm", "brokn"], "did you mean 'broken'"),
         (["mute", key, *words[:2], "--until", "2001-01-01", *words[4:]], "that day is over"),
         (["mute", key, *words[:2], "--until", "soon", *words[4:]], "a day, as"),
+        (["mute", key, *words[:2], "--until", "2999-01-01", *words[4:]], "at most 366 days from today"),
         (["mute", key, "--owner", "x"], "--until, --reason missing"),
         (["mute", key, "--remove"], "is not muted"),
     ):
         capsys.readouterr()
         assert cli.main(wrong) == 2 and told in capsys.readouterr().err
-    file.write_text(file.read_text().replace("2999", "2001"))
+    file.write_text(file.read_text().replace(until, "2001-01-01"))
     assert cli.main(["mute"]) == 2 and "EXPIRED" in capsys.readouterr().out
 
 
@@ -120,6 +122,7 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
         ("muted: [", "cannot be read"),
         ("muted: [{cell: x, owner: a, until: 2026-13-01, reason: r}]", "cannot be read"),
         ("[]", "the whole file"),
+        ("muted: [{cell: x, owner: a, until: 2999-01-01, reason: r}]", "x: until 2999-01-01: at most 366 days"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_key(file: Path, text: str, told: str) -> None:

@@ -240,7 +240,8 @@ def test_nights_one_after_another(
     nights = results / "nights"
 
     def run(name: str, *more: str) -> int:
-        return cli.main(["nightly", str(results / name), "--nights", str(nights), "--name", name, *more])
+        words = ["nightly", str(results / name), "--nights", str(nights), "--name", name]
+        return cli.main([*words, *(more or ("--code", "0"))])
 
     write(results / "mon", {"broken": FIRED}, 1.0)
     write(results / "tue", {"broken": CLEAN}, 2.0)
@@ -265,7 +266,7 @@ def test_nights_one_after_another(
 
 def test_what_is_no_night_is_an_error(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "empty").mkdir()
-    nights = ["--nights", str(results / "nights")]
+    nights = ["--nights", str(results / "nights"), "--code", "0"]
     assert cli.main(["nightly", str(results / "empty"), *nights]) == 2
     assert "nothing was uploaded" in capsys.readouterr().err
     assert cli.main(["nightly", str(results / "none"), *nights]) == 2
@@ -274,6 +275,16 @@ def test_what_is_no_night_is_an_error(results: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["nightly", str(results / "a"), *nights, "--name", "a/b"]) == 2
     with pytest.raises(ResultsError, match=r"several commits: aaaa \(1 cells\), bbbb"):
         tonight.one_commit([replace(cell(a=arm()), commit=name) for name in ("aaaa", "bbbb")])
+
+
+@pytest.mark.parametrize("words", [[], ["--code", "-1"], ["--code", "green"]])
+def test_the_runs_exit_code_is_never_assumed(
+    results: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that forgets it would call a night green in which half was not measured."""
+    write(results / "a", {"broken": FIRED}, 1.0)
+    assert cli.main(["nightly", str(results / "a"), "--nights", str(results / "nights"), *words]) == 2
+    assert "--code" in capsys.readouterr().err and not (results / "nights").exists()
 
 
 def test_a_changed_floating_stack_is_searched_between_its_two_locks_within_the_time(results: Path) -> None:

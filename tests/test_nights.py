@@ -121,6 +121,19 @@ def test_a_case_is_a_strip_in_the_order_of_its_nights(folder: Path, capsys: pyte
     assert told["strips"][0]["changes"] == [{"night": "thursday", "before": "monday"}]
 
 
+def test_a_folder_without_results_is_no_night(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose upload failed: no night in which every cell was gone, and no mistake of the case's name."""
+    empty = folder.parent / "friday"
+    empty.mkdir()
+    assert cli.main(["history", "some-case", str(folder / "monday"), str(empty)]) == 0
+    said = capsys.readouterr()
+    assert "some-case over 1 night, a column each: monday" in said.out
+    assert f"{empty}: no results in it: it counts as no night" in said.err
+    assert cli.main(["history", "some-case", str(empty)]) == 2
+    said = capsys.readouterr()
+    assert f"{empty}: no night in it" in said.err and "unknown case" not in said.err
+
+
 def test_old_nights_are_folded_and_show_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["history", "some-case", str(folder)])
     before = capsys.readouterr().out
@@ -153,6 +166,39 @@ def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixtur
     (folder / kept.FILE).write_text(text.replace('"schema":[1]', '"schema":[9]'))
     with pytest.raises(ResultsError, match="a newer repro-matrix wrote it"):
         kept.ledger(folder, [])
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (0, "FIX_HODLS", "verdict 'FIX_HODLS' is none"),
+        (0, 7, "verdict 7 is none"),
+        (1, {"fired": 2}, "outcomes {'fired': 2} are none"),
+        (1, {"fires": -2}, "are counted from 1 on"),
+        (1, {"fires": "2"}, "are counted from 1 on"),
+        (1, {"fires": True}, "are counted from 1 on"),
+        (1, ["fires"], "are none"),
+        (2, "norm", "is no list of names"),
+        (2, [1], "is no list of names"),
+        (3, None, "are no texts"),
+        (4, 5, "are no texts"),
+        (5, [], "are no texts"),
+    ],
+)
+def test_nonsense_in_an_arm_of_a_folded_night_is_damage(folder: Path, place: int, value: Any, told: str) -> None:
+    kept.compact(folder, 0)
+    first, *others = kept.ledger(folder, [])
+    (cell,) = first.cells.values()
+    honest = cell["arms"]["broken"][place]
+    cell["arms"]["broken"][place] = value
+    with pytest.raises(ValueError, match=r"cpu current .*, arm broken: ") as error:
+        from_json(json.loads(json.dumps(to_json(first))))
+    assert told in str(error.value)
+    kept._write(folder, [first, *others])
+    with pytest.raises(ResultsError, match=r"nights\.jsonl:1: damaged: .*arm broken"):
+        kept.ledger(folder, [])
+    cell["arms"]["broken"][place] = honest
+    assert from_json(json.loads(json.dumps(to_json(first)))) == first
 
 
 def test_nights_without_a_common_cell_are_shown_and_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import xml.etree.ElementTree as ET
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from judging import document, observation, ok
 
 from repro_matrix.conf.errors import MeasureError
 from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.results.muted import Mute
 from repro_matrix.running import desk, session
 from repro_matrix.running.events import Event, Summary
 
@@ -24,12 +27,13 @@ def measured(self: desk.Desk, number: int, arms: Any) -> list[dict[str, Any]]:
     ASKED.append(tuple(arms))
     return [
         {"arm": arm, "verdict": verdict, "expected": told, "expectation": "FIX_HOLDS", "attempts": 1,
-         "reason": f"of {arm}", "torchrun": f"torchrun {arm}"}
+         "reason": f"of {arm}", "torchrun": f"torchrun {arm}", **MORE.get(arm, {})}
         for arm in arms for verdict, told in [SEEN.get(arm, ("FIX_HOLDS", "expected"))]
     ]  # fmt: skip
 
 
 ASKED: list[tuple[str, ...]] = []
+MORE: dict[str, dict[str, Any]] = {}  # arm -> what else its row says
 
 
 @pytest.fixture
@@ -38,6 +42,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     SEEN.clear()
+    MORE.clear()
     ASKED.clear()
 
     def run(*words: str) -> pytest.RunResult:
@@ -81,6 +86,55 @@ def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> No
     run("-k", "bucket-view").assert_outcomes(failed=1)
     SEEN["bucket-view"] = ("FIX_UNMASKS", "unexpected")  # it fails otherwise than it was expected to
     run("-k", "bucket-view").assert_outcomes(failed=1)
+
+
+def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
+    MORE["freeze"] = {"wrong": "1 attempts of broken gave no answer"}
+    result = run("-k", "freeze or touch")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*1 attempts of broken gave no answer*", "*by hand: torchrun freeze*"])
+
+
+def test_a_muted_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
+    SEEN["freeze"] = ("FIX_BROKEN", "muted")
+    MORE["freeze"] = {"muted": {"owner": "ada", "until": "2026-12-01", "reason": "#12"}}
+    result = run("-rx", "-k", "freeze or touch")
+    result.assert_outcomes(passed=1, xfailed=1)
+    result.stdout.fnmatch_lines(["XFAIL *FIX_BROKEN: of freeze (muted by ada until 2026-12-01: #12)"])
+
+
+def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
+    clean, lost = observation(ok(0), ok(1)), observation(infra={"kind": "port", "message": "taken"})
+    today = date(2026, 11, 22)
+
+    def wrong(broken: list[Any], fix: list[Any], mutes: list[Mute], **changes: Any) -> str:
+        made = document({"broken": broken, "fix": fix}, {"fix": "FIX_HOLDS"}, key="c/m", **changes)
+        rows = {row["arm"]: row for row in desk.told(made, mutes, today)}
+        return str(rows["fix"]["wrong"])
+
+    fires, good, bad = ("fires", clean), ("clean", clean), ("infra", lost)
+    again = ("clean", observation(ok(0), ok(1), again="port: taken"))
+    assert wrong([fires], [good], []) == ""
+    assert wrong([fires], [good, bad], []) == "1 attempts of fix gave no answer"
+    assert wrong([fires, bad, bad], [good], []) == "2 attempts of broken gave no answer"
+    assert wrong([fires], [bad, again], []) == "", "it was made once more, and answered"
+
+    def mute(day: int, **more: Any) -> Mute:
+        return Mute(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
+
+    assert "its day is over: c/m, ada until 2026-11-21: #12" in wrong([fires], [good], [mute(21)])
+    assert wrong([fires], [good], [mute(22)]) == wrong([fires], [good], [mute(21, arm="other")]) == ""
+    made = document({"broken": [fires], "fix": [good]}, {"fix": "FIX_BROKEN"}, key="c/m")
+    made["verdicts"]["fix"]["expected"] = "unexpected"
+    _, row = desk.told(made, [mute(22)], today)
+    assert row["expected"] == "muted" and row["muted"]["owner"] == "ada"
+
+
+def test_what_is_left_out_is_counted_against_what_there_is(run: Any) -> None:
+    result = run("-k", "nothing-of-that-name")
+    every = len(names(run("--collect-only", "-q")))
+    result.stdout.fnmatch_lines([f"collected {every} items / {every} deselected / 0 selected"])
+    run("-k", "freeze").stdout.fnmatch_lines([f"collected {every} items / {every - 1} deselected / 1 selected"])
 
 
 def test_junit_names_case_cell_and_arm(run: Any, pytester: pytest.Pytester) -> None:
@@ -148,7 +202,7 @@ def fake_run(sent: list[Any]) -> Any:
 def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(session, "execute", fake_run(sent))
-    monkeypatch.setattr(desk.rows, "arm_rows", lambda document: [{"arm": a.arm} for a in document["plan"].arms])
+    monkeypatch.setattr(desk, "told", lambda document, *mutes: [{"arm": a.arm} for a in document["plan"].arms])
     prepared = session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False)
     served = desk.Desk(prepared)
     address, key = served.serve()
@@ -171,7 +225,7 @@ def test_who_has_not_the_key_is_not_answered(monkeypatch: pytest.MonkeyPatch, tm
     from multiprocessing import AuthenticationError
 
     monkeypatch.setattr(session, "execute", fake_run([]))
-    monkeypatch.setattr(desk.rows, "arm_rows", lambda document: [])
+    monkeypatch.setattr(desk, "told", lambda document, *mutes: [])
     served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
     address, key = served.serve()
     with pytest.raises((AuthenticationError, EOFError, OSError)):

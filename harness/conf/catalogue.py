@@ -128,6 +128,11 @@ def load(
         files = project.files(group, conf)
         if not files:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
+        for path in project.misnamed(group, conf):
+            wrong_ending = ConfigError(f"{path}: is not read: its ending must be .yaml")
+            if strict:
+                raise wrong_ending
+            parsed[group].left_out[path.name if path.stem in files else path.stem] = wrong_ending
         own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
         for path in files.values():
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -124,6 +125,7 @@ def _composed(
         raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
         _explain_block(error)
+        _explain_file(error, folders)
         first, *more_lines = str(error.__cause__ or error).splitlines()
         text = f"{first} {more_lines[0]}" if first.endswith(":") and more_lines else first
         raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
@@ -152,6 +154,20 @@ def _explain_block(error: Exception) -> None:
         raise ConfigError(f"override {name}=: the block does not set it; write +{name}=...")
     choices = [*map(str, node.keys())] if len(path) == 2 else [g.partition(".")[0] for g in OVERRIDE_GROUPS[:-1]]
     raise ConfigError(f"override {'.'.join(path)}=: unknown key {path[-1]!r}{nearest(path[-1], choices)}")
+
+
+def _explain_file(error: Exception, folders: tuple[Path, ...]) -> None:
+    """Raises ConfigError for a setting in a named matrix's own file that is none, or not of its type."""
+    told = re.search(r"In '(matrix/[^']+)': \w+ raised while composing config:\s*(.*)", str(error), re.DOTALL)
+    if told is None:
+        return
+    path = next((path for folder in folders if (path := folder / f"{told[1]}.yaml").is_file()), Path(f"{told[1]}.yaml"))
+    key = re.match(r"Key '([^']+)' not in", told[2])
+    if key:
+        choices = [each.name for each in fields(RunSettings)]
+        raise ConfigError(f"{path}: unknown key {key[1]!r}{nearest(key[1], choices)}")
+    at = str(getattr(error.__cause__ or error, "full_key", None) or "")
+    raise ConfigError(f"{path}: {at + ': ' if at else ''}{told[2].splitlines()[0]}")
 
 
 def _quoted(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,7 +53,8 @@ class Options(dict[str, V]):
 
 
 def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> ConfigError:
-    wrong = choices.left_out.get(word) if isinstance(choices, Options) else None
+    left_out = choices.left_out if isinstance(choices, Options) else {}
+    wrong = next((why for name, why in left_out.items() if name == word or fnmatchcase(name, word)), None)
     if wrong:
         return ConfigError(f"{where}: needs {what} {word!r}, which is left out: {wrong}" if where else str(wrong))
     return ConfigError(f"{where + ': ' if where else ''}unknown {what} {word!r}{nearest(word, choices)}")

@@ -94,6 +94,11 @@ def files(group: str, conf: Path = CONF) -> dict[str, Path]:
     return found
 
 
+def misnamed(group: str, conf: Path = CONF) -> list[Path]:
+    """Files that nobody reads for their ending."""
+    return [path for folder in conf_folders(conf) for path in sorted((folder / group).glob("*.yml"))]
+
+
 def published() -> list[Path]:
     """Where measurements that are published lie: the user's own first, then the shipped ones."""
     return list(dict.fromkeys((current().baseline, BASELINE)))

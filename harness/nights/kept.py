@@ -44,7 +44,10 @@ def read(paths: Sequence[Path]) -> Nights:
                 continue  # it lies in a folder of nights that is given, too
             seen.add(path.resolve())
             night = _folder(path, _free(path, by_name), out)
-            by_name[night.name] = night
+            if night.cells:
+                by_name[night.name] = night
+            else:  # a run that failed, an upload that is missing: no night in which everything was gone
+                out.notes.append(f"{path}: no results in it: it counts as no night")
             continue
         for night in ledger(path, out.notes):
             by_name[night.name] = night

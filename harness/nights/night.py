@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from repro_matrix.conf.schema import OutcomeName, VerdictName
 from repro_matrix.diff.brief import ArmBrief, Brief, latest
 
 SCHEMA = 1
@@ -58,6 +59,24 @@ def _told(arm: ArmBrief) -> list[Any]:
     return [arm.verdict, dict(arm.kinds), list(arm.met), arm.text, arm.skipped, arm.expected]
 
 
+def _wrong(told: Any) -> str:
+    """Why this is nothing that an arm answered; "" where it is."""
+    if not isinstance(told, list) or len(told) != len(_ARM):
+        return "does not say what an arm says"
+    verdict, kinds, met, text, skipped, expected = told
+    if verdict is not None and verdict not in get_args(VerdictName):
+        return f"verdict {verdict!r} is none"
+    if not isinstance(kinds, Mapping) or kinds.keys() - set(get_args(OutcomeName)):
+        return f"outcomes {kinds!r} are none"
+    if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in kinds.values()):
+        return f"outcomes {dict(kinds)}: are counted from 1 on"
+    if not isinstance(met, list) or not all(isinstance(each, str) for each in met):
+        return f"met {met!r} is no list of names"
+    if not isinstance(text, str) or not all(each is None or isinstance(each, str) for each in (skipped, expected)):
+        return "its words are no texts"
+    return ""
+
+
 def arm_of(told: list[Any]) -> ArmBrief:
     said = dict(zip(_ARM, told))
     return ArmBrief(
@@ -89,10 +108,11 @@ def from_json(data: Mapping[str, Any]) -> Night:
         raise ValueError(f"schema {data['schema']}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
     try:
         made = Night(**{key: value for key, value in data.items() if key != "schema"})
-        for cell in made.cells.values():
-            for told in cell["arms"].values():
-                if len(told) != len(_ARM):
-                    raise ValueError("an arm of it does not say what an arm says")
+        for at, cell in made.cells.items():
+            for name, told in cell["arms"].items():
+                wrong = _wrong(told)
+                if wrong:
+                    raise ValueError(f"{at}, arm {name}: {wrong}")
             str(cell["case"] + cell["where"] + cell["hardware"] + cell["stack"] + cell["key"])
         if not math.isfinite(float(made.started)) or isinstance(made.code, bool) or not isinstance(made.code or 0, int):
             raise ValueError(f"started {made.started!r} or code {made.code!r}: no time, no exit code")

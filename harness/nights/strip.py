@@ -8,7 +8,7 @@ from typing import Any
 
 from repro_matrix.diff.brief import ArmBrief
 from repro_matrix.nights.night import Night, arm_of
-from repro_matrix.terminal.summary import WIDTH, WORDS, plain, wrapped
+from repro_matrix.terminal.summary import WIDTH, WORDS, counted, plain, wrapped
 
 # Verdicts in capitals, what a broken arm did in small letters.
 LETTERS = {
@@ -120,7 +120,7 @@ def lines(nights: Sequence[Night], found: Sequence[Strip]) -> Iterator[str]:
     span = f"{_name(shown[0])} to {_name(shown[-1])}" if len(shown) > 1 else _name(shown[0])
     older = f"; {len(nights) - len(shown)} older ones are not drawn (--json has all)" if len(nights) > MOST else ""
     case = found[0].case if found else ""
-    yield from wrapped(f"{case} over {len(shown)} nights, a column each: {span}{older}", "", 2)
+    yield from wrapped(f"{case} over {counted(len(shown), 'night')}, a column each: {span}{older}", "", 2)
     cells: dict[tuple[str, str, str], list[Strip]] = {}
     for strip in found:
         cells.setdefault((strip.where, strip.hardware, strip.stack), []).append(strip)

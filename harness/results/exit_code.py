@@ -15,7 +15,7 @@ def exit_code(documents: Iterable[Mapping[str, Any]], min_measured: int, stopped
     verdicts = [verdict for document in documents for verdict in document["verdicts"].values()]
     if any(verdict.get("expected") == "unexpected" for verdict in verdicts):
         return DIFFERS
-    infra = any(_missed(arm["attempts"]) > 0 for document in documents for arm in document["arms"].values())
+    infra = any(missed(arm["attempts"]) > 0 for document in documents for arm in document["arms"].values())
     unseen = any(verdict.get("unseen") for verdict in verdicts)
     measured = sum(
         any(arm["attempts"] for arm in document["arms"].values()) and bool(document["complete"])
@@ -36,7 +36,7 @@ def _unknown(documents: Iterable[Mapping[str, Any]]) -> bool:
     return 2 * said.count("unset") > len(said)
 
 
-def _missed(attempts: Sequence[Mapping[str, Any]]) -> int:
+def missed(attempts: Sequence[Mapping[str, Any]]) -> int:
     """How many gave no answer, less those that were made once more for it (running/again.py)."""
     infra = sum(attempt["outcome"]["outcome"] == "infra" for attempt in attempts)
     return infra - sum(bool(attempt["observation"]["attempt"].get("again")) for attempt in attempts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ HEAD = (
     "# Differences that are known and owned, each until its day: `repro mute`, docs/nightly.md. Reviewed as code is.\n"
 )
 Document = Mapping[str, Any]
+LONGEST = timedelta(days=366)  # what is silent for longer is an expectation: `repro accept`
 
 
 class Mute(BaseModel):
@@ -68,13 +69,18 @@ def read(path: Path | None = None) -> list[Mute]:
     path = path or file()
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return _File.model_validate({} if found is None else found).muted
+        mutes = _File.model_validate({} if found is None else found).muted
     except FileNotFoundError:
         return []
     except ValidationError as error:
         raise describe_validation(error, _File, path) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or a day that no calendar has
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    last = datetime.now(timezone.utc).date() + LONGEST
+    far = next((mute for mute in mutes if mute.until > last), None)
+    if far:
+        raise ConfigError(f"{path}: {far.cell}: until {far.until}: at most {LONGEST.days} days from today, {last}")
+    return mutes
 
 
 def check(mutes: Iterable[Mute], catalogue: Catalogue, path: Path | None = None) -> None:

@@ -39,12 +39,25 @@ class Run:
 
 
 def of(folder: Path) -> Path:
-    """The run that a folder of runs stands for: its last. Any other folder is itself."""
+    """The run that a folder of runs stands for: its last. Any other folder is itself.
+
+    Raises ResultsError: ``latest`` points at a run whose manifest cannot be read; an older one would be told instead.
+    """
     found = listed(folder)
+    sound(folder)
     target = (folder / LATEST).resolve()
     last = target if any(run.folder.resolve() == target for run in found) else found[-1].folder if found else folder
     _hold(last)
     return last
+
+
+def sound(root: Path) -> None:
+    """Raises ResultsError where ``latest`` points at a folder whose manifest is damaged."""
+    last = (root / LATEST).resolve()
+    if (last / MANIFEST).exists() and read(last) is None:
+        raise ResultsError(
+            f"{last / MANIFEST}: damaged: whether that run ended is not known; name the folder of a run, or remove it"
+        )
 
 
 def listed(root: Path) -> list[Run]:
@@ -66,6 +79,8 @@ def read(folder: Path) -> Run | None:
 
 def begin(root: Path, texts: Sequence[str]) -> Path:
     """A new run's folder; ``latest`` points at it. Raises ResultsError: it cannot be made."""
+    if root.exists() and not root.is_dir():
+        raise ResultsError(f"{root}: is a file, no folder; another folder: results=DIR")
     try:
         root.mkdir(parents=True, exist_ok=True)
         folder = _new(root)

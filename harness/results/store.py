@@ -187,4 +187,6 @@ def _explained(error: OSError, path: Path) -> ResultsError:
         return ResultsError(f"{path}: the disk is full ({free // 2**20} MiB free); what was recorded before is intact")
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return ResultsError(f"{path}: cannot be written ({error.strerror}); choose another folder: results=DIR")
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return ResultsError(f"{path}: is a file (or lies below one), no folder; choose another: results=DIR")
     return ResultsError(f"{path}: {error.strerror or error}")

@@ -13,12 +13,15 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from datetime import date, datetime, timezone
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from repro_matrix.conf.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import rows, runs
+from repro_matrix.results import muted, rows, runs
+from repro_matrix.results.exit_code import missed
+from repro_matrix.results.muted import Mute
 from repro_matrix.running import session
 from repro_matrix.running.events import Event
 from repro_matrix.running.session import Session
@@ -31,9 +34,11 @@ class Desk:
     """The run begins with the first question, in a folder of its own unless one is given. Thread-safe."""
 
     def __init__(self, prepared: Session, texts: Sequence[str] = ()) -> None:
-        """``texts``: the overrides that it was prepared from."""
+        """``texts``: the overrides that it was prepared from. Raises ConfigError: a mute of no known cell."""
         self.prepared = prepared
         self._texts = list(texts)
+        self._mutes = muted.read()
+        muted.check(self._mutes, prepared.catalogue)
         self.notes: list[str] = []
         self._stop = threading.Event()
         self._waiting: queue.Queue[CellPlan] = queue.Queue()
@@ -105,7 +110,7 @@ class Desk:
         if event.kind == "cell" and event.document is not None:
             with self._mutex:
                 answer = self._of_plan.pop(id(event.plan))
-            answer.set_result(list(rows.arm_rows(event.document)))
+            answer.set_result(told(event.document, self._mutes, datetime.now(timezone.utc).date()))
 
     def _end(self, error: BaseException) -> None:
         with self._mutex:
@@ -141,6 +146,25 @@ class Desk:
                     raise
                 except BaseException as error:  # noqa: BLE001 - it is the asker's answer
                     connection.send((None, str(error) or type(error).__name__))
+
+
+def told(document: dict[str, Any], mutes: Sequence[Mute], today: date) -> list[Row]:
+    """The rows of a cell's arms, muted ones as such; and of each ``wrong``: what a run would not be green for, though
+    the arm's verdict is as expected ("" where there is nothing)."""
+    applied = muted.applied([document], mutes, today)
+    (shown,) = applied.documents
+    first = next(iter(document["arms"]))
+    found = []
+    for row in rows.arm_rows(shown):
+        arm = str(row["arm"])
+        lost = {name: missed(document["arms"][name]["attempts"]) for name in dict.fromkeys((first, arm))}
+        over = [mute for mute in applied.expired if mute.covers(mute.cell, arm)]
+        wrong = [f"{muted.file()}: its day is over: {mute.told()}" for mute in over]
+        wrong += [f"{count} attempts of {name} gave no answer" for name, count in lost.items() if count > 0]
+        if (document["verdicts"].get(arm) or {}).get("unseen"):
+            wrong.append(str(row["reason"]))
+        found.append({**row, "wrong": "; ".join(wrong)})
+    return found
 
 
 class Asker:

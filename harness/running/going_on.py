@@ -22,6 +22,7 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     named = next((text.partition("=")[2].strip("'\"") for text in reversed(texts) if text.startswith("results=")), None)
     root = Path(named).expanduser() if named else session.scratch()
     chosen = selection(texts)
+    runs.sound(root)
     if chosen:
         known = runs.listed(root)
         alike = [run for run in known if selection(run.texts) == chosen] or known

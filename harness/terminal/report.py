@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,13 +50,15 @@ def columns() -> int:
     return min(out.width, WIDE) if out.is_terminal else WIDE
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = (), fold: bool = False
+) -> None:
     """A table. Off a terminal every row is one line, never cut; on one of less than ``WIDE`` columns what is named in
-    ``narrow`` stands below its row."""
+    ``narrow`` stands below its row. ``fold``: off a terminal too, where a line would be longer than ``WIDE``."""
     out = console()
     texts = [["" if value is None else str(value).replace("\n", " ") for value in row] for row in rows]
     if not out.is_terminal:
-        _plain(title, columns, texts)
+        _plain(title, columns, texts, narrow if fold else ())
         return
     from rich.padding import Padding
     from rich.table import Table
@@ -114,12 +117,18 @@ def style(value: str) -> str:
     return STYLES.get(value.split(" ")[0].split("(")[0], "")
 
 
-def _plain(title: str, columns: Sequence[str], rows: list[list[str]]) -> None:
+def _plain(title: str, columns: Sequence[str], rows: list[list[str]], narrow: Sequence[str]) -> None:
     if title:
         print(title)
     widths = [max(len(row[index]) for row in [list(columns), *rows]) for index in range(len(columns))]
-    for row in [list(columns), *rows]:
-        print("  ".join(value.ljust(width) for value, width in zip(row, widths)).rstrip())
+    wide = sum(widths) + 2 * (len(widths) - 1) > WIDE
+    kept = [index for index, name in enumerate(columns) if not wide or name not in narrow]
+    for number, row in enumerate([list(columns), *rows]):
+        print("  ".join(row[index].ljust(widths[index]) for index in kept).rstrip())
+        for index in range(len(columns)):
+            if number and index not in kept and row[index]:
+                print(textwrap.fill(f"{columns[index]}: {row[index]}", WIDE, initial_indent="    ",
+                                    subsequent_indent="      ", break_on_hyphens=False))  # fmt: skip
 
 
 def named(case: str, simulated: Any) -> str:

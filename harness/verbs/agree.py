@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from repro_matrix.diff import show
 from repro_matrix.diff.agree import agree, as_json, lines
 from repro_matrix.diff.sides import side
+from repro_matrix.results import runs
 from repro_matrix.terminal.report import print_json, print_lines, print_notes
 from repro_matrix.verbs.diff import selected
 
@@ -32,6 +34,8 @@ def main(args: argparse.Namespace) -> int:
     one, other = (selected(side(name), args.overrides) for name in (args.one, args.other))
     rows, across = agree(one.briefs, other.briefs, {**one.parts, **other.parts})
     print_notes([*one.notes, *other.notes])
+    if _same(args.one, args.other):
+        print_notes([f"{args.one} and {args.other} are the same results: that they agree says nothing"])
     if args.json:
         print_json({"a": args.one, "b": args.other, **as_json(rows, across)})
         return 0
@@ -42,3 +46,9 @@ def main(args: argparse.Namespace) -> int:
     print()
     print_lines(lines(rows, args.all))
     return 0
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether both names mean one folder (or document), or one stack."""
+    folders = [runs.of(Path(name).expanduser()).resolve() for name in (one, other)]
+    return one == other or folders[0] == folders[1]

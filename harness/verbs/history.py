@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from repro_matrix.conf import arguments, project
-from repro_matrix.conf.errors import ConfigError, unknown
+from repro_matrix.conf.errors import ConfigError, ResultsError, unknown
 from repro_matrix.nights import kept, strip
 from repro_matrix.terminal.report import print_json, print_lines, print_notes
+from repro_matrix.terminal.summary import counted
 
 EPILOG = """NIGHTS: folders of results, one for each night, or a folder of nights (default: results/nights): folders
 of results in it, and nights.jsonl, where old nights are kept as what differs from the night before.
@@ -39,11 +40,14 @@ def main(args: argparse.Namespace) -> int:
     found = kept.read(paths)
     nights = found.found
     known = {name for night in nights for name in night.cases}
+    print_notes(found.notes)
     if case not in known:
         if Path(case).expanduser().is_dir() and not known:
             raise ConfigError(f"{case}: is a folder; the case comes first: repro history CASE {case}")
-        raise unknown("case", case, known, f"{', '.join(map(str, paths))}: {len(nights)} nights")
-    print_notes(found.notes)
+        where = ", ".join(map(str, paths))
+        if not nights:
+            raise ResultsError(f"{where}: no night in it (folders of results, or {kept.FILE})")
+        raise unknown("case", case, known, f"{where}: {counted(len(nights), 'night')}")
     for one, other in itertools.pairwise(nights):
         if not one.cells.keys() & other.cells.keys():
             print(f"note: {one.name} and {other.name} have no cell in common", file=sys.stderr)
@@ -63,5 +67,5 @@ def _compact(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"compacted": names})
     else:
-        print(f"{len(names)} nights folded into {kept.FILE}: {', '.join(names) or 'none is older'}")
+        print(f"{counted(len(names), 'night')} folded into {kept.FILE}: {', '.join(names) or 'none is older'}")
     return 0

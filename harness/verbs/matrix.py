@@ -234,7 +234,10 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
         ]
         for i in items
     ]  # fmt: skip
-    print_table("", columns, table)
+    print_table("", columns, table, narrow=("skipped",), fold=True)
+    if prepared.settings.budget:
+        cells = {(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans}
+        print(f"budget={prepared.settings.budget}: {summaries.counted(len(cells), 'cell')} to be measured")
     if prepared.left:
         print(f"no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
     for why, count in prepared.elsewhere.items():

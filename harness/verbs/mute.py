@@ -63,12 +63,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _day(text: str, today: date) -> date:
+    from repro_matrix.results import muted
+
     try:
         day = date.fromisoformat(text)
     except ValueError:
         raise ConfigError(f"--until {text}: a day, as 2026-12-31") from None
     if day < today:
         raise ConfigError(f"--until {text}: that day is over")
+    if day > today + muted.LONGEST:
+        raise ConfigError(f"--until {text}: at most {muted.LONGEST.days} days from today: {today + muted.LONGEST}")
     return day
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +53,26 @@ def main(args: argparse.Namespace) -> int:
     there = [path for path in written if path.exists()]
     if there:
         raise ConfigError(f"{there[0]} is there already; nothing is overwritten")
-    for path, text in written.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(f"wrote {path}")
+    _write(written)
     print(f"then: write the trigger, replace every {draft.TODO}, and `repro check {args.slug}`")
     return 0
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    """All of them, or none. Raises ConfigError."""
+    made: list[Path] = []
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made.append(path)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise ConfigError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from None
+    for path in made:
+        print(f"wrote {path}")
 
 
 def _folders() -> tuple[Path, Path]:

@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ResultsError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
     add("--nights", metavar="DIR", required=True, help="where nights are kept")
     add("--name", metavar="NIGHT", help="tonight's name (default: today, 2026-11-22)")
-    add("--code", type=int, default=0, metavar="N", help="the runs' exit code, the worst of them")
+    add("--code", type=arguments.number(0), required=True, metavar="N", help="the runs' exit code, the worst of them")
     add("--lock", action="append", default=[], metavar="STACK=FILE", help="the lock that a floating stack had tonight")
     add("--budget", default="0s", metavar="TIME", help="for bisections, in all: 30m (default: none)")
     add("--issues", metavar="DIR", help="where the texts lie (default: NIGHTS/issues)")

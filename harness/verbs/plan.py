@@ -102,7 +102,8 @@ def _print(
             cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
         table.append([*cells, row["skipped"] or _fullest(found)])
     heads = ["case", "model", "strategy", "arm", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
-    print_table("", [*heads, *(["measured"] if beside else []), "fullest moment, or why it is skipped"], table)
+    last = "fullest moment, or why it is skipped"
+    print_table("", [*heads, *(["measured"] if beside else []), last], table, narrow=(last,), fold=True)
     assert plans
     print_table(
         "when (seconds; recorded durations, else assumed ones)",

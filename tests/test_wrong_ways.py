@@ -1,0 +1,191 @@
+"""Ways in which a command line, a file or a disk is wrong: each is said with what is wrong, none is an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from judging import document, observation, ok
+
+from repro_matrix import cli
+from repro_matrix.conf.config import compose_run
+from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.results import runs
+from repro_matrix.results.store import Store
+from repro_matrix.running import going_on, session
+from repro_matrix.terminal import report
+
+FULL = Path("/dev/full")
+
+
+@pytest.fixture
+def more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of options beside the shipped ones."""
+    monkeypatch.setenv(CONFIG_PATH, str(tmp_path / "conf"))
+    return tmp_path / "conf"
+
+
+# -- files that are not read
+
+
+def test_a_glob_that_only_a_wrong_file_matches_says_what_is_wrong_with_it(
+    more: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (more / "case").mkdir(parents=True)
+    (more / "case" / "bad-one.yaml").write_text("slug: bad-one\nkind: failur\n")
+    for words in (["list", "case=bad-*"], ["matrix", "--plan", "case=bad-*"]):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert "bad-one.yaml: " in said and "'failur' is not valid; did you mean 'failure'" in said
+        assert "unknown case" not in said
+
+
+def test_an_ending_that_nobody_reads_is_said(more: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (more / "case").mkdir(parents=True)
+    file = more / "case" / "our-case.yml"
+    file.write_text("slug: our-case\n")
+    told = f"{file}: is not read: its ending must be .yaml"
+    assert cli.main(["list", "case=our-case"]) == 2 and told in capsys.readouterr().err
+    assert cli.main(["list", "case=train-step"]) == 0 and told in capsys.readouterr().err
+    (more / "model").mkdir()
+    (more / "model" / "qwen1.5-0.5b.yml").write_text("x")  # a leftover beside the file that is read
+    assert cli.main(["list", "case=train-step", "model=qwen1.5-0.5b"]) == 0
+    assert "qwen1.5-0.5b.yml: is not read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("repeet: 3", r"bad\.yaml: unknown key 'repeet'; did you mean 'repeat'"),
+        ("repeat: three", r"bad\.yaml: .*'three'"),
+        ("order: longst", r"bad\.yaml: .*'longst'.*longest"),
+    ],
+)
+def test_a_setting_that_a_named_matrix_gets_wrong_is_named_with_its_file(more: Path, line: str, told: str) -> None:
+    (more / "matrix").mkdir(parents=True)
+    file = more / "matrix" / "bad.yaml"
+    file.write_text(f"# @package _global_\n{line}\nmatrix:\n  a:\n    case: train-step\n")
+    with pytest.raises(ConfigError, match=told) as error:
+        compose_run(["+matrix=bad"])
+    assert str(error.value).startswith(str(file))
+
+
+# -- what cannot be written
+
+
+def repro(*words: str, stdout: Path = FULL) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "repro_matrix.cli", *words]
+    with open(stdout, "w") as out:
+        return subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=600)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [("export", "fsdp-uniform-dtype"), ("list", "case=train-step")])
+def test_a_full_disk_behind_the_standard_output_is_no_defect_of_this_program(words: tuple[str, ...]) -> None:
+    done = repro(*words)
+    assert done.returncode == 2
+    assert done.stderr.endswith("repro: the standard output: cannot be written: No space left on device\n")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_new_writes_all_of_a_case_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "repro.toml").write_text('conf = "failures"\nscripts = "failures/scripts"\n')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "failures/scripts").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    honest = Path.write_text
+
+    def full(path: Path, *given: object, **more: object) -> int:
+        if path.suffix == ".py":
+            raise OSError(28, "No space left on device", str(path))
+        return honest(path, *given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert cli.main(["new", "my-case"]) == 2
+    said = capsys.readouterr()
+    assert "my_case.py: cannot be written: No space left on device" in said.err and "wrote" not in said.out
+    assert not list((tmp_path / "failures").rglob("my*")), "the next try is not told that it is there already"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "my-case"]) == 0
+
+
+def test_a_file_where_a_folder_of_results_belongs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "afile"
+    file.write_text("x")
+    for root in (file, file / "below"):
+        with pytest.raises(ResultsError, match=r"afile.*: is a file.*results=DIR"):
+            Store(root).open()
+    with pytest.raises(ResultsError, match=r"afile: is a file, no folder.*results=DIR"):
+        runs.begin(file, [])
+
+
+# -- which run
+
+
+def test_a_damaged_last_run_is_never_passed_over_for_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "scratch", lambda: tmp_path)
+    old = runs.begin(tmp_path, ["case=a"])
+    runs.note(old, ["case=a"], runs.ENDED)
+    last = runs.begin(tmp_path, ["case=b"])
+    (last / runs.MANIFEST).write_text('{"schema": 1, "te')
+    with pytest.raises(ResultsError, match=rf"{last.name}/{runs.MANIFEST}: damaged"):
+        runs.of(tmp_path)
+    for texts in ([], ["case=a"]):
+        with pytest.raises(ResultsError, match="damaged"):
+            going_on.resumed(texts)
+    assert cli.main(["report", str(tmp_path)]) == 2 and "damaged" in capsys.readouterr().err
+    assert runs.of(last) == last and runs.of(old) == old, "by its name it can be read"
+    (last / runs.MANIFEST).unlink()
+    last.rename(tmp_path / "kept-aside")
+    assert runs.of(tmp_path) == old, "one that was removed is no damage"
+    while runs._held:
+        runs._held.popitem()[1].close()
+
+
+def test_results_that_are_compared_with_themselves_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    clean = [("clean", observation(ok(0), ok(1)))]
+    for name in ("a", "b"):
+        path = tmp_path / name / "cpu" / "s" / "some-case" / "m.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(document({"broken": clean, "fix": clean}, {})))
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    told = "are the same results: that they agree says nothing"
+    for other, same in (("a", True), ("link", True), ("b", False)):
+        assert cli.main(["agree", str(tmp_path / "a"), str(tmp_path / other)]) == 0
+        assert (told in capsys.readouterr().err) is same
+
+
+# -- what is shown
+
+
+def test_a_folded_table_is_never_wider_than_its_width_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [["case", "arm", "x" * 30 + " why " * 40], ["other", "fix", None]]
+    report.print_table("", ["case", "arm", "skipped"], rows, narrow=("skipped",), fold=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= report.WIDE and lines[0].split() == ["case", "arm"]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["case", "case", "other"]
+    assert "".join(lines[2:-1]).count("why") == 40 and lines[2].startswith("    skipped: ")
+    report.print_table("", ["case", "arm", "skipped"], rows, narrow=("skipped",))  # as other programs read it
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    report.print_table("", ["case", "skipped"], [["a", "short"]], narrow=("skipped",), fold=True)
+    assert capsys.readouterr().out == "case  skipped\na     short\n"
+
+
+def test_a_plan_says_its_budget_also_where_all_of_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["case=train-step", "strategy=ddp", "model=qwen1.5-0.5b", "hardware=cpu", f"results={tmp_path}"]
+    assert cli.main(["matrix", *words, "budget=2h", "--plan"]) == 0
+    assert "budget=2h: 1 cell to be measured" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
