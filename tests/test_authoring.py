@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from repro_matrix.authoring import draft, ready
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.schema import Case
+from repro_matrix.running import session
 
 LOG = """\
 [rank1]: Traceback (most recent call last):
@@ -187,3 +189,86 @@ def test_the_walk_of_an_exception_and_a_silent_case(mine: Path, capsys: pytest.C
         capsys.readouterr()
         code = cli.main(["check", slug, "--times", "1", "hardware=cpu"])
         assert code == 0, capsys.readouterr().out
+
+
+SHRUNK = {
+    "schema": 1, "kind": "shrunk", "what": "torchrun ... on current", "failure": "ValueError: empty list of 3",
+    "script": "train.py", "nproc": 1, "args": ["--depth", "2"], "command": ["repro", "run"],
+    "lines": {"text": "import torch\n\ntorch.optim.SGD([], lr=0.1)\n", "done": True}, "document": "shown.json",
+}  # fmt: skip
+
+
+def test_new_from_a_shrunk_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines, arguments and ranks as they were left, and the signature of the error that it showed."""
+    shown = {"type": "ValueError", "message": "empty list of 3\nmore", "where": "torch.optim.optimizer.__init__"}
+    outcome = {"outcome": "fires", "primary": shown}
+    (mine / "shown.json").write_text(json.dumps({"attempts": [{"outcome": outcome}]}))
+    (mine / "shrunk.json").write_text(json.dumps(SHRUNK))
+    assert cli.main(["new", "smaller", "--from-shrink", "shrunk.json"]) == 0
+    found = catalogue.load()
+    assert "smaller" in found.cases, found.cases.left_out
+    made = found.raw["case"]["smaller"]
+    assert made["signatures"] == [
+        {
+            "name": "value",
+            "kind": "exception",
+            "type": "ValueError",
+            "message": r"empty list of \d+",
+            "package": "torch",
+        }
+    ]
+    assert made["launch"]["world_size"] == 1
+    text = found.script(found.cases["smaller"]).read_text()
+    assert "    sys.argv[1:] = ['--depth', '2']" in text and "    torch.optim.SGD([], lr=0.1)\n" in text
+    assert compile(text, "smaller.py", "exec")
+    (mine / "shown.json").unlink()  # its measurement was removed since: the text alone is known
+    assert cli.main(["new", "smaller-2", "--from-shrink", "shrunk.json"]) == 0
+    assert catalogue.load().raw["case"]["smaller-2"]["signatures"][0]["package"] == "TODO-package"
+
+
+def test_new_from_a_shrunk_case_is_its_smallest_cell(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["model=qwen1.5-0.5b", "strategy=fsdp", "model.config.hidden_size=512", "model.config.vocab_size=4",
+             "case.options.use_orig_params=true", "flags.mode=train", "ranks=3", "steps=2"]  # fmt: skip
+    data = {"kind": "shrunk", "what": "", "failure": "IndexError: x", "command": [], "case": "qwen15-fsdp-kv-cache",
+            "overrides": texts}  # fmt: skip
+    (mine / "shrunk.json").write_text(json.dumps(data))
+    assert cli.main(["new", "cache-again", "--from-shrink", "shrunk.json"]) == 0
+    capsys.readouterr()
+    there, here = (
+        plans(words)
+        for words in (
+            ["case=qwen15-fsdp-kv-cache", "stack=current", *texts],
+            ["case=cache-again", "stack=current"],
+        )
+    )
+    for settings in (there, here):
+        settings["model"].pop("title")
+        settings["model"].pop("slug")
+    same = ("model", "strategy", "flags", "world_size", "steps")
+    assert {key: here[key] for key in same} == {key: there[key] for key in same}
+    made = catalogue.load().cases["cache-again"]
+    assert made.signatures == catalogue.load().cases["qwen15-fsdp-kv-cache"].signatures
+    assert "no-cache" in made.arms and "fsdp2" not in made.arms and not made.claims
+
+
+def plans(words: list[str]) -> dict[str, Any]:
+    """The settings of the broken arm."""
+    prepared = session.prepare([*words, "arms=[broken]", "hardware=cpu"])
+    (plan,) = prepared.plans
+    return dict(plan.arms[0].settings)
+
+
+def test_what_is_no_shrunk_trigger_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine / "text").write_text("minimal\n")
+    (mine / "other.json").write_text('{"kind": "script"}')
+    (mine / "shrunk.json").write_text(json.dumps({**SHRUNK, "lines": None, "script": "gone.py"}))
+    for words, said in (
+        (["a", "--from-shrink", "none"], "none: No such file"),
+        (["a", "--from-shrink", "text"], "not what `repro shrink ... --json > text` writes"),
+        (["a", "--from-shrink", "other.json"], "not what `repro shrink"),
+        (["a", "--from-shrink", "shrunk.json"], "gone.py cannot be read"),
+        (["a", "--from-shrink", "shrunk.json", "--like", "ddp-ready-once"], "without --like"),
+    ):
+        assert cli.main(["new", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not list((mine / "failures").rglob("*.*"))

@@ -17,6 +17,7 @@ from repro_matrix.cli import main
 from repro_matrix.script.failure import judge
 from repro_matrix.script.measure import Script
 from repro_matrix.stacks import Stack
+from repro_matrix.stacks.releases import Release
 
 __all__ = ["world"]
 Observe = Callable[[Any], dict[str, Any]]
@@ -73,6 +74,16 @@ def test_the_release_that_broke_a_script(lab: Lab, capsys: pytest.CaptureFixture
     report = data["report"]
     assert "repro run stack=base+transformers@4.40.0 -- torchrun" in report and "./train.py" not in report[:2]
     assert "the script itself, launched as it is" in report
+
+
+def test_a_yanked_release_between_the_two_is_said(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    """ "4.40.0 is the first bad release" left out that nobody had asked the one before it."""
+    lab.world.listed["transformers"].append(Release("4.39.9", yanked=True))
+    data = found(lab, capsys, *BISECT, "--error", "IndexError: list index")
+    assert data["stages"][0]["withdrawn"] == ["4.39.9"]
+    assert "yanked and so not asked: 4.39.9 (`--yanked` asks them, too)" in data["report"]
+    data = found(lab, capsys, *BISECT, "--error", "IndexError: list index", "--yanked")
+    assert data["stages"][0]["withdrawn"] == [] and "yanked" not in data["report"].partition("### To")[0]
 
 
 def test_another_error_on_an_old_release_is_never_this_one(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -60,22 +60,29 @@ if __name__ == "__main__":
 '''
 
 
-def case(slug: str, signature: Mapping[str, Any], shape: Mapping[str, Any]) -> str:
+def case(
+    slug: str, signatures: Sequence[Mapping[str, Any]], shape: Mapping[str, Any], references: Sequence[str] = ()
+) -> str:
     """The case's file. ``shape``: another case's file, or SHAPE."""
-    made = {"slug": slug, "title": f"{TODO}: what fails", "kind": "failure", "references": [],
+    made = {"slug": slug, "title": f"{TODO}: what fails", "kind": "failure", "references": list(references),
             "summary": f"{TODO}: why it fails, in two sentences.",
-            **{key: shape[key] for key in KEPT if key in shape}, "signatures": [dict(signature)]}  # fmt: skip
+            **{key: shape[key] for key in KEPT if key in shape},
+            "signatures": [dict(each) for each in signatures]}  # fmt: skip
     made["arms"] = made.pop("arms")
     return yaml.safe_dump(made, sort_keys=False, width=118, allow_unicode=True)
 
 
 def of_error(error: Error) -> dict[str, Any]:
     """The signature that an error of a log proposes: its type, its text without what changes, who raised it."""
-    kind = error.type.rpartition(".")[2]
-    first = error.message.strip().partition("\n")[0][:160]
     files = [str(frame.get("file")).replace("\\", "/") for frame in error.places]
     places = [file.rpartition("-packages/")[2].partition("/")[0] for file in files if "-packages/" in file]
     package = places[-1].removesuffix(".py") if places else f"{TODO}-package"
+    return exception(error.type, error.message, package)
+
+
+def exception(raised: str, message: str, package: str) -> dict[str, Any]:
+    kind = raised.rpartition(".")[2]
+    first = message.strip().partition("\n")[0][:160]
     return {
         "name": _name(kind),
         "kind": "exception",
@@ -104,8 +111,9 @@ def pattern(text: str) -> str:
     )
 
 
-def script_of(text: str, name: str) -> str:
-    """A script of somebody's own as a case's: what it defines stays, what it does goes into ``body(run)``.
+def script_of(text: str, name: str, args: Sequence[str] = ()) -> str:
+    """A script of somebody's own as a case's: what it defines stays, what it does goes into ``body(run)``. ``args``:
+    the arguments that it was started with.
 
     Raises ConfigError with the line where it does not parse."""
     try:
@@ -129,6 +137,9 @@ def script_of(text: str, name: str) -> str:
             defined += block
         else:
             done += block
+    if args:
+        defined.insert(0, "import sys")
+        done.insert(0, f"sys.argv[1:] = {list(args)!r}  # as it was started")
     inner = "\n".join(f"    {line}" if line.strip() else "" for line in done).strip("\n") or "    pass"
     return (
         f'"""{TODO}: the failure in one line, and its reference. (From {name}.)"""\n\n'

@@ -63,12 +63,21 @@ class ScriptAsker:
             found.append(Knob("nproc", self.nproc, 1, tuple(range(1, self.nproc + 1)), ordered=True))
         return (*found, *(Knob(f"env.{name}", value, OUT, (OUT, value)) for name, value in self.env.items()))
 
+    def values(self, config: Config) -> dict[str, Any]:
+        return dict(zip((knob.name for knob in self.knobs()), config))
+
+    def nproc_of(self, config: Config) -> int:
+        return int(self.values(config).get("nproc", self.nproc))
+
+    def rest(self, config: Config) -> list[str]:
+        """The script's own arguments."""
+        values = self.values(config)
+        return [part for word in self.words for part in word.written(values)]
+
     def made(self, config: Config, text: str | None = None) -> Script:
         """The script in this configuration; ``text`` is in the file beside it."""
-        values = dict(zip((knob.name for knob in self.knobs()), config))
-        rest = [part for word in self.words for part in word.written(values)]
-        nproc = values.get("nproc", self.nproc)
-        command = commands.of_script(self.word, nproc, shlex.join(rest), self.module)
+        values = self.values(config)
+        command = commands.of_script(self.word, self.nproc_of(config), shlex.join(self.rest(config)), self.module)
         if text is not None:
             argv = tuple(str(self.at) if part == str(command.script) else part for part in command.argv)
             command = replace(command, argv=argv, script=self.at)
@@ -252,7 +261,7 @@ def _told(
     data: dict[str, Any] = {
         "what": f"{asker.script.command.shown} on {stack.name}", "failure": first.said.detail,
         "script": str(file) if file else asker.word, "stack": {"name": stack.name, "versions": dict(stack.versions)},
-        "lines": None,
+        "lines": None, "nproc": asker.nproc_of(config), "args": asker.rest(config),
     }  # fmt: skip
     made = asker.made(config)
     final, shown = search.asked[config], made.command.shown

@@ -243,6 +243,7 @@ class Bisect:
     def _add(self, kind: str, what: str, hunted: Hunted, older_is_good: bool) -> None:
         self.stages.append(bisect_report.stage(kind, what, hunted, self.prober, older_is_good))
         self.stages[-1]["title"] = None
+        self.stages[-1]["withdrawn"] = [] if kind != "release" or self.yanked else _withdrawn(what, hunted)
         self.stopped = self.stopped or hunted.stopped
 
     def data(self, command: str) -> dict[str, Any]:
@@ -269,6 +270,14 @@ class Bisect:
         if self.stopped:
             said.append(f"The search was stopped ({self.stopped}); the same command goes on.")
         return " ".join(said)
+
+
+def _withdrawn(package: str, hunted: Hunted) -> list[str]:
+    """Yanked releases between the two sides, which were not asked: the change may have come with one of them."""
+    one, other = (Version(point.versions[package]) for point in (hunted.good, hunted.bad))
+    low, high = sorted((one, other))
+    every = releases.releases(package, yanked=True)
+    return [each.version for each in every if each.yanked and low < each.parsed < high]
 
 
 def _most(count: int) -> int:

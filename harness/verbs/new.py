@@ -18,19 +18,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
     start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
+    told = "begin with the smallest trigger that `repro shrink ... --json > FILE` found"
+    start.add_argument("--from-shrink", metavar="FILE", help=told)
     parser.add_argument("--like", metavar="CASE", help="the flags, arms, axes, proof and script of another case")
     told = "numbers are wrong without an error: the check that fails (updates, loss, gradient, or one of your own)"
     parser.add_argument("--silent", metavar="CHECK", help=told)
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring import draft
+    from repro_matrix.authoring import draft, shrunk
     from repro_matrix.conf import catalogue
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
         raise ConfigError(f"{args.slug!r}: a case's name has lower-case letters, digits and hyphens")
     if args.silent and args.from_log:
         raise ConfigError("--silent: numbers that are wrong without an error are in no log (--from-log)")
+    if args.from_shrink and (args.like or args.silent):
+        raise ConfigError("--from-shrink brings its own shape and signature: without --like and --silent")
     known = catalogue.load()
     if args.slug in known.cases:
         raise ConfigError(f"{args.slug} is a case already (`repro show {args.slug}`)")
@@ -38,17 +42,24 @@ def main(args: argparse.Namespace) -> int:
         raise unknown("case", args.like, known.cases, "--like")
     shape: dict[str, Any] = draft.SHAPE
     script = draft.SCRIPT
-    signature = draft.silent(args.silent) if args.silent else draft.unknown_exception()
+    signatures = [draft.silent(args.silent) if args.silent else draft.unknown_exception()]
+    references: list[str] = []
+    models: dict[str, str] = {}
+    if args.from_shrink:
+        found = shrunk.files(args.slug, shrunk.read(args.from_shrink), args.from_shrink)
+        shape, script, signatures = found.shape, found.script, found.signatures
+        references, models = found.references, found.models
     if args.from_script:
         text = _read(args.from_script)
         script, shape = draft.script_of(text, Path(args.from_script).name), draft.own_shape(text)
     if args.from_log:
-        signature = _of_log(args.from_log, known.cases)
+        signatures = [_of_log(args.from_log, known.cases)]
     if args.like:
         shape = known.raw["case"][args.like]
         script = script if args.from_script else known.script(known.cases[args.like]).read_text(encoding="utf-8")
     folder, scripts = _folders()
-    written = {folder / f"{args.slug}.yaml": draft.case(args.slug, signature, shape),
+    written = {**{folder.parent / "model" / f"{name}.yaml": text for name, text in models.items()},
+               folder / f"{args.slug}.yaml": draft.case(args.slug, signatures, shape, references),
                scripts / f"{args.slug.replace('-', '_')}.py": script}  # fmt: skip
     there = [path for path in written if path.exists()]
     if there:
