@@ -17,9 +17,10 @@ from repro_matrix.conf import catalogue
 from repro_matrix.conf.arm_settings import arm_axis, resolve
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.schema import Case
-from repro_matrix.export.bundle import Bundle, ExportError, bundle
+from repro_matrix.export.bundle import Bundle, bundle
 from repro_matrix.export.layout import broken
 from repro_matrix.export.script import values, written
+from repro_matrix.export.source import ExportError
 from repro_matrix.paths import REPROS
 from repro_matrix.running import session
 

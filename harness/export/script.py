@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from repro_matrix.export.bundle import GIVEN, Bundle
+from repro_matrix.export.bundle import Bundle
+from repro_matrix.export.merge import GIVEN
 
 _FIRST = ("os", "sys", "tempfile")
 
