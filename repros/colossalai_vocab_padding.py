@@ -99,7 +99,8 @@ def body(run: Run) -> None:
     one = Single(reference, alone, factor=FACTOR)  # one process's training, which the parallel one must equal
 
     booster, model, optimizer = parallel(make(run.seed))
-    watch(run, model.unwrap(), whole=sizes(reference.parameters())[2])
+    size = sizes(reference.parameters())[2]
+    watch(run, model.unwrap(), whole=size)
     run.metric("vocabulary_notes", 1 + notes(run))  # 1: nobody was told
     got = train(model, optimizer, 0, run.steps, lambda loss: booster.backward(loss, optimizer))
     folder = _save(run, booster, model, "first")
@@ -108,6 +109,7 @@ def body(run: Run) -> None:
             run.phase("resume")
             before = [whole(model.unwrap().get_parameter(name))[:vocab] for name in NAMES]
             booster, model, optimizer = parallel(make(run.seed + 1))
+            watch(run, model.unwrap(), whole=size)
             told = notes(run)
             booster.load_model(model, folder)
             run.metric("loading_notes", 1 + notes(run) - told)
