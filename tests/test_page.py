@@ -24,9 +24,10 @@ from repro_matrix.conf import catalogue
 from repro_matrix.conf.schema import VerdictName
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.page import formats, hangs, render
+from repro_matrix.page.case import link
 from repro_matrix.page.change import Change, changes
 from repro_matrix.page.marks import MARKS, mark, of_kinds
-from repro_matrix.page.page import Page, link, page
+from repro_matrix.page.page import Page, page
 from repro_matrix.page.read import named
 from repro_matrix.page.releases import axes
 from repro_matrix.page.safe import harmless, line
@@ -63,8 +64,9 @@ def html(*cells: Cell, **more: Any) -> str:
 def whole(*cells: Cell, **more: Any) -> str:
     """The page with what it unpacks when a part is opened."""
     written = html(*cells, **more)
-    packs = re.findall(r'class="pack">([^<]+)</script>', written)
-    return written + "".join("".join(json.loads(gzip.decompress(base64.b64decode(p))).values()) for p in packs)
+    packed = re.findall(r'class="(?:pack|later)"[^>]*>([^<]+)</script>', written)
+    found = [json.loads(gzip.decompress(base64.b64decode(unescape(pack)))) for pack in packed]
+    return written + "".join("".join(p.values() if isinstance(p, dict) else [c[-1] for c in p]) for p in found)
 
 
 # -- texts

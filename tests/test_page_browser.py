@@ -15,6 +15,7 @@ from test_page import HOSTILE, cell, html, made, paged
 from bench.browser import Browser, program
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.page import render
+from repro_matrix.page.render import FIRST
 from repro_matrix.page.view import Cell
 from repro_matrix.paths import ROOT
 
@@ -84,6 +85,32 @@ def test_a_cell_is_unpacked_when_it_is_opened_or_linked_to(shown: Browser, addre
     shown.js("document.getElementById('open').click()")
     shown.until("document.querySelectorAll('details.cell[open] table.arms').length === 5")
     assert not shown.errors
+
+
+def test_cells_that_are_packed_are_found_linked_to_and_listed(browser: Browser, tmp_path: Path) -> None:
+    many = [cell(made(case="many", model=f"m{n:02}")) for n in range(FIRST + 30)]
+    last = many[-1]
+    path = tmp_path / "page.html"
+    path.write_text(html(*many, cell(made(case="few"))), encoding="utf-8")
+    browser.look(1280, 900)
+    browser.errors.clear()
+    browser.open(path)
+    said, every = "document.getElementById('shown').value", len(many) + 1
+    browser.until(f"{said} === '{every} of {every} cells'")
+    assert browser.js(VISIBLE) == FIRST + 1
+    browser.js(
+        "const f = document.getElementById('filters'); f.q.value = 'many m41'; f.dispatchEvent(new Event('input'))"
+    )
+    assert browser.js(VISIBLE) == 1 and browser.js(said) == f"1 of {every} cells"
+    assert browser.js("document.querySelector('details.cell:not([hidden])').id") == last.id
+    browser.js("document.querySelector('#filters button[type=reset]').click()")
+    browser.until(f"{VISIBLE} === {FIRST + 1}")
+    browser.js("document.querySelector('button[data-more]').click()")
+    assert browser.js(VISIBLE) == every and browser.js("document.querySelector('p.more').hidden")
+    assert browser.js("document.activeElement.parentElement.id") == many[FIRST].id, "where the list goes on"
+    browser.open(path.resolve().as_uri() + f"#{last.id}")
+    browser.until(f"document.getElementById('{last.id}')?.querySelector('table.arms tbody')?.rows.length === 2")
+    assert not browser.errors
 
 
 def test_every_link_of_the_page_leads_somewhere(shown: Browser) -> None:

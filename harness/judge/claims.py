@@ -70,15 +70,19 @@ class ClaimRow:
 
 
 def ledger(
-    cases: Iterable[Case], documents: Iterable[Document], strategies: Mapping[str, Strategy] | None = None
+    cases: Iterable[Case],
+    documents: Iterable[Document],
+    strategies: Mapping[str, Strategy] | None = None,
+    grounds: Grounds | None = None,
 ) -> list[ClaimRow]:
     """One row per claim, in the catalogue's order. Of several documents of the same cell on the same versions and
-    machine the newest that decides counts. ``strategies`` say what they need of a stack and a machine."""
+    machine the newest that decides counts. ``strategies`` say what they need of a stack and a machine.
+    ``grounds``: where the documents are not all that is stored."""
     by_case: dict[str, list[Document]] = {}
     newest_first = sorted(documents, key=lambda d: -(number(mapping(d.get("provenance")).get("started")) or 0.0))
     for document in newest_first:
         by_case.setdefault(text(document.get("case")), []).append(document)
-    grounds = Grounds(newest_first, strategies or {})
+    grounds = grounds or Grounds(newest_first, strategies or {})
     return [_row(case, claim, by_case, grounds) for case in cases for claim in case.claims]
 
 

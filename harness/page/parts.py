@@ -1,35 +1,34 @@
 """What a report takes of one case's documents, made once: judging anew takes milliseconds a document.
 
-A part is kept in the user's cache while its files, the code, the cases, what is expected and what is muted are the
-same; one file for each case of a folder. Many that are not kept are made by several processes.
+Kept (results/kept.py) for each case of a folder while its files, the code, the cases, what is expected and what is
+muted are the same: its cells, and apart from them its documents as the ledger reads them. One changed document has its
+case read again, because the documents of a case are each other's history.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from repro_matrix.conf.catalogue import Catalogue
-from repro_matrix.diff.sides import SEVERAL, judge_key
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.diff.sides import judge_key
 from repro_matrix.judge.again import judged_again, with_expectations
 from repro_matrix.judge.evidence import items, mapping
 from repro_matrix.page.view import Cell, cell
-from repro_matrix.paths import cache_dir
-from repro_matrix.results import muted
+from repro_matrix.results import kept, muted
 from repro_matrix.results.muted import Mute
-from repro_matrix.results.store import Store
+from repro_matrix.results.store import SCRIPTS, Store
 
 Document = dict[str, Any]
+# A document's path, and what of its file changes whenever it is written.
+File = tuple[str, tuple[int, int, int, int]]
 # What the ledger does not look at, and most of a document: of a rank's record, and of an attempt.
 _OF_RECORD = {"exception", "checks", "facts", "versions", "packages", "warnings", "logs", "read", "in_force"}
 _OF_ATTEMPT = {"command", "torchrun", "settings", "versions", "leftover"}
@@ -40,10 +39,10 @@ class Part:
     """Of one case of one folder. ``unknown``: cases that the catalogue does not have. ``damaged``: by the store."""
 
     cells: list[Cell] = field(default_factory=list)
-    documents: list[Document] = field(default_factory=list)  # slim: for the ledger
     notes: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
+    documents: list[Document] | None = None  # slim, for the ledger; None: they are kept apart
 
 
 @dataclass(frozen=True)
@@ -57,84 +56,83 @@ class Asked:
     mutes: Sequence[Mute]
     today: date
 
-    def digest(self) -> str:
-        told = [str(self.folder.resolve()), self.source, sorted((k, list(v)) for k, v in self.wanted.items())]
-        told += [[mute.model_dump_json() for mute in self.mutes], str(self.today) if self.mutes else ""]
-        told += [case.model_dump_json() for case in self.catalogue.cases.values()]
-        return hashlib.sha256(repr([judge_key(), *told]).encode()).hexdigest()
+    @cached_property
+    def digest(self) -> bytes:
+        return kept.digest(
+            judge_key(), str(self.folder.resolve()), self.source, sorted((k, list(v)) for k, v in self.wanted.items()),
+            [mute.model_dump_json() for mute in self.mutes], str(self.today) if self.mutes else "",
+            [case.model_dump_json() for case in self.catalogue.cases.values()],
+        )  # fmt: skip
 
 
-def parts(asked: Asked, by_case: Mapping[str, Sequence[Path]]) -> Iterator[Part]:
-    """A part for each case, in the given order."""
-    common = asked.digest()
-    keys = {name: hashlib.sha256(repr([common, _states(paths)]).encode()).digest() for name, paths in by_case.items()}
-    files = {name: _file(asked.folder, name) for name in by_case}
-    cold = [name for name in by_case if not _is_kept(files[name], keys[name])]
-    cores = len(os.sched_getaffinity(0))
-    if sum(len(by_case[name]) for name in cold) >= SEVERAL and cores > 1:
-        with ProcessPoolExecutor(min(cores, 16)) as pool:
-            # The largest first; what they make comes back through the cache's files, else by hand.
-            ordered = sorted(cold, key=lambda name: -len(by_case[name]))
-            list(pool.map(partial(_make, asked), *zip(*((by_case[n], files[n], keys[n]) for n in ordered))))
-    for name, paths in by_case.items():
-        yield _kept(files[name], keys[name]) or made(asked, paths, files[name], keys[name])
+@dataclass(frozen=True)
+class Stored:
+    """The documents of one case in one folder."""
+
+    asked: Asked
+    case: str
+    files: tuple[File, ...]
+
+    @cached_property
+    def key(self) -> bytes:
+        return kept.digest(self.asked.digest, self.files)
+
+    @property
+    def is_kept(self) -> bool:
+        return kept.has(self._file("cells"), self.key) and kept.has(self._file("documents"), self.key)
+
+    def part(self) -> Part:
+        """Its cells; its documents too where they have just been read."""
+        found = kept.read(self._file("cells"), self.key)
+        return found if isinstance(found, Part) else self.made()
+
+    def documents(self) -> list[Document]:
+        """Slim, as the ledger reads them."""
+        found = kept.read(self._file("documents"), self.key)
+        if isinstance(found, list):
+            return found
+        return self.made().documents or []
+
+    def made(self) -> Part:
+        """From the files; kept where the cache can be written."""
+        store = Store(self.asked.folder)
+        cases = self.asked.catalogue.cases
+        paths = [Path(path) for path, _ in self.files]
+        stored = [document for document in _stored(store, paths) if _is_wanted(document, self.asked.wanted)]
+        part = Part(unknown={str(d["case"]) for d in stored if d["case"] not in cases})
+        judged = judged_again(stored, cases)
+        part.notes += judged.notes
+        compared = (with_expectations(document, cases[document["case"]]) for document in judged.documents)
+        documents = []
+        for told in muted.applied(compared, self.asked.mutes, self.asked.today).documents:
+            part.cells.append(cell(told, cases[told["case"]], self.asked.source))
+            documents.append(slim(told))
+        part.damaged = store.damaged
+        kept.write(self._file("cells"), self.key, part)
+        kept.write(self._file("documents"), self.key, documents)
+        return replace(part, documents=documents)
+
+    def _file(self, what: str) -> Path:
+        return kept.file(what, str(self.asked.folder.resolve()), self.case)
 
 
-def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    found = []
-    for path in paths:
-        with suppress(OSError):
-            info = path.stat()
-            found.append((str(path), info.st_mtime_ns, info.st_size))
-    return found
+def listed(folder: Path) -> dict[str, tuple[File, ...]]:
+    """Case -> its documents' files; older ones in the history are left out. Raises ResultsError: it cannot be read."""
+    found: dict[str, list[File]] = {}
+    for at, names, files in os.walk(folder, onerror=_raise):
+        names[:] = sorted(name for name in names if name != "history" and not (at == str(folder) and name == SCRIPTS))
+        own = [name for name in files if name.endswith(".json")]
+        if own:
+            into = found.setdefault(os.path.basename(at), [])
+            for name in sorted(own):
+                path = os.path.join(at, name)
+                info = os.stat(path)
+                into.append((path, (info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino)))
+    return {case: tuple(files) for case, files in sorted(found.items())}
 
 
-def _file(folder: Path, case: str) -> Path:
-    name = hashlib.sha256(f"{folder.resolve()} {case}".encode(errors="surrogateescape")).hexdigest()[:24]
-    return cache_dir() / "state" / "pages" / name
-
-
-def _is_kept(path: Path, key: bytes) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return os.fstat(file.fileno()).st_uid == os.getuid() and file.read(len(key)) == key
-    except OSError:
-        return False
-
-
-def _kept(path: Path, key: bytes) -> Part | None:
-    if not _is_kept(path, key):
-        return None
-    try:
-        found = pickle.loads(path.read_bytes()[len(key) :])
-    except Exception:  # noqa: BLE001 - whatever a damaged file makes of it: it is made again
-        return None
-    return found if isinstance(found, Part) else None
-
-
-def _make(asked: Asked, paths: Sequence[Path], path: Path, key: bytes) -> None:
-    made(asked, paths, path, key)
-
-
-def made(asked: Asked, paths: Sequence[Path], path: Path, key: bytes) -> Part:
-    """The part of these documents; kept where the cache can be written."""
-    store = Store(asked.folder)
-    cases = asked.catalogue.cases
-    stored = [document for document in _stored(store, paths) if _is_wanted(document, asked.wanted)]
-    part = Part(unknown={str(d["case"]) for d in stored if d["case"] not in cases})
-    judged = judged_again(stored, cases)
-    part.notes += judged.notes
-    compared = (with_expectations(document, cases[document["case"]]) for document in judged.documents)
-    for told in muted.applied(compared, asked.mutes, asked.today).documents:
-        part.cells.append(cell(told, cases[told["case"]], asked.source))
-        part.documents.append(slim(told))
-    part.damaged = store.damaged
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(key + pickle.dumps(part, pickle.HIGHEST_PROTOCOL))
-        os.replace(temporary, path)
-    return part
+def _raise(error: OSError) -> None:
+    raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
 def _stored(store: Store, paths: Iterable[Path]) -> Iterator[Document]:

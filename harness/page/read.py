@@ -12,7 +12,12 @@ from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.judge import claims
 from repro_matrix.judge.claims import ClaimRow
-from repro_matrix.page.parts import Asked, parts
+from repro_matrix.page import shown
+from repro_matrix.page.case import CaseView
+from repro_matrix.page.page import Said
+from repro_matrix.page.parts import Asked, Stored, listed
+from repro_matrix.page.render import Drawn
+from repro_matrix.page.shown import OfCase
 from repro_matrix.page.view import Cell
 from repro_matrix.paths import BASELINE
 from repro_matrix.results import muted
@@ -30,38 +35,90 @@ class Results:
     notes: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
+    @property
+    def count(self) -> int:
+        return len(self.cells)
+
 
 def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Sequence[str]] | None = None) -> Results:
     """``wanted``: axis -> patterns. Documents of cases that the catalogue does not have are named, and left out.
 
     Case by case, so that a folder need not fit into memory. Raises ResultsError: a folder is not there.
     """
+    cases, found = _asked(folders, catalogue, wanted or {})
+    kept: list[Document] = []
+    unknown: set[str] = set()
+    shown.make(
+        [stored for one in cases for stored in one.stored if not stored.is_kept],
+        Stored.made,
+        lambda one: len(one.files),
+    )
+    for one in cases:
+        for stored in one.stored:
+            part = stored.part()
+            found.cells += part.cells
+            found.notes += [*part.notes, *part.damaged]
+            kept += stored.documents() if part.documents is None else part.documents
+            unknown |= part.unknown
+    found.notes += _unknown(unknown)
+    found.ledger = ledger(catalogue, kept, {document["case"] for document in kept})
+    return found
+
+
+@dataclass
+class Views:
+    """What a page is made of. ``drawn``: how its cases are."""
+
+    views: list[CaseView] = field(default_factory=list)
+    drawn: dict[str, Drawn] = field(default_factory=dict)
+    ledger: list[Said] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(view.count for view in self.views)
+
+
+def views(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Sequence[str]] | None = None) -> Views:
+    """The same for a page, from what is kept of each case. Raises ResultsError: a folder is not there."""
+    cases, results = _asked(folders, catalogue, wanted or {})
+    found = Views(sources=results.sources)
+    controls: list[Document] = []
+    unknown: set[str] = set()
+    for one in shown.shown(cases):
+        if one.view is not None and one.drawn is not None:
+            found.views.append(one.view)
+            found.drawn[one.view.slug] = one.drawn
+        found.notes += [*one.notes, *one.damaged]
+        controls += one.controls
+        unknown |= one.unknown
+    found.notes += _unknown(unknown)
+    seen = {view.slug for view in found.views}
+    found.ledger = shown.ledger(catalogue, {one.case: one for one in cases if one.case in seen}, controls)
+    return found
+
+
+def _asked(
+    folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Sequence[str]]
+) -> tuple[list[OfCase], Results]:
+    """The cases of the folders, and results that hold their names only."""
     names = named(folders)
     mutes, today = muted.read(), datetime.now(timezone.utc).date()
     found = Results(sources=names if len(names) > 1 else [])
-    kept: list[Document] = []
+    by_case: dict[str, list[Stored]] = {}
     for name, folder in zip(names, folders):
         if not folder.is_dir():
             raise ResultsError(f"{folder}: no such folder of results (`repro matrix` writes one)")
-        by_case: dict[str, list[Path]] = {}
-        for path in sorted(folder.rglob("*.json")):
-            if "history" not in path.relative_to(folder).parts:
-                by_case.setdefault(path.parent.name, []).append(path)
-        asked = Asked(folder, name if found.sources else "", catalogue, wanted or {}, mutes, today)
-        unknown: set[str] = set()
-        damaged: list[str] = []
-        for part in parts(asked, by_case):
-            found.cells += part.cells
-            found.notes += part.notes
-            kept += part.documents
-            unknown |= part.unknown
-            damaged += part.damaged
-        found.notes += damaged
-        if unknown:
-            listed = ", ".join(sorted(unknown)[:8])
-            found.notes.append(f"{folder}: left out what is of no case of the catalogue: {listed}")
-    found.ledger = ledger(catalogue, kept, {document["case"] for document in kept})
-    return found
+        asked = Asked(folder, name if found.sources else "", catalogue, wanted, mutes, today)
+        for case, files in listed(folder).items():
+            by_case.setdefault(case, []).append(Stored(asked, case, files))
+    return [OfCase(case, tuple(own), tuple(found.sources)) for case, own in by_case.items()], found
+
+
+def _unknown(cases: set[str]) -> list[str]:
+    told = ", ".join(sorted(cases)[:8])
+    return [f"left out what is of no case of the catalogue: {told}"] if cases else []
 
 
 def ledger(catalogue: Catalogue, documents: Iterable[Document], cases: Iterable[str]) -> list[ClaimRow]:

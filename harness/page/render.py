@@ -6,18 +6,21 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from repro_matrix.page.case import CaseView, facets, link
 from repro_matrix.page.marks import MARKS
-from repro_matrix.page.page import Page, facets, link
+from repro_matrix.page.page import Page
 from repro_matrix.page.safe import line
 from repro_matrix.page.view import numbered
 
+FIRST = 12  # cells of a case that stand in the file as they are; the others are packed, so that it opens at once
 PACK = 50  # bodies that are packed together, and unpacked when one of them is opened
 MEANING = {
     "FIX_HOLDS": "the broken arm fires, this fix is clean",
@@ -49,26 +52,56 @@ def environment() -> Environment:
     return made
 
 
-def one_file(page: Page) -> str:
-    """The whole page as one file."""
+@dataclass(frozen=True)
+class Drawn:
+    """A case's cells as they stand in the one file. ``first``: HTML; ``later``: packed, what filters and links need of
+    the others, and their HTML; ``bodies``: packed, what is unpacked when a part is opened."""
+
+    first: Markup
+    later: str
+    bodies: Mapping[str, str]  # name of a pack -> what is in it
+
+
+def drawn(view: CaseView) -> Drawn:
+    """``view``: with its cells."""
     parts: Any = environment().get_template("parts.html").module
+    made: dict[str, Callable[[], Any]] = {cell.id: partial(parts.cell_body, cell) for cell in view.cells}
+    if view.axes:
+        made[f"r-{view.slug}"] = partial(parts.axes, view, _here)
+    names = list(made)
+    bodies, packs = {}, {}
+    for start in range(0, len(names), PACK):
+        name = f"{view.slug}/{start // PACK}"
+        packs |= dict.fromkeys(names[start : start + PACK], name)
+        bodies[name] = _packed({key: str(made[key]()) for key in names[start : start + PACK]})
+    first = Markup("\n").join(parts.cell(cell, packs[cell.id]) for cell in view.cells[:FIRST])
+    later = [
+        [cell.id, cell.model, cell.strategy, cell.stack, cell.hardware, cell.source, [m.name for m, _ in cell.groups],
+         cell.states, Markup(parts.cell_summary(cell)).striptags(), str(parts.cell(cell, packs[cell.id]))]
+        for cell in view.cells[FIRST:]
+    ]  # fmt: skip
+    return Drawn(first, _packed(later) if later else "", bodies)
 
-    def at(name: str) -> str:
-        return f"#{name}"
 
-    bodies: dict[str, Callable[[], Any]] = {cell.id: partial(parts.cell_body, cell) for cell in page.cells}
-    bodies |= {f"r-{view.slug}": partial(parts.axes, view, at) for view in page.cases if view.axes}
-    bodies |= {
-        f"s-{number}": partial(parts.source, name, listed, at)
+def one_file(page: Page, kept: Mapping[str, Drawn] | None = None) -> str:
+    """The whole page as one file. ``kept``: how its cases are drawn, where that is known; the others have their
+    cells."""
+    parts: Any = environment().get_template("parts.html").module
+    cases = {view.slug: (kept or {}).get(view.slug) or drawn(view) for view in page.cases}
+    packs = {name: pack for one in cases.values() for name, pack in one.bodies.items()}
+    at_pack = {f"r-{view.slug}": list(cases[view.slug].bodies)[-1] for view in page.cases if view.axes}
+    sources = {
+        f"s-{number}": str(parts.source(name, listed, _here))
         for number, (name, listed) in enumerate(page.ledger.items(), 1)
     }
-    packed: list[str] = []
-    packs: dict[str, int] = {}
-    for start in range(0, len(bodies), PACK):
-        names = list(bodies)[start : start + PACK]
-        packs |= dict.fromkeys(names, len(packed))
-        packed.append(_packed({name: str(bodies[name]()) for name in names}))
-    return _made("page.html", page, page.title, at, packed=packed, packs=packs)
+    if sources:
+        packs["claims"] = _packed(sources)
+        at_pack |= dict.fromkeys(sources, "claims")
+    return _made("page.html", page, page.title, _here, packed=packs, packs=at_pack, drawn=cases, first=FIRST)
+
+
+def _here(name: str) -> str:
+    return f"#{name}"
 
 
 def site(page: Page) -> dict[str, str]:
@@ -86,21 +119,27 @@ def site(page: Page) -> dict[str, str]:
     pages = {"index.html": _made("index.html", page, page.title, address(""))}
     for view in page.cases:
         own = facets(view.cells)
-        pages[f"{view.slug}.html"] = _made("case.html", page, view.slug, address(view.slug), view=view, facets=own)
+        pages[f"{view.slug}.html"] = _made("case.html", page, view.slug, address(view.slug), view=view, facets=own,
+                                           claims=page.claims(view.slug))  # fmt: skip
     return pages
 
 
 def _made(
-    template: str, page: Page, title: str, at: Callable[[str], str], packed: Sequence[str] = (), **more: Any
+    template: str,
+    page: Page,
+    title: str,
+    at: Callable[[str], str],
+    packed: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> str:
     css, script = _asset("page.css"), _asset("page.js")
     return environment().get_template(template).render(
         page=page, title=title, at=at, css=Markup(css), script=Markup(script), policy=_policy(css, script),
-        packed=packed, **more,
+        packed=packed or {}, **more,
     )  # fmt: skip
 
 
-def _packed(bodies: dict[str, str]) -> str:
+def _packed(bodies: Any) -> str:
     """Cells say much alike: a twentieth of the bytes is left."""
     return base64.b64encode(gzip.compress(json.dumps(bodies).encode(), 6, mtime=0)).decode()
 

@@ -13,6 +13,7 @@ from repro_matrix.conf.errors import ConfigError, ResultsError, nearest, unknown
 from repro_matrix.results import runs
 
 if TYPE_CHECKING:
+    from repro_matrix.conf.catalogue import Catalogue
     from repro_matrix.nights.night import Night
     from repro_matrix.page.view import Cell
 
@@ -38,8 +39,8 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.conf import catalogue as catalogues
     from repro_matrix.conf import project
     from repro_matrix.page import formats, render
-    from repro_matrix.page.page import page
-    from repro_matrix.page.read import read
+    from repro_matrix.page.page import of_views, page
+    from repro_matrix.page.read import Results, Views, read, views
 
     gc.freeze()  # the small objects of many thousand cells are all kept: looking for garbage takes as long as reading
     gc.disable()
@@ -57,41 +58,57 @@ def main(args: argparse.Namespace) -> int:
     catalogue = catalogues.load()
     for text in catalogue.left_out:
         print(f"note: left out: {text}", file=sys.stderr)
-    found = read(folders, catalogue, wanted)
-    cells = found.cells
-    if wanted and not cells:
-        words = " ".join(word for word in args.overrides if "=" in word)
-        choices = {cell.case for cell in read(folders, catalogue, {}).cells}
-        hint = "".join(nearest(one, choices) for one in wanted.get("case", ()))
-        raise ResultsError(f"{words} chooses none of the cells that are stored there{hint}")
-    if not cells and args.output is None and not any(_is_results(folder) for folder in folders):
-        raise ResultsError(f"{', '.join(map(str, folders))}: no results in it; a folder of your choice: --output PATH")
+    as_page = args.format == "html" and not args.site  # from what is kept of each case, without its cells
+    found: Results | Views = (views if as_page else read)(folders, catalogue, wanted)
+    if not found.count:
+        _nothing_found(args, folders, wanted, catalogue)
     made = made_line(folders)
-    if args.format == "json":
-        text = formats.as_json(cells, found.ledger, [str(folder) for folder in folders], made)
-    elif args.format == "csv":
-        text = formats.as_csv(cells)
-    elif args.format == "junit":
-        text = formats.as_junit(cells)
-    elif args.format == "markdown":
-        text = formats.as_markdown(cells, title_of(folders))
-    else:
+    if isinstance(found, Views):
+        view = of_views(
+            found.views, title_of(folders), made, found.ledger, found.sources, found.notes,
+            _nights(folders, args.nights),
+        )  # fmt: skip
+        text = render.one_file(view, found.drawn)
+    elif args.site:
         over = _nights(folders, args.nights)
-        view = page(cells, title_of(folders), made, catalogue.cases, found.ledger, found.sources, found.notes, over)
-        if args.site:
-            _refuse_foreign(Path(args.site))
-            pages = render.site(view)
-            for name, content in pages.items():
-                write(Path(args.site) / name, content)
-            print(f"{len(pages)} pages: {Path(args.site) / 'index.html'}")
-            return 0
-        text = render.one_file(view)
+        view = page(
+            found.cells, title_of(folders), made, catalogue.cases, found.ledger, found.sources, found.notes, over
+        )
+        _refuse_foreign(Path(args.site))
+        pages = render.site(view)
+        for name, content in pages.items():
+            write(Path(args.site) / name, content)
+        print(f"{len(pages)} pages: {Path(args.site) / 'index.html'}")
+        return 0
+    elif args.format == "json":
+        text = formats.as_json(found.cells, found.ledger, [str(folder) for folder in folders], made)
+    elif args.format == "csv":
+        text = formats.as_csv(found.cells)
+    elif args.format == "junit":
+        text = formats.as_junit(found.cells)
+    else:
+        text = formats.as_markdown(found.cells, title_of(folders))
     if target is None:
         sys.stdout.write(text)
         return 0
     write(target, text)
     print(target)
     return 0
+
+
+def _nothing_found(
+    args: argparse.Namespace, folders: list[Path], wanted: dict[str, list[str]], catalogue: Catalogue
+) -> None:
+    """Raises ResultsError: nothing was chosen, or nothing is a result; a run that measured nothing has a page too."""
+    from repro_matrix.page.read import views
+
+    if wanted:
+        words = " ".join(word for word in args.overrides if "=" in word)
+        choices = {view.slug for view in views(folders, catalogue).views}
+        hint = "".join(nearest(one, choices) for one in wanted.get("case", ()))
+        raise ResultsError(f"{words} chooses none of the cells that are stored there{hint}")
+    if args.output is None and not any(_is_results(folder) for folder in folders):
+        raise ResultsError(f"{', '.join(map(str, folders))}: no results in it; a folder of your choice: --output PATH")
 
 
 def _nights(folders: list[Path], kept: str | None) -> list[Night]:
