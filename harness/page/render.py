@@ -69,7 +69,8 @@ def drawn(view: CaseView) -> Drawn:
     if view.axes:
         made[f"r-{view.slug}"] = partial(parts.axes, view, _here)
     names = list(made)
-    bodies, packs = {}, {}
+    bodies: dict[str, str] = {}
+    packs: dict[str, str] = {}
     for start in range(0, len(names), PACK):
         name = f"{view.slug}/{start // PACK}"
         packs |= dict.fromkeys(names[start : start + PACK], name)
