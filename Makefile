@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test lies exports mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test test-slow test-all lies exports mutants lint schema bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -60,8 +60,13 @@ page-check: $(READY) ## the page in a headless chromium, with axe-core (fetched 
 pictures: $(READY) ## docs/page.png and docs/terminal.png anew (needs chromium)
 	@$(BIN)/python -m bench.pictures
 
-test: $(READY) ## the project's own tests
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(READY) ## the project's own tests, a gate: minutes
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY) ## the rest of them, which is exhaustive, and more examples for each property
+	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -m "slow or hypothesis" $(PYTEST_ARGS)
+
+test-all: test test-slow ## both
 
 lies: $(READY) ## plant what must not be believed (scripts, documents, environment, stacks); a table, 1 if one is
 	@cd tests && $(BIN)/python -m lies $(ARGS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
 import sys
 import weakref
@@ -82,7 +81,7 @@ def body(run: Run) -> None:
     for name in WORDS:
         if hasattr(dist, name):
             setattr(dist, name, guarded(name, getattr(dist, name), cuda_only))
-    for job in json.loads(Path(os.environ["COLLECTIVE_JOBS"]).read_text(encoding="utf-8")):
+    for job in run.settings["asked"]["jobs"]:
         made.clear()
         run.phase(job["name"])
         run.record.write()  # a hang says where it was

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.launch.server import Server
+from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.paths import CONF, REPROS
 
-settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ci")
+pytest_plugins = ["cpu"]
+# Property tests: half as many examples in the gate as hypothesis takes by itself, twice as many in `make test-slow`.
+for profile, examples in (("gate", 50), ("many", 200)):
+    settings.register_profile(
+        profile, max_examples=examples, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What launches ranks first: one of those at the end would keep one core at work, and the others idle."""
+    """What launches ranks first (after the groups, with which xdist begins): one of those at the end would keep one
+    core at work, and the others idle."""
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
@@ -33,6 +46,43 @@ def conf(tmp_path: Path) -> Path:
 @pytest.fixture
 def repros() -> Path:
     return REPROS
+
+
+class Shared(WarmLauncher):
+    """Its servers outlive the run or test whose attempt started them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def _server(self, attempt: Attempt, stop: threading.Event) -> AbstractContextManager[Server]:
+        return super()._server(dataclasses.replace(attempt, directory=self.folder / "attempt"), stop)
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
+    """One for all tests of a worker: each of its servers imports a stack once, which costs more than most tests."""
+    launcher = Shared(tmp_path_factory.mktemp("warm"))
+    yield launcher
+    servers = [server for server in launcher._servers.values() if server.pid]
+    launcher.close()
+    for server in servers:
+        try:
+            state = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            state = "X"
+        assert state in "ZX" and not server.folder.exists(), f"server {server.pid} was left"
+
+
+@pytest.fixture
+def runs_are_warm(warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process launch with it as well, and leave it open."""
+
+    def launch(attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
+        return warm.launch(dataclasses.replace(attempt, run_id="test-run"), stop)  # a server is of one run
+
+    launcher = SimpleNamespace(name=warm.name, launch=launch, close=lambda: None)
+    monkeypatch.setattr("repro_matrix.running.session.open_launcher", lambda name: launcher)
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,7 @@ SCENES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
 
 
 def body(run: Run) -> None:
-    for name in os.environ["FORCE_SCENES"].split(","):
+    for name in run.settings["asked"]["scenes"]:
         slug, options, flags, scene = SCENES[name]
         strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
         strategy["options"] = {**strategy["options"], **options}

@@ -65,11 +65,12 @@ def attempt_of(
 
 def wait_for(what: Callable[[], Any], seconds: float = 200) -> Any:
     """What ``what`` says once it says something. The limit is for what never comes: a loaded machine is slow."""
-    limit = time.monotonic() + seconds
+    limit, pause = time.monotonic() + seconds, 0.02
     while time.monotonic() < limit:
         if value := what():
             return value
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(pause * 1.2, 0.25)  # what is waited for needs the processor more than who waits
     raise AssertionError(f"waited {seconds} s in vain")
 
 
@@ -143,8 +144,11 @@ def failed_together(observation: Json) -> bool:
     return FAILED in ends(observation) and all(end == FAILED or end in ended for end in ends(observation))
 
 
-def two_ranks(folder: Path, script: str, settings: Json, env: dict[str, str], *imports: str) -> list[Json]:
-    """The facts that each of two ranks of a script of tests/ recorded. Warm: nobody imports the stack twice.
+def two_ranks(
+    launcher: WarmLauncher, folder: Path, script: str, settings: Json, asked: Json, *imports: str
+) -> list[Json]:
+    """The facts that each of two ranks of a script of tests/ recorded, which finds ``asked`` in its settings. Warm:
+    nobody imports the stack twice, and who asks for the same ``imports`` has the same server.
     DeepSpeed's CPU op is compiled ahead, as a run does: at first use all ranks would compile it, for minutes."""
     stack = resolve("current")
     if "deepspeed" in imports:
@@ -154,18 +158,14 @@ def two_ranks(folder: Path, script: str, settings: Json, env: dict[str, str], *i
         run_id="test-run",
         directory=folder / "ranks",
         script=FAULTS.parent / script,
-        settings=settings,
+        settings={**settings, "asked": asked},
         python=sys.executable,
         world_size=2,
         deadline_s=900,
-        env={**stack.environment({}), **env},
+        env=stack.environment({}),
         imports=("transformers", *(name for name in imports if importlib.util.find_spec(name))),
     )
-    launcher = WarmLauncher()
-    try:
-        seen = launched(launcher, attempt)
-    finally:
-        launcher.close()
+    seen = launched(launcher, attempt)
     said = [rank["log_tail"] for rank in seen["ranks"]]
     assert seen["infra"] is None and all(end == (0, None, "self") for end in ends(seen)), said
     return [rank["record"]["facts"] for rank in seen["ranks"]]

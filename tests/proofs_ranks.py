@@ -3,7 +3,6 @@ with every sabotage, all in one pair of ranks; the record's facts hold the check
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -43,13 +42,12 @@ def once(run: Run, model: torch.nn.Module, same_batch: bool, weights: Weights) -
 
 def body(run: Run) -> None:
     train_step.Reference = once
-    sabotage.SCALE = float(os.environ.get("PROOF_SCALE", sabotage.SCALE))  # docs/proofs.md: the smallest that is seen
-    dtypes = os.environ.get("PROOF_DTYPES", "float32").split(",")
-    wanted = os.environ.get("PROOF_SABOTAGES", ",".join(["none", *SABOTAGES])).split(",")
-    for slug in os.environ["PROOF_STRATEGIES"].split(","):
+    asked = run.settings["asked"]
+    sabotage.SCALE = asked.get("scale", sabotage.SCALE)  # docs/proofs.md: the smallest that is seen
+    for slug in asked["strategies"]:
         strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
-        for dtype in dtypes:
-            for wrong in wanted:
+        for dtype in asked.get("dtypes", ["float32"]):
+            for wrong in asked.get("sabotages", ["none", *SABOTAGES]):
                 if slug == "tp" and wrong in CANNOT_BE["tp"]:
                     continue
                 checkpoint = train_step.check_checkpoint

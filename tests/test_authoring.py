@@ -170,7 +170,11 @@ def test_a_syntax_error_of_a_cases_script_is_said_before_anything_starts(
 
 
 @pytest.mark.ranks
-def test_the_walk_of_an_exception_and_a_silent_case(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
+def test_the_walk_of_an_exception_and_a_silent_case(
+    mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
+) -> None:
     """docs/cases.md: from `repro new` to `repro check` that finds nothing."""
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0

@@ -11,18 +11,25 @@ import pytest
 
 from repro_matrix.cell import doubt
 from repro_matrix.conf import catalogue
-from repro_matrix.judge import expect, grade, met, verdict
-from repro_matrix.judge.again import judged_again
+from repro_matrix.judge import expect, met, verdict
+from repro_matrix.judge.again import Judged, judged_again
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.results.backed import unbacked
 from repro_matrix.results.store import Store
 
+pytestmark = pytest.mark.xdist_group("baseline")  # read and judged once
 CATALOGUE = catalogue.load()
 
 
 @cache
 def documents() -> list[dict[str, Any]]:
     return list(Store(BASELINE).documents())
+
+
+@cache
+def judged() -> Judged:
+    """All of them judged anew, once: what the tests here ask of it differs, and it takes seconds. Nobody changes it."""
+    return judged_again(documents(), CATALOGUE.cases)
 
 
 def attempts(case: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -36,16 +43,24 @@ def attempts(case: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     ]
 
 
-def test_every_document_is_complete_and_fits_the_schema() -> None:
-    schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
-    validator = jsonschema.Draft202012Validator(schema)
+def test_every_document_is_complete_and_of_its_type() -> None:
+    """The readers of what is published trust its types without asking (harness/results/store.py)."""
     assert documents()
     for document in documents():
         assert document["complete"], document["path"]
+        doubt.cell({k: v for k, v in document.items() if k != "path"})
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one a case", "every one"])
+def test_documents_fit_the_schema(every: bool) -> None:
+    """The schema is made from the types (test_result_schema), and asking it takes a hundred times as long."""
+    schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    one = {document["case"]: document for document in documents()}
+    assert len(one) > 1
+    for document in documents() if every else one.values():
         problem = next(validator.iter_errors({k: v for k, v in document.items() if k != "path"}), None)
         assert problem is None, f"{document['path']}: {problem and problem.message}"
-        # The readers of what is published trust its types without asking (harness/results/store.py).
-        doubt.cell({k: v for k, v in document.items() if k != "path"})
 
 
 def fired(case: str) -> bool:
@@ -63,38 +78,28 @@ def test_every_failure_has_a_stored_observation_that_its_signature_matches(case:
     assert fired(case), f"no stored measurement in {BASELINE} shows {case} firing: run it, then `repro accept`"
 
 
-@pytest.mark.parametrize("case", sorted(CATALOGUE.cases))
-def test_judging_the_stored_observations_again_gives_the_stored_outcomes(case: str) -> None:
-    """A signature that is edited must still say the same of every observation, or the results are published anew."""
-    for arm, observation, stored in attempts(case):
-        again = grade.grade(CATALOGUE.cases[case], arm, observation, CATALOGUE.cases)
-        assert again.outcome == stored["outcome"], (
-            f"{case} {arm}: {stored['outcome']} -> {again.outcome}: {again.reason}"
-        )
-
-
 def test_no_signature_matches_another_cases_broken_arm_undeclared() -> None:
-    for case in CATALOGUE.cases.values():
-        for arm, observation, stored in attempts(case.slug):
-            if arm != "broken" or stored["outcome"] != "fires":
+    """Of an edited signature as it is now: ``judged`` grades every observation against all cases."""
+    for document in judged().documents:
+        case = CATALOGUE.cases[document["case"]]
+        for attempt in document["arms"].get("broken", {}).get("attempts", []):
+            outcome = attempt["outcome"]
+            if outcome["outcome"] != "fires":
                 continue  # a broken arm that meets another case instead is CHANGED, and says which
-            seen = grade.grade(case, arm, observation, CATALOGUE.cases).recognised
-            for other in {item.case for item in seen} - {case.slug}:
+            for other in {item["case"] for item in outcome["recognised"]} - {case.slug}:
                 both = case.slug in CATALOGUE.cases[other].occurs_with or other in case.occurs_with
                 assert both, f"{case.slug}'s broken arm also shows {other}: neither declares occurs_with"
 
 
 def test_everything_that_is_expected_was_measured() -> None:
-    judged = judged_again(documents(), CATALOGUE.cases).documents
     for case in CATALOGUE.cases.values():
-        assert unbacked(case, [d for d in judged if d["case"] == case.slug]) == []
+        assert unbacked(case, [d for d in judged().documents if d["case"] == case.slug]) == []
 
 
 def test_a_deleted_or_changed_document_that_something_rests_on_is_missed() -> None:
     """Each one that stands for an end of some releases; the others are inner ones, or of claims."""
-    judged = judged_again(documents(), CATALOGUE.cases).documents
     for slug, case in CATALOGUE.cases.items():
-        own = [d for d in judged if d["case"] == slug]
+        own = [d for d in judged().documents if d["case"] == slug]
         for number, document in enumerate(own):
             others = own[:number] + own[number + 1 :]
             verdicts = {arm: {**found, "name": "FLAKY"} for arm, found in document["verdicts"].items()}
@@ -111,10 +116,14 @@ def _ends(case: Any, document: dict[str, Any]) -> bool:
     )
 
 
+def test_published_measurements_are_judged_now_as_when_they_were_stored() -> None:
+    """Every outcome and verdict: a signature that is edited must still say the same of every observation, or the
+    results are published anew."""
+    assert judged().documents and judged().notes == []
+
+
 def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
-    judged = judged_again(documents(), CATALOGUE.cases)
-    assert judged.notes == []
-    for document in judged.documents:
+    for document in judged().documents:
         case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
         at = (document["stack"]["versions"], hardware["profile"], hardware["facts"])
         for arm, stored in document["verdicts"].items():

@@ -65,8 +65,9 @@ def test_they_are_not_of_the_catalogue() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.xdist_group("stack")
 def test_a_run_measures_them_first_and_stops_where_the_judge_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_are_warm: None
 ) -> None:
     results = tmp_path / "results"
     prepared = session.prepare(["case=fsdp-generate", "arms=[broken]", "hardware=cpu", f"results={results}"])

@@ -1,11 +1,11 @@
 """No script and no part of the kit hands a tensor of the CPU to a collective: NCCL, the only backend on a GPU machine,
-refuses it. Every script that runs on two ranks of this stack is run, in ranks as tests/collectives_ranks.py makes them.
+refuses it. Every script that runs on two ranks of this stack is run, in ranks as tests/collectives_ranks.py makes them;
+by `make test` those that are known to have collectives of their own.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,13 @@ from launching import two_ranks
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.arm_settings import arm_axis, resolve
 from repro_matrix.conf.schema import Case
+from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.paths import CONF, REPROS, ROOT
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.xdist_group("stack"),  # one server for all
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the stack `current`"),
 ]
 CATALOGUE = catalogue.load()
@@ -49,17 +51,19 @@ def job(case: Case) -> dict | None:
     return {"name": case.slug, "script": str(script), "settings": settings} if two else None
 
 
-def test_no_collective_is_given_a_tensor_of_the_cpu(tmp_path: Path) -> None:
-    jobs = [found for case in CATALOGUE.cases.values() if (found := job(case))]
-    assert {one["name"] for one in jobs} >= TALK
+@pytest.mark.parametrize("talk", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["talk", "the others"])
+def test_no_collective_is_given_a_tensor_of_the_cpu(warm: WarmLauncher, talk: bool, tmp_path: Path) -> None:
+    train = job(CATALOGUE.cases["train-step"])
+    assert train
+    jobs = [found for name, case in CATALOGUE.cases.items() if (name in TALK) == talk and (found := job(case))]
+    assert {one["name"] for one in jobs} == TALK if talk else jobs
     fault = {"name": "fault", "script": str(ROOT / "tests" / "faults" / "cpu_collective.py")}
-    jobs.append({**fault, "settings": next(one["settings"] for one in jobs if one["name"] == "train-step")})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    env = {"COLLECTIVE_JOBS": str(tmp_path / "jobs.json")}
-    for facts in two_ranks(tmp_path, "collectives_ranks.py", jobs[-1]["settings"], env, "accelerate", "peft"):
+    jobs.append({**fault, "settings": train["settings"]})
+    ranks = two_ranks(warm, tmp_path, "collectives_ranks.py", train["settings"], {"jobs": jobs}, "accelerate", "peft")
+    for facts in ranks:
         refused = {name: fact["error"] for name, fact in facts.items() if "device type cpu" in str(fact)}
         assert set(refused) == {"fault"}, refused
         fell = {one["name"]: facts[one["name"]]["error"] for one in jobs[:-1] if facts[one["name"]]["error"]}
         assert not fell, f"what did not get to its end has shown nothing of what comes later: {fell}"
-        for name in TALK:
+        for name in TALK if talk else ():
             assert facts[name]["collectives"], (name, facts[name])

@@ -165,6 +165,7 @@ def test_cards_are_probed_whatever_is_named_before_them(profiles: str, monkeypat
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # the gate judges such records in test_device_errors
 def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where(tmp_path: Path) -> None:
     """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
     python = python_that_says(tmp_path, *lines(gpus=2))

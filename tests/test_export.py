@@ -201,7 +201,14 @@ def test_a_stack_that_is_not_here_is_taken_from_what_is_stored(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("slug", ["fsdp-uniform-dtype", "qwen-remote-code-load", "fsdp-generate-uneven"])
+@pytest.mark.parametrize(
+    "slug",
+    [
+        "fsdp-uniform-dtype",
+        pytest.param("qwen-remote-code-load", marks=pytest.mark.slow),
+        pytest.param("fsdp-generate-uneven", marks=pytest.mark.slow),
+    ],
+)
 def test_an_exported_script_shows_the_recorded_outcome_under_plain_torchrun(slug: str, tmp_path: Path) -> None:
     """An exception; numbers that are wrong without one, by a model that brings its own code; a hang. All of the
     catalogue: `make exports`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +17,6 @@ from repro_matrix.launch.warm import WarmLauncher
 
 pytestmark = pytest.mark.ranks
 FOREVER = 600.0
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmLauncher]:
-    launcher = WarmLauncher()
-    yield launcher
-    launcher.close()
 
 
 def seen_of(warm: WarmLauncher, folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Json]:

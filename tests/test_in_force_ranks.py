@@ -13,10 +13,12 @@ from repro_matrix.conf import catalogue
 from repro_matrix.conf.arm_settings import resolve
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.grade import Outcome, grade
+from repro_matrix.launch.warm import WarmLauncher
 from tests.judging import observation, ok, record
 
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.xdist_group("stack"),  # one server for all
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the stack `current` (torch)"),
 ]
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,14 +26,13 @@ KNOWN = catalogue.load()
 TRAIN = KNOWN.cases["train-step"]
 
 
-def measured(scenes: list[str], folder: Path) -> list[dict[str, Any]]:
+def measured(warm: WarmLauncher, scenes: list[str], folder: Path, *imports: str) -> list[dict[str, Any]]:
     """What each of two ranks measured: scene -> in_force, checks, read and the strategy it ran with."""
     settings = resolve(
         KNOWN.raw["case"]["train-step"], "control", model=KNOWN.raw["model"]["llama-3.2-1b"],
         strategy=KNOWN.raw["strategy"]["ddp"], device="cpu",
     )  # fmt: skip
-    env = {"FORCE_SCENES": ",".join(scenes)}
-    return two_ranks(folder, "force_ranks.py", settings, env, "accelerate", "deepspeed")
+    return two_ranks(warm, folder, "force_ranks.py", settings, {"scenes": scenes}, *imports)
 
 
 def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = ()) -> Outcome:
@@ -49,9 +50,17 @@ def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = 
     return grade(known, "control", observation(*ranks, settings=settings), [known])
 
 
-@pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
-def test_what_is_not_in_force_is_no_evidence(tmp_path: Path) -> None:
-    has = {name: importlib.util.find_spec(name) is not None for name in ("accelerate", "deepspeed")}
+def assert_judged(facts: list[dict[str, Any]], says: dict[str, str]) -> None:
+    """Of each scene: the reason for which it is no evidence, or none and clean."""
+    for scene, reason in says.items():
+        wanted = {"checkpointing": ("checkpointing",), "lora": ("lora",), "adapters": ("lora", "checkpointing")}
+        named: tuple[str, ...] = wanted.get(scene.split()[0], ())
+        found = judged(facts, scene, named)
+        assert found.outcome == ("infra" if reason else "clean"), (scene, found)
+        assert reason in found.reason, (scene, found)
+
+
+def test_what_is_not_in_force_is_no_evidence(warm: WarmLauncher, tmp_path: Path) -> None:
     says = {
         "ddp": "", "fsdp": "", "checkpointing": "", "adapters and checkpointing": "",
         "fsdp in NO_SHARD": "fsdp was not in force: every rank holds all parameters",
@@ -59,15 +68,14 @@ def test_what_is_not_in_force_is_no_evidence(tmp_path: Path) -> None:
         "checkpointing ignored": "checkpointing was not in force on rank 0: got 0",
         "lora of nothing": "lora was not in force on rank 0: got 0",
     }  # fmt: skip
-    if has["accelerate"]:
+    if importlib.util.find_spec("accelerate"):
         says["accelerate falls back"] = "fsdp was not in force: every rank holds all parameters"
-    if has["deepspeed"]:
-        says["zero3"] = ""
-        says["zero3 in stage 0"] = "zero3 was not in force: every rank holds all parameters"
-    facts = measured(list(says), tmp_path)
-    for scene, reason in says.items():
-        wanted = {"checkpointing": ("checkpointing",), "lora": ("lora",), "adapters": ("lora", "checkpointing")}
-        named: tuple[str, ...] = wanted.get(scene.split()[0], ())
-        found = judged(facts, scene, named)
-        assert found.outcome == ("infra" if reason else "clean"), (scene, found)
-        assert reason in found.reason, (scene, found)
+    assert_judged(measured(warm, list(says), tmp_path, "accelerate", "peft"), says)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_a_stage_of_deepspeed_that_is_not_in_force_is_no_evidence(warm: WarmLauncher, tmp_path: Path) -> None:
+    says = {"zero3": "", "zero3 in stage 0": "zero3 was not in force: every rank holds all parameters"}
+    assert_judged(measured(warm, list(says), tmp_path, "deepspeed"), says)

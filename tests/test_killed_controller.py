@@ -16,7 +16,7 @@ from test_end_to_end import CASE, ours, start
 
 from repro_matrix.results.store import Store
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the gate kills launchers: test_warm, test_launch_cold
 WORDS = ("matrix", f"case={CASE}", "arms=[summon,ddp]", "repeat=2", "launcher=warm", "order=listed")
 KILLS = 4
 
@@ -54,7 +54,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_as_an_undisturbed_run(
     wait_for(lambda: list((tmp_path / "cache" / "state" / "runs").glob("*")))  # made when it has the results' lock
     undisturbed.send_signal(signal.SIGSTOP)  # it is at work for as long as this takes
     second = run(tmp_path, "a")  # the same results at once: refused; others: side by side
-    _, refused = second.communicate(timeout=300)
+    _, refused = second.communicate(timeout=600)
     undisturbed.send_signal(signal.SIGCONT)
     assert second.returncode == 2 and "another run is writing here" in refused
     before: dict[str, Any] = {}
@@ -62,17 +62,17 @@ def test_killed_at_any_moment_and_resumed_it_ends_as_an_undisturbed_run(
         victim = run(tmp_path, "b", "--resume")
         time.sleep(moments.uniform(0.5, 9))
         victim.kill()
-        victim.communicate(timeout=300)
+        victim.communicate(timeout=600)
         now = recorded(tmp_path, "b")
         assert {name: now.get(name) for name in before} == before
         before = now
     whole = run(tmp_path, "b", "--resume", "--json")
-    out, err = whole.communicate(timeout=200)
+    out, err = whole.communicate(timeout=600)
     assert whole.returncode == 0, err
     now = recorded(tmp_path, "b")
     assert {name: now.get(name) for name in before} == before and len(now) == 6
     assert json.loads(out)["summary"]["reused"] == len(before)
-    expected, said = undisturbed.communicate(timeout=200)
+    expected, said = undisturbed.communicate(timeout=600)
     assert undisturbed.returncode == 0, said
     assert table(out) == table(expected)
     wait_for(lambda: not ours(tmp_path))

@@ -169,6 +169,7 @@ print(type(stored.load(run, folder)).__name__)
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_never_imports_code_that_another_one_is_still_copying(tmp_path: Path) -> None:
     """Without a lock the second process met an empty class: AttributeError (ranks=4 and ranks=8, one attempt each)."""
     from kit.models import build

@@ -21,6 +21,7 @@ from test_end_to_end import Once, measured_from_cold
 from repro_matrix.conf.arm_settings import resolve
 from repro_matrix.launch import ColdLauncher, backtraces, processes
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, torchrun_line
+from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.launch.watch import read_launch
 from repro_matrix.paths import ROOT
 from repro_matrix.running.leases import Leases, clear_leftovers
@@ -32,6 +33,7 @@ def launch(attempt: Attempt, stop: threading.Event | None = None) -> Json:
     return launched(ColdLauncher(), attempt, stop)
 
 
+@pytest.mark.slow  # the gate has a case from cold: test_end_to_end
 def test_ranks_that_finish(tmp_path: Path) -> None:
     seen = launch(attempt_of(tmp_path / "a", "nothing"))
     assert seen["infra"] is None and seen["attempt"]["leftover"] == []
@@ -81,10 +83,10 @@ def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path, once: On
 
 
 def test_stacks_come_from_faulthandler_where_py_spy_may_not_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmLauncher
 ) -> None:
     monkeypatch.setattr(backtraces, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
-    seen = launched_until(ColdLauncher(), attempt_of(tmp_path / "a", "stuck_in_here"), 2)
+    seen = launched_until(warm, attempt_of(tmp_path / "a", "stuck_in_here"), 2)
     for rank in seen["ranks"]:
         assert rank["stack"].startswith("# faulthandler (py-spy: Permission Denied)")
         assert "stuck_in_here" in rank["stack"]
@@ -105,6 +107,7 @@ def test_the_worker_is_killed(tmp_path: Path) -> None:
     assert not seen["attempt"]["timed_out"] and len(seen["attempt"]["leftover"]) >= 2
 
 
+@pytest.mark.slow  # the gate has it warm (test_warm)
 def test_ctrl_c_ends_the_attempt_at_once(tmp_path: Path) -> None:
     attempt, stop = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400), threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -118,6 +121,7 @@ def test_ctrl_c_ends_the_attempt_at_once(tmp_path: Path) -> None:
     assert again["attempt"]["interrupted"] and again["ranks"][0]["record"] is None
 
 
+@pytest.mark.slow  # the gate has it warm
 def test_two_attempts_at_once_do_not_meet(tmp_path: Path) -> None:
     attempts = [attempt_of(tmp_path / str(n), "one_raises" if n else "nothing", "collective.py") for n in range(2)]
     with ThreadPoolExecutor(2) as pool:
@@ -127,6 +131,7 @@ def test_two_attempts_at_once_do_not_meet(tmp_path: Path) -> None:
     assert all(check["passed"] for seen in (fine, raised) for r in seen["ranks"] for check in r["record"]["checks"])
 
 
+@pytest.mark.slow  # the gate has it warm
 def test_a_port_that_is_taken_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = []
     with socket.socket() as taken:

@@ -71,8 +71,9 @@ def test_a_run_that_would_have_measured_it_is_not_green(
 
 
 @pytest.mark.ranks
+@pytest.mark.xdist_group("stack")
 def test_its_summary_says_so_and_its_exit_code(
-    own: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
 ) -> None:
     own("case/train-stop.yaml", "slug: train-stop\ntilte: x\n")
     own("case/bad.yaml", "slug: bad\ntilte: x\n")

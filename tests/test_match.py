@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from repro_matrix import cli
@@ -93,7 +93,6 @@ def test_ranks_that_write_among_each_other_are_told_apart_by_their_prefix(prefix
         assert cause.error.ranks == (0, 1, 3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4))
 def test_equal_tracebacks_are_put_together_however_they_interleave(order: list[int], ranks: int) -> None:
     streams = [list(UNIFORM) for _ in range(ranks)]
@@ -173,7 +172,6 @@ def test_every_text_of_a_signature_has_a_literal_to_be_found_by(name: str) -> No
         assert required(pattern) and all(len(text) >= 4 for text in required(pattern))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(PATTERNS), st.text("abcdefghij xonetrsizf 0123"))
 def test_a_match_always_holds_one_of_the_literals(pattern: str, text: str) -> None:  # fmt: skip
     found = re.search(pattern, text)
@@ -181,7 +179,6 @@ def test_a_match_always_holds_one_of_the_literals(pattern: str, text: str) -> No
         assert any(part in found.group() for part in required(pattern))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=400), st.integers(1, 50))
 def test_no_bytes_break_it_and_blocks_may_end_anywhere(noise: bytes, size: int) -> None:
     whole = noise.replace(b"\r", b"") + b"\n" + "\n".join(UNIFORM).encode() + b"\n"

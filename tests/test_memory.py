@@ -201,6 +201,7 @@ def test_checkpointing_saves_activations_and_lora_trains_a_little(asking: Any) -
 
 
 @pytest.mark.ranks  # a process of the stack's own
+@pytest.mark.slow
 def test_the_stack_says_what_a_rank_holds_before_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
     known = Known(existing("current", sys.executable))

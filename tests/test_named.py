@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from repro_matrix import cli
@@ -95,6 +96,7 @@ def test_presets_add_up_and_a_cell_is_measured_once() -> None:
     assert len(both) == len(set(both)) == len(set(cells("+matrix=smoke")) | set(cells("+matrix=nightly")))
 
 
+@limits(max_examples=15)  # each asks for its cells twice
 @given(
     case=st.sampled_from(["*", "fsdp-*", "train-step", "train-step,zero-*"]),
     model=st.sampled_from([None, "qwen*", "qwen1.5-0.5b"]),

@@ -93,6 +93,7 @@ def run(text: str, clone: Path, env: dict[str, str]) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_every_step_runs_in_a_clean_clone(clone: Path, tmp_path: Path) -> None:
     """GitHub's steps, then GitLab's, which go on with the same night: nothing is measured twice. Without the floating
     stack, which would have to be fetched."""

@@ -27,7 +27,7 @@ from repro_matrix.conf.schema import Case
 from repro_matrix.judge import verdict
 from repro_matrix.judge.grade import grade
 from repro_matrix.launch import observe
-from repro_matrix.launch.cold import ColdLauncher
+from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.results.exit_code import exit_code
 
 SCRIPT = "/home/me/project/repros/some_case.py"
@@ -172,10 +172,10 @@ def test_an_error_before_the_record_is_read_from_the_log(text: str, found: str) 
 
 
 @pytest.mark.ranks
-def test_a_real_rank_that_raises_by_itself(tmp_path: Path) -> None:
+def test_a_real_rank_that_raises_by_itself(tmp_path: Path, warm: WarmLauncher) -> None:
     attempt = attempt_of(tmp_path / "a", "raises", world_size=1)
     attempt.settings.update(case="a-control", arm="control")
-    seen = launched(ColdLauncher(), attempt)
+    seen = launched(warm, attempt)
     found = grade(control(), "control", seen, [])
     assert found.outcome == "infra" and "misbehave.py:" in found.reason and "does not want to" in found.reason
     frames = seen["ranks"][0]["record"]["exception"]["frames"]

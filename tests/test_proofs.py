@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import two_ranks
+from launching import Json, two_ranks
 
 from repro_matrix.conf.arm_settings import resolve
 from repro_matrix.judge.checks import judged
+from repro_matrix.launch.warm import WarmLauncher
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [
     pytest.mark.ranks,
+    pytest.mark.xdist_group("stack"),  # one server for all
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the stack `current` (torch)"),
 ]
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,25 +29,35 @@ def conf(group: str, name: str) -> dict:
     return yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def run_proofs(strategies: tuple[str, ...], folder: Path) -> list[dict]:
+def run_proofs(warm: WarmLauncher, strategies: tuple[str, ...], folder: Path) -> list[Json]:
     """The facts that each of two ranks recorded: strategy/dtype/sabotage -> the checks that were made."""
     settings = resolve(
         conf("case", "train-step"), "control", model=conf("model", "llama-3.2-1b"), strategy=conf("strategy", "ddp"),
         device="cpu",
     )  # fmt: skip
-    deepspeed = ["deepspeed"] if any(slug.startswith("zero") for slug in strategies) else []
-    return two_ranks(folder, "proofs_ranks.py", settings, {"PROOF_STRATEGIES": ",".join(strategies)}, *deepspeed)
+    imports = ["deepspeed"] if any(slug.startswith("zero") for slug in strategies) else ["accelerate", "peft"]
+    return two_ranks(warm, folder, "proofs_ranks.py", settings, {"strategies": strategies}, *imports)
 
 
 @pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
-@pytest.mark.parametrize("strategies", [("ddp", "fsdp", "fsdp2", "tp"), ("zero2", "zero3")], ids=",".join)
-def test_every_sabotage_is_seen_in_every_strategy(strategies: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        ("fsdp",),
+        pytest.param(("ddp", "fsdp2", "tp"), marks=pytest.mark.slow),
+        pytest.param(("zero2", "zero3"), marks=pytest.mark.slow),
+    ],
+    ids=",".join,
+)
+def test_every_sabotage_is_seen_in_every_strategy(
+    warm: WarmLauncher, strategies: tuple[str, ...], tmp_path: Path
+) -> None:
     if strategies[0].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
     sys.path.insert(0, str(ROOT / "repros"))
     from kit.sabotage import CANNOT_BE, SABOTAGES
 
-    for facts in run_proofs(strategies, tmp_path):
+    for facts in run_proofs(warm, strategies, tmp_path):
         for strategy in strategies:
             cannot = CANNOT_BE.get(strategy, ())
             names = [name for name in ("none", *SABOTAGES) if strategy != "tp" or name not in cannot]

@@ -152,8 +152,9 @@ def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.xdist_group("stack")
 def test_two_runs_overwrite_nothing_and_readers_follow(
-    scratch: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    scratch: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
 ) -> None:
     words = ["ddp-unfinished-reduction", "arms=[broken]", "hardware=cpu"]
     found = []

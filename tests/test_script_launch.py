@@ -142,6 +142,7 @@ def test_a_script_that_puts_itself_in_the_background_is_ended_and_said(bench: Be
     assert "left processes behind" in shown and "os._exit" in shown
 
 
+@pytest.mark.slow
 def test_a_script_that_spawns_its_own_ranks(bench: Bench) -> None:
     """torch.multiprocessing carries the child's error as text: its type and place are read from there."""
     found = bench.plain("""
@@ -170,6 +171,7 @@ def test_a_hang_has_its_stack(bench: Bench) -> None:
     assert "waits_for_ever" in found["observation"]["ranks"][0]["stack"]
 
 
+@pytest.mark.slow
 def test_what_accelerate_launches_without_a_rank(bench: Bench) -> None:
     """On a CPU it starts one plain process, whatever --num_processes says: that is rank 0, with its exit code."""
     bench.write("raise LookupError('here')")

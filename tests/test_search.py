@@ -7,7 +7,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from repro_matrix.bisection.guilty import guilty
@@ -180,7 +180,6 @@ def test_an_exhaustive_map_leaves_nothing_out(history: list[str | None]) -> None
 
 
 @given(st.integers(2, 300), st.data())
-@settings(max_examples=60)
 def test_one_change_is_always_found_when_both_ends_are_probed(count: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(1, count - 1))
     found = version_map(count, lambda i: "fires" if i >= first else "clean")

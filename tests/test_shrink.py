@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from repro_matrix.shrink import knobs as knobbing
@@ -200,7 +200,6 @@ def trees(draw: st.DrawFn) -> tuple[Tree, Kept]:
     return tree, frozenset(needed)
 
 
-@settings(max_examples=200)
 @given(trees(), st.data())
 def test_a_tree_is_pruned_to_what_the_failure_needs(made: tuple[Tree, Kept], data: st.DataObject) -> None:
     tree, needed = made

@@ -264,6 +264,7 @@ def test_arguments_are_options_with_what_follows_them() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_questions_share_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Launched: the answers are documents, and every attempt was forked from the same warm server."""
     code, data, _ = shrink(capsys, "ddp-ready-once", "--budget", "3", f"results={tmp_path}")

@@ -111,6 +111,7 @@ runpy.run_path({str(REPROS / script)!r}, run_name="__main__")
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # the gate has the smaller one
 def test_qwen_14b_at_full_size_on_8_gpus_fires_in_torch(tmp_path: Path) -> None:
     arguments = ["--arm", "broken", "--scale", "full", "--model", "qwen-14b"]
     found = rank("qwen_device_map_devices_simulated.py", tmp_path, *arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from repro_matrix.hardware.visible import read
@@ -30,7 +30,6 @@ def torchs_reading(text: str, uuids: list[str]) -> list[int]:
     return listed[:ends]
 
 
-@settings(max_examples=400)
 @given(st.lists(ENTRY, max_size=6).map(",".join), st.integers(0, len(UUIDS)))
 def test_the_same_cards_as_torch_sees(text: str, count: int) -> None:
     uuids = UUIDS[:count]

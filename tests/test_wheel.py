@@ -83,6 +83,7 @@ def test_the_wheel_has_one_package_and_all_that_it_needs(wheel: Path) -> None:
     assert not [name for name in names if "scratch" in name or name.endswith(".pyc")]
 
 
+@pytest.mark.slow
 def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
     run: Callable[..., Ran], installed: Path, tmp_path: Path
 ) -> None:

@@ -16,12 +16,14 @@ def unbacked(case: Case, documents: Iterable[Mapping[str, Any]]) -> list[str]:
 
     ``documents``: of this case, as published, judged anew (judge.again).
     """
-    documents = list(documents)
+    of_cell: dict[str, list[Mapping[str, Any]]] = {}
+    for document in documents:
+        of_cell.setdefault(str(document.get("where")), []).append(document)
     found = []
     for entry in case.expect:
         for where, end in ((where, end) for where in entry.cells for end in entry.measured):
             shown = f"{case.slug}: {where} on {entry.hardware} with {', '.join(f'{n} {v}' for n, v in end.items())}"
-            alike = [d for d in documents if _is_of(d, where, entry.hardware, end)]
+            alike = [d for d in of_cell.get(where, []) if _is_of(d, entry.hardware, end)]
             if not alike:
                 found.append(f"{shown}: expected, and no measurement of it is stored")
             for arm, wanted in entry.verdicts.items():
@@ -36,7 +38,7 @@ def _said(document: Mapping[str, Any], arm: str) -> str:
     return as_expected(str((document["verdicts"].get(arm) or {}).get("name", "nothing")))
 
 
-def _is_of(document: Mapping[str, Any], where: str, hardware: str, end: Mapping[str, str]) -> bool:
+def _is_of(document: Mapping[str, Any], hardware: str, end: Mapping[str, str]) -> bool:
     have = document["stack"]["versions"]
-    same = document.get("where") == where and document["hardware"]["profile"] == hardware
+    same = document["hardware"]["profile"] == hardware
     return same and all(have.get(name) is not None and str(Version(have[name])) == v for name, v in end.items())

@@ -119,11 +119,6 @@ def nothing(run: Run) -> None:
     run.fact("store", os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
 
 
-def environment(run: Run) -> None:
-    run.fact("env", dict(os.environ))
-    run.fact("optimize", sys.flags.optimize)
-
-
 def disk_full(run: Run) -> None:
     Path("/dev/full").write_bytes(b"x")
 

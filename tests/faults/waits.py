@@ -46,11 +46,14 @@ def sleeps(run: Run) -> None:
 
 
 def computes(run: Run) -> None:
-    """The first rank works for long, without a line of Python changing."""
+    """The first rank works for long, a fifth of the time: a machine that others use gives a rank no more either."""
     limit = time.monotonic() + float(run.flags["seconds"])
     big = torch.ones(256, 256)
     while run.rank == 0 and time.monotonic() < limit:
-        big @ big
+        burst = time.process_time() + 0.05
+        while time.process_time() < burst:
+            big @ big
+        time.sleep(0.2)
     dist.all_reduce(VALUE)
 
 
