@@ -334,8 +334,8 @@ class Case(Strict):
     needs: Needs = Needs()
     launch: Launch = Launch()
     axes: Axes
-    # Whole models that every rank of the script holds at once (its model, a reference, what is compared); 0: it is
-    # drawn and compared part by part. For the memory plan.
+    # Whole models that every rank of the script holds beside the one that it makes parallel (where a reference began,
+    # what is compared); 0: the model is drawn and compared part by part. For the memory plan.
     copies: int = Field(default=3, ge=0)
     keeps: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
     options: dict[str, Any] = {}  # strategy options of every arm

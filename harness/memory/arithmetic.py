@@ -28,6 +28,11 @@ CONNECTED = 30 * MIB
 # DeepSpeed's float32 copies of a rank's part while an engine is put together (the part itself, its gradient, buffers);
 # chosen after the peaks of Qwen1.5-0.5B, uncut, on two ranks (docs/full-size.md).
 PUT_TOGETHER = {"zero2": 2, "zero3": 4}
+# glibc keeps freed blocks that are smaller than this in its own heap, and finds no place there for the next unit while
+# the model is shallow. Counted for so many layers: further ones are taken to find the blocks of those before.
+KEPT, NOTHING_REUSED = 32 * MIB, 2
+# Blocks as large as a unit that its gathering takes: FSDP2 copies what it has gathered into the parameters.
+GATHERED = {"fsdp": 1, "fsdp2": 2}
 CHUNK = 2**22  # elements of a tensor that are compared at a time, as float32, in four parts (repros/kit/norms.py)
 
 Parts = Mapping[str, int]
@@ -75,6 +80,7 @@ class Layout:
     base: int = 300 * MIB
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
+    loads: bool = True  # what is saved is loaded into a second model beside the first
     reference: Literal["device", "host", "turns", "layers", "none"] = "host"
 
 
@@ -145,6 +151,10 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
     held = weights_held(facts, layout)
     steady = {"weights": held, "optimizer": optimizer_state(facts, layout), "buffers": facts.buffers}
     drawing = {**steady, "units": drawn_at_once(facts, layout)}
+    if layout.copies and layout.strategy in GATHERED:
+        # The script has built the model whole; what a unit was is freed when it is sharded.
+        unit = facts.bytes * max(facts.layer, facts.root)
+        drawing = {"weights": facts.bytes * facts.parameters, "buffers": facts.buffers, "units": unit}
     training = {
         **steady,
         "gradients": gradients_held(facts, layout),
@@ -159,10 +169,11 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
         "buckets": 2 * buckets(facts, layout),
         "units": max(drawn_at_once(facts, layout), compared_at_once(facts, layout), whole_file),
     }
-    work = [("drawing", drawing), ("training", training), ("comparing", comparing), ("loading", loading)]
+    work = [("drawing", drawing), ("training", training), ("comparing", comparing)]
+    work += [("loading", loading)] if layout.loads else []
     if not layout.trains:
         forward = {**training, "gradients": 0, "buckets": 0, "units": whole_at_once(facts, layout)}
-        work = [("drawing", drawing), ("forward", forward), ("comparing", {**comparing, "buckets": 0})]
+        work = [("drawing", drawing), ("forward", forward)]  # what it puts out is compared, no parameters are
     reference, extra = reference_parts(facts, layout), {"copies": layout.copies * facts.bytes * facts.parameters}
     # The plain run and the perturbed one, side by side or in turns.
     runs = 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)
@@ -229,7 +240,12 @@ def whole_at_once(facts: Facts, layout: Layout) -> int:
     trained = facts.trainable / facts.parameters if layout.trains else 0
     if layout.strategy == "zero3":
         return facts.bytes * round(facts.largest * (1 + trained))
-    return facts.bytes * round(facts.root * (1 + trained) + facts.layer * (2 + trained))
+    at_work = 2 + trained
+    if layout.place == "cpu" and facts.bytes * facts.layer < KEPT:
+        # Gathered for the forward and for the backward, its gradient whole and as it is sent.
+        once = GATHERED[layout.strategy] * (2 if layout.trains else 1) + 2 * trained
+        at_work = max(at_work, min(facts.layers, NOTHING_REUSED) * once)
+    return facts.bytes * round(facts.root * (1 + trained) + facts.layer * at_work)
 
 
 def drawn_at_once(facts: Facts, layout: Layout) -> int:

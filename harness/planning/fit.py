@@ -39,8 +39,12 @@ def _arm(arm: ArmPlan, case: Case, profile: Profile, machine: Machine, look: Loo
     if known is None:
         return arm
     facts, base_mb = known
-    copies, forward = case.copies, case.proof is not None and case.proof.kind in ("inference", "generating")
-    layout = replace(layout_of(arm.settings, profile, copies, base_mb), trains=not forward)
+    copies, kind = case.copies, case.proof.kind
+    layout = replace(
+        layout_of(arm.settings, profile, copies, base_mb),
+        trains=kind not in ("inference", "generating"),
+        loads=kind in ("saving", "loading") or "checkpoint" in case.proof.checks,
+    )
     found, reference = best(facts, layout, profile, machine)
     why = too_much(found, profile, machine)
     if why and not copies:
