@@ -71,7 +71,7 @@ def test_what_is_kept_is_what_would_be_made(folder: Path, made_again: list[str])
     ]
     made_again.clear()
     assert html(views([folder], known)) == html(first) and read([folder], known) == cells and not made_again
-    for path in (folder.parent / "cache" / "state" / "pages").iterdir():
+    for path in (folder.parent / "cache" / "state" / "kept").iterdir():
         path.write_bytes(path.read_bytes()[:-1])  # its key is whole
     assert html(views([folder], known)) == html(first) and len(made_again) == 4, "what is damaged is made again"
 
@@ -119,7 +119,7 @@ def test_it_is_made_again_when_a_file_the_selection_a_mute_the_judge_or_a_templa
 
 def test_what_was_made_long_ago_goes(folder: Path) -> None:
     views([folder], catalogue.load())
-    pages = folder.parent / "cache" / "state" / "pages"
+    pages = folder.parent / "cache" / "state" / "kept"
     kept.prune()
     newest = max(path.stat().st_mtime for path in pages.iterdir())
     kept.prune(newest + kept.DAYS * 86400 + 1)

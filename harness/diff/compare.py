@@ -120,7 +120,8 @@ def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_com
     unknown = 0
     for cell, name, was, now in timed:
         unknown += not noise.known(was.wall_s, now.wall_s)
-        changes += _cost(cell, name, was, now, shift)
+        if min(was.measured, now.measured) >= noise.LEAST:
+            changes += _cost(cell, name, was, now, shift)
     for at in sorted(mine.keys() - theirs.keys()):
         changes.append(_change("vanished", mine[at], "", None, None))
     for at in sorted(theirs.keys() - mine.keys()):

@@ -30,6 +30,8 @@ def common(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
 
 def _middle(side: Sequence[float]) -> float:
     """The median of the logarithms."""
+    if len(side) == 1:  # most of many thousand arms
+        return math.log(side[0])
     ordered, half = sorted(side), len(side) // 2
     if len(side) % 2:
         return math.log(ordered[half])

@@ -8,11 +8,9 @@ kept in the user's cache, for as long as its files, the judge and the cases are 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -23,13 +21,13 @@ from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ResultsError, nearest
 from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.judge.again import judged_again
-from repro_matrix.paths import EXPECTED, PACKAGE, cache_dir
-from repro_matrix.results import runs
-from repro_matrix.results.store import Document, document_of, write_text
+from repro_matrix.paths import EXPECTED, PACKAGE
+from repro_matrix.results import kept, runs
+from repro_matrix.results.store import Document, document_of
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
 SEVERAL = 256  # from so many documents on, more than one process reads them
-Stat = tuple[int, int]  # of a file: another one whenever it was written
+Stat = tuple[int, int, int, int]  # of a file: another one whenever it was written, or is another file
 
 
 @dataclass
@@ -68,29 +66,27 @@ def side(name: str) -> Side:
 def read(root: Path, name: str = "") -> Side:
     """Every cell in a folder (older documents of its history left out). Raises ResultsError: it cannot be read."""
     found = Side(name or str(root))
-    kept = _Kept(root)
+    known = _Kept(root)
     cold: list[Path] = []
     states: dict[str, Stat] = {}
     try:
-        for path, state in _files(root):
-            at = str(path)
+        for at, state in _files(root):
             states[at] = state
-            if kept.has(at, state):
-                continue
-            cold.append(path)
+            if not known.has(at, state):
+                cold.append(Path(at))
     except OSError as error:
         raise ResultsError(f"{root}: {error.strerror or error}") from None
     for briefs, parts, told in _judged(cold):
-        kept.parts.update(parts)
-        kept.take(briefs, told, states)
-    kept.forget(states)
-    found.parts = kept.parts
-    for _, data, notes in kept.entries.values():
+        known.parts.update(parts)
+        known.take(briefs, told, states)
+    known.forget(states)
+    found.parts = known.parts
+    for _, data, notes in known.entries.values():
         if data is not None:
             found.briefs.append(from_json(data))
         found.notes += notes
-    if cold or kept.stale:
-        kept.write()
+    if cold or known.stale:
+        known.write()
     return found
 
 
@@ -101,17 +97,21 @@ def of_run(name: str, documents: Iterable[Document]) -> Side:
     return found
 
 
-def _files(root: Path) -> Iterator[tuple[Path, Stat]]:
+def _files(root: Path) -> Iterator[tuple[str, Stat]]:
     if root.is_file():
         info = root.stat()
-        yield root, (info.st_mtime_ns, info.st_size)
+        yield str(root), _state(info)
         return
     for folder, names, files in os.walk(root, onerror=_raise):
         names[:] = sorted(name for name in names if name != "history" and not name.startswith("."))
         for name in sorted(files):
             if name.endswith(".json") and not name.startswith("."):
                 info = os.stat(os.path.join(folder, name))
-                yield Path(folder) / name, (info.st_mtime_ns, info.st_size)
+                yield os.path.join(folder, name), _state(info)
+
+
+def _state(info: os.stat_result) -> Stat:
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
 
 
 def _raise(error: OSError) -> None:
@@ -180,18 +180,13 @@ class _Kept:
     """The briefs of one folder in the user's cache: path -> (the file's state, the brief, notes)."""
 
     def __init__(self, root: Path) -> None:
-        name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
-        self.path = cache_dir() / "state" / "briefs" / f"{name}.json"
+        self._file, self._key = kept.file("briefs", str(root.resolve())), kept.digest(judge_key())
         self.entries: dict[str, tuple[Stat, dict[str, Any] | None, list[str]]] = {}
         self.parts: Parts = {}
         self.stale = False
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            if data["by"] == judge_key():
-                self.entries = {at: (tuple(state), found, notes) for at, (state, found, notes) in data["of"].items()}
-                self.parts = data["parts"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # none yet, of another judge, or damaged: everything is read again
+        found = kept.read(self._file, self._key)
+        if found is not None:  # else there are none yet, or of another judge: everything is read again
+            self.entries, self.parts = found
 
     def has(self, at: str, state: Stat) -> bool:
         entry = self.entries.get(at)
@@ -210,11 +205,7 @@ class _Kept:
             del self.entries[at]
 
     def write(self) -> None:
-        """Where the cache cannot be written, the next comparison takes as long as this one."""
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            data = {"by": judge_key(), "parts": self.parts, "of": self.entries}
-            write_text(self.path, json.dumps(data, separators=(",", ":")))
+        kept.write(self._file, self._key, (self.entries, self.parts))
 
 
 @lru_cache(maxsize=1)

@@ -30,7 +30,7 @@ def file(*told: Any) -> Path:
 
 
 def _folder() -> Path:
-    return cache_dir() / "state" / "pages"
+    return cache_dir() / "state" / "kept"
 
 
 def prune(now: float | None = None) -> None:

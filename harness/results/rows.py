@@ -15,15 +15,7 @@ ATTENTION = {"unexpected": 0, "differs from cpu": 1, "unset": 2, "muted": 3, "as
 
 def arm_rows(document: Mapping[str, Any]) -> list[Row]:
     """One row per arm of a cell's document, the first arm first."""
-    return [_arm_row(document, name, arm) for name, arm in document["arms"].items()]
-
-
-def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> Row:
-    attempts = arm.get("attempts") or []
-    outcomes = [attempt["outcome"] for attempt in attempts]
-    verdict = document["verdicts"].get(name) or {}
-    walls = [float(attempt["observation"]["attempt"].get("wall_s") or 0) for attempt in attempts]
-    return {
+    cell = {
         "case": document["case"],
         "title": document["title"],
         "references": document["references"],
@@ -36,23 +28,45 @@ def _arm_row(document: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> 
         "where": where_of(document),
         "stack": document["stack"]["name"],
         "hardware": document["hardware"]["profile"],
+    }
+    said = document["verdicts"]
+    return [
+        {
+            **cell,
+            **_arm_row(said.get(name) or {}, name, arm),
+            "document": document.get("path"),
+            "torchrun": _by_hand(arm),
+        }
+        for name, arm in document["arms"].items()
+    ]
+
+
+def _arm_row(verdict: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> Row:
+    attempts = arm.get("attempts") or []
+    outcomes = [attempt["outcome"] for attempt in attempts]
+    kinds = kinds_of(outcomes)
+    walls = [float(attempt["observation"]["attempt"].get("wall_s") or 0) for attempt in attempts]
+    return {
         "arm": name,
         "outcome": summary_of(outcomes) if outcomes else "skipped",
-        "kinds": kinds_of(outcomes),
+        "kinds": kinds,
         "fires": sum(outcome["outcome"] == "fires" for outcome in outcomes),
         "clean": sum(outcome["outcome"] == "clean" for outcome in outcomes),
         "attempts": len(outcomes),
         "verdict": verdict.get("name"),
         "expected": verdict.get("expected", "unset") if verdict else None,
         "expectation": verdict.get("expectation"),
-        "infra": bool(verdict.get("infra")) or kinds_of(outcomes)[:1] == ["infra"],
+        "infra": bool(verdict.get("infra")) or kinds[:1] == ["infra"],
         "skip": arm.get("skip"),
         "reason": arm.get("skipped") or _with_note(verdict) or _reason(outcomes),
         "muted": verdict.get("muted"),
-        "wall_s": round(statistics.median(walls), 2) if walls else None,
-        "document": document.get("path"),
-        "torchrun": next((a["observation"]["attempt"].get("torchrun") for a in attempts), None),
+        "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
+
+
+def _by_hand(arm: Mapping[str, Any]) -> Any:
+    attempts = arm.get("attempts") or []
+    return next((attempt["observation"]["attempt"].get("torchrun") for attempt in attempts), None)
 
 
 def where_of(document: Mapping[str, Any]) -> str:
@@ -74,6 +88,8 @@ def summary_of(outcomes: Iterable[Mapping[str, Any]]) -> str:
 def kinds_of(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
     """What attempts came out as, the most frequent first."""
     names = [outcome["outcome"] for outcome in outcomes]
+    if len(names) == 1:
+        return names
     return sorted(set(names), key=lambda kind: (-names.count(kind), kind))
 
 
@@ -88,13 +104,13 @@ def by_attention(rows: Iterable[Row]) -> list[Row]:
     rows = list(rows)
     worst: dict[str, int] = {}
     for row in rows:
-        differs = min(ATTENTION.get(row["expected"], 9), ATTENTION["unset"])
-        worst[_cell(row)] = min(worst.get(_cell(row), 9), differs)
+        differs, cell = min(ATTENTION.get(row["expected"], 9), ATTENTION["unset"]), _cell(row)
+        worst[cell] = min(worst.get(cell, 9), differs)
     return sorted(rows, key=lambda row: worst[_cell(row)])
 
 
 def _cell(row: Row) -> str:
-    return repr([row[key] for key in ("case", "model", "strategy", "flags", "stack", "hardware")])
+    return f"{row['where']} {row['stack']} {row['hardware']}"
 
 
 def without_expectation(rows: Iterable[Row]) -> list[Row]:

@@ -128,10 +128,11 @@ def _listed(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _cases(rows: Sequence[Row]) -> Iterator[str]:
-    names = list(dict.fromkeys(row["case"] for row in rows))
-    width = max(map(len, names))
-    for name in names:
-        own = [row for row in rows if row["case"] == name]
+    by_case: dict[str, list[Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], []).append(row)
+    width = max(map(len, by_case))
+    for name, own in by_case.items():
         found = Counter(row["verdict"] for row in own if row["verdict"])
         told = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
         odd = sum(row["expected"] in ("unexpected", "differs from cpu") for row in own)
@@ -147,9 +148,11 @@ def _cases(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:
-    found = Counter(row["reason"] for row in rows)
-    for reason, count in found.most_common():
-        cases = list(dict.fromkeys(row["case"] for row in rows if row["reason"] == reason))
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["reason"], []).append(row["case"])
+    for reason, of in sorted(found.items(), key=lambda item: -len(item[1])):
+        cases, count = list(dict.fromkeys(of)), len(of)
         about = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
         yield from wrapped(f"{count:4}  {reason} [{about}]", "", 6)
 
