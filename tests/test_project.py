@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from judging import check, document, observation, ok, record
 
-from repro_matrix import paths
+from repro_matrix import cli, paths
 from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
 from repro_matrix.results import provenance
+from repro_matrix.results.store import write_json
 from repro_matrix.running import session
 from repro_matrix.stacks import spec
 
@@ -168,3 +171,56 @@ def test_an_expectation_that_no_measurement_shows_is_not_believed(team: Path, ce
     (told,) = prepared.left_out  # the run says so at its end, and ends with 3
     assert told.startswith(f"{file}: not believed: odd-batch: ")
     assert session.prepare(["case=ddp-unfinished-reduction"], build_stacks=False).left_out == []
+
+
+def measured(team: Path, verdict: str) -> None:
+    """A document of the case in the user's own baseline, as `repro accept` leaves it: all of it but the verdict."""
+    ranks = [ok(rank, record=record(rank, checks=[check("sum")])) for rank in (0, 1)]
+    clean = [("clean", observation(*ranks))]
+    made = document({"broken": clean, "drop-last": clean}, {"drop-last": verdict}, case="odd-batch", model="our-head",
+                    strategy="by-hand", where="our-head/by-hand", key="odd-batch/our-head-by-hand")  # fmt: skip
+    path = team / "results/baseline/cpu/torch2.13.0-tf5.23.0-abc/odd-batch/our-head-by-hand.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, made)
+
+
+def test_who_reads_results_believes_no_such_expectation_either(
+    team: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A forged table made a report green (``expected``), and of a case's own mistake an answer (``CHANGED``)."""
+    monkeypatch.setenv("REPRO_CACHE", str(team.parent / "cache"))
+    file = team / "results" / "expected" / "odd-batch.yaml"
+    run = team / "run"
+    measured(team, "NOT_FIRING")
+    shutil.copytree(team / "results/baseline", run)
+    found: dict[str, dict[str, object]] = {}
+    for name, text in (
+        ("none", None),
+        ("believed", WRITTEN.replace("FIX_BROKEN", "NOT_FIRING").replace("versions: {}", ENDS)),
+        ("forged", WRITTEN),
+        ("wide", WRITTEN.replace("FIX_BROKEN", "NOT_FIRING")),
+    ):
+        if text:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text.replace("CELLS", "cells: [our-head/by-hand]"))
+        told = []
+        for words in (
+            ["report", str(run), "--format", "json"],
+            ["claims", "--from", str(run)],
+            ["diff", str(run), str(run)],
+        ):
+            assert cli.main(words) == 0
+            said = capsys.readouterr()
+            told.append(f"{file}: not believed: odd-batch: " in said.err)
+            if words[0] == "report":
+                (row,) = [row for row in json.loads(said.out)["rows"] if row["arm"] == "drop-last"]
+        found[name] = {"told": told, "expected": row["expected"]}
+    assert found == {
+        "none": {"told": [False] * 3, "expected": "unset"},
+        "believed": {"told": [False] * 3, "expected": "expected"},
+        "forged": {"told": [True] * 3, "expected": "unset"},
+        "wide": {"told": [True] * 3, "expected": "unset"},
+    }
+
+
+ENDS = "versions: {torch: '>=2.13,<2.14', transformers: '>=5.23,<5.24'}"

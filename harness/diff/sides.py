@@ -22,7 +22,7 @@ from repro_matrix.conf.errors import ResultsError, nearest
 from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import EXPECTED, PACKAGE
-from repro_matrix.results import kept, runs
+from repro_matrix.results import kept, runs, unshown
 from repro_matrix.results.store import Document, document_of
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
@@ -87,6 +87,8 @@ def read(root: Path, name: str = "") -> Side:
         found.notes += notes
     if cold or known.stale:
         known.write()
+    if unshown.files():
+        found.notes += unshown.dropped(catalogue.load())
     return found
 
 
@@ -136,7 +138,9 @@ def _judged(paths: Sequence[Path]) -> Iterator[Read]:
 
 
 def _chunk(paths: Sequence[Path]) -> Read:
-    cases = catalogue.load().cases
+    known = catalogue.load()
+    unshown.dropped(known)  # said once, by ``read``
+    cases = known.cases
     notes: dict[str, list[str]] = {str(path): [] for path in paths}
     parts: Parts = {}
     found: dict[str, dict[str, Any]] = {}
@@ -218,4 +222,7 @@ def judge_key() -> str:
     for folder, pattern in folders:
         for path in sorted(folder.rglob(pattern)):
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    for path in unshown.files():  # on these it depends whether what is expected is believed
+        info = path.stat()
+        digest.update(f"{path} {info.st_mtime_ns} {info.st_size}".encode())
     return digest.hexdigest()[:16]

@@ -27,9 +27,9 @@ from repro_matrix.paths import cache_dir
 from repro_matrix.planning import placing
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import provenance, runs
+from repro_matrix.results import provenance, runs, unshown
 from repro_matrix.results.store import Store
-from repro_matrix.running import budget, canary, shards, unshown
+from repro_matrix.running import budget, canary, shards
 from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
 from repro_matrix.running.engine import Engine, More
 from repro_matrix.running.events import Event, Later, Summary

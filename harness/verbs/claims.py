@@ -12,7 +12,7 @@ from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ResultsError, unknown
 from repro_matrix.judge import claims as ledger
 from repro_matrix.judge.again import judged_again
-from repro_matrix.results import runs
+from repro_matrix.results import runs, unshown
 from repro_matrix.results.store import Store
 from repro_matrix.running import session
 from repro_matrix.terminal import listing
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     selection = overrides.parse([word for word in args.overrides if "=" in word])
     settings = compose_run(selection.run)
     catalogue = catalogues.load()
-    print_notes([f"left out: {text}" for text in catalogue.left_out])
+    print_notes([*(f"left out: {text}" for text in catalogue.left_out), *unshown.dropped(catalogue)])
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
     if args.source and not Path(args.source).is_dir():
         raise ResultsError(f"--from {args.source}: no such folder")

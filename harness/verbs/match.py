@@ -31,9 +31,12 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.matching.known import Catalogue, recognise
     from repro_matrix.matching.reading import blocks
     from repro_matrix.matching.scan import Texts, scan
-    from repro_matrix.terminal.report import print_json
+    from repro_matrix.results import unshown
+    from repro_matrix.terminal.report import print_json, print_notes
 
-    cases = catalogue.load().cases
+    known = catalogue.load()
+    print_notes(unshown.dropped(known))
+    cases = known.cases
     signatures, texts = Catalogue(cases), Texts(cases.values())
     found = []
     codes = set()

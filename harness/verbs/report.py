@@ -41,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.page import formats, render
     from repro_matrix.page.page import of_views, page
     from repro_matrix.page.read import Results, Views, read, views
+    from repro_matrix.results import unshown
 
     gc.freeze()  # the small objects of many thousand cells are all kept: looking for garbage takes as long as reading
     gc.disable()
@@ -56,8 +57,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--site writes pages of its own: not together with --output or another --format")
     target = _target(args, folders, results)
     catalogue = catalogues.load()
-    for text in catalogue.left_out:
-        print(f"note: left out: {text}", file=sys.stderr)
+    for text in [*(f"left out: {text}" for text in catalogue.left_out), *unshown.dropped(catalogue)]:
+        print(f"note: {text}", file=sys.stderr)
     as_page = args.format == "html" and not args.site  # from what is kept of each case, without its cells
     found: Results | Views = (views if as_page else read)(folders, catalogue, wanted)
     if not found.count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
@@ -12,17 +13,21 @@ from repro_matrix.results.backed import unbacked
 from repro_matrix.results.store import Store
 
 
-def dropped(catalogue: Catalogue, cases: Iterable[str]) -> list[str]:
+def dropped(catalogue: Catalogue, cases: Iterable[str] | None = None) -> list[str]:
     """Takes such a case's expectations out of the catalogue, so that nothing is expected of it: why, for each file.
 
-    It is no error: the way out is to measure the case and to accept that. What is shipped is looked at by a test
-    (tests/test_baseline.py).
+    ``cases``: look at these alone. It is no error: the way out is to measure the case and to accept that. What is
+    shipped is looked at by a test (tests/test_baseline.py).
     """
     own = project.current()
+    if own.expected == EXPECTED:
+        return []
+    wanted = set(catalogue.cases if cases is None else cases)
     found = []
-    for slug in sorted(set(cases)):
-        file, case = own.expected / f"{slug}.yaml", catalogue.cases[slug]
-        if own.expected == EXPECTED or not case.expect or not file.is_file():
+    for file in sorted(own.expected.glob("*.yaml")):
+        slug = file.stem
+        case = catalogue.cases.get(slug)
+        if case is None or slug not in wanted or not case.expect:
             continue
         judged = judged_again(Store(own.baseline).documents(cases=[slug]), catalogue.cases).documents
         missing = [f"{slug}: expected of every cell" for entry in case.expect if not entry.cells]
@@ -32,3 +37,11 @@ def dropped(catalogue: Catalogue, cases: Iterable[str]) -> list[str]:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             found.append(f"{file}: not believed: {missing[0]}{more}; `repro accept` writes it, with its measurement")
     return found
+
+
+def files() -> list[Path]:
+    """What it is decided by, beside the catalogue: the user's own measurements, where there are such tables."""
+    own = project.current()
+    if own.expected == EXPECTED or not any(own.expected.glob("*.yaml")):
+        return []
+    return sorted(own.baseline.rglob("*.json"))
