@@ -47,29 +47,48 @@ SLOW = (
 )
 
 # Module -> its fast tests, those that see most first.
-_GRADE = ("test_own_mistakes", "test_grade", "test_checks", "test_place")
+_GRADE = ("test_judge_edges", "test_own_mistakes", "test_grade", "test_checks", "test_place")
 MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/again.py": ("test_again", "test_facts", "test_comparable"),
-    "harness/judge/checks.py": ("test_checks", "test_grade"),
+    "harness/judge/checks.py": ("test_judge_edges", "test_checks", "test_grade"),
     "harness/judge/claims.py": ("test_claims", "test_comparable"),
-    "harness/judge/collectives.py": ("test_hang",),
+    "harness/judge/collectives.py": (
+        "test_judge_edges",
+        "test_hang",
+    ),
     "harness/judge/comparable.py": ("test_comparable", "test_facts"),
     "harness/judge/conditions.py": ("test_conditions", "test_claims"),
-    "harness/judge/evidence.py": ("test_place", "test_signature", "test_own_mistakes", "test_grade", "test_hang"),
+    "harness/judge/evidence.py": (
+        "test_judge_edges",
+        "test_place",
+        "test_signature",
+        "test_own_mistakes",
+        "test_grade",
+        "test_hang",
+    ),
     "harness/judge/expect.py": ("test_expect", "test_met", "test_facts"),
     "harness/judge/facts.py": ("test_facts",),
     "harness/judge/foreign.py": ("test_signature_parts",),
-    "harness/judge/genuine.py": ("test_lies", "test_checks"),
+    "harness/judge/genuine.py": ("test_judge_edges", "test_lies", "test_checks"),
     "harness/judge/grade.py": _GRADE,
-    "harness/judge/in_force.py": ("test_in_force", "test_own_mistakes"),
-    "harness/judge/looks.py": ("test_hang",),
+    "harness/judge/in_force.py": ("test_judge_edges", "test_in_force", "test_own_mistakes"),
+    "harness/judge/looks.py": (
+        "test_judge_edges",
+        "test_hang",
+    ),
     "harness/judge/met.py": ("test_met", "test_expect"),
     "harness/judge/metrics.py": ("test_claims",),
     "harness/judge/own.py": ("test_own_mistakes", "test_grade"),
-    "harness/judge/peers.py": ("test_signature", "test_grade"),
+    "harness/judge/peers.py": ("test_judge_edges", "test_signature", "test_grade"),
     "harness/judge/publishable.py": ("test_publishable", "test_accept"),
     "harness/judge/runs_here.py": ("test_in_force", "test_claims"),
-    "harness/judge/signature.py": ("test_signature", "test_signature_parts", "test_place", "test_hang"),
+    "harness/judge/signature.py": (
+        "test_judge_edges",
+        "test_signature",
+        "test_signature_parts",
+        "test_place",
+        "test_hang",
+    ),
     "harness/judge/verdict.py": ("test_verdict", "test_met", "test_own_mistakes", "test_expect", "test_comparable"),
     "harness/cell/doubt.py": ("test_result_schema", "test_store"),
     "harness/results/backed.py": ("test_backed",),
@@ -89,6 +108,11 @@ _STACKS = (
     'return machine and mapping(other.get("stack")).get("versions") != mapping(document.get("stack")).get("versions")'
 )
 EXPLAINED: dict[tuple[str, str, str], str] = {
+    (
+        "harness/judge/peers.py",
+        "0 -> 1",
+        "if rank.signal or rank.exit_code is None or rank.exit_code >= 0:",
+    ): "exit code 0: Signals(0) is none, which is said likewise",
     ("harness/judge/again.py", "And -> Or", _STACKS): _TWICE,
     ("harness/judge/again.py", "'stack' -> 'stackx'", _STACKS): _TWICE,
 }
