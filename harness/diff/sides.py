@@ -138,9 +138,9 @@ def _judged(paths: Sequence[Path]) -> Iterator[Read]:
 
 
 def _chunk(paths: Sequence[Path]) -> Read:
-    known = catalogue.load()
-    unshown.dropped(known)  # said once, by ``read``
-    cases = known.cases
+    everything = catalogue.load()
+    unshown.dropped(everything)  # said once, by ``read``
+    cases = everything.cases
     notes: dict[str, list[str]] = {str(path): [] for path in paths}
     parts: Parts = {}
     found: dict[str, dict[str, Any]] = {}
