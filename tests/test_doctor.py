@@ -76,7 +76,7 @@ def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
         Card(mig=["MIG-x"]),
         Card(no_peers=True),
     ]
-    python = python_that_says(tmp_path, *lines(gpus=2))
+    python = python_that_says(tmp_path, *lines(gpus=3))
     done = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}")
     assert done.returncode == 0, done.stdout + done.stderr
     shown = done.stdout
@@ -86,8 +86,11 @@ def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
     assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
     assert "peer access: none between 0-3, 1-3" in shown
     assert "/dev/shm: " in shown and "stacks of hung ranks: " in shown
-    assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more stays unused), backend nccl | cpu, backend gloo;" in shown
-    assert "note: GPU 1 (NVIDIA A100-SXM4-80GB): unused, hardware=gpu2 has 2 of the 3 that can be used" in shown
+    assert "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
+    python = python_that_says(tmp_path, *lines(gpus=2))
+    two = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").stdout
+    assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more stays unused), backend nccl;" in two
+    assert "note: GPU 1 (NVIDIA A100-SXM4-80GB): unused, hardware=gpu2 has 2 of the 3 that can be used" in two
     assert "note: persistence mode is off on GPU 0" in shown
 
 

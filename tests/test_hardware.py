@@ -58,7 +58,8 @@ NO_LIBRARY = FakeNvml(init_error=12)
         ([Card() for _ in range(8)], "a100x8"),
         ([Card(H200)], "gpu1"),
         ([Card(), Card(), Card(H200), Card(H200)], "gpu4"),
-        ([Card(), Card(), Card(), Card(mig=["MIG-1"])], "gpu2"),  # the card in MIG mode is left out
+        ([Card(), Card(), Card(), Card(mig=["MIG-1"])], "gpu3"),  # the card in MIG mode is left out
+        ([*(Card() for _ in range(7)), Card(lost=True)], "gpu7"),
         ([Card(), Card(mode="prohibited"), Card()], "gpu2"),
         ([Card(lost=True), Card()], "gpu1"),
         ([Card(recovery=2), Card()], "gpu1"),
@@ -72,9 +73,9 @@ def test_auto_takes_what_can_be_used(cards: list[Card], profile: str, look: Look
     assert settle("auto", KNOWN, look(FakeNvml(cards))).name == profile
 
 
-@pytest.mark.parametrize("count, used", [(3, 2), (5, 4), (6, 4), (7, 4), (9, 8), (2, 2), (4, 4), (8, 8)])
+@pytest.mark.parametrize("count, used", [(9, 8), (16, 8), *((n, n) for n in range(1, 9))])
 def test_cards_that_stay_unused_are_named_and_why(count: int, used: int, look: Look) -> None:
-    """3 or 6 cards were gpu2 or gpu4 without a word about the rest."""
+    """3 or 6 cards were gpu2 or gpu4 without a word about the rest, and arms of three ranks lacked one of three."""
     found = settle("auto", KNOWN, look(FakeNvml([Card(H200) for _ in range(count)])))
     assert len(found.gpus) == used and len(found.idle) == count - used
     told, why = found.words(), found.why_idle()

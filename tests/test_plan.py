@@ -134,7 +134,7 @@ def test_fingerprint_follows_what_the_answer_depends_on() -> None:
         ((), "cpu"),
         (gpus(1), "gpu1"),
         (gpus(2), "gpu2"),
-        (gpus(6), "gpu4"),
+        (gpus(6), "gpu6"),
         (gpus(8), "a100x8"),
         (gpus(8, "NVIDIA H200"), "gpu8"),
     ],
