@@ -317,13 +317,6 @@ def test_more_that_decides_nothing_never_changes_the_status(cells: list[Any], ex
     assert row(claiming(HOLDS), *there).status == row(claiming(HOLDS), *there, more).status
 
 
-@pytest.mark.parametrize("junk", [{}, {"case": "some-case"}, {"case": "some-case", "arms": {"fix": {"attempts": [3]}}}])
-def test_damaged_documents_decide_nothing(junk: dict[str, Any]) -> None:
-    metric_of = {"arm": "fix", "metric": {"name": "x", "below": "broken"}}
-    for predicts in (HOLDS, {"arm": "fix", "outcome": "clean"}, metric_of):
-        assert row(claiming(predicts), junk).status == "untested"
-
-
 # --- only where the failure is there
 
 

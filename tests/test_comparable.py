@@ -122,7 +122,7 @@ def test_an_upgrade_compares_like_with_like() -> None:
     assert [change.kind for change in alike.changes if change.arm == "broken"] == ["leaves"]
     other = compare([cell(1024, torch="2.2.2")], [cell(256, CLEAN)])
     assert other.changes == ()
-    assert ("some-case/m-fsdp", "broken", "not measured alike: hidden_size 1024 against 256") in other.unknown
+    assert ("some-case/m-fsdp", "broken", "not measured alike: hidden_size 1024 against 256", False) in other.unknown
 
 
 def test_a_claim_leaves_out_what_was_not_measured_as_the_newest_was() -> None:
@@ -131,7 +131,7 @@ def test_a_claim_leaves_out_what_was_not_measured_as_the_newest_was() -> None:
     old["verdicts"]["fix"]["name"] = "FIX_BROKEN"
     (found,) = ledger([known], [old, new])
     assert found.status == "upheld"
-    assert "left out: fix: hidden_size 1024 against 256" in found.detail
+    assert "left out: arm fix: hidden_size 1024 against 256" in found.detail
     for arm in old["arms"].values():
         arm["settings"] = changed(("model", "config", "hidden_size"), 256)
     assert ledger([known], [old, new])[0].status == "conditional"

@@ -49,7 +49,10 @@ def table(written: str, name: str = "some-case") -> dict[str, list[Expectation]]
         def glob(self, _: str) -> list[Path]:
             return [Path(f"results/expected/{name}.yaml")]
 
-    return read(Folder(), {"some-case": case()}, lambda _: yaml.safe_load(written))  # type: ignore[arg-type]
+    found, wrong = read(Folder(), {"some-case": case()}, lambda _: yaml.safe_load(written))  # type: ignore[arg-type]
+    for error in wrong.values():
+        raise error
+    return found
 
 
 GOOD = text("some-case", [Expectation(verdicts={"fix": "FIX_HOLDS"}, measured=[{"torch": "2.13.0"}], reason="r")])

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from repro_matrix import cli
-from repro_matrix.conf import catalogue
+from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ConfigError, Options, unknown
-from repro_matrix.paths import CONF
+from repro_matrix.paths import BASELINE, CONF, EXPECTED
 from repro_matrix.results.exit_code import TOO_LITTLE
+from repro_matrix.running import session
 from repro_matrix.terminal import summary
 
 WRONG = {
@@ -142,3 +143,54 @@ def test_a_wrong_stack_is_in_nobodys_way(own: Callable[[str, str], Path], capsys
 
 def test_the_projects_own_files_are_all_right() -> None:
     assert catalogue.load().left_out == []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the shipped configuration and of what is expected, which the catalogue reads."""
+    shutil.copytree(CONF, tmp_path / "conf")
+    shutil.copytree(EXPECTED, tmp_path / "results" / "expected")
+    load = catalogue.load
+    monkeypatch.setattr(catalogue, "load", lambda conf=tmp_path / "conf", **more: load(conf, **more))
+    return tmp_path
+
+
+BAD_TABLES = {
+    "results/expected/train-step.yaml:4: not valid YAML": "case: train-step\nstretches:\n- {a: b\nverdicts: {}\nx: ]\n",
+    "results/expected/train-step.yaml: unknown key 'streches'; did you mean 'stretches'?":
+        "case: train-step\nstreches: 1\n",
+    "results/expected/train-step.yaml: must hold a mapping": "- 1\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", BAD_TABLES)
+def test_a_wrong_table_of_expectations_disables_its_case_only(
+    wrong: str, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "results" / "expected" / "train-step.yaml").write_text(BAD_TABLES[wrong])
+    (checkout / "results" / "expected" / "train-stepp.yaml").write_text("case: train-stepp\n")
+    code, out, err = said(capsys, "list", "case=fsdp-generate")
+    assert code == 0 and "fsdp-generate" in out and wrong in err
+    assert "results/expected/train-stepp.yaml: " in err and "'train-stepp'" in err
+    for words in (["list", "case=train-step"], ["show", "train-step"]):
+        code, _, err = said(capsys, *words)
+        assert code == 2 and wrong in err and "Traceback" not in err
+    with pytest.raises(ConfigError, match="train-step"):
+        catalogue.load(strict=True)
+
+
+def test_a_damaged_published_document_is_named_and_the_rest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = tmp_path / "baseline"
+    source = next(BASELINE.glob("*/*/train-step"))
+    shutil.copytree(source, baseline / source.relative_to(BASELINE))
+    first, *rest = sorted(baseline.rglob("*.json"))
+    whole = json.loads(first.read_text())
+    first.write_text(json.dumps({key: value for key, value in whole.items() if key != "hardware"}))
+    monkeypatch.setattr(project, "published", lambda: [baseline])
+    told: list[str] = []
+    known = session.history([], {"train-step"}, told.append)
+    assert len(known) == len(rest) and len(told) == 1 and str(first) in told[0] and "hardware" in told[0]
+    code, out, err = said(capsys, "claims", "--json", f"results={tmp_path / 'none'}")
+    assert code == 0 and json.loads(out) and str(first) in err

@@ -19,7 +19,7 @@ WIDTHS = st.sampled_from([60, 80, 119, 120])
 
 def claim(**changes: Any) -> ClaimRow:
     made = {"case": "some-case", "id": "1a", "text": "it helps", "source": "a/b#1", "status": "upheld",
-            "detail": "2 measurements: fix FIX_HOLDS; and 1 more", "evidence": ()}  # fmt: skip
+            "detail": "2 measurements: fix FIX_HOLDS; and 1 more", "evidence": (), "brief": "2 measurements"}  # fmt: skip
     return ClaimRow(**{**made, **changes})
 
 
@@ -41,7 +41,7 @@ def test_no_claim_is_wider_than_its_line_and_each_has_one(text: str, detail: str
 
 
 def test_a_claim_is_its_status_its_words_and_when_it_holds() -> None:
-    rows = [claim(), claim(id="1b", status="conditional", detail="holds for torch <= 2.5; not for >= 2.6")]
+    rows = [claim(), claim(id="1b", status="conditional", detail="holds for torch <= 2.5; not for >= 2.6", brief="")]
     assert list(listing.claims(rows, 120)) == [
         "", "some-case",
         "  upheld       1a  it helps | 2 measurements",

@@ -27,7 +27,7 @@ def document(stack: str, **arms: str) -> dict[str, Any]:
         name, _, message = how.partition(":")
         attempts = [{"outcome": outcome(name, message or "m"), "observation": {}}]
         skipped = "needs 2 GPUs" if name == "skipped" else None
-        made[arm] = {"skipped": skipped, "stack": stack, "attempts": [] if skipped else attempts}
+        made[arm] = {"skipped": skipped, "stack": stack, "settings": {}, "attempts": [] if skipped else attempts}
     return {"case": "a", "key": "a/m-s", "stack": {"name": stack}, "arms": made}
 
 

@@ -106,7 +106,7 @@ def test_upstream_fixed_needs_a_stored_older_measurement_that_fired() -> None:
     assert found([sometimes]).name == "NOT_FIRING"
     assert found([older(torch="2.14.0")]).name == "NOT_FIRING", "a newer stack that fires is a regression to come"
     assert found([older(torch="2.2.2", transformers="5.24.0")]).name == "NOT_FIRING"
-    assert found([{}, {"arms": None}]).name == "NOT_FIRING"
+    assert found([{**before, "arms": {"fix": before["arms"]["broken"]}}]).name == "NOT_FIRING"
     assert judged(["fires"], ["clean"], history=[before], versions=now).name == "FIX_HOLDS"
 
 

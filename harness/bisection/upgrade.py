@@ -84,7 +84,7 @@ def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Chan
     first = next(iter(after["arms"]), "")
     for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
         found: Change | Unknown | None = None
-        unlike = comparable(*(mapping(mapping(d["arms"]).get(arm)).get("settings") or {} for d in (before, after)))
+        unlike = comparable(before["arms"][arm]["settings"], after["arms"][arm]["settings"])
         if unlike:
             found = Unknown(key, arm, f"not measured alike: {unlike}")
         elif one.label is None or other.label is None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from repro_matrix.cell.types import Cell, Record
+from repro_matrix.cell.types import Cell, Document, Record
 
 SHOWN = 3  # of what is wrong with one value
 
@@ -18,13 +18,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)  # built when it is first needed: `repro --help` reads no document
 
 
-def cell(value: Any) -> dict[str, Any]:
+def cell(value: Any) -> Document:
     """The same value, known to be a cell's document. Raises ValueError, which names what is wrong by its place."""
     wrong = _wrong(Cell, value)
     if wrong:
         raise ValueError(wrong)
     _consistent(value)
-    return cast(dict[str, Any], value)
+    return cast(Document, value)
 
 
 def record(value: Any) -> Record:

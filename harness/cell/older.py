@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from repro_matrix.cell.types import Skip
+from repro_matrix.cell.types import Document, FailureKind, Skip
 
 Json = dict[str, Any]
 
@@ -43,7 +43,7 @@ def with_ranks(document: Json) -> Json:
     return document
 
 
-def filled(document: Json) -> Json:
+def filled(document: Document) -> Document:
     """The same document (changed in place), which is known to be one, with what one of today holds."""
     for arm in document["arms"].values():
         if arm["skipped"] and not arm.get("skip"):
@@ -70,7 +70,7 @@ def skip_of(reason: str) -> Skip:
     return {"kind": "unknown", "needs": []}
 
 
-def kind_of(type_: str) -> str:
+def kind_of(type_: str) -> FailureKind:
     """How a rank failed, by what a failure without an exception is called."""
     if _ENDED.fullmatch(type_) is None:
         return "exception"

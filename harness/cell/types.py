@@ -25,6 +25,7 @@ InfraKind = Literal[
 ]  # fmt: skip
 # Why an attempt is no evidence, beside the kinds that the launcher knows: what the judge found.
 NoEvidence = Literal["interrupted", "not-in-force", "stack changed"]
+Accelerator = Literal["cpu", "cuda"]
 EndedBy = Literal["self", "launcher", "deadline", "user"]
 # Why an arm is not launched: a number of ranks, of GPUs, an accelerator, cards that are shared or in a mode of their
 # own, a flag's value, what does not divide, a stack or packages that are not there, memory, weights, the same arm.
@@ -448,7 +449,7 @@ class Probe(TypedDict):
 class Hardware(TypedDict):
     profile: str
     facts: NotRequired[Annotated[dict[str, str | bool], Field(description="what all ranks said of their machine")]]
-    accelerator: Literal["cpu", "cuda"]
+    accelerator: Accelerator
     backend: NotRequired[str]
     shared: NotRequired[Annotated[bool, Field(description="all ranks of an attempt on one GPU")]]
     gpus: list[Gpu]

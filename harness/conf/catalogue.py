@@ -149,16 +149,22 @@ def load(
             laid = [_patch(raw, *change) for change in given if _meant(group, raw, change[0])]
             raws[group][path.stem] = raw
             parsed[group][path.stem] = _option(model, raw, path, group) if laid else option
-    for slug, entries in _expected(conf, parsed["case"]).items():
+    known, wrong = _expected(conf, parsed["case"])
+    for slug, entries in known.items():
         parsed["case"][slug] = parsed["case"][slug].model_copy(update={"expect": entries})
+    for slug, why in wrong.items():
+        if strict:
+            raise why
+        parsed["case"].pop(slug, None)
+        parsed["case"].left_out[slug] = why
     catalogue = Catalogue(
         parsed["case"], parsed["model"], parsed["strategy"], parsed["stack"], parsed["hardware"], raws, repros, own
     )
     for keys, _ in (patches or {}).get("strategy", []):
-        known = {option for strategy in catalogue.strategies.values() for option in strategy.options}
-        if keys[0] == "options" and keys[-1] not in known:
-            raise unknown("strategy option", keys[-1], known, f"override strategy.{'.'.join(keys)}")
-    wrong: dict[str, ConfigError] = {}
+        options = {option for strategy in catalogue.strategies.values() for option in strategy.options}
+        if keys[0] == "options" and keys[-1] not in options:
+            raise unknown("strategy option", keys[-1], options, f"override strategy.{'.'.join(keys)}")
+    wrong = {}
     for slug in parsed["case"]:
         parsed["case"][slug] = _without(parsed["case"][slug], catalogue)
         try:
@@ -202,17 +208,20 @@ def _without(case: Case, catalogue: Catalogue) -> Case:
     return case.model_copy(update={"axes": case.axes.model_copy(update=axes)}) if changed else case
 
 
-def _expected(conf: Path, cases: Mapping[str, Case]) -> dict[str, list[Expectation]]:
-    """Case -> its expectations, shipped (results/expected beside conf/) or the user's own."""
+def _expected(conf: Path, cases: Mapping[str, Case]) -> tuple[dict[str, list[Expectation]], dict[str, ConfigError]]:
+    """Case -> its expectations, shipped (results/expected beside conf/) or the user's own; and the files that are
+    wrong."""
     shipped = conf.parent / "results" / "expected"
-    found = expected.read(shipped, cases, read_yaml)
+    found, wrong = expected.read(shipped, cases, read_yaml)
     folder = project.current().expected
     if conf == CONF and folder != shipped:
-        for slug, entries in expected.read(folder, cases, read_yaml).items():
-            if slug in found:
-                raise ConfigError(f"{folder / slug}.yaml: what is expected of {slug} is also in {shipped / slug}.yaml")
-            found[slug] = entries
-    return found
+        own, more = expected.read(folder, cases, read_yaml)
+        for slug in own.keys() & found.keys():
+            told = f"{folder / slug}.yaml: what is expected of {slug} is also in {shipped / slug}.yaml"
+            more[slug] = ConfigError(told)
+        found |= own
+        wrong |= more
+    return {slug: entries for slug, entries in found.items() if slug not in wrong}, wrong
 
 
 def _short(path: Path) -> str:

@@ -72,22 +72,33 @@ def _line(item: Mapping[str, Any]) -> str:
     return dumped.strip()[1:-1]
 
 
-def read(folder: Path, cases: Mapping[str, Case], load: Any) -> dict[str, list[Expectation]]:
-    """Case -> its expectations; ``load`` reads a YAML file. Raises ConfigError: a file of no case, or no such table."""
-    found = {}
+def read(
+    folder: Path, cases: Mapping[str, Case], load: Any
+) -> tuple[dict[str, list[Expectation]], dict[str, ConfigError]]:
+    """Case -> its expectations, and the name of each file that is wrong (no such table, or of no case) -> why: it
+    disables itself, and with it its case. ``load`` reads a YAML file."""
+    found: dict[str, list[Expectation]] = {}
+    wrong: dict[str, ConfigError] = {}
     for path in sorted(folder.glob("*.yaml")):
-        where = str(Path(*path.parts[-3:]))
         if isinstance(cases, Options) and path.stem in cases.left_out:
             continue
-        if path.stem not in cases:
-            raise unknown("case", path.stem, cases, where)
-        raw = load(path)
         try:
-            table = Table.model_validate(raw)
-            entries = table.expectations
-        except ValidationError as error:
-            raise describe_validation(error, Table, where) from None
-        if table.case != path.stem:
-            raise ConfigError(f"{where}: case must be the file's name, {path.stem!r}")
-        found[path.stem] = entries
-    return found
+            found[path.stem] = _entries(path, cases, load)
+        except ConfigError as error:
+            wrong[path.stem] = error
+    return found, wrong
+
+
+def _entries(path: Path, cases: Mapping[str, Case], load: Any) -> list[Expectation]:
+    where = str(Path(*path.parts[-3:]))
+    if path.stem not in cases:
+        raise unknown("case", path.stem, cases, where)
+    raw = load(path)
+    try:
+        table = Table.model_validate(raw)
+        entries = table.expectations
+    except ValidationError as error:
+        raise describe_validation(error, Table, where) from None
+    if table.case != path.stem:
+        raise ConfigError(f"{where}: case must be the file's name, {path.stem!r}")
+    return entries

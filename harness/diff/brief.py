@@ -10,12 +10,13 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from repro_matrix.bisection.labels import answer
+from repro_matrix.cell.types import Arm, Document, Made, Settings
 from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.judge.comparable import comparable
-from repro_matrix.judge.evidence import items, mapping, number, text
+from repro_matrix.judge.evidence import number
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import all_met
@@ -80,50 +81,44 @@ class Brief:
         return next(iter(self.arms), "")
 
 
-def brief(document: Mapping[str, Any], parts: Parts) -> Brief:
-    """A judged document in brief; ``parts`` takes up what its arms' settings consist of.
-
-    Raises KeyError, TypeError or ValueError for what is no cell's document.
-    """
+def brief(document: Document, parts: Parts) -> Brief:
+    """A judged document in brief; ``parts`` takes up what its arms' settings consist of."""
     stack, made = document["stack"], document["provenance"]
-    versions = {name: str(v) for name, v in mapping(stack.get("versions")).items() if name in RELEVANT}
-    arms = {}
-    for name, arm in document["arms"].items():
-        arms[str(name)] = _arm(document, str(name), arm, parts)
     return Brief(
-        case=str(document["case"]), key=str(document.get("key") or f"{document['case']}/{where_of(document)}"),
-        where=where_of(document), hardware=str(document["hardware"]["profile"]), stack=str(stack["name"]),
-        versions=versions, started=float(made["started"]), commit=made.get("git_commit"),
-        control=document.get("kind") == "control", arms=arms, path=text(document.get("path")),
+        case=document["case"], key=document.get("key") or f"{document['case']}/{where_of(document)}",
+        where=where_of(document), hardware=document["hardware"]["profile"], stack=stack["name"],
+        versions={name: version for name, version in stack["versions"].items() if name in RELEVANT},
+        started=made["started"], commit=made["git_commit"], control=document["kind"] == "control",
+        arms={name: _arm(document, name, arm, parts) for name, arm in document["arms"].items()},
+        path=document.get("path", ""),
     )  # fmt: skip
 
 
-def _arm(document: Mapping[str, Any], name: str, arm: Mapping[str, Any], parts: Parts) -> ArmBrief:
-    case = str(document["case"])
-    attempts = items(arm["attempts"])
+def _arm(document: Document, name: str, arm: Arm, parts: Parts) -> ArmBrief:
+    case, attempts = document["case"], arm["attempts"]
     outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in attempts]
     pairs = [(a, o) for a, o in zip(attempts, outcomes) if o.outcome not in NO_EVIDENCE]
     met = {str(item) for item in all_met(case, outcomes)} | {HANG for _, o in pairs if o.outcome == HANG}
     told = answer(case, arm)
-    verdict = mapping(mapping(document.get("verdicts")).get(name))
+    verdict = document["verdicts"].get(name)
     lost = [o.reason for o in outcomes if o.outcome == "infra"]
     peaks = [_peak(attempt) for attempt, _ in pairs]
     return ArmBrief(
-        verdict=as_expected(str(verdict["name"])) if verdict.get("name") else None,
+        verdict=as_expected(verdict["name"]) if verdict else None,
         kinds=dict(Counter(o.outcome for _, o in pairs)),
         met=sorted(met),
         text=told.detail if pairs and met else (lost[0] if lost and not pairs else ""),
-        wall_s=[float(number(a["observation"]["attempt"].get("wall_s")) or 0.0) for a, _ in pairs],
+        wall_s=[a["observation"]["attempt"]["wall_s"] for a, _ in pairs],
         peak_mb=peaks if all(peaks) else [],
-        settings=_settings(mapping(arm.get("settings")), parts),
-        skipped=str(arm["skipped"]) if arm.get("skipped") else None,
-        expected=verdict.get("expected"),
+        settings=_settings(arm["settings"], parts),
+        skipped=arm["skipped"],
+        expected=verdict.get("expected") if verdict else None,
     )
 
 
-def _peak(attempt: Mapping[str, Any]) -> float:
+def _peak(attempt: Made) -> float:
     """MiB of the fullest rank: of its card where it used one, else of the process; 0 where that is not recorded."""
-    records = [mapping(rank.get("record")) for rank in items(attempt["observation"]["ranks"])]
+    records = [rank["record"] for rank in attempt["observation"]["ranks"] if rank["record"]]
     for name in ("peak_gpu_mb", "peak_rss_mb"):
         found = [number(record.get(name)) or 0.0 for record in records]
         if any(found):
@@ -131,15 +126,17 @@ def _peak(attempt: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _settings(settings: Mapping[str, Any], parts: Parts) -> list[str]:
+def _settings(settings: Settings, parts: Parts) -> list[str]:
     if not settings:
         return []
-    model, strategy = mapping(settings.get("model")), mapping(settings.get("strategy"))
+    model: Mapping[str, Any] = settings.get("model", {})
+    strategy: Mapping[str, Any] = settings.get("strategy", {})
+    plain: Mapping[str, Any] = dict(settings)
     found = {
         "model": {key: model.get(key) for key in ("slug", "scale", "weights", "config")},
         "flags": settings.get("flags"),
         "strategy": {key: strategy.get(key) for key in ("slug", "options")},
-        "plain": {key: settings[key] for key in ("world_size", "tp_size", "steps", "seed") if key in settings},
+        "plain": {key: plain[key] for key in ("world_size", "tp_size", "steps", "seed") if key in plain},
     }
     return [_digest(found[name], parts) for name in _PARTS]
 
@@ -156,7 +153,8 @@ def unlike(one: ArmBrief, other: ArmBrief, parts: Parts) -> str | None:
     if one.settings == other.settings or not one.settings or not other.settings:
         return None
     mine, theirs = ({n: parts.get(d) for n, d in zip(_PARTS, arm.settings)} for arm in (one, other))
-    return comparable({**mine, **(mine["plain"] or {})}, {**theirs, **(theirs["plain"] or {})})
+    left, right = ({**said, **(said["plain"] or {})} for said in (mine, theirs))
+    return comparable(cast(Settings, left), cast(Settings, right))
 
 
 def to_json(found: Brief) -> dict[str, Any]:

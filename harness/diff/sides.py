@@ -150,34 +150,16 @@ def _chunk(paths: Sequence[Path]) -> Read:
             documents.append({**document_of(path.read_text(encoding="utf-8")), "path": str(path)})
         except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
             notes[str(path)].append(f"{path}: left out: {error}")
-    foreign = [document for document in documents if document.get("case") not in cases]
+    foreign = [document for document in documents if document["case"] not in cases]
     for document in foreign:
-        wrong = f"case {document.get('case')!r} is not in this catalogue: its verdicts are taken as stored"
+        wrong = f"case {document['case']!r} is not in this catalogue: its verdicts are taken as stored"
         notes[document["path"]].append(f"{document['path']}: {wrong}")
-    known = [document for document in documents if document.get("case") in cases]
-    for document in [*_again(known, cases, notes), *foreign]:
-        try:
-            found[document["path"]] = to_json(brief(document, parts))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            wrong = f"{document['path']}: left out: damaged ({type(error).__name__}: {error})"
-            notes[document["path"]].append(wrong)
+    judged = judged_again([document for document in documents if document["case"] in cases], cases)
+    for at, said in judged.remarks:
+        notes[at].append(f"{at}: {said}")
+    for document in [*judged.documents, *foreign]:
+        found[document["path"]] = to_json(brief(document, parts))
     return found, parts, notes
-
-
-def _again(documents: list[Document], cases: Any, notes: dict[str, list[str]]) -> list[Document]:
-    """Judged anew, together; where one is so damaged that it cannot be, each alone."""
-    try:
-        judged = judged_again(documents, cases)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if len(documents) == 1:
-            at = documents[0]["path"]
-            notes[at].append(f"{at}: left out: damaged ({type(error).__name__}: {error})")
-            return []
-        return [each for document in documents for each in _again([document], cases, notes)]
-    for text in judged.notes:
-        at = next((str(d["path"]) for d in documents if text.startswith(f"{d['path']}: ")), "")
-        notes.setdefault(at, []).append(text)
-    return judged.documents
 
 
 class _Kept:

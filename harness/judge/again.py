@@ -12,26 +12,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any, cast
 
-from repro_matrix.cell import types as cell
+from repro_matrix.cell.types import Arm, Cell, Document, Settings
+from repro_matrix.cell.types import Verdict as Stored
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import facts, genuine, grade, verdict
-from repro_matrix.judge.evidence import items, mapping, text
 from repro_matrix.judge.expect import as_expected, told
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import Met
 
-Document = dict[str, Any]
-
 
 @dataclass
 class Judged:
-    """``documents`` as they are to be read, and ``notes``: which of them said something else, or were left out."""
+    """``documents`` as they are to be read, and ``remarks``: which of them said something else, or were left out."""
 
     documents: list[Document] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    remarks: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{document}: {remark}" for document, remark in self.remarks]
 
 
-def judged_again(documents: Iterable[Mapping[str, Any]], cases: Mapping[str, Case]) -> Judged:
+def judged_again(documents: Iterable[Document], cases: Mapping[str, Case]) -> Judged:
     """Every document of a case of the catalogue, judged by that case as it is now.
 
     The documents are each other's history: an older stack that fired makes a newer one's NOT_FIRING an UPSTREAM_FIXED.
@@ -40,99 +42,102 @@ def judged_again(documents: Iterable[Mapping[str, Any]], cases: Mapping[str, Cas
     found = Judged()
     groups: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
-        if document.get("case") not in cases:
+        if document["case"] not in cases:
             continue
-        where = str(document.get("path") or document.get("key"))
-        wrong = contradiction(document) or genuine.contradiction(cast(cell.Document, document), cases[document["case"]])
+        case, where = cases[document["case"]], named(document)
+        wrong = contradiction(document) or genuine.contradiction(document, case)
         if wrong:
-            found.notes.append(f"{where}: left out: {wrong}")
+            found.remarks.append((where, f"left out: {wrong}"))
             continue
-        case = cases[document["case"]]
         outcomes = outcomes_of(document, case, cases)
         again = with_outcomes(document, outcomes)
-        found.notes += [f"{where}: {text}" for text in _other_outcomes(document, outcomes)]
+        found.remarks += [(where, text) for text in _other_outcomes(document, outcomes)]
         found.documents.append(again)
-        groups.setdefault((again["case"], str(again.get("key"))), []).append(again)
+        groups.setdefault((again["case"], again.get("key", "")), []).append(again)
     for document in found.documents:
-        older = [d for d in groups[document["case"], str(document.get("key"))] if _other_stack(d, document)]
-        said = mapping(document.get("verdicts"))
+        older = [d for d in groups[document["case"], document.get("key", "")] if _other_stack(d, document)]
+        said = document["verdicts"]
         document["verdicts"] = verdicts_of(document, cases[document["case"]], older)
-        where = str(document.get("path") or document.get("key"))
-        found.notes += [f"{where}: {text}" for text in _other_verdicts(said, document["verdicts"])]
+        found.remarks += [(named(document), text) for text in _other_verdicts(said, document["verdicts"])]
     return found
+
+
+def named(document: Document) -> str:
+    """A document, in a note of it."""
+    return document.get("path") or document.get("key") or document["case"]
 
 
 def with_expectations(document: Document, case: Case) -> Document:
     """A document judged again, whose verdicts also say how they compare with what is expected now."""
-    stack, hardware = mapping(document.get("stack")), mapping(document.get("hardware"))
-    versions, profile = mapping(stack.get("versions")), text(hardware.get("profile"))
-    where = text(document.get("where")) or f"{text(document.get('model'))}/{text(document.get('strategy'))}"
+    hardware = document["hardware"]
+    versions, profile, known = document["stack"]["versions"], hardware["profile"], hardware.get("facts", {})
+    where = document.get("where") or f"{document['model']}/{document['strategy']}"
     verdicts = {}
-    for name, said in mapping(document.get("verdicts")).items():
-        found = verdict.Verdict(**{**said, "met": tuple(Met(**met) for met in said["met"])})
-        verdicts[name] = {**said, **told(case, where, name, found, versions, profile, mapping(hardware.get("facts")))}
+    for name, said in document["verdicts"].items():
+        more = told(case, where, name, read_verdict(said), versions, profile, known)
+        verdicts[name] = cast(Stored, {**said, **more})
     return {**document, "verdicts": verdicts}
 
 
-def outcomes_of(document: Mapping[str, Any], case: Case, cases: Mapping[str, Case]) -> dict[str, list[Outcome]]:
+def read_verdict(said: Stored) -> verdict.Verdict:
+    """A verdict that was made here, from its JSON."""
+    plain: dict[str, Any] = {key: value for key, value in said.items() if key in verdict.KEYS}
+    return verdict.Verdict(**{**plain, "met": tuple(Met(**met) for met in said.get("met", ()))})
+
+
+def outcomes_of(document: Document, case: Case, cases: Mapping[str, Case]) -> dict[str, list[Outcome]]:
     """Arm -> its attempts, graded by the case as it is now. Arms that the case has no longer are left out."""
-    planned = mapping(mapping(document.get("stack")).get("versions"))
+    stack = document["stack"]
     found = {}
-    for name, arm in mapping(document.get("arms")).items():
+    for name, arm in document["arms"].items():
         if name not in case.arms:
             continue
         # An arm on a stack of its own: its versions are those that its own attempts were planned with.
-        follows = arm.get("stack") in (None, mapping(document.get("stack")).get("name"))
-        versions = planned if follows else None
-        found[name] = [
-            grade.grade(case, name, cast(cell.Observation, attempt["observation"]), cases, versions)
-            for attempt in items(arm.get("attempts"))
-        ]
+        planned = stack["versions"] if arm.get("stack") in (None, stack["name"]) else None
+        found[name] = [grade.grade(case, name, made["observation"], cases, planned) for made in arm["attempts"]]
     return found
 
 
-def with_outcomes(document: Mapping[str, Any], outcomes: Mapping[str, list[Outcome]]) -> Document:
+def with_outcomes(document: Document, outcomes: Mapping[str, list[Outcome]]) -> Document:
     """The document with these outcomes instead of its own; arms that have none here are gone."""
-    arms = {}
+    arms: dict[str, Arm] = {}
     for name, graded in outcomes.items():
         arm = document["arms"][name]
-        attempts = [{**a, "outcome": asdict(o)} for a, o in zip(items(arm.get("attempts")), graded)]
-        arms[name] = {**arm, "attempts": attempts}
-    found = {**document, "arms": arms}
-    return {**found, "hardware": {**mapping(document.get("hardware")), "facts": facts.seen(found)}}
+        arms[name] = {**arm, "attempts": [{**made, "outcome": o.to_json()} for made, o in zip(arm["attempts"], graded)]}
+    found: Document = {**document, "arms": arms}
+    return {**found, "hardware": {**found["hardware"], "facts": facts.seen(found)}}
 
 
-def verdicts_of(document: Mapping[str, Any], case: Case, older: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def verdicts_of(document: Cell, case: Case, older: Iterable[Cell]) -> dict[str, Stored]:
     """The verdicts that follow from the document's outcomes. ``older``: the same cell on other stacks, judged anew."""
-    outcomes = {}
-    for name, arm in document["arms"].items():
-        if arm.get("skipped"):
-            outcomes[name] = [grade.skipped(str(arm["skipped"]))]
-        else:
-            outcomes[name] = [Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
-    settings = mapping(mapping(document["arms"].get("broken")).get("settings"))
-    judged = verdict.judge(
-        case, outcomes, older, document["stack"]["versions"], settings, document["hardware"]["facts"]
-    )
-    return {name: asdict(found) for name, found in judged.items()}
+    outcomes = {
+        name: [grade.skipped(arm["skipped"])]
+        if arm["skipped"]
+        else [Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
+        for name, arm in document["arms"].items()
+    }
+    broken = document["arms"].get("broken")
+    settings: Settings = broken["settings"] if broken else {}
+    known = document["hardware"].get("facts", {})
+    judged = verdict.judge(case, outcomes, older, document["stack"]["versions"], settings, known)
+    return {name: cast(Stored, asdict(found)) for name, found in judged.items()}
 
 
-def contradiction(document: Mapping[str, Any]) -> str | None:
+def contradiction(document: Document) -> str | None:
     """Where a document's versions and the folder that it lies in, or an arm's fingerprint and those of its attempts, do
     not agree, in words; else None."""
-    for name, arm in mapping(document.get("arms")).items():
-        for attempt in items(arm.get("attempts")):
-            made = mapping(mapping(attempt.get("observation")).get("attempt")).get("fingerprint")
+    for name, arm in document["arms"].items():
+        for attempt in arm["attempts"]:
+            made = attempt["observation"]["attempt"].get("fingerprint")
             if made is not None and made != arm.get("fingerprint"):
                 return f"arm {name} has the fingerprint {arm.get('fingerprint')}, and an attempt was made under {made}"
-    stack = mapping(document.get("stack"))
-    versions, label = mapping(stack.get("versions")), text(stack.get("label"))
-    path = text(document.get("path"))
+    versions, label = document["stack"]["versions"], document["stack"].get("label", "")
+    path = document.get("path", "")
     folder = PurePath(path).parent.parent.name if path else label
     for name, what in ((label, "its label"), (folder, "its folder")):
         said = _said(name)
         for package, version in said.items():
-            if versions.get(package) is not None and _plain(versions[package]) != version:
+            if package in versions and _plain(versions[package]) != version:
                 return f"{what} {name} says {package} {version}, and its versions {versions[package]}"
     return None
 
@@ -147,27 +152,27 @@ def _said(label: str) -> dict[str, str]:
     return found
 
 
-def _plain(version: Any) -> str:
+def _plain(version: str) -> str:
     """A version as a folder's name has it."""
-    return re.sub(r"[^A-Za-z0-9.+-]", "_", str(version))
+    return re.sub(r"[^A-Za-z0-9.+-]", "_", version)
 
 
-def _other_stack(other: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
-    machine = mapping(other.get("hardware")).get("accelerator") == mapping(document.get("hardware")).get("accelerator")
-    return machine and mapping(other.get("stack")).get("versions") != mapping(document.get("stack")).get("versions")
+def _other_stack(other: Cell, document: Cell) -> bool:
+    machine = other["hardware"]["accelerator"] == document["hardware"]["accelerator"]
+    return machine and other["stack"]["versions"] != document["stack"]["versions"]
 
 
-def _other_outcomes(document: Mapping[str, Any], outcomes: Mapping[str, list[Outcome]]) -> Iterable[str]:
+def _other_outcomes(document: Cell, outcomes: Mapping[str, list[Outcome]]) -> Iterable[str]:
     for name, graded in outcomes.items():
-        for index, (attempt, again) in enumerate(zip(items(document["arms"][name].get("attempts")), graded)):
-            stored = text(mapping(attempt.get("outcome")).get("outcome"))
+        for index, (attempt, again) in enumerate(zip(document["arms"][name]["attempts"], graded)):
+            stored = attempt["outcome"]["outcome"]
             if stored != again.outcome:
                 yield f"arm {name}, attempt {index}: it says {stored}, its observation {again.outcome}: {again.reason}"
 
 
-def _other_verdicts(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
+def _other_verdicts(stored: Mapping[str, Stored], now: Mapping[str, Stored]) -> Iterable[str]:
     """Which of NOT_FIRING and UPSTREAM_FIXED it is depends on what else is stored: that is no contradiction."""
     for name, found in now.items():
-        said = text(mapping(stored.get(name)).get("name"))
+        said = stored[name]["name"] if name in stored else ""
         if said and as_expected(said) != as_expected(found["name"]):
             yield f"arm {name}: it says {said}, its outcomes {found['name']}"

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from repro_matrix.conf.schema import Case, Claim, OutcomeName, Prediction, Strategy, VerdictName
+from repro_matrix.cell.types import Arm, Document
+from repro_matrix.conf.schema import Case, Claim, Prediction, Strategy
 from repro_matrix.judge import conditions
 from repro_matrix.judge.comparable import comparable_documents
 from repro_matrix.judge.conditions import Point
-from repro_matrix.judge.evidence import items, mapping, number, text
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.metrics import compare_metric
 from repro_matrix.judge.runs_here import Grounds
 from repro_matrix.judge.verdict import NO_EVIDENCE, judge_pair
 
-Document = Mapping[str, Any]
 Status = Literal["upheld", "refuted", "conditional", "untested"]
 
 FIRING = frozenset({"FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS"})  # verdicts that only a broken arm that fires can have
@@ -64,6 +63,7 @@ class ClaimRow:
     status: Status
     detail: str  # conditional: on what; untested: why; else how much was measured
     evidence: tuple[Evidence, ...] = ()
+    brief: str = ""  # of a settled one: by how many measurements
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,16 +79,16 @@ def ledger(
     machine the newest that decides counts. ``strategies`` say what they need of a stack and a machine.
     ``grounds``: where the documents are not all that is stored."""
     by_case: dict[str, list[Document]] = {}
-    newest_first = sorted(documents, key=lambda d: -(number(mapping(d.get("provenance")).get("started")) or 0.0))
+    newest_first = sorted(documents, key=lambda document: -document["provenance"]["started"])
     for document in newest_first:
-        by_case.setdefault(text(document.get("case")), []).append(document)
+        by_case.setdefault(document["case"], []).append(document)
     grounds = grounds or Grounds(newest_first, strategies or {})
     return [_row(case, claim, by_case, grounds) for case in cases for claim in case.claims]
 
 
 def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]], grounds: Grounds) -> ClaimRow:
-    def row(status: Status, detail: str, evidence: Iterable[Evidence] = ()) -> ClaimRow:
-        return ClaimRow(case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence))
+    def row(status: Status, detail: str, evidence: Iterable[Evidence] = (), brief: str = "") -> ClaimRow:
+        return ClaimRow(case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence), brief)
 
     if claim.untestable:
         return row("untested", claim.untestable)
@@ -111,7 +111,7 @@ def _row(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Document]], gr
         depends = conditions.condition([_point(item) for item in decided])
         return row("conditional", ("simulated: " if decided[0].simulated else "") + depends, found)
     rest = f"; not decided: {_reasons(open_)}" if open_ else ""
-    return row("refuted" if false else "upheld", _by(decided) + rest, found)
+    return row("refuted" if false else "upheld", f"{_count(decided)}: {_by(decided)}{rest}", found, _count(decided))
 
 
 REASONS, LONGEST = 3, 160  # why measurements decided nothing: so many are shown, in so many characters each
@@ -125,12 +125,16 @@ def _reasons(open_: list[str]) -> str:
 
 
 def _by(decided: list[Evidence]) -> str:
-    """How many measurements, and what the first of them showed."""
+    """What the first of the measurements showed."""
     shown = list(dict.fromkeys(f"{item.arm} {item.measured}" for item in decided))
     more = f"; and {len(shown) - 2} more" if len(shown) > 2 else ""
+    return f"{'; '.join(shown[:2])}{more}"
+
+
+def _count(decided: list[Evidence]) -> str:
     # all or none: a simulation decides only where no real measurement does
     kind = "simulated measurement" if decided[0].simulated else "measurement"
-    return f"{len(decided)} {kind}{'s' if len(decided) > 1 else ''}: {'; '.join(shown[:2])}{more}"
+    return f"{len(decided)} {kind}{'s' if len(decided) > 1 else ''}"
 
 
 def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
@@ -145,11 +149,11 @@ def _newest(found: list[Evidence], documents: list[Document]) -> list[Evidence]:
     """One per cell, versions and machine: the newest that decides, else the newest. Both lists are newest first."""
     kept: dict[str, Evidence] = {}
     for item, document in zip(found, documents):
-        hardware = mapping(document.get("hardware"))
-        gpus = sorted(text(gpu.get("name")) for gpu in items(hardware.get("gpus")))
-        versions = sorted((str(k), str(v)) for k, v in mapping(mapping(document.get("stack")).get("versions")).items())
+        hardware = document["hardware"]
+        gpus = sorted(gpu["name"] for gpu in hardware["gpus"])
+        versions = sorted(document["stack"]["versions"].items())
         key = repr(
-            (item.model, item.strategy, item.ranks, item.setting, item.hardware, hardware.get("cpu"), gpus, versions)
+            (item.model, item.strategy, item.ranks, item.setting, item.hardware, hardware["cpu"], gpus, versions)
         )
         if key not in kept or (kept[key].holds is None and item.holds is not None):
             kept[key] = item
@@ -157,13 +161,12 @@ def _newest(found: list[Evidence], documents: list[Document]) -> list[Evidence]:
 
 
 def _is_about(prediction: Prediction, document: Document) -> bool:
-    stack, hardware = mapping(document.get("stack")), mapping(document.get("hardware"))
     axes = (
-        (prediction.model, document.get("model")),
-        (prediction.strategy, document.get("strategy")),
-        (prediction.ranks, document.get("ranks")),
-        (prediction.stack, stack.get("name")),
-        (prediction.hardware, hardware.get("profile")),
+        (prediction.model, document["model"]),
+        (prediction.strategy, document["strategy"]),
+        (prediction.ranks, document["ranks"]),
+        (prediction.stack, document["stack"]["name"]),
+        (prediction.hardware, document["hardware"]["profile"]),
     )
     return all(wanted is None or wanted == have for wanted, have in axes)
 
@@ -173,31 +176,30 @@ def _evidence(prediction: Prediction, case: str, document: Document, grounds: Gr
     if holds is not None and prediction.metric is None:
         absent = grounds.cannot_run(prediction.arm, document)
         holds, measured = (None, absent) if absent else (holds, measured)
-    stack = mapping(document.get("stack"))
-    versions = mapping(stack.get("versions"))
+    stack = document["stack"]
+    versions = stack["versions"]
     known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
-    setting = [f"{name}={value}" for name, value in mapping(document.get("flags")).items()]
-    setting += [text(word) for word in document.get("variant") or () if not text(word).startswith("ranks=")]
-    setting += [text(document.get("scale")), f"{text(document.get('weights'))} weights"]
-    if document.get("simulated"):
+    setting = [f"{name}={value}" for name, value in document["flags"].items()]
+    setting += [word for word in document["variant"] if word != f"ranks={document['ranks']}"]
+    setting += [document["scale"], f"{document['weights']} weights"]
+    if document["simulated"]:
         setting.append("simulated")
-    where = f"{case}/{text(document.get('model'))}-{text(document.get('strategy'))}"
     return Evidence(
-        document=text(document.get("path")) or where,
+        document=document.get("path") or f"{case}/{document['model']}-{document['strategy']}",
         case=case,
         arm=prediction.arm,
-        model=text(document.get("model")),
-        strategy=text(document.get("strategy")),
-        ranks=f"{document.get('ranks')} ranks",
-        stack=text(stack.get("name")) + (f" ({known})" if known else ""),
-        hardware=text(mapping(document.get("hardware")).get("profile")),
+        model=document["model"],
+        strategy=document["strategy"],
+        ranks=f"{document['ranks']} ranks",
+        stack=stack["name"] + (f" ({known})" if known else ""),
+        hardware=document["hardware"]["profile"],
         setting=" ".join(setting),
         predicted=_predicted(prediction),
         measured=measured,
         holds=holds,
-        simulated=bool(document.get("simulated")),
+        simulated=bool(document["simulated"]),
         when=prediction.when,
-        versions={str(name): str(version) for name, version in versions.items()},
+        versions=versions,
     )
 
 
@@ -209,21 +211,21 @@ def _unless_alike(
     newest = next(d for d in about if _same_cell(d, document))
     arms = dict.fromkeys([prediction.arm, prediction.against or "broken"])
     why = comparable_documents(document, newest, arms)
-    return said if why is None else replace(said, holds=None, measured=f"left out: {why.removeprefix('arm ')}")
+    return said if why is None else replace(said, holds=None, measured=f"left out: {why}")
 
 
 def _same_cell(one: Document, other: Document) -> bool:
     axes = ("model", "strategy", "flags", "scale", "weights", "ranks", "variant")
-    profiles = [mapping(document.get("hardware")).get("profile") for document in (one, other)]
-    return profiles[0] == profiles[1] and all(one.get(axis) == other.get(axis) for axis in axes)
+    same_place = one["hardware"]["profile"] == other["hardware"]["profile"]
+    return same_place and all(one[axis] == other[axis] for axis in axes)  # type: ignore[literal-required]
 
 
 def _decide(prediction: Prediction, case: str, document: Document) -> tuple[bool | None, str]:
     """Whether the document makes the prediction true, and what it shows."""
-    arm = mapping(mapping(document.get("arms")).get(prediction.arm))
-    if not arm:
+    arm = document["arms"].get(prediction.arm)
+    if arm is None:
         return None, f"arm {prediction.arm} was not run"
-    if arm.get("skipped"):
+    if arm["skipped"]:
         return None, f"skipped: {arm['skipped']}"
     if prediction.metric is not None:
         return compare_metric(prediction.metric, prediction.arm, document)
@@ -238,12 +240,11 @@ def _decide(prediction: Prediction, case: str, document: Document) -> tuple[bool
         return holds, f"but for the remark {measured}"
     if prediction.against:
         return _against(prediction, case, document)
-    verdict = mapping(mapping(document.get("verdicts")).get(prediction.arm))
-    if text(verdict.get("name")) not in get_args(VerdictName):
+    verdict = document["verdicts"].get(prediction.arm)
+    if verdict is None:
         return None, f"arm {prediction.arm} has no verdict"
-    holds, why = _by_verdict(_listed(prediction.verdict), text(verdict.get("name")))
-    reason = text(verdict.get("reason"))
-    return holds, (f"{why}: " if why else "") + text(verdict.get("name")) + (f" ({reason})" if reason else "")
+    holds, why = _by_verdict(_listed(prediction.verdict), verdict["name"])
+    return holds, (f"{why}: " if why else "") + f"{verdict['name']} ({verdict['reason']})"
 
 
 def _against(prediction: Prediction, case: str, document: Document) -> tuple[bool | None, str]:
@@ -255,9 +256,8 @@ def _against(prediction: Prediction, case: str, document: Document) -> tuple[boo
 
 
 def _outcomes(document: Document, arm: str) -> list[Outcome]:
-    attempts = items(mapping(mapping(document.get("arms")).get(arm)).get("attempts"))
-    graded = (mapping(attempt.get("outcome")) for attempt in attempts)
-    return [Outcome.from_json(outcome) for outcome in graded if outcome.get("outcome") in get_args(OutcomeName)]
+    held = document["arms"].get(arm)
+    return [Outcome.from_json(attempt["outcome"]) for attempt in held["attempts"]] if held else []
 
 
 def _not_there(prediction: Prediction, wanted: frozenset[str], document: Document) -> tuple[None, str] | None:
@@ -296,16 +296,13 @@ def _by_verdict(wanted: frozenset[str], name: str) -> tuple[bool | None, str]:
     return False, ""
 
 
-def _by_outcome(
-    wanted: frozenset[str], arm: Mapping[str, Any], but_for_remarks: bool = False
-) -> tuple[bool | None, str]:
-    outcomes = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
+def _by_outcome(wanted: frozenset[str], arm: Arm, but_for_remarks: bool = False) -> tuple[bool | None, str]:
+    outcomes = [attempt["outcome"] for attempt in arm["attempts"]]
     if but_for_remarks:
-        outcomes = [{**outcome, "outcome": outcome.get("otherwise") or outcome.get("outcome")} for outcome in outcomes]
-    names = [text(outcome.get("outcome")) for outcome in outcomes]
-    counted = [name for name in names if name in get_args(OutcomeName) and name not in NO_EVIDENCE]
+        outcomes = [{**outcome, "outcome": outcome.get("otherwise") or outcome["outcome"]} for outcome in outcomes]
+    counted = [outcome["outcome"] for outcome in outcomes if outcome["outcome"] not in NO_EVIDENCE]
     if not counted:
-        reasons = dict.fromkeys(f"{text(o.get('outcome'))}: {text(o.get('reason'))}" for o in outcomes)
+        reasons = dict.fromkeys(f"{outcome['outcome']}: {outcome['reason']}" for outcome in outcomes)
         return None, "; ".join(reasons) or "not run"
     kinds = sorted(set(counted), key=lambda kind: (-counted.count(kind), kind))
     shown = ", ".join(f"{kind} {counted.count(kind)}/{len(counted)}" for kind in kinds)
@@ -313,7 +310,7 @@ def _by_outcome(
         return True, shown
     if set(counted) & wanted:
         return None, f"flaky: {shown}"
-    reason = next(text(outcome.get("reason")) for outcome in outcomes if outcome.get("outcome") == kinds[0])
+    reason = next(outcome["reason"] for outcome in outcomes if outcome["outcome"] == kinds[0])
     if set(counted) == {"hang"}:
         return None, f"inconclusive: {shown} ({reason})"
     return False, f"{shown} ({reason})"

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from repro_matrix.cell.types import Cell
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.evidence import items, mapping
+
+Fact = str | bool
 
 
-def seen(document: Mapping[str, Any]) -> dict[str, Any]:
+def seen(document: Cell) -> dict[str, Fact]:
     """Each fact that ranks of the document's attempts said, all the same; one on which they differ is left out."""
-    found: dict[str, list[Any]] = {}
-    for arm in mapping(document.get("arms")).values():
-        for attempt in items(mapping(arm).get("attempts")):
-            for rank in items(mapping(mapping(attempt).get("observation")).get("ranks")):
-                said = mapping(mapping(mapping(rank.get("record")).get("facts")).get("machine"))
-                for name, value in said.items():
+    found: dict[str, list[Fact]] = {}
+    for arm in document["arms"].values():
+        for attempt in arm["attempts"]:
+            for rank in attempt["observation"]["ranks"]:
+                record = rank["record"]
+                for name, value in record["facts"].get("machine", {}).items() if record else ():
                     if value not in found.setdefault(name, []):
                         found[name].append(value)
     return {name: values[0] for name, values in sorted(found.items()) if len(values) == 1}

@@ -81,19 +81,20 @@ class Outcome:
     check: str | None = None  # which the reason is about: the worst of those that failed, or the one that was not made
     infra: InfraKind | None = None  # of ``infra``: what kind
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> cell.Outcome:
+        return cast(cell.Outcome, asdict(self))
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, data: cell.Outcome) -> Outcome:
         if data["outcome"] not in get_args(OutcomeName):
             raise ValueError(f"no such outcome: {data['outcome']!r}")
-        seen = (Recognised(**{**item, "ranks": tuple(item["ranks"])}) for item in data.get("recognised") or ())
-        primary = Primary(**data["primary"]) if data.get("primary") else None
+        listed: list[dict[str, Any]] = [{**item, "ranks": tuple(item["ranks"])} for item in data["recognised"]]
+        seen = tuple(Recognised(**item) for item in listed)
+        primary = Primary(**data["primary"]) if data["primary"] else None
         failed = tuple(data.get("failed") or ())
         otherwise = data.get("otherwise") if data.get("otherwise") in get_args(OutcomeName) else None
         more = tuple(data.get("ranks") or ()), data.get("check"), data.get("infra")
-        return cls(cast(OutcomeName, data["outcome"]), data["reason"], tuple(seen), primary, failed, otherwise, *more)
+        return cls(data["outcome"], data["reason"], seen, primary, failed, otherwise, *more)
 
     def others(self, case: str) -> tuple[Recognised, ...]:
         """Other cases' failures in it (their remarks in the log are none)."""

@@ -8,13 +8,12 @@ measured thrice. With fewer than three attempts nobody knows how far they scatte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
+from repro_matrix.cell.types import Cell, Made
 from repro_matrix.conf.schema import Metric
-from repro_matrix.judge.evidence import items, mapping, number, text
+from repro_matrix.judge.evidence import number
 
 REPEATS = 3  # attempts of each arm, at the least
 _OF_ATTEMPT = ("cpu_s", "wall_s")
@@ -39,7 +38,7 @@ class Figure:
         return f"{self.value:g}" + (f" ({min(self.values):g} to {max(self.values):g})" if self.spread else "")
 
 
-def compare_metric(metric: Metric, arm: str, document: Mapping[str, Any]) -> tuple[bool | None, str]:
+def compare_metric(metric: Metric, arm: str, document: Cell) -> tuple[bool | None, str]:
     """Whether the comparison holds in this document, and the figures; None, and the reason, where it cannot be made."""
     other = metric.below or metric.above or ""
     own, why = figure(document, arm, metric.name)
@@ -61,14 +60,14 @@ def compare_metric(metric: Metric, arm: str, document: Mapping[str, Any]) -> tup
     return holds, shown
 
 
-def figure(document: Mapping[str, Any], arm: str, name: str) -> tuple[Figure | None, str]:
+def figure(document: Cell, arm: str, name: str) -> tuple[Figure | None, str]:
     """An arm's figure, or the reason why there is none. Only attempts in which every rank finished count."""
-    data = mapping(mapping(document.get("arms")).get(arm))
+    data = document["arms"].get(arm)
     if not data:
         return None, f"arm {arm} was not run"
-    if data.get("skipped"):
+    if data["skipped"]:
         return None, f"arm {arm} skipped: {data['skipped']}"
-    attempts = [attempt for attempt in items(data.get("attempts")) if _finished(attempt)]
+    attempts = [attempt for attempt in data["attempts"] if _finished(attempt)]
     if not attempts:
         return None, f"no attempt of arm {arm} finished"
     found = [value for value in (_of_attempt(attempt, name) for attempt in attempts) if value is not None]
@@ -80,25 +79,25 @@ def figure(document: Mapping[str, Any], arm: str, name: str) -> tuple[Figure | N
     return Figure(tuple(value for value, _ in found), sources[0]), ""
 
 
-def _finished(attempt: Mapping[str, Any]) -> bool:
+def _finished(attempt: Made) -> bool:
     """Clean, or the known failure was of a kind that lets every rank finish (a log record, wrong numbers)."""
-    if mapping(attempt.get("outcome")).get("outcome") not in ("clean", "fires"):
+    if attempt["outcome"]["outcome"] not in ("clean", "fires"):
         return False
-    ranks = items(mapping(attempt.get("observation")).get("ranks"))
-    return bool(ranks) and all(mapping(rank.get("record")).get("done") is True for rank in ranks)
+    records = [rank["record"] for rank in attempt["observation"]["ranks"]]
+    return bool(records) and all(record is not None and record["done"] for record in records)
 
 
-def _of_attempt(attempt: Mapping[str, Any], name: str) -> tuple[float, str] | None:
+def _of_attempt(attempt: Made, name: str) -> tuple[float, str] | None:
     """The figure and how it was taken: by the script, of the whole attempt, or by the kit in each rank."""
-    observation = mapping(attempt.get("observation"))
-    records = [mapping(rank.get("record")) for rank in items(observation.get("ranks"))]
-    measured = [number(mapping(record.get("metrics")).get(name)) for record in records]
+    observation = attempt["observation"]
+    records = [rank["record"] for rank in observation["ranks"] if rank["record"]]
+    measured = [number(record["metrics"].get(name)) for record in records]
     by_script = [value for value in measured if value is not None]
     if by_script:
         return max(by_script), "by the script"
-    whole = mapping(observation.get("attempt"))
+    whole = observation["attempt"]
     # A warm launcher has imported everything ahead: neither its times nor its memory compare with a cold start's.
-    launcher = text(whole.get("launcher")) or "unknown"
+    launcher = whole["launcher"] or "unknown"
     value = number(whole.get(name)) if name in _OF_ATTEMPT else None
     if value is not None:
         return value, f"whole attempt, launcher {launcher}"

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from repro_matrix.cell.types import Cell, Settings
 from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case, VerdictName
 from repro_matrix.judge.comparable import comparable
-from repro_matrix.judge.evidence import items, mapping, text
 from repro_matrix.judge.facts import depends_on, differs
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import Met, all_met
@@ -64,6 +64,9 @@ class Verdict:
         return asdict(self)
 
 
+KEYS = frozenset(each.name for each in fields(Verdict))
+
+
 def wilson(k: int, n: int, z: float = 1.959963984540054) -> Interval:
     """The Wilson interval of a share k/n; (0, 1) when nothing was counted."""
     if n <= 0:
@@ -79,9 +82,9 @@ def wilson(k: int, n: int, z: float = 1.959963984540054) -> Interval:
 def judge(
     case: Case,
     outcomes: Mapping[str, Sequence[Outcome]],
-    history: Iterable[Mapping[str, Any]] = (),
+    history: Iterable[Cell] = (),
     versions: Mapping[str, str] | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Verdict]:
     """One verdict per fix arm of a failure, or of a control's one arm; arms that ``outcomes`` lacks have none.
@@ -234,24 +237,23 @@ class Fired:
 
 
 def _fired_before(
-    history: Iterable[Mapping[str, Any]],
+    history: Iterable[Cell],
     versions: Mapping[str, str] | None,
-    settings: Mapping[str, Any],
+    settings: Settings,
     facts: Mapping[str, Any],
 ) -> Fired:
     otherwise = None
     for document in history:
-        stack = mapping(document.get("stack"))
-        attempts = items(mapping(mapping(document.get("arms")).get("broken")).get("attempts"))
-        seen = {text(mapping(attempt.get("outcome")).get("outcome")) for attempt in attempts}
-        if seen - set(NO_EVIDENCE) != {"fires"}:
+        stack, broken = document["stack"], document["arms"].get("broken")
+        seen = {attempt["outcome"]["outcome"] for attempt in broken["attempts"]} if broken else set()
+        if broken is None or seen - set(NO_EVIDENCE) != {"fires"}:
             continue
-        theirs = mapping(stack.get("versions"))
+        theirs = stack["versions"]
         if versions is None or is_older(theirs, versions):
             shown = ", ".join(f"{name} {theirs[name]}" for name in ("torch", "transformers") if name in theirs)
-            where = f"{text(stack.get('name')) or 'an older stack'}" + (f" ({shown})" if shown else "")
-            why = comparable(settings, mapping(mapping(mapping(document.get("arms")).get("broken")).get("settings")))
-            why = why or differs(facts, facts, mapping(mapping(document.get("hardware")).get("facts")))
+            where = f"{stack['name'] or 'an older stack'}" + (f" ({shown})" if shown else "")
+            why = comparable(settings, broken["settings"])
+            why = why or differs(facts, facts, document["hardware"].get("facts", {}))
             if why is None:
                 return Fired(where)
             otherwise = otherwise or f"{where}, where it fired: {why}"

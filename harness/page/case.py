@@ -194,12 +194,12 @@ def _compared(cells: Sequence[Cell], sources: Sequence[str]) -> tuple[list[Diffe
     found: dict[tuple[str, str, str], dict[str, tuple[Mark, str]]] = {}
     for cell in sorted(cells, key=lambda cell: cell.started):
         for arm in cell.arms:
-            found.setdefault((cell.case, cell.where, arm.name), {})[cell.source] = (arm.mark, cell.id)
+            found.setdefault((cell.case, cell.axes, arm.name), {})[cell.source] = (arm.mark, cell.id)
     out, same = [], 0
     for (case, where, name), by_source in found.items():
         marks = tuple(by_source.get(source) for source in sources)
         if None not in marks and len({entry[0] for entry in marks if entry}) == 1:
             same += 1
         else:
-            out.append(Difference(case, where.partition(" ")[2], name, marks))
+            out.append(Difference(case, where, name, marks))
     return sorted(out, key=lambda one: None in one.marks), same

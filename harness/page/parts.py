@@ -14,19 +14,18 @@ from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from repro_matrix.cell.types import Arm, Document, Observation
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff.sides import judge_key
 from repro_matrix.judge.again import judged_again, with_expectations
-from repro_matrix.judge.evidence import items, mapping
 from repro_matrix.page.view import Cell, cell
 from repro_matrix.results import kept, muted
 from repro_matrix.results.muted import Mute
 from repro_matrix.results.store import SCRIPTS, Store
 
-Document = dict[str, Any]
 # A document's path, and what of its file changes whenever it is written.
 File = tuple[str, tuple[int, int, int, int]]
 # What the ledger does not look at, and most of a document: of a rank's record, and of an attempt.
@@ -147,25 +146,26 @@ def slim(document: Document) -> Document:
     return {**document, "arms": {name: _slim_arm(arm) for name, arm in document["arms"].items()}}
 
 
-def _slim_arm(arm: Mapping[str, Any]) -> Document:
+def _slim_arm(arm: Arm) -> Arm:
     return {**arm, "attempts": [{**a, "observation": _slim_seen(a["observation"])} for a in arm["attempts"]]}
 
 
-def _slim_seen(seen: Mapping[str, Any]) -> Document:
+def _slim_seen(seen: Observation) -> Observation:
     ranks = [
-        {"rank": rank.get("rank"), "record": _but(rank.get("record"), _OF_RECORD)} for rank in items(seen.get("ranks"))
+        {"rank": rank["rank"], "record": _but(rank["record"], _OF_RECORD) if rank["record"] else None}
+        for rank in seen["ranks"]
     ]
-    return {**seen, "attempt": _but(seen.get("attempt"), _OF_ATTEMPT), "ranks": ranks}
+    found: Any = {**seen, "attempt": _but(seen["attempt"], _OF_ATTEMPT), "ranks": ranks}
+    return cast(Observation, found)
 
 
-def _but(value: Any, keys: set[str]) -> Document:
-    return {key: item for key, item in mapping(value).items() if key not in keys}
+def _but(value: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key not in keys}
 
 
-def _is_wanted(document: Mapping[str, Any], wanted: Mapping[str, Sequence[str]]) -> bool:
+def _is_wanted(document: Document, wanted: Mapping[str, Sequence[str]]) -> bool:
     have = {
-        "case": document.get("case"), "model": document.get("model"), "strategy": document.get("strategy"),
-        "stack": (document.get("stack") or {}).get("name"),
-        "hardware": (document.get("hardware") or {}).get("profile"),
+        "case": document["case"], "model": document["model"], "strategy": document["strategy"],
+        "stack": document["stack"]["name"], "hardware": document["hardware"]["profile"],
     }  # fmt: skip
-    return all(any(fnmatchcase(str(have[axis]), one) for one in listed) for axis, listed in wanted.items())
+    return all(any(fnmatchcase(have[axis], one) for one in listed) for axis, listed in wanted.items())

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.judge import claims
@@ -22,7 +22,6 @@ from repro_matrix.page.view import Cell
 from repro_matrix.paths import BASELINE
 from repro_matrix.results import muted
 
-Document = dict[str, Any]
 AXES = ("case", "model", "strategy", "stack", "hardware")
 
 

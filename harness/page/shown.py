@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.schema import Case
@@ -116,7 +116,7 @@ def ledger(catalogue: Catalogue, cases: Mapping[str, OfCase], controls: Iterable
     """What measurement says of the claims of these cases. ``controls``: all that are stored."""
     complete = [document for document in controls if document["complete"]]
     grounds = Grounds(complete, catalogue.strategies)
-    by = kept.digest([one.key for one in cases.values() if one.case in {str(d["case"]) for d in complete}])
+    by = kept.digest([one.key for one in cases.values() if one.case in {d["case"] for d in complete}])
     strategies = kept.digest([one.model_dump_json() for one in catalogue.strategies.values()])
     found: list[Said] = []
     for slug, case in catalogue.cases.items():
@@ -142,10 +142,12 @@ def _about(case: Case) -> list[str]:
 
 def _as_control(document: Document) -> Document:
     """What judge/runs_here.py reads of a control."""
-    stack, hardware, verdict = document["stack"], document["hardware"], document["verdicts"].get("control") or {}
-    return {
-        **{key: document[key] for key in ("kind", "case", "model", "strategy", "complete")},
-        "stack": {"versions": stack["versions"]}, "hardware": {"profile": hardware["profile"]},
-        "verdicts": {"control": {"name": verdict.get("name")}},
+    said = document["verdicts"].get("control")
+    plain: dict[str, Any] = {
+        "kind": document["kind"], "case": document["case"], "model": document["model"],
+        "strategy": document["strategy"], "complete": document["complete"],
+        "stack": {"versions": document["stack"]["versions"]}, "hardware": {"profile": document["hardware"]["profile"]},
+        "verdicts": {"control": {"name": said["name"]}} if said else {},
         "provenance": {"started": document["provenance"]["started"]},
     }  # fmt: skip
+    return cast(Document, plain)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import checks
@@ -23,7 +24,6 @@ from repro_matrix.page.marks import Mark, mark, of_row
 from repro_matrix.page.safe import harmless, line
 from repro_matrix.results import rows
 
-Document = Mapping[str, Any]
 LOG = 1200  # characters of a rank's log that are shown
 MESSAGE = 1200  # and of an error's message
 MOST_RANKS = 16  # whose errors are listed one by one
@@ -115,6 +115,7 @@ class Cell:
     commit: str
     ran: str  # the command of the run
     where: str
+    axes: str  # the same without its case
     path: str
     scale: str
     weights: str
@@ -178,6 +179,7 @@ def cell(document: Document, case: Case | None = None, source: str = "") -> Cell
         commit=line(commit),
         ran=line(text(told.get("command")), 400),
         where=line(rows.where_of(document), 400),
+        axes=line(rows.axes_of(document), 400),
         path=line(_path(document), 300),
         scale=text(document.get("scale")),
         weights=text(document.get("weights")),
@@ -393,7 +395,7 @@ def _muted(by: Mapping[str, Any]) -> str:
 def _again(row: Mapping[str, Any]) -> str:
     """The command that measures the arm again."""
     stack = "" if row["stack"] == "current" else f" stack={row['stack']}"
-    return f"repro run {row['case']} {str(row['where']).partition(' ')[2]}{stack} arms=[{row['arm']}]"
+    return f"repro run {row['case']} {row['axes']}{stack} arms=[{row['arm']}]"
 
 
 def _by_hand(torchrun: str) -> str:

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
-from repro_matrix.cell.types import Observation
+from repro_matrix.cell.types import Accelerator, Arm, Document, Made, Observation, Provenance, Settings, Stack
 from repro_matrix.conf.schema import Case
 from repro_matrix.hardware import Machine
-from repro_matrix.judge import expect, facts, grade, verdict
+from repro_matrix.judge import facts, grade
+from repro_matrix.judge.again import verdicts_of, with_expectations
 from repro_matrix.judge.comparable import machine
-from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results.store import SCHEMA
-
-Document = dict[str, Any]
+from repro_matrix.planning.plan import ArmPlan, CellPlan
 
 
 def new(
     plan: CellPlan,
     case: Case,
     machine: Machine,
-    stack: Mapping[str, Any],
-    provenance: Mapping[str, Any],
+    stack: Stack,
+    provenance: Provenance,
 ) -> Document:
     """A document without attempts. ``stack``: {"name", "python", "versions"}; ``provenance`` gets ``started``."""
     cell, profile = plan.cell, plan.profile
     settings = plan.arms[0].settings
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "case": cell.case,
         "title": case.title,
         "kind": case.kind,
@@ -41,10 +38,10 @@ def new(
         "variant": list(cell.variant),
         "scale": settings["model"]["scale"],
         "weights": settings["model"]["weights"],
-        "stack": dict(stack),
+        "stack": stack,
         "hardware": {
             "profile": profile.name,
-            "accelerator": profile.accelerator,
+            "accelerator": cast(Accelerator, profile.accelerator),
             "backend": profile.backend,
             "shared": profile.shared,
             "gpus": [{"name": gpu.name, "uuid": gpu.uuid, "memory_mb": gpu.memory_mb} for gpu in profile.gpus],
@@ -55,26 +52,27 @@ def new(
             "os": machine.os,
         },
         "provenance": {**provenance, "ended": None},
-        "arms": {
-            arm.arm: {
-                "skipped": arm.skipped,
-                "skip": arm.skip.to_json() if arm.skip else None,
-                "stack": arm.stack,
-                "fingerprint": arm.fingerprint,
-                **({"planned": arm.memory.to_json()} if arm.memory else {}),
-                "settings": arm.settings,
-                "attempts": [],
-            }
-            for arm in plan.arms
-        },
+        "arms": {arm.arm: _arm(arm) for arm in plan.arms},
         "verdicts": {},
         "complete": False,
     }
 
 
-def take_over(
-    document: Document, older: Mapping[str, Any], plan: CellPlan, case: Case, cases: Mapping[str, Case]
-) -> None:
+def _arm(plan: ArmPlan) -> Arm:
+    made: Arm = {
+        "skipped": plan.skipped,
+        "skip": plan.skip.to_json() if plan.skip else None,
+        "stack": plan.stack,
+        "fingerprint": plan.fingerprint,
+        "settings": cast(Settings, plan.settings),
+        "attempts": [],
+    }
+    if plan.memory:
+        made["planned"] = plan.memory.to_json()
+    return made
+
+
+def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:
     """Resume: attempts already recorded are kept where they are still the answer, also more of them than are asked for.
 
     They are where they were made on this machine under the fingerprint that the arm has now, asked for or not; an arm's
@@ -98,22 +96,21 @@ def take_over(
         document["provenance"] = {**older["provenance"], "ended": None}
 
 
-def made_under(attempt: Mapping[str, Any]) -> str | None:
+def made_under(attempt: Made) -> str | None:
     """The fingerprint that an attempt was launched with; None where it is from before that was stored."""
-    found = attempt["observation"]["attempt"].get("fingerprint")
-    return str(found) if found else None
+    return attempt["observation"]["attempt"].get("fingerprint") or None
 
 
 def add_attempt(
-    document: Document, arm: str, observation: Mapping[str, Any], case: Case, cases: Mapping[str, Case]
+    document: Document, arm: str, observation: Observation, case: Case, cases: Mapping[str, Case]
 ) -> grade.Outcome:
     """Judge one observation and keep both."""
-    outcome = grade.grade(case, arm, cast(Observation, observation), cases)
-    document["arms"][arm]["attempts"].append({"observation": dict(observation), "outcome": asdict(outcome)})
+    outcome = grade.grade(case, arm, observation, cases)
+    document["arms"][arm]["attempts"].append({"observation": observation, "outcome": outcome.to_json()})
     return outcome
 
 
-def missing(document: Mapping[str, Any], plan: CellPlan) -> list[tuple[str, int]]:
+def missing(document: Document, plan: CellPlan) -> list[tuple[str, int]]:
     """(arm, index) of every attempt that is still to be made."""
     return [
         (arm.arm, index)
@@ -127,30 +124,17 @@ def settle(
     document: Document,
     case: Case,
     cases: Mapping[str, Case],
-    history: Iterable[Mapping[str, Any]],
+    history: Iterable[Document],
     ended: float,
     where: str,
 ) -> None:
     """Judge the cell over all its attempts. ``history``: older documents of the same cell (other stacks)."""
-    outcomes: dict[str, list[grade.Outcome]] = {}
-    for name, arm in document["arms"].items():
-        if arm["skipped"]:
-            outcomes[name] = [grade.skipped(arm["skipped"])]
-        else:
-            outcomes[name] = [grade.Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
-    settings = document["arms"].get("broken", {}).get("settings")
     document["hardware"]["facts"] = facts.seen(document)
-    judged = verdict.judge(
-        case, outcomes, history, document["stack"]["versions"], settings, document["hardware"]["facts"]
-    )
-    hardware, versions = document["hardware"], document["stack"]["versions"]
-    document["verdicts"] = {
-        name: asdict(found) | expect.told(case, where, name, found, versions, hardware["profile"], hardware["facts"])
-        for name, found in judged.items()
-    }
+    document["verdicts"] = verdicts_of(document, case, history)
+    document["verdicts"] = with_expectations({**document, "where": where}, case)["verdicts"]
     document["provenance"]["ended"] = ended
     document["complete"] = True
 
 
-def _judged_again(attempt: Mapping[str, Any], case: Case, arm: str, cases: Mapping[str, Case]) -> Mapping[str, Any]:
-    return {**attempt, "outcome": asdict(grade.grade(case, arm, attempt["observation"], cases))}
+def _judged_again(attempt: Made, case: Case, arm: str, cases: Mapping[str, Case]) -> Made:
+    return {**attempt, "outcome": grade.grade(case, arm, attempt["observation"], cases).to_json()}

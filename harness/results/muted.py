@@ -7,15 +7,16 @@ a mute is about an answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from repro_matrix.cell.types import Document, Verdict
 from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ConfigError, describe_validation, nearest
@@ -25,7 +26,6 @@ from repro_matrix.planning.matrix import enumerate_cells
 HEAD = (
     "# Differences that are known and owned, each until its day: `repro mute`, docs/nightly.md. Reviewed as code is.\n"
 )
-Document = Mapping[str, Any]
 LONGEST = timedelta(days=366)  # what is silent for longer is an expectation: `repro accept`
 
 
@@ -56,7 +56,7 @@ class _File(BaseModel):
 class Applied:
     """``expired``: those of the documents' cells whose day is over."""
 
-    documents: list[dict[str, Any]]
+    documents: list[Document]
     expired: list[Mute] = field(default_factory=list)
 
 
@@ -112,7 +112,7 @@ def applied(documents: Iterable[Document], mutes: Sequence[Mute], today: date) -
     """The documents; an arm that differs and is muted says ``muted`` there instead of ``unexpected``, and by whom."""
     found = Applied([])
     for document in documents:
-        key = str(document.get("key") or "")
+        key = document.get("key", "")
         own = [mute for mute in mutes if mute.cell == key]
         found.expired += [mute for mute in own if mute.until < today and mute not in found.expired]
         live = [mute for mute in own if mute.until >= today]
@@ -120,15 +120,15 @@ def applied(documents: Iterable[Document], mutes: Sequence[Mute], today: date) -
             arm: _muted(said, next((mute for mute in live if mute.covers(key, arm)), None))
             for arm, said in document["verdicts"].items()
         }
-        found.documents.append({**document, "verdicts": verdicts} if live else dict(document))
+        found.documents.append({**document, "verdicts": verdicts} if live else document)
     return found
 
 
-def _muted(said: Mapping[str, Any], mute: Mute | None) -> dict[str, Any]:
-    if mute is None or said.get("expected") != "unexpected" or not said.get("measured", True):
-        return dict(said)
+def _muted(said: Verdict, mute: Mute | None) -> Verdict:
+    if mute is None or said.get("expected") != "unexpected" or not said["measured"]:
+        return said
     by = {"owner": mute.owner, "until": mute.until.isoformat(), "reason": mute.reason}
-    return {**said, "expected": "muted", "muted": by}
+    return cast(Verdict, {**said, "expected": "muted", "muted": by})  # is shown, and never stored
 
 
 def written(mutes: Iterable[Mute]) -> str:

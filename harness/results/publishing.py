@@ -10,16 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from repro_matrix.cell.types import Document, Outcome, Verdict
 from repro_matrix.conf import expected
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.comparable import machine
-from repro_matrix.judge.evidence import items, mapping, text
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.expect import expected as expectation
 from repro_matrix.judge.met import Met
 from repro_matrix.results.ranges import expectations, measured, runs
-
-Document = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
@@ -59,7 +57,7 @@ def publication(
     return found
 
 
-def place(document: Mapping[str, Any]) -> str:
+def place(document: Document) -> str:
     """Where a document is published."""
     return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['key']}.json"
 
@@ -95,14 +93,14 @@ def _says_no_more(new: Document, old: Document) -> bool:
 def _evidence(document: Document) -> Any:
     arms = {}
     for name, arm in document["arms"].items():
-        seen = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
-        told = sorted(str((o.get("outcome"), _recognised(o), o.get("failed"))) for o in seen)
-        arms[name] = (arm.get("fingerprint"), bool(arm.get("skipped")), told)
+        seen = [attempt["outcome"] for attempt in arm["attempts"]]
+        told = sorted(str((o["outcome"], _recognised(o), o.get("failed"))) for o in seen)
+        arms[name] = (arm.get("fingerprint"), bool(arm["skipped"]), told)
     return arms, document["hardware"].get("facts"), {arm: _said(v) for arm, v in document["verdicts"].items()}
 
 
-def _recognised(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return sorted((text(item.get("case")), text(item.get("signature"))) for item in items(outcome.get("recognised")))
+def _recognised(outcome: Outcome) -> list[tuple[str, str]]:
+    return sorted((item["case"], item["signature"]) for item in outcome["recognised"])
 
 
 def _changes(case: Case, document: Document) -> Iterable[Change]:
@@ -110,15 +108,15 @@ def _changes(case: Case, document: Document) -> Iterable[Change]:
     for arm, verdict in document["verdicts"].items():
         if verdict["name"] == "INCONCLUSIVE":
             continue
-        entry = expectation(case, document["where"], arm, versions, hardware["profile"], mapping(hardware.get("facts")))
+        entry = expectation(case, document["where"], arm, versions, hardware["profile"], hardware.get("facts", {}))
         old = _worded(entry.verdicts[arm], entry.met_by(arm) or ()) if entry else ""
         new = _said(verdict)
         if old != new:
             yield Change(case.slug, document["where"], document["stack"]["name"], arm, old, new)
 
 
-def _said(verdict: Mapping[str, Any]) -> str:
-    return _worded(verdict["name"], [str(Met(**item)) for item in verdict.get("met") or ()])
+def _said(verdict: Verdict) -> str:
+    return _worded(verdict["name"], [str(Met(**item)) for item in verdict.get("met", ())])
 
 
 def _worded(name: str, met: Iterable[str]) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the tables of cells need no document
+    from repro_matrix.cell.types import Arm, Cell, Outcome
 
 Row = dict[str, Any]
 
@@ -13,19 +16,21 @@ Row = dict[str, Any]
 ATTENTION = {"unexpected": 0, "differs from cpu": 1, "unset": 2, "muted": 3, "as predicted": 4, "expected": 5}
 
 
-def arm_rows(document: Mapping[str, Any]) -> list[Row]:
+def arm_rows(document: Cell) -> list[Row]:
     """One row per arm of a cell's document, the first arm first."""
+    axes = axes_of(document)
     cell = {
         "case": document["case"],
         "title": document["title"],
         "references": document["references"],
-        "simulated": document.get("simulated"),
+        "simulated": document["simulated"],
         "model": document["model"],
         "strategy": document["strategy"],
         "flags": document["flags"],
         "ranks": document["ranks"],
         "variant": document["variant"],
-        "where": where_of(document),
+        "where": f"case={document['case']} {axes}",
+        "axes": axes,
         "stack": document["stack"]["name"],
         "hardware": document["hardware"]["profile"],
     }
@@ -33,7 +38,7 @@ def arm_rows(document: Mapping[str, Any]) -> list[Row]:
     return [
         {
             **cell,
-            **_arm_row(said.get(name) or {}, name, arm),
+            **_arm_row(dict(said.get(name, {})), name, arm),
             "document": document.get("path"),
             "torchrun": _by_hand(arm),
         }
@@ -41,11 +46,11 @@ def arm_rows(document: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def _arm_row(verdict: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> Row:
-    attempts = arm.get("attempts") or []
+def _arm_row(verdict: Mapping[str, Any], name: str, arm: Arm) -> Row:
+    attempts = arm["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     kinds = kinds_of(outcomes)
-    walls = [float(attempt["observation"]["attempt"].get("wall_s") or 0) for attempt in attempts]
+    walls = [attempt["observation"]["attempt"]["wall_s"] for attempt in attempts]
     return {
         "arm": name,
         "outcome": summary_of(outcomes) if outcomes else "skipped",
@@ -58,36 +63,41 @@ def _arm_row(verdict: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> R
         "expectation": verdict.get("expectation"),
         "infra": bool(verdict.get("infra")) or kinds[:1] == ["infra"],
         "skip": arm.get("skip"),
-        "reason": arm.get("skipped") or _with_note(verdict) or _reason(outcomes),
+        "reason": arm["skipped"] or _with_note(verdict) or _reason(outcomes),
         "muted": verdict.get("muted"),
         "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
 
 
-def _by_hand(arm: Mapping[str, Any]) -> Any:
-    attempts = arm.get("attempts") or []
-    return next((attempt["observation"]["attempt"].get("torchrun") for attempt in attempts), None)
+def _by_hand(arm: Arm) -> str | None:
+    return next((attempt["observation"]["attempt"].get("torchrun") for attempt in arm["attempts"]), None)
 
 
-def where_of(document: Mapping[str, Any]) -> str:
+def where_of(document: Cell) -> str:
     """The cell as a command line takes it."""
-    words = [f"case={document['case']}", f"model={document['model']}", f"strategy={document['strategy']}"]
-    words += [f"flags.{name}={json.dumps(value)}" for name, value in (document.get("flags") or {}).items()]
-    return " ".join([*words, *map(str, document.get("variant") or ())])
+    return f"case={document['case']} {axes_of(document)}"
 
 
-def summary_of(outcomes: Iterable[Mapping[str, Any]]) -> str:
+def axes_of(document: Cell) -> str:
+    """The same without its case, which verbs of one case take by itself."""
+    words = [f"model={document['model']}", f"strategy={document['strategy']}"]
+    words += [f"flags.{name}={json.dumps(value)}" for name, value in document["flags"].items()]
+    return " ".join([*words, *document["variant"]])
+
+
+def summary_of(outcomes: Iterable[Outcome]) -> str:
     """``fires`` when all attempts agree, else ``fires 2/3, clean 1/3``."""
     outcomes = list(outcomes)
-    names, kinds = [outcome["outcome"] for outcome in outcomes], kinds_of(outcomes)
+    names: list[str] = [outcome["outcome"] for outcome in outcomes]
+    kinds = kinds_of(outcomes)
     if len(kinds) == 1:
         return kinds[0]
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
 
 
-def kinds_of(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
+def kinds_of(outcomes: Iterable[Outcome]) -> list[str]:
     """What attempts came out as, the most frequent first."""
-    names = [outcome["outcome"] for outcome in outcomes]
+    names: list[str] = [outcome["outcome"] for outcome in outcomes]
     if len(names) == 1:
         return names
     return sorted(set(names), key=lambda kind: (-names.count(kind), kind))
@@ -118,8 +128,8 @@ def without_expectation(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["attempts"] and row["verdict"] and row["expected"] == "unset"]
 
 
-def _reason(outcomes: list[Any]) -> str:
-    return str(outcomes[0].get("reason") or "") if outcomes else ""
+def _reason(outcomes: list[Outcome]) -> str:
+    return outcomes[0]["reason"] if outcomes else ""
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:

@@ -15,11 +15,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from repro_matrix.cell import doubt, older
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.errors import ResultsError
-from repro_matrix.paths import BASELINE
 from repro_matrix.results.compact import expanded
 
-Document = dict[str, Any]
 SCHEMA = 1  # of a cell's document
 SCRIPTS = "scripts"  # in a results folder: measurements of somebody's own scripts (harness/script)
 
@@ -33,15 +32,11 @@ def stack_label(versions: Mapping[str, str], key: str) -> str:
 
 
 class Store:
-    """A results folder, ``<root>/<hardware>/<stack>/<case>/<cell>.json``. One writer at a time.
-
-    What is published with the project is not doubted again at every reading: `repro accept` read it through here, and
-    tests/test_baseline.py compares all of it with the types (half as long again as reading it).
-    """
+    """A results folder, ``<root>/<hardware>/<stack>/<case>/<cell>.json``. One writer at a time. Files that are no
+    documents are named in ``damaged``, and the rest goes on."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._doubted = root != BASELINE
         self.damaged: list[str] = []
         self._lock: FileLock | None = None
 
@@ -96,7 +91,7 @@ class Store:
         """A document, or None. What cannot be read is named in ``damaged`` and left where it is; who is about to
         replace it (``replacing``) moves it aside. It is never deleted."""
         try:
-            return document_of(path.read_text(encoding="utf-8"), self._doubted)
+            return document_of(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except NewerSchema as error:
@@ -144,10 +139,9 @@ def _is_newer(path: Path) -> bool:
     return False
 
 
-def document_of(written: str, doubted: bool = True) -> Document:
-    """The document that a file's text is. Raises ValueError with what is wrong, and where in it; NewerSchema.
-
-    ``doubted``: compared with its type (harness/cell/types.py), so that nobody who reads it need ask for a key."""
+def document_of(written: str) -> Document:
+    """The document that a file's text is, compared with its type (harness/cell/types.py), so that nobody who reads it
+    need ask for a key. Raises ValueError with what is wrong, and where in it; NewerSchema."""
     try:
         found: Any = expanded(json.loads(written))
         schema = found["schema"]
@@ -155,8 +149,7 @@ def document_of(written: str, doubted: bool = True) -> Document:
             raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
         if schema != SCHEMA or not isinstance(found["arms"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
-        found = older.with_ranks(found)
-        return older.filled(doubt.cell(found) if doubted else found)
+        return older.filled(doubt.cell(older.with_ranks(found)))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cell document: {type(error).__name__}: {error}") from None
     except RecursionError:

@@ -29,7 +29,9 @@ def dropped(catalogue: Catalogue, cases: Iterable[str] | None = None) -> list[st
         case = catalogue.cases.get(slug)
         if case is None or slug not in wanted or not case.expect:
             continue
-        judged = judged_again(Store(own.baseline).documents(cases=[slug]), catalogue.cases).documents
+        store = Store(own.baseline)
+        judged = judged_again(store.documents(cases=[slug]), catalogue.cases).documents
+        found += store.damaged
         missing = [f"{slug}: expected of every cell" for entry in case.expect if not entry.cells]
         missing += unbacked(case, judged)
         if missing:

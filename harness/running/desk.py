@@ -17,6 +17,7 @@ from datetime import date, datetime, timezone
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import muted, rows, runs
@@ -148,7 +149,7 @@ class Desk:
                     connection.send((None, str(error) or type(error).__name__))
 
 
-def told(document: dict[str, Any], mutes: Sequence[Mute], today: date) -> list[Row]:
+def told(document: Document, mutes: Sequence[Mute], today: date) -> list[Row]:
     """The rows of a cell's arms, muted ones as such; and of each ``wrong``: what a run would not be green for, though
     the arm's verdict is as expected ("" where there is nothing)."""
     applied = muted.applied([document], mutes, today)
@@ -161,7 +162,7 @@ def told(document: dict[str, Any], mutes: Sequence[Mute], today: date) -> list[R
         over = [mute for mute in applied.expired if mute.covers(mute.cell, arm)]
         wrong = [f"{muted.file()}: its day is over: {mute.told()}" for mute in over]
         wrong += [f"{count} attempts of {name} gave no answer" for name, count in lost.items() if count > 0]
-        if (document["verdicts"].get(arm) or {}).get("unseen"):
+        if arm in document["verdicts"] and document["verdicts"][arm].get("unseen"):
             wrong.append(str(row["reason"]))
         found.append({**row, "wrong": "; ".join(wrong)})
     return found

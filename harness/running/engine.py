@@ -7,14 +7,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
+from repro_matrix.cell.types import Document, Observation, Probe, Provenance
+from repro_matrix.cell.types import Stack as StackSaid
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.hardware.nvml import Nvml
@@ -26,7 +28,7 @@ from repro_matrix.running.again import again, lost, settled
 from repro_matrix.running.attempts import Attempts, Made, arm_of, fault
 from repro_matrix.running.board import Board, Placed
 from repro_matrix.running.cards import Cards, Driver
-from repro_matrix.running.events import Document, Event, Later, Summary
+from repro_matrix.running.events import Event, Later, Summary
 from repro_matrix.running.given import Given
 from repro_matrix.running.idle import LOOK_S, Idle
 from repro_matrix.running.recorded import expect, recorded
@@ -125,12 +127,15 @@ class Engine:
         key = plan.cell.key
         path = self.store.path_of(plan.profile.name, label, key)
         shown = {name: versions[name] for name in RELEVANT if name in versions}
-        described = {"name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label}
-        started = {**given.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
+        described: StackSaid = {
+            "name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label,
+        }  # fmt: skip
+        now = {**given.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
+        started = cast(Provenance, now)
         document = documents.new(plan, case, given.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
         if stack and stack.probe and plan.profile.accelerator != "cpu":
-            document["hardware"]["probe"] = dict(stack.probe)
+            document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
         older = self.store.read(path) if resume else None
         if older is not None:
             documents.take_over(document, older, plan, case, given.catalogue.cases)
@@ -247,7 +252,8 @@ class Engine:
         if observation["attempt"].get("interrupted"):
             return  # not an answer; --resume makes the attempt again
         cases = self.given.catalogue.cases
-        documents.add_attempt(cell.document, task.arm, observation, cases[cell.plan.cell.case], cases)
+        seen = cast(Observation, observation)
+        documents.add_attempt(cell.document, task.arm, seen, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
         if observation["attempt"].get("cold"):
             self._summary.cold[str(observation["attempt"]["cold"]).splitlines()[0]] += 1
@@ -276,7 +282,7 @@ class Engine:
         self.on_event(Event("cell", cell.plan, document=cell.document))
 
 
-def _other_stack(older: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
+def _other_stack(older: Document, document: Document) -> bool:
     same_machine = older["hardware"]["accelerator"] == document["hardware"]["accelerator"]
     return same_machine and older["stack"]["versions"] != document["stack"]["versions"]
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from repro_matrix.cell.types import Document, Outcome
 from repro_matrix.planning.plan import CellPlan
-
-Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Event:
     plan: CellPlan | None = None
     arm: str = ""
     index: int = 0
-    outcome: Mapping[str, Any] | None = None
+    outcome: Outcome | None = None
     document: Document | None = None
     wall_s: float = 0.0
     seconds: float = 0.0  # expected

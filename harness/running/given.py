@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.hardware import Gpu, Machine, Profile
@@ -22,7 +23,7 @@ class Given:
     machine: Machine
     stacks: Mapping[str, Stack]
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    history: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    history: Mapping[str, list[Document]] = field(default_factory=dict)
 
     @property
     def gpus(self) -> list[Gpu]:

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results.rows import arm_rows
 from repro_matrix.running.events import Event
@@ -114,13 +115,14 @@ class Progress:
                 self._said = time.monotonic()
         elif event.kind == "cell":
             self.cells += 1
-            self._cell(event.plan, event.document or {})
+            if event.document:
+                self._cell(event.plan, event.document)
         else:
             self.held = event.text
             if self._live is None and time.monotonic() - self._said > QUIET_S:
                 self._say("; ".join([self.status(), *(" ".join(line.split()) for line in self.at_work())]))
 
-    def _cell(self, plan: CellPlan | None, document: dict[str, Any]) -> None:
+    def _cell(self, plan: CellPlan | None, document: Document) -> None:
         rows = arm_rows(document)
         for row in rows:
             if row["verdict"]:

@@ -17,7 +17,6 @@ from repro_matrix.conf.errors import ConfigError, nearest, unknown
 from repro_matrix.conf.overrides import Selection
 from repro_matrix.planning import matrix
 from repro_matrix.planning.matrix import Cell
-from repro_matrix.results.store import Store
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,13 @@ def _check_models(changes: Sequence[tuple[list[str], Any]], added: set[str], cat
 def fires_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
     """Case -> the stacks on which its published measurement fires: those that have a name and stay as they are, else
     the replaced packages of a version map. A case that fired nowhere: the stack that its file names."""
+    from repro_matrix.results.store import Store  # what lists cells reads no document, but for stack=known
+
     found: dict[str, set[str]] = {name: set() for name in names}
     stored = (document for folder in project.published() for document in Store(folder).documents(cases=names))
     for document in stored if names else ():
-        first: dict[str, Any] = next(iter(document["arms"].values()), {})
-        if any(attempt["outcome"]["outcome"] == "fires" for attempt in first.get("attempts", ())):
+        first = next(iter(document["arms"].values()))
+        if any(attempt["outcome"]["outcome"] == "fires" for attempt in first["attempts"]):
             found[document["case"]].add(document["stack"]["name"])
     lasting = {name for name, stack in catalogue.stacks.items() if not stack.floating}
     return {

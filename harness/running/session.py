@@ -28,7 +28,7 @@ from repro_matrix.planning import placing
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import provenance, runs, unshown
-from repro_matrix.results.store import Store
+from repro_matrix.results.store import Document, Store
 from repro_matrix.running import budget, canary, shards
 from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
 from repro_matrix.running.engine import Engine, More
@@ -216,12 +216,17 @@ def own_stores(settings: RunSettings) -> list[Store]:
     return [Store(folder) for folder in dict.fromkeys(folder.resolve() for folder in folders)]
 
 
-def history(stores: Iterable[Store], cases: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-    """Stored older measurements of these cases by cell key: the published baseline, and these."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def history(
+    stores: Iterable[Store], cases: Collection[str], say: Callable[[str], None] = lambda text: None
+) -> dict[str, list[Document]]:
+    """Stored older measurements of these cases by cell key: the published baseline, and these. ``say`` is told of the
+    files that are no documents."""
+    found: dict[str, list[Document]] = {}
     for source in (*map(Store, project.published()), *stores):
         for document in source.documents(history=True, cases=cases):
             found.setdefault(document.get("key", ""), []).append(document)
+        for text in source.damaged:
+            say(text)
     return found
 
 
@@ -293,7 +298,7 @@ def execute(
     try:
         if session.shard:
             shards.write(store.root, session.shard, session.stacks, provenance.git_state())
-        known = history(own_stores(session.settings), {plan.cell.case for plan in session.plans})
+        known = history(own_stores(session.settings), {plan.cell.case for plan in session.plans}, on_warning)
         given = Given(
             session.catalogue, session.settings, session.profiles, session.machine,
             session.stacks, provenance.provenance(session.settings.seed), known,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from repro_matrix.judge.claims import ClaimRow, Evidence
 from repro_matrix.terminal.summary import counted, plain
+
+if TYPE_CHECKING:  # what lists cells needs nothing that judges
+    from repro_matrix.judge.claims import ClaimRow, Evidence
 
 WIDE = 120  # from here on a reason stands beside what it explains
 STATUSES = ("refuted", "conditional", "upheld", "untested")
@@ -66,9 +68,7 @@ def _claim(row: ClaimRow, names: int, width: int) -> Iterator[str]:
 
 def few_words(row: ClaimRow) -> str:
     """When it holds and when not; of what is settled, by how many measurements."""
-    if row.status in ("upheld", "refuted"):
-        return row.detail.partition(":")[0].partition(";")[0]
-    return row.detail
+    return row.brief or row.detail
 
 
 def evidence(row: ClaimRow, width: int) -> Iterator[str]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from repro_matrix.judge.evidence import items, mapping, text
 from repro_matrix.results.rows import Row, where_of
+
+if TYPE_CHECKING:
+    from repro_matrix.cell.types import Document
 
 WIDTH = 120
 LOG_LINES = 4
@@ -27,7 +29,6 @@ WORDS = {
     "UNHEALTHY": ("unhealthy", "unhealthy"),
 }  # fmt: skip
 ODD = {"unexpected": "DIFFERS from what is expected", "differs from cpu": "NEWS: differs from what a CPU showed"}
-Document = Mapping[str, Any]
 
 
 def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
@@ -86,20 +87,18 @@ def _detail(row: Row, document: Document | None) -> Iterator[str]:
     yield from wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3)
     for line in _log(row["arm"], document):
         yield _cut(f"    | {line}")
-    yield from wrapped(f"repro run {row['case']} {row['where'].partition(' ')[2]} arms=[{row['arm']}]", "    $ ", 9)
+    yield from wrapped(f"repro run {row['case']} {row['axes']} arms=[{row['arm']}]", "    $ ", 9)
 
 
 def _log(arm: str, document: Document | None) -> list[str]:
     """The last lines that the first failing rank printed; its own words, where a traceback was."""
-    attempts = items(mapping(mapping((document or {}).get("arms")).get(arm)).get("attempts"))
-    for attempt in attempts:
-        outcome, seen = mapping(attempt.get("outcome")), mapping(attempt.get("observation"))
-        if outcome.get("outcome") == "clean":
+    for attempt in document["arms"][arm]["attempts"] if document else ():
+        outcome, ranks = attempt["outcome"], attempt["observation"]["ranks"]
+        if outcome["outcome"] == "clean" or not ranks:
             continue
-        first = mapping(outcome.get("primary")).get("rank")
-        ranks = items(seen.get("ranks"))
-        rank = next((r for r in ranks if r.get("rank") == first), ranks[0] if ranks else {})
-        printed = [plain(line) for line in text(rank.get("log_tail")).splitlines()]
+        first = outcome["primary"]["rank"] if outcome["primary"] else None
+        rank = next((rank for rank in ranks if rank["rank"] == first), ranks[0])
+        printed = [plain(line) for line in rank["log_tail"].splitlines()]
         return [line for line in printed if line.strip()][-LOG_LINES:]
     return []
 
@@ -112,19 +111,18 @@ def plain(line: str) -> str:
 
 def _listed(rows: Iterable[Row]) -> Iterator[str]:
     """Each case and cell in a line: its arms and their verdicts."""
-    grouped: dict[str, dict[str, list[str]]] = {}
+    grouped: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
-        where = f"{row['case']} {row['model']}/{row['strategy']}" + "".join(f" {word}" for word in row["variant"] or ())
-        grouped.setdefault(where, {}).setdefault(row["verdict"], []).append(row["arm"])
-    same: dict[str, list[str]] = {}
+        cell = " ".join([f"{row['model']}/{row['strategy']}", *row["variant"]])
+        grouped.setdefault((row["case"], cell), {}).setdefault(row["verdict"], []).append(row["arm"])
+    same: dict[str, list[tuple[str, str]]] = {}
     for where, verdicts in grouped.items():
         same.setdefault("; ".join(f"{name}: {', '.join(arms)}" for name, arms in verdicts.items()), []).append(where)
     for told, places in same.items():
-        case = places[0].split(" ")[0]
-        cells = ", ".join(place.partition(" ")[2] for place in places if place.startswith(case + " "))
-        for extra in [p for p in places if not p.startswith(case + " ")]:
-            cells += f"; {extra}"
-        yield from wrapped(f"{case} {cells}: {told}", "  ", 4)
+        first = places[0][0]
+        cells = ", ".join(cell for case, cell in places if case == first)
+        cells += "".join(f"; {case} {cell}" for case, cell in places if case != first)
+        yield from wrapped(f"{first} {cells}: {told}", "  ", 4)
 
 
 def _cases(rows: Sequence[Row]) -> Iterator[str]:

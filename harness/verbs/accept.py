@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments, overrides, project
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf.config import compose_run
@@ -59,8 +60,12 @@ def main(args: argparse.Namespace) -> int:
     shipped = set() if own.is_shipped else names - catalogue.own.get("case", {}).keys()
     names -= shipped
     # What is published is judged here and now, by the cases as they are, and beside what is published already.
-    held = [d for d in Store(own.baseline).documents() if d["case"] in names and _usable(d)]
-    every = [d for d in Store(source).documents() if d["case"] in names | shipped and _usable(d)]
+    published, measured = Store(own.baseline), Store(source)
+    held = [d for d in published.documents(cases=names) if _usable(d)]
+    if published.damaged:  # what is expected would be written without it
+        raise ResultsError("\n  ".join(["what is published is damaged: restore it first", *published.damaged]))
+    every = [d for d in measured.documents() if d["case"] in names | shipped and _usable(d)]
+    print_notes(measured.damaged)
     given = [d for d in every if d["case"] in names]
     if len(every) > len(given):
         told = f"{len(every) - len(given)} cells of cases that are shipped with repro-matrix"
@@ -128,14 +133,14 @@ def _more(refused: list[str]) -> list[str]:
     return [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
 
 
-def _refuse(case: Case, documents: list[dict[str, Any]]) -> None:
+def _refuse(case: Case, documents: list[Document]) -> None:
     """Raises ResultsError for a failure that cannot be published: never seen to fire, or a signature for anything."""
     if case.kind != "failure":
         return
     wide = too_wide(case)
     if wide:
         raise ResultsError(f"{case.slug}: {wide}")
-    attempts = [a for d in documents for a in (d["arms"].get("broken") or {}).get("attempts", [])]
+    attempts = [a for d in documents if "broken" in d["arms"] for a in d["arms"]["broken"]["attempts"]]
     if not any(attempt["outcome"]["outcome"] == "fires" for attempt in attempts):
         last = f"; last: {attempts[-1]['outcome']['reason']}" if attempts else ""
         raise ResultsError(

@@ -7,12 +7,13 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from repro_matrix.conf import arguments
 
 if TYPE_CHECKING:
     from repro_matrix.authoring.ready import Finding
+    from repro_matrix.cell.types import Document
     from repro_matrix.conf.catalogue import Catalogue
 
 TIMES = 3
@@ -62,11 +63,11 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
     return [f"{slug}: {how}; then `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
 
 
-def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[dict[str, Any]]]:
+def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]]:
     from repro_matrix.running import session
 
     stop = threading.Event()
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[Document]] = {}
     with session.interruptible(stop, _say), tempfile.TemporaryDirectory(prefix="repro-check-") as folder:
         for way, launcher in (("warm", "warm"), ("cold", "torchrun")):
             print(f"{slug}: {times} attempts an arm, {way}", file=sys.stderr, flush=True)

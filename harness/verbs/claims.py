@@ -40,9 +40,10 @@ def main(args: argparse.Namespace) -> int:
     read = [Path(args.source)] if args.source else [*own, session.scratch() / runs.SEARCHES, *project.published()]
     folders = [runs.of(folder) for folder in read]
     # Of one cell on one stack and machine the ledger takes the newest that decides: a search for one arm hides nothing.
-    stored = [document for folder in folders for document in Store(folder).documents() if document["complete"]]
+    stores = [Store(folder) for folder in folders]
+    stored = [document for store in stores for document in store.documents() if document["complete"]]
     judged = judged_again(stored, catalogue.cases)
-    print_notes(judged.notes)
+    print_notes([*(text for store in stores for text in store.damaged), *judged.notes])
     found = ledger.ledger(cases, judged.documents, catalogue.strategies)
     if named:
         known = {row.id: row for row in found}

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments, project
 from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.hardware import around, states
@@ -46,7 +47,7 @@ class Proof:
     ends: float
     out: Path
     steps: dict[str, Json] = field(default_factory=dict)
-    documents: list[Json] = field(default_factory=list)  # of the step `cells`
+    documents: list[Document] = field(default_factory=list)  # of the step `cells`
 
     def prepare(self, *more: str, memory: bool = False) -> session.Session:
         """The cells of a step that run on GPUs, and no others."""
@@ -55,7 +56,7 @@ class Proof:
         prepared = prepare([*kept, "repeat=1", *more], memory)
         return replace(prepared, plans=[plan for plan in prepared.plans if plan.profile.accelerator == "cuda"])
 
-    def measure(self, step: str, prepared: session.Session) -> tuple[list[Json], Json]:
+    def measure(self, step: str, prepared: session.Session) -> tuple[list[Document], Json]:
         """Run a step's cells within its share of the time: their documents, and what is to be said of them."""
         settings = replace(prepared.settings, results=str(self.out / step))
         stop, warned = threading.Event(), list[str]()
@@ -237,13 +238,13 @@ def memory(proof: Proof) -> Json:
     return {**beside(proof.documents, plans), "unplanned": unplanned}
 
 
-def beside(documents: Sequence[Json], plans: Mapping[str, Json]) -> Json:
+def beside(documents: Sequence[Document], plans: Mapping[str, Json]) -> Json:
     """Measured peaks, and those that a plan can be laid beside. ``plans``: by profile, cell and arm (`_attempt`)."""
     peaks = []
     for document in documents:
         for name, arm in document["arms"].items():
             ranks = [rank for attempt in arm["attempts"] for rank in attempt["observation"]["ranks"]]
-            seen = [(rank.get("record") or {}).get("peak_gpu_mb") for rank in ranks]
+            seen = [rank["record"].get("peak_gpu_mb") for rank in ranks if rank["record"]]
             peak = max((float(value) for value in seen if value), default=None)
             if peak is None:
                 continue

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.diff import show, sides
@@ -189,7 +190,7 @@ def of_cases(cells: Sequence[Cell]) -> str:
     return f"{len(cells)} cells ({shown}{f', {len(most) - 5} more cases' if len(most) > 5 else ''})"
 
 
-def _against(before: Side, documents: Sequence[dict[str, Any]]) -> Diff:
+def _against(before: Side, documents: Sequence[Document]) -> Diff:
     """What was measured now, against the same cells there: what was not selected has not vanished."""
     now = sides.of_run("this run", documents)
     asked = {brief.key for brief in now.briefs}
@@ -197,7 +198,7 @@ def _against(before: Side, documents: Sequence[dict[str, Any]]) -> Diff:
     return compare(known, now.briefs, {**before.parts, **now.parts}, need_common=False)
 
 
-def _page(documents: list[dict[str, Any]], folder: Path) -> Path | None:
+def _page(documents: list[Document], folder: Path) -> Path | None:
     """The page of a run. That there can be none is a note: what was measured is recorded."""
     from repro_matrix.verbs.report import of_run
 

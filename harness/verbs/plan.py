@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from repro_matrix.conf import arguments
@@ -59,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(documents: list[dict[str, Any]], arm: ArmPlan) -> float | None:
+def _measured(documents: Sequence[Mapping[str, Any]], arm: ArmPlan) -> float | None:
     """The largest recorded peak of a rank (MiB) on the host, of the latest document of this stack."""
     own = [d for d in documents if d["stack"]["name"] == arm.stack and d["arms"].get(arm.arm, {}).get("attempts")]
     if not own:

@@ -13,6 +13,7 @@ from repro_matrix.conf.errors import ConfigError, ResultsError, nearest, unknown
 from repro_matrix.results import runs
 
 if TYPE_CHECKING:
+    from repro_matrix.cell.types import Document
     from repro_matrix.conf.catalogue import Catalogue
     from repro_matrix.nights.night import Night
     from repro_matrix.page.view import Cell
@@ -176,7 +177,7 @@ def made_line(folders: list[Path]) -> str:
     return f"Made {when} UTC from {', '.join(folder.name or str(folder) for folder in folders)}. {told}"
 
 
-def of_run(documents: list[dict[str, object]], folder: Path) -> Path:
+def of_run(documents: list[Document], folder: Path) -> Path:
     """The page of a run that has just ended, from its documents in memory: they are judged. Raises ResultsError: it
     cannot be written."""
     from repro_matrix.conf import catalogue as catalogues
@@ -186,7 +187,7 @@ def of_run(documents: list[dict[str, object]], folder: Path) -> Path:
     from repro_matrix.page.view import cell
 
     catalogue = catalogues.load()
-    cells: list[Cell] = [cell(document, catalogue.cases.get(str(document["case"]))) for document in documents]
+    cells: list[Cell] = [cell(document, catalogue.cases.get(document["case"])) for document in documents]
     told = ledger(catalogue, documents, {one.case for one in cells})
     view = page(cells, title_of([folder]), made_line([folder]), catalogue.cases, told)
     target = folder / "report.html"

@@ -15,6 +15,7 @@ from repro_matrix.bisection import blame as blames
 from repro_matrix.bisection.hunt import Hunt, Roles
 from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
 from repro_matrix.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, Unknown, compare, kind_of
+from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.running import session
@@ -113,7 +114,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.Event) -> list[dict[str, Any]]:
+def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.Event) -> list[Document]:
     from repro_matrix.running.progress import Progress
 
     prepared = session.prepare([*texts, f"stack={','.join(map(quoted, given))}"], given=given)
