@@ -19,7 +19,8 @@ WIDTHS = st.sampled_from([60, 80, 119, 120])
 
 def claim(**changes: Any) -> ClaimRow:
     made = {"case": "some-case", "id": "1a", "text": "it helps", "source": "a/b#1", "status": "upheld",
-            "detail": "2 measurements: fix FIX_HOLDS; and 1 more", "evidence": (), "brief": "2 measurements"}  # fmt: skip
+            "detail": "2 measurements: fix FIX_HOLDS; and 1 more", "evidence": (),
+            "brief": "2 measurements"}  # fmt: skip
     return ClaimRow(**{**made, **changes})
 
 
