@@ -6,6 +6,7 @@ interrupted goes on by being started again: its first probes are then read, not 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -117,6 +118,10 @@ class Probing(Protocol):
     @property
     def notes(self) -> Sequence[str]: ...  # what a report says of how it was judged
 
+    def __enter__(self) -> Probing: ...  # from here on, what its probes have in common is kept
+
+    def __exit__(self, *error: object) -> None: ...
+
     def learn(self, good: Target, bad: Target) -> None: ...  # what counts as the failure, where nobody said it
 
     def base(self, spec: str) -> Stack: ...
@@ -134,7 +139,8 @@ def one_case(name: str) -> Case:
 
 
 class Prober:
-    """Probes of one cell. ``arms``: only these (the broken arm always among them); None: all that follow the stack."""
+    """Probes of one cell. ``arms``: only these (the broken arm always among them); None: all that follow the stack.
+    Between ``with`` and its end the probes share a workplace: a launcher, and what its servers have imported."""
 
     def __init__(
         self,
@@ -161,6 +167,17 @@ class Prober:
         self.notes: list[str] = []
         self.say = say
         self.stop = stop
+        self.at: session.Workplace | None = None
+        self._open: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Prober:
+        self._open = contextlib.ExitStack()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._open is not None:
+            self._open.close()
+        self.at = self._open = None
 
     def learn(self, good: Target, bad: Target) -> None:
         """A case's file says what its failure is."""
@@ -210,7 +227,10 @@ class Prober:
             ],
             given={target.spec: stack},
         )  # fmt: skip
-        document, path, summary = one_cell(prepared, self.stop, self.say)
+        if self._open is not None and self.at is None:
+            gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
+            self.at = self._open.enter_context(session.workplace(self.settings.launcher.value, gpus, self.say))
+        document, path, summary = one_cell(prepared, self.stop, self.say, self.at)
         arms = document["arms"]
         return Point(
             target,

@@ -281,6 +281,8 @@ class Attempt(TypedDict):
     fingerprint: NotRequired[str]
     versions: NotRequired[Annotated[dict[str, str], Field(description="the releases that it was planned with")]]
     cold: NotRequired[Annotated[str, Field(description="why no warm launcher made it")]]
+    shared: NotRequired[Annotated[bool, Field(description="its server was forked from one that stacks share")]]
+    apart: NotRequired[Annotated[str, Field(description="why its server was not, though its stack has an overlay")]]
 
 
 @_open

@@ -9,7 +9,8 @@ __all__ = ["Attempt", "ColdLauncher", "Launcher", "open_launcher"]
 
 
 def open_launcher(name: str) -> Launcher:
-    """``torchrun`` (cold: the reference), ``warm`` (forked from a server), or ``auto``: warm.
+    """``torchrun`` (cold: the reference), ``warm`` (forked from a server), or ``auto``: warm, and the servers of stacks
+    with overlays are forked from one that has imported what they have in common.
 
     The warm launcher hands what must start from cold to the reference launcher, and says so in the observation.
     """
@@ -17,4 +18,4 @@ def open_launcher(name: str) -> Launcher:
         return ColdLauncher()
     from repro_matrix.launch.warm import WarmLauncher
 
-    return WarmLauncher()
+    return WarmLauncher(share=name == "auto")

@@ -56,6 +56,7 @@ class Attempt:
     env: dict[str, str] = field(default_factory=dict)  # of the stack, the case, the run's setting and the arm
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), all seen by every rank; empty: CPU
     imports: tuple[str, ...] = ()  # what a warm server imports ahead
+    overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
     cold: str | None = None  # why this attempt must start from a fresh interpreter
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
     start_limit_s: float | None = None  # for starting; None: what the accelerator allows (harness/launch/limits.py)

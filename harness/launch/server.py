@@ -11,9 +11,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN
+
+if TYPE_CHECKING:
+    from repro_matrix.launch.trunk import Trunk
 
 Json = dict[str, Any]
 
@@ -26,8 +29,8 @@ TOKEN_ROOM = 200  # bytes for an attempt's id: ranks overwrite the server's toke
 
 
 class Refused(Exception):
-    """The server did not come up. ``kind``: import, thread, cuda, launch, died or stopped; ``module``: what it was
-    importing."""
+    """The server did not come up. ``kind``: import, thread, cuda, launch, died or stopped, or apart (from a trunk: it
+    has to be started by itself); ``module``: what it was importing."""
 
     def __init__(self, kind: str, message: str, module: str = "") -> None:
         super().__init__(message)
@@ -47,6 +50,25 @@ class Request:
         self.problem: Json | None = None  # {"kind", "message"}: why there is no attempt, or no end of it
 
 
+class Running(Protocol):
+    """Of a subprocess.Popen, what a server's process needs."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class Server:
     """Thread-safe. A server may run several attempts at once."""
 
@@ -59,16 +81,21 @@ class Server:
         own: tuple[str, ...] = (),
         stop: threading.Event | None = None,
         late: tuple[str, ...] = (),
+        trunk: Trunk | None = None,
+        overlay: tuple[str, ...] = (),
     ) -> None:
         """Returns when the packages are imported. ``own``: environment variables that name folders of this server.
-        ``late``: packages that it leaves for the ranks to import.
+        ``late``: packages that it leaves for the ranks to import. ``trunk``: what it is forked from, and then laid over
+        it; else it starts by itself, with the overlay in ``env``.
 
         Its files are in a folder of its own in ``where``: the run's, which the next run clears if this one is killed.
         """
         where.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-", dir=where))
         self.command = [python, str(WORKER), *imports, *(["--late", *late] if late else [])]
-        self.late = late
+        self.imports, self.late = imports, late
+        self.trunk = trunk
+        self.apart: str | None = None  # why it was not forked from one
         self.ready: Json = {}
         self.attempts = 0
         self.users = 0  # attempts that hold it now; kept by the pool
@@ -77,15 +104,15 @@ class Server:
         self._lock = threading.Lock()
         self._up = threading.Event()
         self._requests: dict[str, Request] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Running | None = None
         try:
-            self._start(env, own)
+            self._start(env, own, overlay)
             self._await(stop or threading.Event())
         except BaseException:
             self.close()
             raise
 
-    def _start(self, env: dict[str, str], own: tuple[str, ...]) -> None:
+    def _start(self, env: dict[str, str], own: tuple[str, ...], overlay: tuple[str, ...]) -> None:
         env = {
             **env,
             **{name: str(self.folder / name.lower()) for name in own},
@@ -94,13 +121,20 @@ class Server:
         }
         with open(self.folder / "server.log", "ab") as log:
             try:
-                self._process = subprocess.Popen(
-                    self.command, env=env, cwd=self.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                    start_new_session=True,
-                )  # fmt: skip
+                if self.trunk is None:
+                    self._process = self._popen(env, log)
+                else:
+                    what = {"packages": self.imports, "late": self.late, "env": env, "overlay": overlay}
+                    self._process = self.trunk.grow({**what, "cwd": str(self.folder)}, log)
             except OSError as error:
                 raise Refused("launch", f"{type(error).__name__}: {error}") from None
         threading.Thread(target=self._listen, name="warm-server", daemon=True).start()
+
+    def _popen(self, env: dict[str, str], log: IO[bytes]) -> Running:
+        return subprocess.Popen(
+            self.command, env=env, cwd=self.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
 
     def _await(self, stop: threading.Event) -> None:
         limit = time.monotonic() + IMPORT_S
@@ -142,9 +176,8 @@ class Server:
         """End the server with all that it runs."""
         process = self._process
         if process is not None:
-            assert process.stdin is not None
             try:
-                process.stdin.close()
+                self._hang_up(process)
                 # One that still imports does not read its input yet, and has nothing to end in order.
                 process.wait(END_S if self.ready.get("event") == "ready" else 0)
             except (OSError, subprocess.TimeoutExpired):
@@ -153,6 +186,11 @@ class Server:
                 process.kill()
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _hang_up(self, process: Running) -> None:
+        """The end of its requests is the end of a server."""
+        assert process.stdin is not None
+        process.stdin.close()
 
     def _send(self, message: Json) -> None:
         process = self._process

@@ -1,7 +1,8 @@
 """The fast launcher: ranks forked from a server that has the stack's packages imported already.
 
 Same attempts, same environment contract, same observation as the reference launcher (harness/launch/cold.py), to which
-it hands what has to start from cold. One server per stack, import-time environment and set of packages.
+it hands what has to start from cold. One server per stack, import-time environment and set of packages; those of stacks
+with overlays are forked from a trunk, which has imported what they have in common.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from repro_matrix.launch import observe
 from repro_matrix.launch.attempt import Attempt, Json, clean, prepare, private_environment, stack_environment
 from repro_matrix.launch.cold import ColdLauncher
 from repro_matrix.launch.server import TOKEN_ROOM, Refused, Request, Server
+from repro_matrix.launch.trunk import Trunk, common, planted
 from repro_matrix.launch.watch import Watch, Watched
 
 MAX_IDLE = 10  # servers kept although no attempt uses them: the next attempt of their kind costs no start
@@ -28,18 +30,25 @@ RUN_TIME = ("NCCL_", "GLOO_", "ACCELERATE_BYPASS_DEVICE_MAP")
 IMPORT_TIME = ("HF_HOME", "HF_MODULES_CACHE")
 
 Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
+TrunkKey = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class WarmLauncher:
     name = "warm"
 
-    def __init__(self) -> None:
+    def __init__(self, share: bool = False) -> None:
+        """``share``: servers of stacks with overlays are forked from a trunk."""
         self._cold = ColdLauncher()
+        self._share = share
+        self._trunks: dict[TrunkKey, Trunk] = {}
+        self._stumps: list[Trunk] = []  # replaced; their servers may still be used
+        self._no_trunk: dict[tuple[TrunkKey, tuple[str, ...]], str] = {}  # why there is none for an overlay
         self._servers: dict[Key, Server] = {}
         self._starting: dict[Key, threading.Lock] = {}
         self._refused: dict[Key, Refused] = {}
         self._died: set[Key] = set()  # whose server was lost once before it was ready
         self._lock = threading.Lock()
+        self._growing = threading.Lock()  # of the trunks
         self._ended_cpu_s = 0.0
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
@@ -64,7 +73,9 @@ class WarmLauncher:
     def close(self) -> None:
         with self._lock:
             servers, self._servers = list(self._servers.values()), {}
-        for server in servers:
+        with self._growing:
+            trunks, self._trunks = [*self._trunks.values(), *self._stumps], {}
+        for server in (*servers, *trunks):
             self._end(server)
         self._cold.close()
 
@@ -72,7 +83,8 @@ class WarmLauncher:
     def servers_cpu_s(self) -> float:
         """CPU seconds of all servers so far (importing, serving), which no attempt's own figure holds."""
         with self._lock:
-            return self._ended_cpu_s + sum(server.cpu_s for server in self._servers.values())
+            living = (*self._servers.values(), *self._trunks.values())
+            return self._ended_cpu_s + sum(server.cpu_s for server in living)
 
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         with self._server(attempt, stop) as server:
@@ -90,6 +102,10 @@ class WarmLauncher:
         observation = observe.observation(attempt, self.name, server.command, seen, worker_exit=request.exit_code)
         if server.late:
             observation["attempt"]["late"] = list(server.late)
+        if server.trunk is not None:
+            observation["attempt"]["shared"] = True
+        if server.apart:
+            observation["attempt"]["apart"] = server.apart
         if server.ready.get("probed"):
             observation["attempt"]["probed"] = server.ready["probed"]
         if request.problem and not seen.interrupted:
@@ -107,7 +123,7 @@ class WarmLauncher:
             server = self._take(key)
             if server is None:
                 try:
-                    server = started(attempt, env, own, stop)
+                    server = self._start(attempt, env, own, stop)
                 except Refused as refused:
                     with self._lock:
                         # One that was killed on the way says nothing about the next; one that always is, does.
@@ -123,6 +139,41 @@ class WarmLauncher:
             yield server
         finally:
             self._release(key, server)
+
+    def _start(self, attempt: Attempt, env: dict[str, str], own: tuple[str, ...], stop: threading.Event) -> Server:
+        trunk, why = self._trunk(attempt, env, stop)
+        if trunk is not None:
+            try:
+                return started(attempt, env, own, stop, trunk)
+            except Refused as refused:
+                if refused.kind != "apart":
+                    raise
+                why = str(refused)
+        server = started(attempt, env, own, stop)
+        server.apart = why
+        return server
+
+    def _trunk(self, attempt: Attempt, env: dict[str, str], stop: threading.Event) -> tuple[Trunk | None, str | None]:
+        """What the attempt's server is forked from; and why it is not, where it could have been."""
+        shared = common(env, attempt.overlay) if self._share else None
+        if shared is None:
+            return None, None
+        key = (attempt.python, tuple(sorted(shared.items())))
+        with self._growing:
+            trunk = self._trunks.get(key)
+            if trunk is not None and (trunk.retired or not trunk.alive):
+                self._stumps.append(self._trunks.pop(key))
+                trunk = None
+            what = key, attempt.overlay
+            if trunk is None and what not in self._no_trunk:
+                where = attempt.directory.parent
+                try:
+                    trunk = self._trunks[key] = planted(attempt.python, shared, where, stop, attempt.overlay)
+                except Refused as refused:
+                    if refused.kind == "stopped":
+                        raise
+                    self._no_trunk[what] = f"nothing to share ({refused.kind}): {refused}"
+            return trunk, self._no_trunk.get(what)
 
     def _take(self, key: Key) -> Server | None:
         with self._lock:
@@ -157,13 +208,16 @@ class WarmLauncher:
             self._ended_cpu_s += server.cpu_s
 
 
-def started(attempt: Attempt, env: dict[str, str], own: tuple[str, ...], stop: threading.Event) -> Server:
+def started(
+    attempt: Attempt, env: dict[str, str], own: tuple[str, ...], stop: threading.Event, trunk: Trunk | None = None
+) -> Server:
     """A server with everything imported that survives a fork. A package that initialises CUDA at import is left for
     the ranks, with whatever else imports it: the rest of the stack still need not be imported anew for each rank."""
     late: tuple[str, ...] = ()
     while True:
         try:
-            return Server(attempt.python, attempt.imports, env, attempt.directory.parent, own, stop, late)
+            where, overlay = attempt.directory.parent, attempt.overlay
+            return Server(attempt.python, attempt.imports, env, where, own, stop, late, trunk, overlay)
         except Refused as refused:
             package = refused.module.partition(".")[0]
             if refused.kind != "cuda" or package in ("", "torch", *late) or len(late) == MOST_LATE:

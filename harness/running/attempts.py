@@ -83,6 +83,7 @@ class Attempts:
             env=self._env(case, plan, stack),
             gpus=tuple(gpus),
             imports=imports_of(self.catalogue, case, plan),
+            overlay=stack.path,
             cold=case.launch.cold or teardown,
             stack_cache=cache_dir() / "stack-caches" / stack.key,
             keep=self.keep,

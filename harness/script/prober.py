@@ -42,6 +42,12 @@ class ScriptProber:
     own_stack: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    def __enter__(self) -> ScriptProber:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is kept."""
+
     @property
     def case(self) -> Any:
         """What reports say of a case, of a script: it has no references, and its own command is its title."""

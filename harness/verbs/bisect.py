@@ -102,7 +102,7 @@ def _search(args: argparse.Namespace, prober: Prober | ScriptProber, arm: str, b
     package = canonical(args.package or "transformers")
     clone = commits.open_clone(args.repo, package) if args.repo else None
     search = Bisect(args, prober, arm, clone)
-    with session.interruptible(stop, _say):
+    with session.interruptible(stop, _say), prober:
         try:
             if _is_release(good):
                 search.releases(good, bad, package, base)

@@ -142,14 +142,14 @@ class Causes:
     def of(self, changes: Sequence[Change], documents: Sequence[Mapping[str, Any]]) -> None:
         of_cell = {document["key"]: document for document in documents}
         searched = [change for change in changes if change.kind not in CAUSED_ELSEWHERE]
-        probers: dict[str, Prober] = {}
-        for change in searched:
-            if change.key not in probers:  # a probe measures every arm of the cell that is searched
-                arms = [other.arm for other in searched if other.key == change.key]
-                selected = _only(of_cell[change.key], self.texts)
-                probers[change.key] = Prober(change.case, selected, _say, self.stop, arms=arms)
-            _say(f"{change.key} {change.arm} {change.kind}: which package?")
-            self.found[change.key, change.arm] = self._cause(Hunt(probers[change.key], change.arm), change)
+        for key in dict.fromkeys(change.key for change in searched):
+            of_key = [change for change in searched if change.key == key]
+            arms = [change.arm for change in of_key]  # a probe measures every arm of the cell that is searched
+            selected = _only(of_cell[key], self.texts)
+            with Prober(of_key[0].case, selected, _say, self.stop, arms=arms) as prober:
+                for change in of_key:
+                    _say(f"{key} {change.arm} {change.kind}: which package?")
+                    self.found[key, change.arm] = self._cause(Hunt(prober, change.arm), change)
 
     def _cause(self, hunt: Hunt, change: Change) -> dict[str, Any]:
         exact = change.before.label == change.after.label  # the same failure in other words

@@ -83,7 +83,7 @@ def _draw(args: argparse.Namespace, prober: Probing, base: str, stop: threading.
 
     known: dict[int, Mapping[str, Any]] = {}
     stopped: Stopped | None = None
-    with session.interruptible(stop, _say):
+    with session.interruptible(stop, _say), prober:
         try:
             drawn = maps(len(targets), prober.arms, ask, known, spread=spread, exhaustive=exhaustive, budget=budget)
         except Stopped as error:

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, Iterable
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, FOLDER)
@@ -58,7 +58,6 @@ LAZY = {
         "transformers.models.auto.modeling_auto",
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.llama.modeling_llama",
-        "transformers.trainer",
         "transformers.integrations.deepspeed",
     ],
     # What deepspeed.initialize imports; the first of them compiles at import, which loads all of inductor (2 CPU s).
@@ -75,8 +74,9 @@ LAZY = {
         "torch._subclasses.schema_check_mode",
     ],
 }
+# Trainer needs accelerate, so that whoever uses it names that; it imports peft too, a fifth of what transformers costs.
 # Accelerator.prepare and Trainer import deepspeed wherever it is installed.
-LAZY["accelerate"] = ["deepspeed", *LAZY["deepspeed"]]
+LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
 # What a package computes once in every process, from nothing but its own source: (its module, a function, an argument).
 ONCE = [("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")]  # 900 regular expressions
 
@@ -89,22 +89,28 @@ class Refused(Exception):
         self.reply = {"event": "refused", "kind": kind, "module": module, "message": message}
 
 
-def import_ahead(packages: list[str], late: list[str]) -> tuple[list[str], list[str]]:
-    """Import everything but what is ``late``, which the ranks import. Refuses what a fork could not survive.
+class Unshared(BaseException):
+    """What is imported asks for what an overlay brings: not here. No package catches it by mistake."""
+
+
+def import_ahead(packages: list[str], late: list[str], until: str = "") -> tuple[list[str], list[str]]:
+    """Import everything but what is ``late``, which the ranks import, and what this process had from the trunk that it
+    was forked from. Refuses what a fork could not survive. ``until``: what comes first is enough.
 
     Returns what an older release does not have, and what was asked of a GPU meanwhile (harness/worker/probes.py).
     """
-    wanted = [(name, name == "torch") for name in BASE]
+    base = BASE[: BASE.index(until)] if until else BASE
+    wanted = [(name, name == "torch") for name in base if name not in sys.modules]
     for package in packages:
         wanted.append((package, True))
         wanted += [(name, False) for name in LAZY.get(package, [])]
     wanted = [each for each in wanted if each[0] not in late and each[0].partition(".")[0] not in late]
-    missing = import_all(wanted[:1])
+    missing = [] if "torch" in sys.modules else import_all([wanted.pop(0)])
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # no rank will see a GPU
-        return missing + import_all(wanted[1:]), []
+        return missing + import_all(wanted), []
     torch: Any = sys.modules["torch"]
     with Probes(torch.cuda) as probes:
-        missing += import_all(wanted[1:])
+        missing += import_all(wanted)
     return missing, probes.answered
 
 
@@ -113,6 +119,8 @@ def import_all(wanted: list[tuple[str, bool]]) -> list[str]:
     for name, needed in wanted:
         try:
             importlib.import_module(name)
+        except Unshared as error:
+            raise Refused("asked", name, f"importing {name} asks for {error}") from None
         except BaseException as error:  # packages raise anything at import, SystemExit too
             if not needed and isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name)):
                 missing.append(name)
@@ -200,9 +208,11 @@ def children() -> set[int]:
 
 
 class Server:
-    def __init__(self, requests: int, replies: int) -> None:
-        self.requests, self.replies = requests, replies
-        self.mark = warm_attempt.Mark()
+    """``held``: what else a process forked from this one must not hold."""
+
+    def __init__(self, requests: int, replies: int, mark: warm_attempt.Mark, held: Iterable[int] = ()) -> None:
+        self.requests, self.replies, self.held = requests, replies, list(held)
+        self.mark = mark
         self.running: dict[int, dict[str, Any]] = {}  # the read end of a supervisor's life line -> who it is
         self.buffer = b""
 
@@ -226,16 +236,19 @@ class Server:
         for line in lines:
             request = json.loads(line)
             if "end" in request:
-                for child in self.running.values():
-                    if child["id"] == request["end"]:
-                        os.kill(child["pid"], signal.SIGTERM)  # not reaped yet: the pid is still its own
+                self.end(request["end"], signal.SIGTERM)
             else:
                 self.start(request)
         return bool(data)
 
+    def end(self, name: str, number: int) -> None:
+        for child in self.running.values():
+            if child["id"] == name:
+                os.kill(child["pid"], number)  # not reaped yet: the pid is still its own
+
     def start(self, request: dict[str, Any]) -> None:
         receive, send = os.pipe()
-        fds = [self.requests, self.replies, receive, *self.running]
+        fds = [self.requests, self.replies, *self.held, receive, *self.running]
         own_pid = os.getpid()
         try:
             pid = os.fork()
@@ -289,42 +302,61 @@ class Server:
         self.sweep()
 
 
-def main(arguments: list[str]) -> int:
-    split = arguments.index("--late") if "--late" in arguments else len(arguments)
-    packages, late = arguments[:split], arguments[split + 1 :]
-    started = time.perf_counter()
+def streams() -> tuple[int, int]:
+    """Requests and replies, taken away from what is imported: it reads nothing, and what it prints is no reply."""
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    os.dup2(2, 1)  # what packages print at import is no reply
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def bring_up(server: Server, packages: list[str], late: list[str], until: str = "", collapsed: bool = False) -> bool:
+    """Import, and say so, or why not. ``collapsed``: most of its memory is in large pages already; to do that again
+    costs more than the few attempts of a probe would save."""
+    began = time.perf_counter()
     warm_attempt.prctl(warm_attempt.PR_SET_CHILD_SUBREAPER, 1)
-    server = Server(requests, replies)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the controller's to handle
     gc.disable()  # imports make hardly any garbage, and looking for it takes a fifth of their time
     try:
-        missing, probed = import_ahead(packages, late)
+        missing, probed = import_ahead(packages, late, until)
         compute_ahead()
     except Refused as refused:
         traceback.print_exc()
         server.reply(**refused.reply)
-        return 1
+        return False
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in every rank
     gc.enable()
-    collapse()
+    if not collapsed:
+        collapse()
     times = os.times()
+    server.reply(
+        event="ready", pid=os.getpid(), missing=missing, probed=probed, rss_mb=rss_mb(),
+        wall_s=round(time.perf_counter() - began, 3), cpu_s=round(times.user + times.system, 3),
+    )  # fmt: skip
+    return True
+
+
+def stay(server: Server) -> None:
+    """Serve until the requests end."""
     try:
-        server.reply(
-            event="ready", pid=os.getpid(), missing=missing, probed=probed, rss_mb=rss_mb(),
-            wall_s=round(time.perf_counter() - started, 3), cpu_s=round(times.user + times.system, 3),
-        )  # fmt: skip
         server.serve()
     finally:
         server.close()
         folder = os.environ.get("TMPDIR", "")
         if os.path.basename(folder).startswith("repro-warm-"):  # a controller that was killed cannot remove it
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(arguments: list[str]) -> int:
+    split = arguments.index("--late") if "--late" in arguments else len(arguments)
+    packages, late = arguments[:split], arguments[split + 1 :]
+    server = Server(*streams(), warm_attempt.Mark())
+    if not bring_up(server, packages, late):
+        return 1
+    stay(server)
     return 0
 
 
