@@ -327,6 +327,10 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert exit_code(documents, 1) == 0
     assert exit_code(documents, 2) == 3 and exit_code([], 1) == 3  # fewer cells than asked for is not green
     assert exit_code(documents, 1, stopped_early=True) == 3
+    documents[0]["arms"]["summon"] |= {"attempts": [], "skipped": "needs", "skip": {"kind": "packages", "needs": []}}
+    assert exit_code(documents, 1) == 0
+    documents[0]["arms"]["summon"]["skip"]["kind"] = "build"  # it could be here, and could not be made
+    assert exit_code(documents, 1) == 3
     documents[0]["verdicts"]["summon"]["expected"] = "unexpected"
     assert exit_code(documents, 5) == 1
     assert bisect_exit(documents) == 1 and bisect_exit([]) == 125

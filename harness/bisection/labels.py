@@ -91,7 +91,7 @@ def plain(message: str) -> str:
 def _need(arm: Mapping[str, Any]) -> str:
     """Declared needs in the same words on every stack: without the stack's name, and what it has instead."""
     skip = mapping(arm.get("skip"))
-    return f"needs {', '.join(skip['needs'])}" if skip.get("kind") == "packages" else str(arm["skipped"])
+    return f"needs {', '.join(skip['needs'])}" if skip.get("kind") in ("packages", "build") else str(arm["skipped"])
 
 
 def _fired(case: str, outcome: Mapping[str, Any]) -> str:

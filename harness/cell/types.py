@@ -28,10 +28,11 @@ NoEvidence = Literal["interrupted", "not-in-force", "stack changed"]
 Accelerator = Literal["cpu", "cuda"]
 EndedBy = Literal["self", "launcher", "deadline", "user"]
 # Why an arm is not launched: a number of ranks, of GPUs, an accelerator, cards that are shared or in a mode of their
-# own, a flag's value, what does not divide, a stack or packages that are not there, memory, weights, the same arm.
+# own, a flag's value, what does not divide, a stack or packages that are not there, an extension that could not be
+# made here, memory, weights, the same arm.
 SkipKind = Literal[
-    "ranks", "tp_size", "gpus", "accelerator", "shared", "cards", "flags", "divisible", "stack", "packages", "memory",
-    "weights", "same", "unknown",
+    "ranks", "tp_size", "gpus", "accelerator", "shared", "cards", "flags", "divisible", "stack", "packages", "build",
+    "memory", "weights", "same", "unknown",
 ]  # fmt: skip
 # How a rank failed; left: it ended with exit code 0, and did not finish.
 FailureKind = Literal["exception", "signal", "exit", "left"]

@@ -185,7 +185,8 @@ class Planner:
         of_case = any(told[item] for item in case.needs.requires)
         why = f" ({case.needs.why})" if case.needs.why and of_case else ""
         said = f"stack {stack.name}: on {profile.accelerator} needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
-        return Skip("packages", said, needs)
+        made = any(Requirement(item).name in broken for item in needs)
+        return Skip("build" if made else "packages", said, needs)
 
 
 def wrong_ranks(case: Case, ranks: int) -> Skip | None:

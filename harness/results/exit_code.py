@@ -15,13 +15,16 @@ def exit_code(documents: Iterable[Mapping[str, Any]], min_measured: int, stopped
     verdicts = [verdict for document in documents for verdict in document["verdicts"].values()]
     if any(verdict.get("expected") == "unexpected" for verdict in verdicts):
         return DIFFERS
-    infra = any(missed(arm["attempts"]) > 0 for document in documents for arm in document["arms"].values())
+    arms = [arm for document in documents for arm in document["arms"].values()]
+    lost = any(missed(arm["attempts"]) > 0 for arm in arms)
+    # What could not be made here is no property of the stack: another try, or a compiler, would measure it.
+    lost = lost or any((arm.get("skip") or {}).get("kind") == "build" for arm in arms)
     unseen = any(verdict.get("unseen") for verdict in verdicts)
     measured = sum(
         any(arm["attempts"] for arm in document["arms"].values()) and bool(document["complete"])
         for document in documents
     )
-    return TOO_LITTLE if infra or unseen or stopped_early or measured < min_measured or _unknown(documents) else 0
+    return TOO_LITTLE if lost or unseen or stopped_early or measured < min_measured or _unknown(documents) else 0
 
 
 def _unknown(documents: Iterable[Mapping[str, Any]]) -> bool:

@@ -74,8 +74,10 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
             built = subprocess.run(
                 [stack.python, "-c", _BUILD], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
             clear(folder)  # its Python alone has been killed
+            return f"DeepSpeed's CPU op, which was not compiled within {LIMIT_S} s (the next run tries again)"
+        except OSError as error:
             return f"DeepSpeed's CPU op cannot be compiled: {error}"
         if built.returncode:
             said = [line for line in (built.stderr + built.stdout).splitlines() if line.strip()]
