@@ -139,6 +139,17 @@ def test_an_arm_that_changes_more_than_it_says_is_found() -> None:
     )
     both: Case = known.model_copy(update={"arms": {"broken": known.arms["broken"], "both": arm}})
     assert "does not name flags.find_unused" in str(ready.of_case("a.yaml", both)[0])
+    # An arm may build upon another one: what is said of it is the one thing more.
+    first = arm.model_copy(update={"help": "reentrant and find_unused"})
+    more = arm.model_copy(update={"flags": {**arm.flags, "static_graph": True}, "help": "the same, static"})
+    chain = known.model_copy(update={"arms": {"broken": known.arms["broken"], "both": first, "more": more}})
+    assert ready.of_case("a.yaml", chain) == []
+
+
+def test_no_shipped_case_changes_more_than_it_says() -> None:
+    """Helps that build upon the arm before them, or say GPUs for devices, were findings."""
+    found = [each for slug, case in catalogue.load().cases.items() for each in ready.of_case(slug, case)]
+    assert found == []
 
 
 def test_evidence_of_another_case_that_a_signature_matches_is_found() -> None:

@@ -120,6 +120,13 @@ def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
     assert "odd-batch" in (team / "page.html").read_text()
     run("diff", "results/scratch", "results/baseline")
 
+    # Nights of it, and a script that is in no catalogue.
+    run("nightly", "results/scratch/latest", "--nights", "nights", "--code", "0")
+    assert "f  broken" in run("history", "odd-batch", "nights").stdout
+    (team / "train.py").write_text("print('loss: 1.0')\n")
+    assert "clean 1 of 1" in run("run", "./train.py", "--nproc", "1", "--metric", "loss > 2").stdout
+    assert list((team / "results/scratch/scripts/train").rglob("*.json"))
+
     # And by pytest: two workers, one run, expected as accepted.
     said = run("--repro", "case=odd-batch repeat=1 hardware=cpu", "-n", "2", "--junitxml=out.xml", "-v").stdout
     assert "repro::odd-batch::our-head/by-hand::drop-last" in said and "1 passed" in said

@@ -50,23 +50,41 @@ def of_case(file: str, case: Case) -> list[Finding]:
             shown = taken[0].partition("\n")[0][:100] or "the empty message"
             what = f"too broad: matches {len(taken)} messages of other failures, as {shown!r}"
             found.append(Finding(file, f"signatures.{signature.name}.message", what))
+    earlier: list[dict[str, Any]] = [{}]  # what the first arm changes, and those that this one may build upon
     for name, arm in list(case.arms.items())[1:]:
-        changed = list(_named(changes(case, arm)))
-        said = arm.help.lower()
-        unsaid = [key for key, words in changed if not any(word.lower() in said for word in words)]
-        if len(changed) > 1 and unsaid:
-            what = f"changes {len(changed)} things, and its help does not name {', '.join(unsaid)}"
+        own = _flat(changes(case, arm))
+        unsaid = [_unsaid(own, other, arm.help.lower()) for other in earlier]
+        if all(unsaid):
+            what = f"changes {len(own)} things, and its help does not name {', '.join(unsaid[0])}"
             found.append(Finding(file, f"arms.{name}", what))
+        earlier.append(own)
     return found
 
 
-def _named(changed: Mapping[str, Any]) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """(what is changed, words of which a help may use one)."""
+def _flat(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """{"flags": {"a": 1}} as {"flags.a": 1}, without what an arm only needs."""
+    out: dict[str, Any] = {}
     for key, value in changed.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{name}", (name, name.replace("_", " "), str(each))) for name, each in value.items())
-        else:
-            yield key, (key, key.replace("_", " "), str(value))
+        if key in ("requires", "requires_on", "depends_on", "needs"):
+            continue
+        out |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, Mapping) else {key: value}
+    return out
+
+
+# As people say it: a help need not use a key's own name.
+_WORDS = {"world_size": ("rank", "process"), "devices": ("device", "card", "gpu"), "env": ("variable",)}
+
+
+def _unsaid(own: Mapping[str, Any], other: Mapping[str, Any], said: str) -> list[str]:
+    """Of several things that differ between two arms those that a help does not name; one thing needs no name."""
+    differ = [key for key in {**own, **other} if own.get(key) != other.get(key)]
+    words = {key: (key.rpartition(".")[2], str(own.get(key)), *_WORDS.get(key, ())) for key in differ}
+    unsaid = [key for key in differ if not any(_in(word, said) for word in words[key])]
+    return unsaid if len(differ) > 1 else []
+
+
+def _in(word: str, said: str) -> bool:
+    return word.lower() in said or word.lower().replace("_", " ") in said
 
 
 def of_others(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[Finding]:
