@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from repro_matrix.conf import expected, project
+from repro_matrix.conf import expected, parsed_yaml, project
 from repro_matrix.conf.arms import check_arms
 from repro_matrix.conf.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.conf.schema import Case, Expectation, Hardware, Model, Stack, Strategy
@@ -85,6 +85,9 @@ def read_yaml(path: Path) -> Raw:
 @functools.lru_cache(maxsize=1024)
 def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
     """Pickled. A search prepares a run for each of its probes, and reading YAML was most of what that took."""
+    kept = parsed_yaml.read(path, state)
+    if kept is not None:
+        return pickle.dumps(kept)
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
@@ -95,6 +98,7 @@ def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys, not {type(data).__name__}")
+    parsed_yaml.write(path, state, data)
     return pickle.dumps(data)
 
 

@@ -28,7 +28,7 @@ Fact = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 def _regex(value: str) -> str:
