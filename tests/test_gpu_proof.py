@@ -29,11 +29,12 @@ class Cards(Fake):
     ``no_server``: none came up, and everything was started from cold."""
 
     def __init__(
-        self, cold_differs: bool = False, cold: bool = False, slow: bool = False, no_server: bool = False
-    ) -> None:
+        self, cold_differs: bool = False, cold: bool = False, slow: bool = False, no_server: bool = False,
+        broken: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.wrong = cold_differs and cold
-        self.slow = slow
+        self.slow, self.broken = slow, broken
         self.no_server = no_server and not cold
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
@@ -41,6 +42,8 @@ class Cards(Fake):
         if self.slow:
             assert stop.wait(300), "nobody ended it"
             return observation(attempt, None, interrupted=True)
+        if self.broken:
+            return {**observation(attempt, None), "infra": {"kind": "device", "message": "a device that cannot be set"}}
         if attempt.settings["case"] == "fsdp-rank0-state-dict":
             return observation(attempt, None, timed_out=True)
         made = observation(attempt, None, **({"cold": "no warm server (cuda): because"} if self.no_server else {}))
@@ -129,6 +132,18 @@ def test_cold_beside_cold_is_no_comparison(
     assert code == 3 and list(steps["cells"]["started_cold"]) == [why]
     assert steps["cold"]["problem"].startswith("no attempt was made both from cold and from a warm server; ")
     assert why in steps["cold"]["problem"]
+
+
+def test_a_card_that_fails_in_every_rank_is_said_where_nothing_could_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One card, to the last line: it said that nothing was compared, and not why."""
+    code, _ = run(tmp_path, monkeypatch, cards=1, broken=True)
+    said = capsys.readouterr().out
+    assert code == 3 and said.splitlines()[-1].startswith("exit code 3: ")
+    assert "NO ANSWER, though it was launched" in said and "a device that cannot be set" in said
+    cold = json.loads((tmp_path / "out" / "proof.json").read_text())["steps"]["cold"]
+    assert "a device that cannot be set" in cold["problem"]
 
 
 def test_the_person_in_front_reads_what_differs_and_why_the_exit_code_is_what_it_is(

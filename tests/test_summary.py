@@ -52,6 +52,14 @@ def test_news_is_listed_before_the_cases_and_by_its_verdicts() -> None:
     assert "  some-case m/fsdp, n/fsdp: CHANGED: fix" in said
 
 
+def test_what_came_in_between_is_read_where_a_launched_arm_gave_no_answer() -> None:
+    """It was "NEW: INCONCLUSIVE", and its reason in the documents only."""
+    said = shown(cell("INCONCLUSIVE", "unset"), cell("INCONCLUSIVE", "unset", case="other"), cell(case="quiet"))
+    assert said[1:3] == ["NO ANSWER, though it was launched: 2 arms", "   2  because [2 cases]"]
+    assert not [line for line in said if line.startswith("NEW")]
+    assert "NO ANSWER" not in "".join(shown(cell("INCONCLUSIVE", "expected")))
+
+
 def test_what_was_not_measured_is_grouped_by_its_reason() -> None:
     lacking = [
         document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}, case=c) for c in "ab"

@@ -48,7 +48,12 @@ def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
             where = f"{row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
             told = f"{row['verdict']}: {by.get('reason')} ({by.get('owner')}, until {by.get('until')})"
             yield from wrapped(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4)
-    new = [row for row in rows if row["expected"] == "unset" and row["attempts"] and row["verdict"]]
+    silent = [row for row in rows if _no_answer(row)]
+    if silent:
+        yield ""
+        yield f"NO ANSWER, though it was launched: {_arms(len(silent))}"
+        yield from _reasons(silent)
+    new = [r for r in rows if r["expected"] == "unset" and r["attempts"] and r["verdict"] and not _no_answer(r)]
     if new:
         yield from ("", f"NEW, nothing is expected of them yet: {_arms(len(new))}")
         yield from _listed(new)
@@ -60,6 +65,12 @@ def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
     if missing:
         yield from ("", f"NOT MEASURED: {_arms(len(missing))}")
         yield from _reasons(missing)
+
+
+def _no_answer(row: Row) -> bool:
+    """Nothing of it can be new or known: what came in between is what the person in front must read."""
+    said = row["infra"] or row["verdict"] == "INCONCLUSIVE"
+    return bool(row["attempts"] and said and row["expected"] in (None, "unset"))
 
 
 def left_out(texts: Sequence[str]) -> Iterator[str]:

@@ -196,7 +196,15 @@ def cold(proof: Proof) -> Json:
     if not compared:
         whys = (proof.steps.get("cells") or {}).get("started_cold") or {}
         no_server = "".join(f"; {count} attempts found no server: {why}" for why, count in whys.items())
-        raise MeasureError(f"no attempt was made both from cold and from a warm server{no_server}")
+        failed = {
+            attempt["outcome"]["reason"]
+            for document in [*documents, *proof.documents]
+            for arm in document["arms"].values()
+            for attempt in arm["attempts"]
+            if attempt["outcome"]["outcome"] == "infra"
+        }
+        no_answer = "".join(f"; {reason}" for reason in sorted(failed)[:2])
+        raise MeasureError(f"no attempt was made both from cold and from a warm server{no_server}{no_answer}")
     return {**said, "compared": compared, "differ": differ, "exit_code": DIFFERS if differ else said["exit_code"]}
 
 
