@@ -14,6 +14,7 @@ from test_engine import FIRES, observation
 
 from repro_matrix import stacks
 from repro_matrix.cli import main
+from repro_matrix.conf import project
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.running import session, wanted
 from repro_matrix.stacks import Stack, StackError, releases
@@ -113,6 +114,13 @@ def answered(attempt: Attempt, how: str) -> dict[str, Any]:
     return observation(attempt, {**FIRES, "type": "KeyError", "message": how})
 
 
+def own_history(stores: Any, cases: Any, real: Any = session.history) -> Any:
+    """Nothing is published of a made-up world: what is of the real one would be judged anew for each probe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(project, "published", lambda: [])
+        return real(stores, cases)
+
+
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """transformers 4.37.0 to 4.45.0, eleven releases; 4.40.0 and later fire."""
@@ -125,6 +133,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(stacks, "resolve", made.resolve)
     monkeypatch.setattr(wanted, "resolve", made.resolve)
     monkeypatch.setattr(session, "open_launcher", lambda name: made)
+    monkeypatch.setattr(session, "history", own_history)
     monkeypatch.setattr(releases, "releases", made.releases)
     return made
 

@@ -246,6 +246,7 @@ def test_an_import_that_initialises_cuda_is_left_for_the_ranks(tmp_path: Path, w
     assert "takes_the_gpu" in str(seen["attempt"]["late"])
 
 
+@pytest.mark.slow  # the gate has a stack without torch, and an import that starts a thread
 def test_an_import_that_fails_is_named(refused: Callable[[str, str], str]) -> None:
     why = refused("cannot_be_imported", "raise RuntimeError('not on this machine')")
     assert "(import)" in why and "RuntimeError: not on this machine" in why
@@ -257,7 +258,7 @@ def supervisor_of(attempt: Attempt) -> psutil.Process:
     return psutil.Process(read_launch(attempt.launch_file)["ranks"][0]["pid"]).parent()
 
 
-@pytest.mark.parametrize("who", ["server", "supervisor"])
+@pytest.mark.parametrize("who", [pytest.param("server", marks=pytest.mark.slow), "supervisor"])  # "dies", below
 def test_an_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: WarmLauncher, who: str) -> None:
     attempt = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400)
     with ThreadPoolExecutor(1) as pool:
@@ -323,6 +324,7 @@ def test_a_machine_without_room_for_another_process(tmp_path: Path) -> None:
         warm.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_imports_costs_a_cold_start_and_no_more(tmp_path: Path) -> None:
     once = str(tmp_path / "once")
     code = f"import os\nif not os.path.exists({once!r}):\n    open({once!r}, 'w')\n    os.kill(os.getpid(), 9)"

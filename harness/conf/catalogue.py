@@ -140,8 +140,7 @@ def load(
         own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
         for path in files.values():
             try:
-                raw = read_yaml(path)
-                option = _option(model, raw, path, group)
+                raw, option = read_yaml(path), _kept(group, path, file_state(path))
             except ConfigError as error:
                 if strict:
                     raise
@@ -186,6 +185,13 @@ def load(
         del parsed["case"][slug]
         parsed["case"].left_out[slug] = why
     return catalogue
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(group: str, path: Path, state: tuple[int, ...]) -> BaseModel:
+    """An option as its file says. It is frozen, and shared: a search loads the catalogue for each of its probes, and
+    validating was half of what that took."""
+    return _option(GROUPS[group], read_yaml(path), path, group)
 
 
 def _option(model: type[BaseModel], raw: Raw, path: Path, group: str) -> BaseModel:

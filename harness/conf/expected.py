@@ -8,6 +8,7 @@ cells and the releases at its ends (``measured``): ``results.backed`` looks for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from repro_matrix.conf.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.conf.schema import Case, Expectation, Stretch, Strict, VerdictName
+from repro_matrix.paths import file_state
 
 HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
 
@@ -83,22 +85,23 @@ def read(
         if isinstance(cases, Options) and path.stem in cases.left_out:
             continue
         try:
-            found[path.stem] = _entries(path, cases, load)
+            if path.stem not in cases:
+                raise unknown("case", path.stem, cases, str(Path(*path.parts[-3:])))
+            found[path.stem] = list(_entries(path, file_state(path), load))
         except ConfigError as error:
             wrong[path.stem] = error
     return found, wrong
 
 
-def _entries(path: Path, cases: Mapping[str, Case], load: Any) -> list[Expectation]:
+@lru_cache(maxsize=1024)
+def _entries(path: Path, state: tuple[int, ...], load: Any) -> tuple[Expectation, ...]:
+    """Of a file as it is now: a search reads them for each of its probes."""
     where = str(Path(*path.parts[-3:]))
-    if path.stem not in cases:
-        raise unknown("case", path.stem, cases, where)
-    raw = load(path)
     try:
-        table = Table.model_validate(raw)
+        table = Table.model_validate(load(path))
         entries = table.expectations
     except ValidationError as error:
         raise describe_validation(error, Table, where) from None
     if table.case != path.stem:
         raise ConfigError(f"{where}: case must be the file's name, {path.stem!r}")
-    return entries
+    return tuple(entries)
