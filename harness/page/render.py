@@ -6,7 +6,7 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from repro_matrix.nights.strip import Strip
 from repro_matrix.page.case import CaseView, facets, link
 from repro_matrix.page.marks import MARKS
 from repro_matrix.page.page import Page
@@ -121,8 +122,12 @@ def site(page: Page) -> dict[str, str]:
     for view in page.cases:
         own = facets(view.cells)
         pages[f"{view.slug}.html"] = _made("case.html", page, view.slug, address(view.slug), view=view, facets=own,
-                                           claims=page.claims(view.slug))  # fmt: skip
+                                           claims=page.claims(view.slug), over=_strips(page, view))  # fmt: skip
     return pages
+
+
+def _strips(page: Page, view: CaseView) -> Sequence[Strip]:
+    return page.over.by_case.get(view.slug, ()) if page.over else ()
 
 
 def _made(
