@@ -215,6 +215,9 @@ def test_whether_they_can_ever_go_on() -> None:
     assert never_meet([stands(0, entry(group=("g", three))), stands(1, entry(group=("g", three))), stands(2)])
     chain = [stands(0, entry(group=("g", (0, 1)))), stands(1, entry(group=("h", (1, 2)))), stands(2, inside="")]
     assert never_meet(chain) is None, "the last one is at work"
+    h = ("h", (1, 2))
+    late = [stands(0, entry(group=("g", (0, 1)))), stands(1, entry(group=h)), stands(2, entry(group=h))]
+    assert never_meet(late) is None, "the one that is missing meets another first, and may come then"
     # by their places alone
     here = [Standing(0, inside="all_reduce"), Standing(1, inside="broadcast")]
     assert never_meet(here) == "rank 0 in all_reduce, rank 1 in broadcast"
