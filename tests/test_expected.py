@@ -97,6 +97,7 @@ def test_a_cases_file_holds_no_expectations(tmp_path: Path) -> None:
 def test_what_no_measurement_shows_is_named() -> None:
     versions = {"torch": "2.13.0", "transformers": "5.23.0"}
     entry = {"verdicts": {"fix": "FIX_HOLDS"}, "cells": ["m/fsdp"], "measured": [versions], "reason": "r"}
+    entry["versions"] = {"torch": ">=2.13,<2.14", "transformers": ">=5.23,<5.24"}
     known = case(expect=[entry])
     held = document({}, {"fix": "FIX_HOLDS"}, where="m/fsdp")
     assert unbacked(known, [held]) == []
