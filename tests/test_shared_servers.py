@@ -76,6 +76,11 @@ def test_an_overlay_is_laid_over_only_what_it_could_not_have_answered(
     assert why is None if said is None else said in str(why)
 
 
+def test_what_the_interpreter_looks_for_at_its_start_keeps_an_overlay_apart(tmp_path: Path) -> None:
+    starts = overlay(tmp_path / "o", "9.9", "sitecustomize")
+    assert "sitecustomize" in str(why_apart(Overlay([str(starts)]), asked_for(), ["torch"]))
+
+
 def test_entry_points_for_what_is_shared_keep_an_overlay_apart(tmp_path: Path) -> None:
     plugin = overlay(tmp_path / "o", "9.9", entry_points="[torch.backends]\nx = y:z\n[console_scripts]\na = b:c\n")
     assert why_apart(Overlay([str(plugin)]), asked_for(), ["torch"]) is None, "nobody asked for entry points"

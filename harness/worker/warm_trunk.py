@@ -44,6 +44,7 @@ sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLD
 MESSAGE = 1 << 20  # bytes; an environment and a few names
 FDS = 3
 OWN = {"TMPDIR"}  # a server's folder, whichever: attempts have their own
+AT_START = {"sitecustomize", "usercustomize"}  # what the interpreter looks for before anybody writes down what is asked
 END_S = 10.0  # for servers to end by themselves when the controller is gone: their requests have ended too
 
 
@@ -137,7 +138,7 @@ def groups_of(file: str) -> set[str]:
 
 def why_apart(overlay: Overlay, asked: Asked, loaded: Iterable[str]) -> Optional[str]:
     """Why what the trunk has imported is not what a process that began with the overlay would have, if so."""
-    tops = {name.partition(".")[0] for name in loaded}
+    tops = {name.partition(".")[0] for name in loaded} | AT_START
     replaced = sorted(overlay.modules & (tops | asked.modules))
     if replaced:
         return f"the overlay brings {', '.join(replaced)}, which what servers share looks for"
