@@ -114,11 +114,11 @@ def answered(attempt: Attempt, how: str) -> dict[str, Any]:
     return observation(attempt, {**FIRES, "type": "KeyError", "message": how})
 
 
-def own_history(stores: Any, cases: Any, real: Any = session.history) -> Any:
+def own_history(stores: Any, cases: Any, *say: Any, real: Any = session.history) -> Any:
     """Nothing is published of a made-up world: what is of the real one would be judged anew for each probe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(project, "published", lambda: [])
-        return real(stores, cases)
+        return real(stores, cases, *say)
 
 
 @pytest.fixture
