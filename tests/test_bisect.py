@@ -14,7 +14,9 @@ import pytest
 from probing import BASE, CASE, World, before, world
 
 from repro_matrix import stacks
+from repro_matrix.bisection import bisect_report
 from repro_matrix.bisection.commits import open_clone
+from repro_matrix.bisection.probe import Point, Target
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.stacks import Stack
 
@@ -302,3 +304,10 @@ def test_a_repository_that_does_not_serve(clone: Path, tmp_path: Path) -> None:
         open_clone(str(tmp_path), "transformers")
     with pytest.raises(stacks.StackError, match="none of src/accelerate"):
         open_clone(str(clone), "accelerate").unpacked("HEAD")
+
+
+def test_a_commit_says_which_stack_it_is_laid_over() -> None:
+    """What was replaced on purpose is not shown as moved along; a path may hold what a specification is joined by."""
+    spec = "/home/a#b/lock.txt+transformers==4.40.0"
+    for target in (Target("4.40.0", spec), Target("commit 0123", f"{spec}#transformers@0123", None, base=spec)):
+        assert bisect_report._swapped(Point(target, {})) == {"transformers"}

@@ -42,7 +42,7 @@ def arms(draw: Any) -> ArmBrief:
 
 CELLS = st.builds(
     lambda case, model, hardware, stack, started, control, made: Brief(
-        case, f"{case}/{model}", f"case={case} model={model}", hardware, stack, {}, started, None, control, made
+        case, f"{case}/{model}", (f"model={model}",), hardware, stack, {}, started, None, control, made
     ),
     st.sampled_from("cd"), st.sampled_from("mn"), st.sampled_from(["cpu", "gpu1"]), st.sampled_from(["now", "old"]),
     st.sampled_from([1.0, 2.0]), st.booleans(), st.dictionaries(st.sampled_from(["broken", "fix"]), arms(), max_size=2),
@@ -92,7 +92,7 @@ def arm(name: str = "clean", n: int = 3, *met: str, **changes: Any) -> ArmBrief:
 
 
 def cell(started: float = 1.0, **made: ArmBrief) -> Brief:
-    return Brief("c", "c/m", "case=c model=m", "cpu", "now", {}, started, None, "control" in made, made)
+    return Brief("c", "c/m", ("model=m",), "cpu", "now", {}, started, None, "control" in made, made)
 
 
 FIRES = arm("fires", 3, "c/norm")

@@ -18,9 +18,9 @@ from repro_matrix.hardware import Gpu, Profile
 from repro_matrix.hardware.gpus import Seen
 from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.launch.device_errors import of_device
+from repro_matrix.launch.device_errors import EITHER, of_device
 from repro_matrix.results.exit_code import exit_code
-from repro_matrix.running.again import again, lost
+from repro_matrix.running.again import again, lost, settled
 from repro_matrix.running.events import Event, Summary
 
 ON_CPU = Profile("cpu", "cpu", "gloo", ())
@@ -255,7 +255,7 @@ def test_what_may_be_the_cards_is_made_once_more_on_others(tmp_path: Path, monke
     assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
     made = summary.documents[0]["arms"]["broken"]["attempts"]
     assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "fires"]
-    assert made[1]["observation"]["attempt"]["again"].startswith("card or program: ")
+    assert made[1]["observation"]["attempt"]["again"]["kind"] == "card or program"
     assert len(used) == 2 and not set(used[0]) & set(used[1])
 
 
@@ -304,6 +304,11 @@ def test_only_a_failed_card_is_a_reason_for_one_more_attempt() -> None:
     failed = lost(fine, "gpu3 (GPU-3): Xid 79")
     assert failed["infra"] == {"kind": "card", "message": "gpu3 (GPU-3): Xid 79"}
     assert not failed["attempt"]["interrupted"] and fine["infra"] is None
-    assert again(failed, ("GPU-3",)) == {"again": "card: gpu3 (GPU-3): Xid 79", "avoid": ("GPU-3",)}
-    assert again({**failed, "attempt": {"again": "once before"}}) is None
+    assert again(failed, ("GPU-3",)) == {"again": failed["infra"], "avoid": ("GPU-3",)}
+    assert again({**failed, "attempt": {"again": failed["infra"]}}) is None
+    same = {"kind": EITHER, "message": "of another attempt"}
+    twice = {**fine, "attempt": {"again": same}, "infra": {"kind": EITHER, "message": "?"}}
+    assert settled(twice)["infra"] is None, "on other cards it came again: it is the program's"
+    words_alone = {**twice, "attempt": {"again": {"kind": "card", "message": f"{EITHER}: so it says"}}}
+    assert settled(words_alone)["infra"], "the kind tells, not how a message begins"
     assert again(fine) is None and again({**fine, "infra": {"kind": "launch", "message": "?"}}) is None

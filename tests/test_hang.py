@@ -18,7 +18,7 @@ from repro_matrix.judge.collectives import family, mismatches, never_meet, stand
 from repro_matrix.judge.evidence import Attempt, threads_of
 from repro_matrix.judge.signature import matches
 from repro_matrix.launch.limits import COSTS
-from repro_matrix.running.again import LONGER, again
+from repro_matrix.running.again import LONGER, again, told
 
 NCCL = Path(__file__).parent / "nccl_dumps"
 LOOK = {
@@ -266,7 +266,9 @@ def test_limits_grow_with_ranks_and_know_the_accelerator() -> None:
 
 def test_an_attempt_that_was_too_slow_gets_one_with_a_longer_deadline() -> None:
     slow = observation(ok(0), ok(1), infra={"kind": "too slow", "message": "still at work"}, deadline_s=10.0)
-    assert again(slow) == {"again": "too slow: still at work; deadline 30 s", "deadline": LONGER * 10}
+    changes = again(slow)
+    assert changes == {"again": slow["infra"], "deadline": LONGER * 10}
+    assert told(changes) == "too slow: still at work; deadline 30 s"
     assert again({**slow, "attempt": {**slow["attempt"], "again": "too slow"}}) is None, "once"
     assert again({**slow, "attempt": {**slow["attempt"], "interrupted": True}}) is None
 

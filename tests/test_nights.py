@@ -37,7 +37,7 @@ def nights(draw: Any) -> list[Night]:
     for number in range(draw(st.integers(1, 4))):
         cells = {
             f"cpu now c/{model}": {
-                "case": "c", "where": f"case=c model={model} strategy=ddp", "hardware": "cpu", "stack": "now",
+                "case": "c", "axes": [f"model={model}", "strategy=ddp"], "hardware": "cpu", "stack": "now",
                 "key": f"c/{model}", "control": False, "arms": draw(ARMS),
             }
             for model in draw(st.sets(st.sampled_from("mn")))
@@ -47,6 +47,17 @@ def nights(draw: Any) -> list[Night]:
             Night(f"night-{number}", float(number), None, draw(st.sampled_from([None, 0, 1])), versions, cells)
         )
     return found
+
+
+def test_a_night_of_the_first_schema_is_read() -> None:
+    """It said a cell in a sentence; a flag's value may have spaces."""
+    cell = {"case": "c", "hardware": "cpu", "stack": "now", "key": "c/m", "control": False, "arms": {}}
+    where = 'case=c model=m strategy=ddp flags.call="a b" ranks=4'
+    old = {"schema": 1, "name": "n", "started": 1.0, "cells": {"cpu now c/m": {**cell, "where": where}}}
+    axes = ["model=m", "strategy=ddp", 'flags.call="a b"', "ranks=4"]
+    made = from_json(old)
+    assert made.cells == {"cpu now c/m": {**cell, "axes": axes}}
+    assert [(brief.axes, brief.where) for brief in briefs_of(made)] == [(tuple(axes), where)]
 
 
 @given(made=nights())
@@ -72,7 +83,10 @@ def test_every_column_is_a_night_and_a_night_in_brief_compares_as_it_did(made: l
         k, n = one.flaky
         assert 0 <= k <= n and (k == 0 or len(one.entries) > 0)
     assert {(s.where, s.arm) for s in found} == {
-        (cell["where"], arm) for night in made for cell in night.cells.values() for arm in cell["arms"]
+        (" ".join(["case=c", *cell["axes"]]), arm)
+        for night in made
+        for cell in night.cells.values()
+        for arm in cell["arms"]
     }
     for text in strip.lines(made, found) if found else ():
         assert len(text) <= WIDTH and text.isprintable()
@@ -163,7 +177,7 @@ def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixtur
     (folder / kept.FILE).write_text("[3]\n" + text)
     with pytest.raises(ResultsError, match=r"nights\.jsonl:1: damaged"):
         kept.ledger(folder, [])
-    (folder / kept.FILE).write_text(text.replace('"schema":[1]', '"schema":[9]'))
+    (folder / kept.FILE).write_text(text.replace('"schema":[2]', '"schema":[9]'))
     with pytest.raises(ResultsError, match="a newer repro-matrix wrote it"):
         kept.ledger(folder, [])
 

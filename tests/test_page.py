@@ -81,7 +81,7 @@ def nights() -> list[Night]:
             "fix": [verdict, kinds, met, "", None, "expected"],
             "also": [*names[0][:2], [], "", None, "expected"],
         }
-        one = {"case": "quiet", "where": "case=quiet model=m1 strategy=fsdp", "hardware": "cpu", "stack": "now"}
+        one = {"case": "quiet", "axes": ["model=m1", "strategy=fsdp"], "hardware": "cpu", "stack": "now"}
         at = {"cpu now quiet/m1": {**one, "key": "quiet/m1", "control": False, "arms": arms}}
         made_.append(Night(f"night {number}", float(number), None, 0, {"now": {}}, at))
     return made_

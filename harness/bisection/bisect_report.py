@@ -58,8 +58,8 @@ def side(point: Point, arm: str, prober: Probing) -> Data:
 
 
 def _swapped(point: Point) -> set[str]:
-    """What the probe replaced on purpose (a commit's specification is a stack's, then # and what is laid over it)."""
-    return {canonical(swap.name) for swap in parse(point.target.spec.partition("#")[0]).swaps}
+    """What the probe replaced on purpose."""
+    return {canonical(swap.name) for swap in parse(point.target.base or point.target.spec).swaps}
 
 
 def said(label: str | None, detail: str) -> str:

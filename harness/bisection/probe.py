@@ -67,6 +67,7 @@ class Target:
     make: Callable[[], Stack] | None = None
     # The packages that the question is about: other replaced ones move with them where they have to. None: exact.
     held: frozenset[str] = frozenset()
+    base: str = ""  # of a commit: the stack that it is laid over
 
     def settle(self, say: Say) -> tuple[Stack, Target]:
         """Its stack, and itself with the specification that could be had."""

@@ -259,6 +259,14 @@ class Settings(TypedDict, total=False):
 
 
 @_open
+class Again(TypedDict):
+    """Why an attempt was made once more: the infra of the one before it."""
+
+    kind: InfraKind
+    message: str
+
+
+@_open
 class Attempt(TypedDict):
     id: str
     launcher: str
@@ -283,6 +291,7 @@ class Attempt(TypedDict):
     versions: NotRequired[Annotated[dict[str, str], Field(description="the releases that it was planned with")]]
     cold: NotRequired[Annotated[str, Field(description="why no warm launcher made it")]]
     shared: NotRequired[Annotated[bool, Field(description="its server was forked from one that stacks share")]]
+    again: NotRequired[Annotated[Again | str, Field(description="what came before; older documents say it in words")]]
     apart: NotRequired[Annotated[str, Field(description="why its server was not, though its stack has an overlay")]]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.diff.brief import ArmBrief, Brief, Parts, unlike
+from repro_matrix.diff.brief import ArmBrief, Brief, Parts, placed, unlike
 from repro_matrix.diff.compare import sides_by_cell
 from repro_matrix.diff.show import told
 from repro_matrix.judge.verdict import wilson
@@ -29,7 +29,7 @@ class Agreement:
     n: int = 0
     alone: int = 0  # arms that only one side measured
     unlike: int = 0  # and arms that were measured with other settings
-    otherwise: list[tuple[str, str, str, str]] = field(default_factory=list)
+    otherwise: list[tuple[tuple[str, ...], str, str, str]] = field(default_factory=list)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -57,7 +57,7 @@ def agree(
                 row.n += 1
                 row.k += alike(was, now)
                 if not alike(was, now):
-                    row.otherwise.append((here.where, arm, told(was), told(now)))
+                    row.otherwise.append((here.axes, arm, told(was), told(now)))
     if not any(row.n for row in found.values()):
         raise ConfigError(
             f"nothing that both have measured: {len(mine)} and {len(theirs)} cells, {len(found)} cases in common"
@@ -85,8 +85,8 @@ def lines(rows: Iterable[Agreement], every: bool = False) -> Iterator[str]:
         more += f"; {row.unlike} with other settings" if row.unlike else ""
         yield from wrapped(f"{row.case.ljust(width)}  {share}{more}", "", width + 2)
         shown = row.otherwise if every else row.otherwise[:SHOWN]
-        for where, arm, was, now in shown:
-            yield from wrapped(f"{where.partition(' ')[2]} {arm}", "    ", 4)
+        for axes, arm, was, now in shown:
+            yield from wrapped(f"{' '.join(axes)} {arm}", "    ", 4)
             yield from wrapped(f"first:  {was}", "      ", 8)
             yield from wrapped(f"second: {now}", "      ", 8)
         if len(shown) < len(row.otherwise):
@@ -106,7 +106,10 @@ def as_json(rows: Iterable[Agreement], across: Mapping[str, tuple[str, str]]) ->
             {
                 "case": row.case, "agree": row.k, "both": row.n, "interval": list(row.interval), "one_only": row.alone,
                 "other_settings": row.unlike,
-                "otherwise": [dict(zip(("where", "arm", "first", "second"), item)) for item in row.otherwise],
+                "otherwise": [
+                    {"where": placed(row.case, axes), "arm": arm, "first": was, "second": now}
+                    for axes, arm, was, now in row.otherwise
+                ],
             }
             for row in rows
         ],

@@ -20,7 +20,7 @@ from repro_matrix.judge.evidence import number
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import all_met
-from repro_matrix.results.rows import where_of
+from repro_matrix.results.rows import where_of, words_of
 
 NO_EVIDENCE = ("skipped", "infra")
 HANG = "hang"
@@ -62,11 +62,12 @@ class ArmBrief(NamedTuple):
 
 @dataclass(frozen=True)
 class Brief:
-    """A cell. ``versions``: of its stack, those that matter. ``started``: seconds since the epoch."""
+    """A cell. ``axes``: the words that choose it beside its case. ``versions``: of its stack, those that matter.
+    ``started``: seconds since the epoch. ``model``, ``strategy``: empty where a night tells of it."""
 
     case: str
     key: str
-    where: str
+    axes: tuple[str, ...]
     hardware: str
     stack: str
     versions: Mapping[str, str]
@@ -75,10 +76,21 @@ class Brief:
     control: bool
     arms: Mapping[str, ArmBrief]
     path: str = ""
+    model: str = ""
+    strategy: str = ""
+
+    @property
+    def where(self) -> str:
+        """The cell as a command line takes it."""
+        return placed(self.case, self.axes)
 
     @property
     def first(self) -> str:
         return next(iter(self.arms), "")
+
+
+def placed(case: str, axes: Iterable[str]) -> str:
+    return " ".join([f"case={case}", *axes])
 
 
 def brief(document: Document, parts: Parts) -> Brief:
@@ -86,11 +98,11 @@ def brief(document: Document, parts: Parts) -> Brief:
     stack, made = document["stack"], document["provenance"]
     return Brief(
         case=document["case"], key=document.get("key") or f"{document['case']}/{where_of(document)}",
-        where=where_of(document), hardware=document["hardware"]["profile"], stack=stack["name"],
+        axes=words_of(document), hardware=document["hardware"]["profile"], stack=stack["name"],
         versions={name: version for name, version in stack["versions"].items() if name in RELEVANT},
         started=made["started"], commit=made["git_commit"], control=document["kind"] == "control",
         arms={name: _arm(document, name, arm, parts) for name, arm in document["arms"].items()},
-        path=document.get("path", ""),
+        path=document.get("path", ""), model=document["model"], strategy=document["strategy"],
     )  # fmt: skip
 
 
@@ -165,7 +177,7 @@ def to_json(found: Brief) -> dict[str, Any]:
 
 def from_json(data: Mapping[str, Any]) -> Brief:
     arms = {name: ArmBrief(*values) for name, values in data["arms"].items()}
-    return Brief(**{**data, "arms": arms})
+    return Brief(**{**data, "axes": tuple(data["axes"]), "arms": arms})
 
 
 def latest(found: Iterable[Brief]) -> dict[tuple[str, str, str], Brief]:

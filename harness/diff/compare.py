@@ -13,7 +13,7 @@ from typing import Any
 
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.diff import noise
-from repro_matrix.diff.brief import ArmBrief, Brief, Parts, latest, unlike
+from repro_matrix.diff.brief import ArmBrief, Brief, Parts, latest, placed, unlike
 
 # In the order in which a reader wants them; kind -> (what it is read backwards, in words).
 KINDS: dict[str, tuple[str, str]] = {
@@ -47,13 +47,18 @@ class Change:
 
     kind: str
     case: str
-    where: str
+    axes: tuple[str, ...]
     hardware: str
     stack: str
     arm: str
     before: ArmBrief | None
     after: ArmBrief | None
     factor: float | None = None  # of time (without the common factor) or memory
+
+    @property
+    def where(self) -> str:
+        """The cell as a command line takes it."""
+        return placed(self.case, self.axes)
 
     def backwards(self) -> Change:
         factor = None if self.factor is None else 1 / self.factor
@@ -111,7 +116,7 @@ def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_com
             if why:
                 differing[f"{after.where} {name}"] = why
                 continue
-            kind = _answer(name == after.first and not after.control, after.case, was, now)
+            kind = _answer(name == after.first and not after.control, was, now)
             if kind:
                 changes.append(_change(kind, after, name, was, now))
             if was.steady and now.steady and was.kinds.keys() == now.kinds.keys() and "hang" not in was.kinds:
@@ -147,7 +152,7 @@ def sides_by_cell(
 
 
 def _change(kind: str, cell: Brief, arm: str, was: ArmBrief | None, now: ArmBrief | None) -> Change:
-    return Change(kind, cell.case, cell.where, cell.hardware, cell.stack, arm, was, now)
+    return Change(kind, cell.case, cell.axes, cell.hardware, cell.stack, arm, was, now)
 
 
 def _come_or_gone(cell: Brief, name: str, was: ArmBrief | None, now: ArmBrief | None) -> list[Change]:
@@ -157,14 +162,14 @@ def _come_or_gone(cell: Brief, name: str, was: ArmBrief | None, now: ArmBrief | 
     return [_change("measured", cell, name, None, now)] if now is not None and now.measured else []
 
 
-def _answer(broken: bool, case: str, was: ArmBrief, now: ArmBrief) -> str | None:
+def _answer(broken: bool, was: ArmBrief, now: ArmBrief) -> str | None:
     """The kind of an arm's change of answer, or None."""
     if not was.measured or not now.measured:
         return None if was.measured == now.measured else "unmeasured" if was.measured else "measured"
     before, after = set(was.met), set(now.met)
     if before != after:
         if broken:
-            fired, fires = (any(met.startswith(f"{case}/") for met in side) for side in (before, after))
+            fired, fires = ("fires" in side.kinds for side in (was, now))
             if fired != fires:
                 return "fires now" if fires else "stopped firing"
         elif not before and was.verdict == "FIX_HOLDS":

@@ -76,7 +76,7 @@ def _group(group: Sequence[Change]) -> Iterator[str]:
     change = group[0]
     cells: dict[str, list[str]] = {}
     for each in group:
-        cells.setdefault(each.where.partition(" ")[2], []).append(each.arm)
+        cells.setdefault(" ".join(each.axes), []).append(each.arm)
     by_arms: dict[str, list[str]] = {}
     for where, arms in cells.items():
         by_arms.setdefault(", ".join(arms), []).append(where)

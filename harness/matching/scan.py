@@ -39,12 +39,18 @@ class Note:
 
 @dataclass
 class Ended:
-    """What torchrun says of its ranks at the end: rank -> how it ended. The first failure that it saw comes last."""
+    """What torchrun says of its ranks at the end: rank -> its exit code, or its signal's name. The first failure
+    that it saw comes last."""
 
-    ranks: dict[int, str] = field(default_factory=dict)
+    ranks: dict[int, int | str] = field(default_factory=dict)
     root: int | None = None
     _rank: int | None = None
     _root_next: bool = False
+
+    @property
+    def signals(self) -> dict[int, int | str]:
+        """Those that a signal ended: its name, or the negative exit code where that is all that is said."""
+        return {rank: how for rank, how in self.ranks.items() if isinstance(how, str) or how < 0}
 
     def read(self, text: str) -> None:
         if "Root Cause" in text:
@@ -54,7 +60,7 @@ class Ended:
         if found is None:
             elastic = _ELASTIC.search(text)
             if elastic:
-                self.ranks.setdefault(int(elastic["rank"]), f"exit code {elastic['code']}")
+                self.ranks.setdefault(int(elastic["rank"]), int(elastic["code"]))
             return
         if found["key"] == "rank":
             number = re.match(r"\d+", found["value"])
@@ -64,7 +70,7 @@ class Ended:
         elif self._rank is not None and len(self.ranks) < 4096:
             code = re.match(r"-?\d+", found["value"])
             if found["key"] == "exitcode" and code:
-                self.ranks[self._rank] = f"exit code {code.group()}"
+                self.ranks[self._rank] = int(code.group())
             signal = re.match(r"Signal (\d+) \((SIG\w+)\)", found["value"])
             if signal:
                 self.ranks[self._rank] = signal[2]

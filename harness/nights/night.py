@@ -7,6 +7,7 @@ its own words. What is left out is time, memory and settings: two nights in brie
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -14,13 +15,13 @@ from typing import Any, get_args
 from repro_matrix.conf.schema import OutcomeName, VerdictName
 from repro_matrix.diff.brief import ArmBrief, Brief, latest
 
-SCHEMA = 1
+SCHEMA = 2  # 1: a cell was said in a sentence, where, and not by its axes
 _ARM = ("verdict", "kinds", "met", "text", "skipped", "expected")  # of an ArmBrief, in this order
 
 
 @dataclass(frozen=True)
 class Night:
-    """``stacks``: name -> versions. ``cells``: "hardware stack key" -> case, where, control and arms. ``code``: the
+    """``stacks``: name -> versions. ``cells``: "hardware stack key" -> case, axes, control and arms. ``code``: the
     exit code of its run, where that is known: 0 is green."""
 
     name: str
@@ -44,7 +45,7 @@ def of_briefs(name: str, briefs: Iterable[Brief], code: int | None = None) -> Ni
     found = latest(briefs).values()
     cells = {
         f"{b.hardware} {b.stack} {b.key}": {
-            "case": b.case, "where": b.where, "hardware": b.hardware, "stack": b.stack, "key": b.key,
+            "case": b.case, "axes": list(b.axes), "hardware": b.hardware, "stack": b.stack, "key": b.key,
             "control": b.control, "arms": {name: _told(arm) for name, arm in b.arms.items()},
         }
         for b in sorted(found, key=lambda b: (b.key, b.hardware, b.stack))
@@ -88,7 +89,7 @@ def briefs_of(night: Night) -> list[Brief]:
     """The night as ``repro_matrix.diff`` compares it; of time and memory it says nothing."""
     return [
         Brief(
-            cell["case"], cell["key"], cell["where"], cell["hardware"], cell["stack"],
+            cell["case"], cell["key"], tuple(cell["axes"]), cell["hardware"], cell["stack"],
             night.stacks.get(cell["stack"], {}), night.started, night.commit, cell["control"],
             {name: arm_of(told) for name, told in cell["arms"].items()},
         )
@@ -100,6 +101,16 @@ def to_json(night: Night) -> dict[str, Any]:
     return {"schema": SCHEMA, **vars(night)}
 
 
+def _first(said: Mapping[str, Any]) -> dict[str, Any]:
+    """A night of schema 1 as one of today."""
+    cells = {}
+    for at, cell in said["cells"].items():
+        kept = {key: value for key, value in cell.items() if key != "where"}
+        words = cell["where"].removeprefix(f"case={cell['case']} ")
+        cells[at] = {**kept, "axes": re.split(r" (?=[\w.~+-]+=)", words)}
+    return {**said, "cells": cells}
+
+
 def from_json(data: Mapping[str, Any]) -> Night:
     """Raises ValueError: not a night, or of a newer schema."""
     if not isinstance(data, Mapping) or not isinstance(data.get("schema"), int):
@@ -107,13 +118,14 @@ def from_json(data: Mapping[str, Any]) -> Night:
     if data["schema"] > SCHEMA:
         raise ValueError(f"schema {data['schema']}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
     try:
-        made = Night(**{key: value for key, value in data.items() if key != "schema"})
+        said = {key: value for key, value in data.items() if key != "schema"}
+        made = Night(**(_first(said) if data["schema"] == 1 else said))
         for at, cell in made.cells.items():
             for name, told in cell["arms"].items():
                 wrong = _wrong(told)
                 if wrong:
                     raise ValueError(f"{at}, arm {name}: {wrong}")
-            str(cell["case"] + cell["where"] + cell["hardware"] + cell["stack"] + cell["key"])
+            " ".join([cell["case"], *cell["axes"], cell["hardware"], cell["stack"], cell["key"]])
         if not math.isfinite(float(made.started)) or isinstance(made.code, bool) or not isinstance(made.code or 0, int):
             raise ValueError(f"started {made.started!r} or code {made.code!r}: no time, no exit code")
     except (TypeError, KeyError, AttributeError) as error:

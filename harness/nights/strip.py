@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repro_matrix.diff.brief import ArmBrief
+from repro_matrix.diff.brief import ArmBrief, placed
 from repro_matrix.nights.night import Night, arm_of
 from repro_matrix.terminal.summary import WIDTH, WORDS, counted, plain, wrapped
 
@@ -58,11 +58,16 @@ class Turn:
 @dataclass(frozen=True)
 class Strip:
     case: str
-    where: str
+    axes: tuple[str, ...]
     hardware: str
     stack: str
     arm: str
     entries: tuple[Entry, ...]
+
+    @property
+    def where(self) -> str:
+        """The cell as a command line takes it."""
+        return placed(self.case, self.axes)
 
     @property
     def letters(self) -> str:
@@ -110,7 +115,7 @@ def strips(nights: Sequence[Night], case: str | None = None) -> list[Strip]:
         for arm in arms[at]:
             told = [n.cells.get(at, {}).get("arms", {}).get(arm) for n in nights]
             entries = tuple(ABSENT if one is None else entry(arm_of(one)) for one in told)
-            found.append(Strip(cell["case"], cell["where"], cell["hardware"], cell["stack"], arm, entries))
+            found.append(Strip(cell["case"], tuple(cell["axes"]), cell["hardware"], cell["stack"], arm, entries))
     return found
 
 
@@ -121,17 +126,16 @@ def lines(nights: Sequence[Night], found: Sequence[Strip]) -> Iterator[str]:
     older = f"; {len(nights) - len(shown)} older ones are not drawn (--json has all)" if len(nights) > MOST else ""
     case = found[0].case if found else ""
     yield from wrapped(f"{case} over {counted(len(shown), 'night')}, a column each: {span}{older}", "", 2)
-    cells: dict[tuple[str, str, str], list[Strip]] = {}
+    cells: dict[tuple[tuple[str, ...], str, str], list[Strip]] = {}
     for strip in found:
-        cells.setdefault((strip.where, strip.hardware, strip.stack), []).append(strip)
-    for (where, hardware, stack), own in cells.items():
+        cells.setdefault((strip.axes, strip.hardware, strip.stack), []).append(strip)
+    for (axes, hardware, stack), own in cells.items():
         yield ""
-        yield from wrapped(f"{where.partition(' ')[2]} on {hardware}, stack {stack}", "", 2)
-        alike: dict[str, list[Strip]] = {}
+        yield from wrapped(f"{' '.join(axes)} on {hardware}, stack {stack}", "", 2)
+        alike: dict[tuple[str, str], list[Strip]] = {}
         for strip in own:
-            alike.setdefault(strip.letters[-len(shown) :] + "  " + _flaky(strip), []).append(strip)
-        for told, group in alike.items():
-            letters, _, flaky = told.partition("  ")
+            alike.setdefault((strip.letters[-len(shown) :], _flaky(strip)), []).append(strip)
+        for (letters, flaky), group in alike.items():
             arms = ", ".join(strip.arm for strip in group)
             yield from wrapped(f"{letters}  {arms}" + (f": {flaky}" if flaky else ""), "  ", len(letters) + 2)
         for text in _turned(nights, own):

@@ -37,7 +37,7 @@ def issue(
         search = (searches or {}).get((one.stack, one.green.name))
         if search:
             out += ["#### Since which release", str(search)]
-        where = one.changes[0].where.partition(" ")[2]
+        where = " ".join(one.changes[0].axes)
         stack = "" if one.stack == "current" else f" stack={one.stack}"
         out.append(f"To see it: {code(f'repro run {one.case} {where}{stack} arms=[{one.changes[0].arm}]')}")
     body = "\n\n".join(out)
@@ -47,7 +47,7 @@ def issue(
 
 
 def _change(change: Change) -> str:
-    where = f"{plain(change.where.partition(' ')[2])} on {plain(change.hardware)}, arm **{plain(change.arm)}**"
+    where = f"{plain(' '.join(change.axes))} on {plain(change.hardware)}, arm **{plain(change.arm)}**"
     return (
         f"- {where}: {change.kind} ({KINDS[change.kind][1]})\n"
         f"  - before: {code(told(change.before))}\n"

@@ -80,9 +80,14 @@ def where_of(document: Cell) -> str:
 
 def axes_of(document: Cell) -> str:
     """The same without its case, which verbs of one case take by itself."""
+    return " ".join(words_of(document))
+
+
+def words_of(document: Cell) -> tuple[str, ...]:
+    """Each axis a word, as ``argv`` takes it: a flag's value may have spaces."""
     words = [f"model={document['model']}", f"strategy={document['strategy']}"]
     words += [f"flags.{name}={json.dumps(value)}" for name, value in document["flags"].items()]
-    return " ".join([*words, *document["variant"]])
+    return (*words, *document["variant"])
 
 
 def summary_of(outcomes: Iterable[Outcome]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from repro_matrix.cell.types import Again
 from repro_matrix.launch.device_errors import EITHER
 
 LOST_CARD = "card"  # the kind of infra that a failed card is
@@ -22,17 +23,27 @@ def again(observation: Mapping[str, Any], cards: Sequence[str] = ()) -> dict[str
     if observation["attempt"].get("again") or not isinstance(infra, Mapping):
         return None
     if infra.get("kind") in CARDS:
-        return {"again": f"{infra['kind']}: {infra.get('message')}", "avoid": tuple(cards)}
+        return {"again": _why(infra), "avoid": tuple(cards)}
     if infra.get("kind") == TOO_SLOW and not observation["attempt"].get("interrupted"):
         deadline = LONGER * float(observation["attempt"]["deadline_s"])
-        return {"again": f"too slow: {infra.get('message')}; deadline {deadline:g} s", "deadline": deadline}
+        return {"again": _why(infra), "deadline": deadline}
     return None
+
+
+def _why(infra: Mapping[str, Any]) -> Again:
+    return {"kind": infra["kind"], "message": str(infra.get("message"))}
+
+
+def told(changes: Mapping[str, Any]) -> str:
+    """Why an attempt is made once more, in words."""
+    why, deadline = changes["again"], changes.get("deadline")
+    return f"{why['kind']}: {why['message']}" + (f"; deadline {deadline:g} s" if deadline else "")
 
 
 def settled(observation: dict[str, Any]) -> dict[str, Any]:
     """What may have been a card's failure or the program's, and came again, is the program's: it is judged."""
-    infra, before = observation.get("infra") or {}, str(observation["attempt"].get("again"))
-    own = infra.get("kind") == EITHER and before.startswith(EITHER)
+    infra, before = observation.get("infra") or {}, observation["attempt"].get("again") or {}
+    own = infra.get("kind") == before.get("kind") == EITHER
     return {**observation, "infra": None} if own else observation
 
 

@@ -24,7 +24,7 @@ from repro_matrix.judge.again import judged_again
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import document as documents
 from repro_matrix.results.store import Store, stack_label
-from repro_matrix.running.again import again, lost, settled
+from repro_matrix.running.again import again, lost, settled, told
 from repro_matrix.running.attempts import Attempts, Made, arm_of, fault
 from repro_matrix.running.board import Board, Placed
 from repro_matrix.running.cards import Cards, Driver
@@ -245,7 +245,7 @@ class Engine:
         changes = again(observation, cards)
         if changes:
             self.board.again(task, changes)
-            why = f"{cell.plan.cell.key} {task.arm} is made once more: {changes['again']}"
+            why = f"{cell.plan.cell.key} {task.arm} is made once more: {told(changes)}"
             self.on_event(Event("more", cell.plan, task.arm, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1

@@ -12,7 +12,9 @@ That no wide task waits for ever is board.py's business: it keeps cards for the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from repro_matrix.cell.types import Again
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together
@@ -29,7 +31,7 @@ class Task:
     gpus: int = 0  # devices to lease, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
     deadline: float | None = None  # instead of the plan's
-    again: str | None = None  # made once more, and why
+    again: Again | None = field(default=None, hash=False)  # made once more, and why
     avoid: tuple[str, ...] = ()  # cards on which it has failed: not these while there are others
 
 

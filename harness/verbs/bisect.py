@@ -236,7 +236,7 @@ class Bisect:
     def _commit(self, clone: commits.Clone, commit: str, spec: str) -> Target:
         name = f"{spec}#{clone.package}@{commit[:12]}"
         make: Callable[[], Any] = lambda: clone.laid_over(self.prober.base(spec), commit, name)  # noqa: E731
-        return Target(f"commit {commit[:12]}", name, make)
+        return Target(f"commit {commit[:12]}", name, make, base=spec)
 
     # -- the report
 

@@ -87,7 +87,4 @@ def _values(text: str, name: str) -> list[str]:
 
 
 def _axis(brief: Brief, name: str) -> str:
-    if name in ("model", "strategy"):
-        words = dict(word.partition("=")[::2] for word in brief.where.split(" "))
-        return words.get(name, "")
     return str(getattr(brief, name))

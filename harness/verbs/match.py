@@ -70,7 +70,7 @@ def as_json(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) ->
         "versions": versions,
         "python": seen.versions.python,
         "versions_unclear": seen.versions.unclear,
-        "ended": {str(rank): how for rank, how in seen.ended.ranks.items()},
+        "ended": {str(rank): _how(how) for rank, how in seen.ended.ranks.items()},
         "root_cause_rank": seen.ended.root,
         "stored": {name: _stored_json(cases[name], versions) for name in answer.names},
     }
@@ -225,11 +225,15 @@ def _stored_text(case: Case, seen: Seen) -> list[str]:
 
 
 def _ended(seen: Seen) -> list[str]:
-    signals = {rank: how for rank, how in seen.ended.ranks.items() if not how.startswith("exit code") or "-" in how}
+    signals = seen.ended.signals
     if not signals:
         return []
-    words = ", ".join(f"rank {rank}: {how}" for rank, how in sorted(signals.items())[:8])
+    words = ", ".join(f"rank {rank}: {_how(how)}" for rank, how in sorted(signals.items())[:8])
     return [f"  the launcher says: {words}"]
+
+
+def _how(ended: int | str) -> str:
+    return f"exit code {ended}" if isinstance(ended, int) else ended
 
 
 def _short(text: str) -> str:

@@ -158,7 +158,7 @@ class Searches:
         if good.read_bytes() == bad.read_bytes():
             return "both nights had the same lock: it is not a release."
         words = ["bisect", found.case, "--good", str(good), "--bad", str(bad), "--arm", told[0].arm, "--find", "change"]
-        words += [*told[0].where.split(" ")[1:], f"hardware={told[0].hardware}", f"results={self.folder / 'bisect'}"]
+        words += [*told[0].axes, f"hardware={told[0].hardware}", f"results={self.folder / 'bisect'}"]
         left = self.until - time.monotonic()
         again = "repro " + " ".join(words)
         if left <= 0:
