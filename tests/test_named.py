@@ -17,6 +17,7 @@ from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.paths import CONF, CONFIG_PATH
 from repro_matrix.planning import matrix
+from repro_matrix.results.store import Store
 from repro_matrix.running import request
 
 PRESETS = sorted(path.stem for path in (CONF / "matrix").glob("*.yaml"))
@@ -76,7 +77,7 @@ def test_a_case_that_fired_in_a_version_map_alone_is_known_there(monkeypatch: py
         (["current+peft@0.1", "torch2.6-tf4.51"], ["torch2.6-tf4.51"]),
         (["newest", "current"], ["current"]),
     ):
-        monkeypatch.setattr(request.Store, "documents", lambda *_, found=stored, **__: iter(documents(found)))
+        monkeypatch.setattr(Store, "documents", lambda *_, found=stored, **__: iter(documents(found)))
         assert request.fires_on(known, {"train-step"}) == {"train-step": wanted}
 
 

@@ -75,7 +75,7 @@ class Picky:
     """A server that does not come up while it imports what initialises CUDA."""
 
     def __init__(self, *arguments: Any) -> None:
-        *_, self.late = arguments
+        self.late = arguments[6]
         for module in ("deepspeed.ops", "accelerate"):
             if module.partition(".")[0] not in self.late:
                 raise Refused("cuda", f"importing {module} initialised CUDA", module)
@@ -106,7 +106,9 @@ def test_what_was_answered_in_the_drivers_place_is_in_the_record(tmp_path: Path)
     launcher, attempt = warm.WarmLauncher(), attempt_of(tmp_path / "a", "nothing")
     request: Any = SimpleNamespace(ended=threading.Event(), cpu_s=0.0, exit_code=0, problem=None)
     request.ended.set()
-    server: Any = SimpleNamespace(command=[], late=["deepspeed"], ready={"probed": ["get_device_properties"]})
+    server: Any = SimpleNamespace(
+        command=[], late=["deepspeed"], ready={"probed": ["get_device_properties"]}, trunk=None, apart=None
+    )
     found = launcher._observed(attempt, server, request, Watched(started=0.0))["attempt"]
     assert found["probed"] == ["get_device_properties"] and found["late"] == ["deepspeed"]
 

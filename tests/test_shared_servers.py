@@ -218,7 +218,9 @@ def test_a_shared_server_is_what_a_cold_start_and_a_server_of_its_own_are(tmp_pa
 def test_an_overlay_that_brings_what_is_shared_has_a_server_of_its_own_and_that_is_said(
     tmp_path: Path, shared: WarmLauncher
 ) -> None:
-    folder = overlay(tmp_path / "o", "9.9", "sympy")  # torch looks for it
+    first = laid_over(attempt_of(tmp_path / "f", "nothing"), overlay(tmp_path / "p", "9.8"))
+    assert launched(shared, first)["attempt"]["shared"]
+    folder = overlay(tmp_path / "o", "9.9", "sympy")  # torch looks for it, and the first overlay does not bring it
     attempt = laid_over(attempt_of(tmp_path / "a", "nothing"), folder)
     seen = launched(shared, attempt)
     assert "sympy" in seen["attempt"].get("apart", seen["attempt"].get("cold", "")), seen["attempt"]
