@@ -159,6 +159,18 @@ def test_other_settings_are_no_difference_but_said() -> None:
     assert found.changes == () and "steps" in found.unlike["case=c model=m control"]
 
 
+def test_json_names_both_documents_and_where_the_error_was_raised() -> None:
+    before, after = changed(cell(control=arm()), path="one.json"), cell(control=BOOM._replace(error_at="f.py:7"))
+    found = between([before], [changed(after, path="other.json", stack="old")])
+    (said,) = show.as_json(found)["changes"]
+    assert said["documents"] == ["one.json", "other.json"]
+    assert (said["before"]["error_at"], said["after"]["error_at"]) == (None, "f.py:7")
+    assert found.changes[0].backwards().documents == ("other.json", "one.json")
+    more = changed(cell(control=arm()), key="c/n", axes=("model=n",), path="gone.json")
+    (gone,) = show.as_json(between([before, more], [before]))["changes"]
+    assert (gone["kind"], gone["documents"]) == ("vanished", ["gone.json", None])
+
+
 def test_two_runs_without_a_common_cell_are_an_error_that_says_what_each_has() -> None:
     with pytest.raises(ConfigError, match=r"no cell in common: the first has 1 \(case c; .*the second has 1 \(case d"):
         compare([cell(a=arm())], [changed(cell(a=arm()), case="d", key="d/m")], {})

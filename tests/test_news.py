@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from judging import document, observation, ok
 
 from repro_matrix.results.exit_code import exit_code
-from repro_matrix.results.rows import arm_rows, by_attention, without_expectation
+from repro_matrix.results.rows import arm_rows, by_attention, figures, without_expectation
 from repro_matrix.terminal.report import summary_line
 
 SAID = ["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
@@ -50,6 +50,8 @@ def test_the_news_come_first_and_the_summary_counts_them() -> None:
     assert "1 differ from their expectation" in line and "1 differ from what a CPU showed (news)" in line
     assert "1 arms have no expectation on gpu1 with stack current" in line
     assert len(without_expectation(rows)) == 1
+    counted = {"simulated": 0, "unexpected": 1, "muted": 0, "differs_from_cpu": 1, "without_expectation": 1}
+    assert figures(rows) == counted, "what --json says of a run"
     assert summary_line(arm_rows(cells[0])).endswith("; nothing unexpected")
 
 

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, document, ended, exception, failed, observation, ok
+from judging import NORM, case, document, ended, exception, failed, observation, ok
 from junitparser import Error, Failure, JUnitXml, Skipped
 
 from repro_matrix.cli import main
@@ -323,8 +323,13 @@ def test_json_is_as_its_schema_says() -> None:
     schema = json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8"))
     row = ClaimRow("some-case", "c1", "it helps", "", "upheld", "2 measurements", ())
     skipped = document({"broken": "needs 2 GPUs"}, {})
-    value = json.loads(formats.as_json([cell(made()), cell(skipped)], [row], ["results/scratch"], "now"))
+    raised = made()
+    primary = {"rank": 1, "type": "RuntimeError", "message": "boom", "where": "", "kind": "exception"}
+    raised["arms"]["broken"]["attempts"][0]["outcome"]["primary"] = primary
+    value = json.loads(formats.as_json([cell(raised), cell(skipped)], [row], ["results/scratch"], "now"))
     jsonschema.validate(value, schema)
+    at = {(item["arm"], item["attempts"]): item["error_at"] for item in value["rows"]}
+    assert at == {("broken", 1): f"{NORM['file']}:{NORM['line']}", ("fix", 1): None, ("broken", 0): None}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**value, "rows": [{**value["rows"][0], "verdict": "GREEN"}]}, schema)
 

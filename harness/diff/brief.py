@@ -20,7 +20,7 @@ from repro_matrix.judge.evidence import number
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import all_met
-from repro_matrix.results.rows import where_of, words_of
+from repro_matrix.results.rows import error_at, where_of, words_of
 
 NO_EVIDENCE = ("skipped", "infra")
 HANG = "hang"
@@ -43,6 +43,7 @@ class ArmBrief(NamedTuple):
     settings: Sequence[str]  # digests of its parts
     skipped: str | None = None
     expected: str | None = None
+    error_at: str | None = None  # file:line
 
     @property
     def measured(self) -> int:
@@ -125,6 +126,7 @@ def _arm(document: Document, name: str, arm: Arm, parts: Parts) -> ArmBrief:
         settings=_settings(arm["settings"], parts),
         skipped=arm["skipped"],
         expected=verdict.get("expected") if verdict else None,
+        error_at=error_at(arm),
     )
 
 

@@ -54,6 +54,7 @@ class Change:
     before: ArmBrief | None
     after: ArmBrief | None
     factor: float | None = None  # of time (without the common factor) or memory
+    documents: tuple[str, str] = ("", "")  # where either side's cell is stored
 
     @property
     def where(self) -> str:
@@ -62,7 +63,14 @@ class Change:
 
     def backwards(self) -> Change:
         factor = None if self.factor is None else 1 / self.factor
-        return replace(self, kind=KINDS[self.kind][0], before=self.after, after=self.before, factor=factor)
+        return replace(
+            self,
+            kind=KINDS[self.kind][0],
+            before=self.after,
+            after=self.before,
+            factor=factor,
+            documents=self.documents[::-1],
+        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,13 @@ def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_com
         changes.append(_change("vanished", mine[at], "", None, None))
     for at in sorted(theirs.keys() - mine.keys()):
         changes.append(_change("appeared", theirs[at], "", None, None))
+    stored: dict[Any, tuple[str, str]] = {}
+    for at in mine.keys() | theirs.keys():
+        was_here, is_here = mine.get(at), theirs.get(at)
+        shown = is_here or mine[at]
+        places = was_here.path if was_here else "", is_here.path if is_here else ""
+        stored[shown.case, shown.axes, shown.hardware, shown.stack] = places
+    changes = [replace(c, documents=stored[c.case, c.axes, c.hardware, c.stack]) for c in changes]
     changes.sort(key=lambda change: (ORDER[change.kind], change.case, change.where, change.stack, change.arm))
     return Diff(tuple(changes), len(both), arms, math.exp(shift), unknown, differing, across)
 

@@ -124,6 +124,7 @@ def as_json(found: Diff) -> dict[str, Any]:
             {
                 "kind": c.kind, "case": c.case, "where": c.where, "hardware": c.hardware, "stack": c.stack,
                 "arm": c.arm or None, "before": _side(c.before), "after": _side(c.after),
+                "documents": [path or None for path in c.documents],
                 "factor": None if c.factor is None else round(c.factor, 3),
             }
             for c in found.changes

@@ -32,6 +32,7 @@ def arm_rows(cells: Iterable[Cell]) -> Iterator[dict[str, Any]]:
                 "verdict": row["verdict"], "expected": row["expected"], "expectation": row["expectation"],
                 "attempts": arm.attempts, "fires": row["fires"], "clean": row["clean"], "wall_s": row["wall_s"],
                 "reason": arm.reason, "started": cell.started, "commit": cell.commit, "document": cell.path,
+                "error_at": line(row["error_at"], 400) if row["error_at"] else None,
                 "command": arm.command,
             }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,24 @@ def _arm_row(verdict: Mapping[str, Any], name: str, arm: Arm) -> Row:
         "infra": bool(verdict.get("infra")) or kinds[:1] == ["infra"],
         "skip": arm.get("skip"),
         "reason": arm["skipped"] or _with_note(verdict) or _reason(outcomes),
+        "error_at": error_at(arm),
         "muted": verdict.get("muted"),
         "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
+
+
+def error_at(arm: Arm) -> str | None:
+    """``file:line`` of the innermost frame of the failure that came first, in the first attempt that has one."""
+    for attempt in arm["attempts"]:
+        primary = attempt["outcome"]["primary"]
+        if primary is None:
+            continue
+        record = next((r["record"] for r in attempt["observation"]["ranks"] if r["rank"] == primary["rank"]), None)
+        raised = record["exception"] if record else None
+        if raised and raised["frames"]:
+            frame = raised["frames"][-1]
+            return f"{frame['file']}:{frame['line']}" if frame["line"] is not None else frame["file"]
+    return None
 
 
 def _by_hand(arm: Arm) -> str | None:
@@ -131,6 +147,19 @@ def _cell(row: Row) -> str:
 def without_expectation(rows: Iterable[Row]) -> list[Row]:
     """Measured arms with a verdict that nothing says anything about, neither an expectation nor a prediction."""
     return [row for row in rows if row["attempts"] and row["verdict"] and row["expected"] == "unset"]
+
+
+def figures(rows: Iterable[Row]) -> dict[str, int]:
+    """What a run's last line counts, of arms: how many verdicts are simulated, and what differs, is muted or new."""
+    found = list(rows)
+    of = Counter(row["expected"] for row in found)
+    return {
+        "simulated": sum(bool(row["simulated"]) for row in found if row["verdict"]),
+        "unexpected": of["unexpected"],
+        "muted": of["muted"],
+        "differs_from_cpu": of["differs from cpu"],
+        "without_expectation": len(without_expectation(found)),
+    }
 
 
 def _reason(outcomes: list[Outcome]) -> str:

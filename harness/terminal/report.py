@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from repro_matrix.results.rows import Row, counts, without_expectation
+from repro_matrix.results.rows import Row, counts, figures, without_expectation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -156,17 +156,14 @@ def matrix_table(rows: list[Row]) -> None:
 
 def summary_line(rows: list[Row]) -> str:
     found = counts(rows)
-    odd = sum(row["expected"] == "unexpected" for row in rows)
-    news = sum(row["expected"] == "differs from cpu" for row in rows)
-    unset = without_expectation(rows)
+    number = figures(rows)
+    odd, news, unset = number["unexpected"], number["differs_from_cpu"], without_expectation(rows)
     parts = [", ".join(f"{name} {count}" for name, count in found.items())]
-    simulated = sum(bool(row["simulated"]) for row in rows if row["verdict"])
-    if simulated:
-        parts.append(f"{simulated} of these verdicts are simulated")
+    if number["simulated"]:
+        parts.append(f"{number['simulated']} of these verdicts are simulated")
     parts.append(f"{odd} differ from their expectation" if odd else "nothing unexpected")
-    muted = sum(row["expected"] == "muted" for row in rows)
-    if muted:
-        parts.append(f"{muted} muted")
+    if number["muted"]:
+        parts.append(f"{number['muted']} muted")
     if news:
         parts.append(f"{news} differ from what a CPU showed (news)")
     if unset:

@@ -115,6 +115,7 @@ def measure(
         "cards": summary.cards,
         "results": str(session.results_folder(prepared.settings)),
         "verdicts": rows.counts(found),
+        "counts": rows.figures(found),
         "expected": dict(Counter(row["expected"] for row in found if row["expected"])),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in prepared.left],
