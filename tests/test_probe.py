@@ -12,6 +12,7 @@ from probing import CASE, World, world
 from repro_matrix.bisection.labels import answer, plain
 from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
 from repro_matrix.cell.older import skip_of
+from repro_matrix.conf import overrides
 from repro_matrix.conf.overrides import parse
 
 __all__ = ["world"]
@@ -108,6 +109,19 @@ def test_any_stack_survives_hydras_grammar(text: str) -> None:
 
 
 # -- a probe
+
+
+def test_a_probe_replaces_fields_of_what_was_read_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line is parsed when the search begins; no probe writes text to be parsed again."""
+    made = prober(world, "repeat=2", "jobs=1", "model=qwen1.5-0.5b")
+    monkeypatch.setattr(overrides, "parse", lambda texts: pytest.fail(f"parsed again: {texts}"))
+    points = [made.probe(target(release)) for release in ("4.40.0", "4.41.0")]
+    assert all(point.attempts for point in points)
+    assert made.probe(target("4.41.0"), repeat=3).arms["broken"].counted == 3
+    assert made.words("base+transformers==4.41.0", "broken") == [
+        "repro", "run", CASE, "model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "arms=[broken]"
+    ]  # fmt: skip
+    assert (made.request.settings.repeat, made.request.selections[0].stack) == (2, ["current"]), "it stays as it was"
 
 
 def prober(world: World, *texts: str, **more: Any) -> Prober:

@@ -20,13 +20,14 @@ from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf import overrides
-from repro_matrix.conf.config import RunSettings, compose_run
+from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, unknown
 from repro_matrix.conf.overrides import Selection, quoted
 from repro_matrix.conf.schema import Case
 from repro_matrix.planning import matrix
 from repro_matrix.results.store import Document, Store
 from repro_matrix.running import session
+from repro_matrix.running.request import ask
 from repro_matrix.stacks import Stack, StackError
 
 Say = Callable[[str], None]
@@ -151,14 +152,12 @@ class Prober:
         stop: threading.Event,
         arms: Sequence[str] | None = None,
     ) -> None:
-        selection = overrides.parse([f"case={case}", *texts])
-        self.settings: RunSettings = compose_run(selection.run)
-        catalogue = catalogues.load(patches=selection.patches, cases=selection.case)
-        if case not in catalogue.cases:
-            raise unknown("case", case, catalogue.cases)
-        self.case = catalogue.cases[case]
-        self.cell = _one_cell(matrix.enumerate_cells(catalogue, selection), selection)
-        self.texts = [text for text in texts if text.partition("=")[0] not in ("arms", "repeat")]
+        self.request = ask([f"case={case}", *texts])
+        self.settings: RunSettings = self.request.settings
+        if case not in self.request.catalogue.cases:
+            raise unknown("case", case, self.request.catalogue.cases)
+        self.case = self.request.catalogue.cases[case]
+        self.cell = _one_cell(self.request.cells, self.request.selections[0])
         asked = overrides.expand("arm", arms or self.settings.arms or self.case.arms, self.case.arms)
         wanted = matrix.arms_of(self.case, asked)
         self.own_stack = {arm: spec.stack for arm, spec in self.case.arms.items() if spec.stack and arm in wanted}
@@ -187,7 +186,7 @@ class Prober:
         """`repro run` of the arm on a stack, without settings of this machine's that have no bearing on the answer."""
         plain = spec.replace("==", "@")  # says the same, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
-        texts = [text for text in self.texts if text.partition("=")[0] not in ("results", "jobs", "keep")]
+        texts = self.request.said(without=("case", "arms", "repeat", "results", "jobs", "keep"))
         return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"arms=[{arm}]"]
 
     def base(self, spec: str) -> Stack:
@@ -221,13 +220,8 @@ class Prober:
 
     def _measure(self, target: Target, stack: Stack, repeat: int, began: float) -> Point:
         built = time.monotonic() - began
-        prepared = session.prepare(
-            [
-                f"case={self.case.slug}", *self.texts, f"stack={quoted(target.spec)}",
-                f"arms=[{','.join(self.arms)}]", f"repeat={repeat}",
-            ],
-            given={target.spec: stack},
-        )  # fmt: skip
+        asked = self.request.but(stack=target.spec, arms=self.arms, repeat=repeat)
+        prepared = session.prepare(asked, given={target.spec: stack})
         if self._open is not None and self.at is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
             self.at = self._open.enter_context(session.workplace(self.settings.launcher.value, gpus, self.say))

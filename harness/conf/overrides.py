@@ -28,6 +28,7 @@ class Selection:
     added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
     run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for repro_matrix.conf.config
     given: set[str] = field(default_factory=set)  # the axes that the command line names
+    words: list[tuple[str, str]] = field(default_factory=list, compare=False)  # key -> the override as it was written
     # Of a named matrix: which block it is, and the axes of the command line that only narrow what its cases list.
     source: str = ""
     narrows: frozenset[str] = frozenset()
@@ -65,6 +66,7 @@ def parse(overrides: Iterable[str]) -> Selection:
         else:
             values = [_plain(value)]
         key = override.key_or_group
+        selection.words.append((key, text))
         group, _, rest = key.partition(".")
         if key in GROUPS:
             _select(selection, key, values, text)

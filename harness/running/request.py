@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,18 @@ class Request:
             told = ", ".join(f"{each.source}: {','.join(names)}" for names, each in asked.items())
             raise ConfigError(f"the blocks are for different hardware ({told}): name one on the line, hardware=...")
         return list(next(iter(asked)))
+
+    def but(self, stack: str, arms: Sequence[str], repeat: int) -> Request:
+        """The same of one stack (by its name) and of these arms: what a search asks for, probe after probe."""
+        return replace(
+            self,
+            settings=replace(self.settings, arms=list(arms), repeat=repeat),
+            selections=[replace(each, stack=[stack], given=each.given | {"stack"}) for each in self.selections],
+        )
+
+    def said(self, without: Collection[str]) -> list[str]:
+        """The overrides as they were written, to be pasted, but for these keys."""
+        return [text for key, text in self.selections[0].words if key not in without]
 
     def check(self) -> None:
         """Raises ConfigError (StackError): there is no such stack, profile or shard (for who prepares nothing)."""

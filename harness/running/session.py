@@ -37,7 +37,7 @@ from repro_matrix.running.given import Given
 from repro_matrix.running.leases import Leases, clear_leftovers, register_run
 from repro_matrix.running.probe import Prober
 from repro_matrix.running.recorded import recorded
-from repro_matrix.running.request import ask
+from repro_matrix.running.request import Request, ask
 from repro_matrix.running.wanted import Wanted
 from repro_matrix.stacks import Stack
 
@@ -101,7 +101,7 @@ class Session:
 
 
 def prepare(
-    texts: list[str],
+    texts: list[str] | Request,
     build_stacks: bool = True,
     given: Mapping[str, Stack] | None = None,
     overlap: bool = False,
@@ -112,6 +112,7 @@ def prepare(
 ) -> Session:
     """Everything that can be wrong with what was asked is found here, before anything is launched or written.
 
+    ``texts``: a command line's overrides, or what was read of them.
     ``given``: stacks that the caller has already resolved, by the name that the selection uses for them. ``overlap``:
     what has to be built is left to the run (``Session.later``) where that has something else to measure meanwhile.
     ``plan_only``: nothing will be launched, so that the hardware may be one that is not here. ``probe``: the
@@ -119,7 +120,7 @@ def prepare(
     ``plan_memory``: what each arm needs is planned at any size, and the stacks are asked for what is not known yet.
     ``known``: what is kept of cells elsewhere than in the results folder, for a run with a budget.
     """
-    asked = ask(texts)
+    asked = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = asked.catalogue, asked.settings
     not_believed = unshown.dropped(catalogue, {cell.case for cell in asked.cells})
     machine = hardware.detect()
@@ -162,7 +163,7 @@ def prepare(
     prepared.unusable = wanted.unusable
     prepared.planned, prepared.unplanned = planned, wanted.unplanned
     if part:
-        prepared.shard = shards.manifest(part, texts, cells)
+        prepared.shard = shards.manifest(part, asked.texts, cells)
     prepared.left = left
     prepared.left_out = [*asked.left_out, *not_believed]
     prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}
