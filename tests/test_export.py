@@ -41,7 +41,9 @@ def file_of(case: Case, arm: str, proven: bool) -> str:
     return written(["What \\ it is", 'a """quote"""'], settings, {"X": "1"}, made, {"qwen_v1/a.py": 'x = "\\n"\n'})
 
 
-@pytest.mark.parametrize("proven", [True, False], ids=["with its checks", "without"])
+@pytest.mark.parametrize(
+    "proven", [pytest.param(True, marks=pytest.mark.slow, id="with its checks"), pytest.param(False, id="without")]
+)
 def test_every_case_stands_alone_with_every_name_that_it_uses(proven: bool, tmp_path: Path) -> None:
     for case in CATALOGUE.cases.values():
         text = file_of(case, next(iter(case.arms)), proven)

@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
 from judging import NORM, case, document, ended, exception, failed, observation, ok
 from junitparser import Error, Failure, JUnitXml, Skipped
@@ -283,6 +284,7 @@ def test_a_page_of_a_thousand_cells_is_under_three_megabytes() -> None:
     assert len(html(*many(1000)).encode()) < 3_000_000
 
 
+@limits(max_examples=12)  # thousands of cells each
 @given(st.integers(0, 60), st.text(max_size=60))
 def test_markdown_stays_under_its_limit(count: int, text: str) -> None:
     cells = [
