@@ -69,6 +69,7 @@ def launchers(document: dict[str, Any]) -> set[str]:
     return {observation["attempt"]["launcher"] for observation in observations}
 
 
+@pytest.mark.slow
 def test_a_case_with_and_without_its_fix_from_cold(tmp_path: Path, once: Once) -> None:
     done = measured_from_cold(once, tmp_path)
     rows = {row["arm"]: row for row in done["rows"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ def settings_of(case: Case, arm: str) -> dict[str, Any]:
     return resolve(raw, arm, device="cpu", backend="gloo", **chosen)
 
 
+@functools.cache
+def arms_text(slug: str, arm: str, proven: bool) -> str:
+    return file_of(CATALOGUE.cases[slug], arm, proven)
+
+
 def file_of(case: Case, arm: str, proven: bool) -> str:
     settings = settings_of(case, arm)
     made = bundle(CATALOGUE.script(case).read_text(), KIT, values(settings), case.slug, proven)
@@ -46,7 +52,7 @@ def file_of(case: Case, arm: str, proven: bool) -> str:
 )
 def test_every_case_stands_alone_with_every_name_that_it_uses(proven: bool, tmp_path: Path) -> None:
     for case in CATALOGUE.cases.values():
-        text = file_of(case, next(iter(case.arms)), proven)
+        text = arms_text(case.slug, next(iter(case.arms)), proven)
         (tmp_path / f"{case.slug}.py").write_text(text)
         tree = ast.parse(text)
         taken = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -66,7 +72,7 @@ def test_every_case_stands_alone_with_every_name_that_it_uses(proven: bool, tmp_
 
 def test_a_failure_by_itself_is_short_enough_to_paste() -> None:
     lines = {
-        case.slug: file_of(case, "broken", proven=False).count("\n")
+        case.slug: arms_text(case.slug, "broken", False).count("\n")
         for case in CATALOGUE.cases.values()
         if case.kind == "failure" and {s.kind for s in case.signatures} == {"exception"}
         and not CATALOGUE.raw["model"][case.axes.model[0]].get("remote_code") and "colossalai" not in case.slug
@@ -206,7 +212,7 @@ def test_a_stack_that_is_not_here_is_taken_from_what_is_stored(
 @pytest.mark.parametrize(
     "slug",
     [
-        "fsdp-uniform-dtype",
+        pytest.param("fsdp-uniform-dtype", marks=pytest.mark.slow),
         pytest.param("qwen-remote-code-load", marks=pytest.mark.slow),
         pytest.param("fsdp-generate-uneven", marks=pytest.mark.slow),
     ],

@@ -59,6 +59,7 @@ def test_a_rank_says_the_frames_of_the_call_that_it_waits_in(
     assert "all_gather" in called[0] and "barrier" in called[1] and "other_collective" in called[1]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_only_slow_are_never_ended_early(tmp_path: Path, warm: WarmLauncher) -> None:
     """Asleep, at work, waiting for a compiler, connecting: each for longer than two looks take."""
     slow = {"deadline": FOREVER, "seconds": 9}

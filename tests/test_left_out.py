@@ -45,7 +45,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str],
     return write
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(WRONG)]
+)
 def test_a_wrong_case_is_named_and_everything_else_works(
     wrong: str, own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

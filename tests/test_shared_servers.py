@@ -228,6 +228,7 @@ def test_an_overlay_that_brings_what_is_shared_has_a_server_of_its_own_and_that_
 
 
 @ranks
+@pytest.mark.slow
 def test_a_trunk_that_is_killed_takes_its_servers_along_and_the_next_attempt_has_another(
     tmp_path: Path, shared: WarmLauncher
 ) -> None:
@@ -255,6 +256,7 @@ def test_what_an_overlay_brings_may_fail_to_import_and_the_next_is_served(tmp_pa
 
 
 @ranks
+@pytest.mark.slow
 def test_what_asks_for_the_overlay_is_left_for_its_servers(tmp_path: Path) -> None:
     launcher = WarmLauncher(share=True)
     try:

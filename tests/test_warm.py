@@ -77,7 +77,7 @@ def essence(observation: Json) -> list[Json]:
     return out
 
 
-@pytest.mark.parametrize("arm", ["broken", "summon"])
+@pytest.mark.parametrize("arm", ["broken", pytest.param("summon", marks=pytest.mark.slow)])
 def test_a_case_has_the_same_outcome_from_cold_and_warm(
     tmp_path: Path, warm: WarmLauncher, once: Once, arm: str
 ) -> None:
@@ -237,6 +237,7 @@ def test_an_import_that_starts_a_thread_is_refused_and_named(refused: Callable[[
     assert "(thread)" in why and "starts_a_thread" in why and "watcher" in why
 
 
+@pytest.mark.slow
 def test_an_import_that_initialises_cuda_is_left_for_the_ranks(tmp_path: Path, warm: WarmLauncher) -> None:
     (tmp_path / "takes_the_gpu.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True")
     attempt = attempt_of(tmp_path / "a", "nothing")
@@ -287,9 +288,7 @@ GOES_WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[] if name == "dies" else [pytest.mark.slow]) for name in GOES_WRONG]
-)
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=pytest.mark.slow) for name in GOES_WRONG])
 def test_a_server_that_goes_wrong_is_replaced_and_no_attempt_is_lost(tmp_path: Path, fault: str) -> None:
     (tmp_path / f"{fault}.py").write_text(
         f"import os\nif not os.path.exists({str(tmp_path / 'once')!r}):\n    open({str(tmp_path / 'once')!r}, 'w')\n"
@@ -307,6 +306,7 @@ def test_a_server_that_goes_wrong_is_replaced_and_no_attempt_is_lost(tmp_path: P
     assert (seen[0] == seen[1]) == (fault == "dies") and all(gone(pid) for pid in seen)
 
 
+@pytest.mark.slow
 def test_a_machine_without_room_for_another_process(tmp_path: Path) -> None:
     """The first attempt's supervisor (the server's first fork), and the second's rank 1 (the fourth with its own)."""
     (tmp_path / "crowded.py").write_text(
@@ -384,6 +384,7 @@ while time.monotonic() < limit:
 """
 
 
+@pytest.mark.slow
 def test_short_lived_processes_of_one_attempt_do_not_hurt_the_server_of_another(
     tmp_path: Path, warm: WarmLauncher
 ) -> None:
