@@ -57,6 +57,12 @@ def cfg(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cfg", action="store_true", help="print the composed configuration, and do nothing")
 
 
+def releases(parser: argparse.ArgumentParser) -> None:
+    """Which of a package's releases a search may ask, beside the usual ones."""
+    parser.add_argument("--yanked", action="store_true", help="yanked releases too")
+    parser.add_argument("--pre", action="store_true", help="pre-releases too")
+
+
 def number(least: int) -> Callable[[str], int]:
     """An option's type: a whole number of at least ``least``."""
 

@@ -19,6 +19,13 @@ DEADLINE_S = 300.0
 _KINDS = ("error", "log", "exit", "hang", "metric", "like")
 
 
+def case_or_script(parser: argparse.ArgumentParser, epilog: str) -> None:
+    """What a verb takes first that is of a case, or of a script of one's own; ``add`` comes behind its own options."""
+    arguments.case(parser, "the case's slug (`repro list` shows them), or a script of your own: ./train.py")
+    arguments.overrides(parser)
+    parser.epilog = epilog
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a script of your own (./train.py, or a command line after --)")
     group.add_argument("--nproc", type=arguments.number(1), metavar="N", help="ranks (default: 2)")

@@ -42,9 +42,7 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.case(parser, "the case's slug (`repro list` shows them), or a script of your own: ./train.py")
-    arguments.overrides(parser)
-    parser.epilog = EPILOG
+    options.case_or_script(parser, EPILOG)
     add = parser.add_argument
     add("--good", required=True, help="a release that does not fire, or a stack (a name, a lock, python:PATH ...)")
     add("--bad", required=True, help="a release that fires, or a stack")
@@ -54,8 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--find", choices=FINDS, default=FINDS[0], help=told)
     add("--repo", metavar="DIR", help="a local git clone of the package: goes on to the commit; it is only read")
     add("--budget", type=arguments.number(3), metavar="N", help="at most so many probes of each search")
-    add("--yanked", action="store_true", help="yanked releases too")
-    add("--pre", action="store_true", help="pre-releases too")
+    arguments.releases(parser)
     options.add(parser)
 
 

@@ -30,9 +30,7 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.case(parser, "the case's slug (`repro list` shows them), or a script of your own: ./train.py")
-    arguments.overrides(parser)
-    parser.epilog = EPILOG
+    options.case_or_script(parser, EPILOG)
     add = parser.add_argument
     add("--arm", help="of a case: what is made smaller (default: broken)")
     add("--budget", type=arguments.number(1), metavar="N", help="launch at most so many attempts")

@@ -30,9 +30,7 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.case(parser, "the case's slug (`repro list` shows them), or a script of your own: ./train.py")
-    arguments.overrides(parser)
-    parser.epilog = EPILOG
+    options.case_or_script(parser, EPILOG)
     add = parser.add_argument
     add("--package", default="transformers", help="whose releases (default: transformers)")
     told = "such as 4.36..5.23, or one of them (default: from the oldest that a stack here pins)"
@@ -41,8 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--spread", type=arguments.number(1), metavar="N", help=told)
     add("--exhaustive", action="store_true", help="probe every release")
     add("--budget", type=arguments.number(0), metavar="N", help="at most so many probes")
-    add("--yanked", action="store_true", help="yanked releases too")
-    add("--pre", action="store_true", help="pre-releases too")
+    arguments.releases(parser)
     options.add(parser)
 
 
