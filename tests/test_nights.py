@@ -160,6 +160,13 @@ def test_old_nights_are_folded_and_show_the_same(folder: Path, capsys: pytest.Ca
     assert len(others) == 2 and all(len(text) < len(whole) for text in others)
 
 
+def test_what_a_folder_is_called_says_nothing_of_what_can_be_read(folder: Path) -> None:
+    """Whether a document was left out is known, not read from the sentence that tells of it."""
+    (folder / "monday").rename(folder / "monday: left out")
+    names, notes = kept.compact(folder, 1)
+    assert "monday: left out" in names and notes
+
+
 def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["history", "some-cas", str(folder)]) == 2 and "did you mean 'some-case'" in capsys.readouterr().err
     assert cli.main(["history", "some-case", str(folder / "none")]) == 2

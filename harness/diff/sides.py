@@ -32,12 +32,14 @@ Stat = tuple[int, int, int, int]  # of a file: another one whenever it was writt
 
 @dataclass
 class Side:
-    """``notes``: files that are no results, and documents that say something else than they show."""
+    """``notes``: files that are no results, and documents that say something else than they show. ``unread``: those of
+    files that could not be read, again."""
 
     name: str
     briefs: list[Brief] = field(default_factory=list)
     parts: Parts = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
 
 def side(name: str) -> Side:
@@ -84,6 +86,8 @@ def read(root: Path, name: str = "") -> Side:
     for _, data, notes in known.entries.values():
         if data is not None:
             found.briefs.append(from_json(data))
+        else:
+            found.unread += notes
         found.notes += notes
     if cold or known.stale:
         known.write()

@@ -25,10 +25,12 @@ FILE = "nights.jsonl"
 
 @dataclass
 class Nights:
-    """In the order of time. ``notes``: what could not be read."""
+    """In the order of time. ``notes``: what could not be read, or says something else than it shows; ``unread``: the
+    first of these alone, of folders."""
 
     found: list[Night] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
 
 def read(paths: Sequence[Path]) -> Nights:
@@ -61,6 +63,7 @@ def read(paths: Sequence[Path]) -> Nights:
 def _folder(path: Path, name: str, out: Nights) -> Night:
     found = sides.read(path, str(path))
     out.notes += found.notes
+    out.unread += found.unread
     return of_briefs(name, found.briefs)
 
 
@@ -141,9 +144,8 @@ def compact(path: Path, newest: int) -> tuple[list[str], list[str]]:
     nights = [(folder, _folder(folder, folder.name, out)) for folder in folders(path)]
     nights.sort(key=lambda item: (item[1].started, item[0].name))
     old = nights[: len(nights) - newest] if newest else nights
-    unread = [note for note in out.notes if ": left out" in note]
-    if unread:
-        raise ResultsError(f"nothing is compacted: {unread[0]}")
+    if out.unread:
+        raise ResultsError(f"nothing is compacted: {out.unread[0]}")
     codes = {night.name: night.code for night in ledger(path, out.notes)}
     taken = [replace(night, code=codes.get(night.name)) for _, night in old]
     names = {night.name for night in taken}
