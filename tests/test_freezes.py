@@ -98,6 +98,8 @@ def test_what_each_format_says() -> None:
     [
         ("accelerate>=1\n", r"a:1: 'accelerate>=1' is not one release"),
         ("accelerate==1.*\n", "not one release"),
+        ("numpy==2.0\neinops==0.7\nnumpy==2.1\n", r"a:3: 'numpy==2\.1' and a:1: 'numpy==2\.0': two versions of numpy"),
+        (CONDA + "accelerate 1.2.0 pypi_0 pypi\n", r"a:8: .* and a:5: .*: two versions of accelerate"),
         ("all is well here\n", "a:1: .* is no NAME==VERSION"),
         ("# nothing\n", "no package with its version"),
         ("# packages in environment at x:\nwhat is this line of\n", "a:2: .* no line of `conda list`"),
@@ -135,21 +137,49 @@ def test_another_python() -> None:
             for_python(Freeze("a", {}, {}, wanted), "3.11.7")
 
 
+def test_the_same_release_twice_is_one() -> None:
+    assert parse("numpy==2.0\nNumPy==2.0.0\n", "a").pins == {"numpy": "2.0.0"}
+    told = 'numpy==1.26 ; python_version < "3"\nnumpy==2.0 ; python_version >= "3"\n'
+    assert parse(told, "a").pins == {"numpy": "2.0"}
+
+
+def test_a_line_that_chooses_the_python() -> None:
+    freeze = parse("# python: 3.9\nnumpy==2.0.0\n", "a")
+    assert freeze.python == "==3.9.*" == parse("# python: 3.9.18\nnumpy==2.0.0\n", "a").python
+    for_python(freeze, "3.9.2")
+    with pytest.raises(ConfigError, match=r"a is for Python ==3\.9\.\*, and this is 3\.11\.7"):
+        for_python(freeze, "3.11.7")
+
+
+OTHER = Freeze("b", {})
+
+
+def test_an_overlay_takes_no_package_away() -> None:
+    here = {"torch": "2.13.0+cpu", "einops": "0.8.2", "nvidia-nccl-cu12": "2.27"}
+    one, other = Freeze("a", {"torch": "2.13.0"}), Freeze("b", {"torch": "2.13.0", "einops": "0.7.0"})
+    assert freezes.stays(one, other, here) == ["einops"] and not freezes.stays(other, one, here)
+    assert spec_of(one, "current", here, other) is None
+    assert spec_of(other, "current", here, one) == "current+einops@0.7.0"
+    assert spec_of(one, "current", {"torch": "2.13.0+cpu"}, other) == "current"
+    brought = Freeze("b", {**one.pins, "nvidia-nccl-cu12": "2.20"})
+    assert spec_of(one, "current", here, brought) == "current"
+
+
 def test_a_freeze_near_an_environment_is_laid_over_it() -> None:
     here = {"torch": "2.13.0+cpu", "transformers": "5.0.0", "numpy": "2.0.0"}
     near = Freeze("a", {"torch": "2.13.0", "transformers": "4.45.2", "numpy": "2.0.0", "einops": "0.8.1"})
-    assert spec_of(near, "current", here) == "current+einops@0.8.1+transformers@4.45.2"
-    assert spec_of(Freeze("a", {"torch": "2.6.0"}), "current", here) is None
-    assert spec_of(Freeze("a", {f"p{n}": "1" for n in range(40)}), "current", here) is None
+    assert spec_of(near, "current", here, OTHER) == "current+einops@0.8.1+transformers@4.45.2"
+    assert spec_of(Freeze("a", {"torch": "2.6.0"}), "current", here, OTHER) is None
+    assert spec_of(Freeze("a", {f"p{n}": "1" for n in range(40)}), "current", here, OTHER) is None
 
 
 def test_what_torch_brings_along_is_no_other_torch() -> None:
     """A freeze from a machine with GPUs names nvidia-... and triton; the CPU build of the same torch serves it."""
     here = {"torch": "2.13.0+cpu", "transformers": "5.0.0"}
     brought = {"nvidia-cublas-cu12": "12.8", "triton": "3.5.0", "transformers": "4.45.2"}
-    assert spec_of(Freeze("a", {"torch": "2.13.0", **brought}), "current", here) == "current+transformers@4.45.2"
-    assert spec_of(Freeze("a", brought), "current", here) is None
-    assert spec_of(Freeze("a", {"torch": "2.6.0", **brought}), "current", here) is None
+    assert spec_of(Freeze("a", {"torch": "2.13.0", **brought}), "current", here, OTHER) == "current+transformers@4.45.2"
+    assert spec_of(Freeze("a", brought), "current", here, OTHER) is None
+    assert spec_of(Freeze("a", {"torch": "2.6.0", **brought}), "current", here, OTHER) is None
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True)

@@ -14,9 +14,12 @@ from test_script import FINE, UPSTREAM, raised, rank, seen
 
 from repro_matrix import stacks
 from repro_matrix.cli import main
+from repro_matrix.conf.errors import ConfigError
+from repro_matrix.script.ends import ends_of
 from repro_matrix.script.failure import judge
 from repro_matrix.script.measure import Script
 from repro_matrix.stacks import Stack
+from repro_matrix.stacks.lock import Lock
 from repro_matrix.stacks.releases import Release
 
 __all__ = ["world"]
@@ -174,6 +177,61 @@ def test_what_a_freeze_pins_beside_the_guilty_package_moves_with_it(
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.39.3", "transformers 4.40.0")
     assert stage["good"]["stack"] == "current+peft@0.9.0+tokenizers@0.15.2+transformers@4.39.3"
     assert stage["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"  # peft is asked about: it never moves
+
+
+VERBS = {
+    "bisect": ("bisect", "./train.py", "--good", "good.txt", "--bad"),
+    "upgrade": ("upgrade", "--script", "./train.py", "--from", "good.txt", "--to"),
+}
+REFUSED = {  # what bad.txt has (None: it is not there) -> what is said
+    "gone": (
+        "peft==0.9.0\n",
+        "einops is in good.txt and not in bad.txt, and the project's own environment has einops 0.8.2",
+    ),
+    "marker": ('peft==0.9.0\neinops==0.8.1; python_version < "3.8"\n', "einops is in good.txt and not in bad.txt"),
+    "platform": ('peft==0.9.0\neinops==0.8.1; sys_platform == "win32"\n', "einops is in good.txt and not in bad.txt"),
+    "missing": (None, "bad.txt: there is no such file"),
+    "twice": ("einops==0.8.1\neinops==0.8.0\n", "bad.txt:2: 'einops==0.8.0' and bad.txt:1: 'einops==0.8.1'"),
+    "python": ("# python: 3.9\npeft==0.9.0\neinops==0.8.1\n", "bad.txt is for Python ==3.9.*, and this is 3.11.7"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("how", REFUSED)
+def test_freezes_that_no_stack_here_can_be(lab: Lab, capsys: pytest.CaptureFixture[str], verb: str, how: str) -> None:
+    """The environment's own einops stood in for the one that is gone: a release that neither freeze has was blamed."""
+    lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7", "einops": "0.8.2"}
+    Path("good.txt").write_text("peft==0.9.0\neinops==0.7.0\n")
+    text, said = REFUSED[how]
+    if text is not None:
+        Path("bad.txt").write_text(text)
+    assert said in found(lab, capsys, *VERBS[verb], "bad.txt", code=2)["err"]
+    assert lab.launched == 0 and set(lab.world.resolved) <= {"current"}
+
+
+def test_a_stack_that_is_none_is_said_before_a_freeze_is_built(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("good.txt").write_text("einops==0.7.0\n")
+    assert "no stack named 'nonexist'" in found(lab, capsys, *VERBS["bisect"], "nonexist", code=2)["err"]
+    assert not lab.world.resolved
+
+
+def test_freezes_of_which_one_lacks_a_package_are_built_whole(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("repro_matrix.stacks.stacks", list)
+    brings = [""]  # what a package of both requires
+    monkeypatch.setattr(
+        "repro_matrix.stacks.files.lock_of", lambda path: Lock(path.read_text() + brings[0], "3.11", {})
+    )
+    lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "einops": "0.8.2"}
+    Path("good.txt").write_text("torch==2.13.0\neinops==0.7.0\n")
+    Path("bad.txt").write_text("torch==2.13.0\n")
+    good, bad, notes = ends_of("good.txt", "bad.txt", tmp_path)
+    assert Path(good).read_text() == "einops==0.7.0\ntorch==2.13.0\n" and Path(bad).read_text() == "torch==2.13.0\n"
+    assert notes[-1] == "Both were built whole: an overlay takes no package away (einops)."
+    brings[0] = "packaging==24.0\neinops==0.8.1\n"
+    with pytest.raises(ConfigError, match=r"not in bad\.txt, of which another .* requires it: .* has einops 0\.8\.1"):
+        ends_of("good.txt", "bad.txt", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from repro_matrix import stacks
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results.store import SCRIPTS, write_text
 from repro_matrix.script import freezes
-from repro_matrix.script.freezes import Freeze
-from repro_matrix.stacks import StackError
+from repro_matrix.script.freezes import Freeze, stays
+from repro_matrix.stacks import StackError, files, spec
 from repro_matrix.stacks.stack import short_hash
 
 
@@ -20,9 +21,13 @@ def is_freeze(text: str) -> bool:
 def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     """(the good stack, the bad one, what a report says of them). Names of stacks and environments stay as they are."""
     for text in (good, bad):
-        if "/" in text and not text.startswith("python:") and not Path(text).exists():
-            raise ConfigError(f"{text}: there is no such file")
+        wanted = spec.parse(text)
+        if wanted.file and not wanted.file.exists():
+            raise ConfigError(f"{wanted.base}: there is no such file")
     if not (is_freeze(good) and is_freeze(bad)):
+        if is_freeze(good) or is_freeze(bad):
+            for text in (good, bad):  # a name that no stack has is said before the freeze is built
+                stacks.check(text)
         return good, bad, []
     one, other = freezes.read(Path(good)), freezes.read(Path(bad))
     differing = freezes.compared(one, other)
@@ -33,15 +38,39 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
         specs, base = near
         what = "the project's own environment" if base == "current" else f"the stack {base}"
         return *specs, [*notes, f"Both were laid over {what}, whose other packages stay."]
+    here = stacks.resolve("current").versions
     for freeze in (one, other):
-        freezes.for_python(freeze, stacks.resolve("current").versions["python"])
+        freezes.for_python(freeze, here["python"])
+    notes += _taken_away(one, other, here)
     built = []
-    for freeze in (one, other):
+    for freeze, its in ((one, other), (other, one)):
         path = results / SCRIPTS / "freezes" / f"{short_hash(freezes.requirements(freeze))}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, freezes.requirements(freeze))
+        resolved = files.lock_of(path.absolute()).pins
+        for name in stays(freeze, its, resolved):
+            raise ConfigError(
+                f"{name} is in {its.path} and not in {freeze.path}, of which another package requires it: built whole "
+                f"it has {name} {resolved[name]}, a version of neither. Name {name} in both, or give the environments: "
+                "python:PATH"
+            )
         built.append(str(path))
     return built[0], built[1], notes
+
+
+def _taken_away(one: Freeze, other: Freeze, here: Mapping[str, str]) -> list[str]:
+    """What a report says where an overlay will not do for a package that only one has. Raises ConfigError where the
+    freezes cannot be built whole either: without its torch a freeze is a part of an environment."""
+    stuck = {name: (has, lacks) for lacks, has in ((one, other), (other, one)) for name in stays(lacks, has, here)}
+    for name, (has, lacks) in stuck.items():
+        alone = next((freeze.path for freeze in (lacks, has) if "torch" not in freeze.pins), None)
+        if alone:
+            raise ConfigError(
+                f"{name} is in {has.path} and not in {lacks.path}, and the project's own environment has {name} "
+                f"{here[name]}: laid over it that would stay, and {alone} names no torch with which it could be built "
+                f"whole. Name {name} in both, give whole freezes, or give the environments: python:PATH"
+            )
+    return [f"Both were built whole: an overlay takes no package away ({', '.join(stuck)})."] if stuck else []
 
 
 def _laid_over(one: Freeze, other: Freeze) -> tuple[tuple[str, str], str] | None:
@@ -57,7 +86,7 @@ def _laid_over(one: Freeze, other: Freeze) -> tuple[tuple[str, str], str] | None
             there = stacks.resolve(base).versions
         except StackError:  # damaged since it was built: another may serve
             continue
-        specs = [freezes.spec_of(freeze, base, there) for freeze in (one, other)]
+        specs = [freezes.spec_of(freeze, base, there, its) for freeze, its in ((one, other), (other, one))]
         if specs[0] is None or specs[1] is None:
             continue
         try:

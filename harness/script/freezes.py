@@ -13,6 +13,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.stacks.stack import HEAVY, canonical
@@ -20,6 +21,7 @@ from repro_matrix.stacks.stack import HEAVY, canonical
 CONDA_NAMES = {"pytorch": "torch", "pytorch-cpu": "torch", "pytorch-gpu": "torch"}  # by other names than on PyPI
 _PLACES = re.compile(r"^(-e|--editable)\b|@\s*(git\+|file:|https?:|/)|^(git\+|https?://|\.{0,2}/)")
 _OPTION = re.compile(r"^--?[A-Za-z]")
+_PYTHON = re.compile(r"^# python: (\d+\.\d+)(\.\d+)?\s*$", re.M)  # as in a stack's own file
 _CONDA = re.compile(r"^(?P<name>[\w.-]+)\s+(?P<version>\d[\w.!+]*)\s*(?P<build>\S+)?\s*(?P<channel>\S+)?$")
 _EXPORT = re.compile(r"^(?P<name>[\w.-]+)=(?P<version>\d[\w.!+]*)=(?P<build>\S+)$")
 
@@ -60,6 +62,7 @@ def parse(text: str, path: str) -> Freeze:
 def _pip(text: str, path: str) -> Freeze:
     pins: dict[str, str] = {}
     apart: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*", "", raw).strip().rstrip("\\").strip()
         if _PLACES.search(line):
@@ -77,8 +80,20 @@ def _pip(text: str, path: str) -> Freeze:
         exact = [item.version for item in wanted.specifier if item.operator in ("==", "===")]
         if len(exact) != 1 or exact[0].endswith("*"):
             raise ConfigError(f"{path}:{number}: {line!r} is not one release: a freeze has NAME==VERSION (pip freeze)")
-        pins[canonical(wanted.name)] = exact[0]
-    return Freeze(path, pins, apart)
+        _pin(pins, lines, canonical(wanted.name), exact[0], f"{path}:{number}: {line!r}")
+    python = _PYTHON.search(text)
+    return Freeze(path, pins, apart, f"=={python[1]}.*" if python else "")
+
+
+def _pin(pins: dict[str, str], lines: dict[str, str], name: str, version: str, line: str) -> None:
+    """Raises ConfigError where the file has another version of the package: which one is there it does not say."""
+    try:
+        alike = name not in pins or pins[name] == version or Version(pins[name]) == Version(version)
+    except InvalidVersion:
+        alike = False
+    if not alike:
+        raise ConfigError(f"{line} and {lines[name]}: two versions of {name} in one freeze; leave one of them")
+    pins[name], lines[name] = version, line
 
 
 def _toml(text: str, path: str) -> Freeze:
@@ -120,6 +135,7 @@ def _source(inline: str, block: str) -> str:
 
 def _conda(text: str, path: str) -> Freeze:
     pins: dict[str, str] = {}
+    lines: dict[str, str] = {}
     python = ""
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
@@ -132,7 +148,7 @@ def _conda(text: str, path: str) -> Freeze:
         if name == "python":
             python = f"=={'.'.join(found['version'].split('.')[:2])}.*"
         elif "py" in build or name in CONDA_NAMES:  # pypi_0, py311h…, pyhd8…: what is no Python package has neither
-            pins[CONDA_NAMES.get(name, name)] = found["version"]
+            _pin(pins, lines, CONDA_NAMES.get(name, name), found["version"], f"{path}:{number}: {line!r}")
     return Freeze(path, pins, {}, python)
 
 
@@ -175,9 +191,19 @@ def for_python(freeze: Freeze, version: str) -> None:
 LAID_OVER = 12  # packages: with more, the freeze is built as a whole
 
 
-def spec_of(freeze: Freeze, base: str, there: Mapping[str, str]) -> str | None:
+def stays(freeze: Freeze, other: Freeze, there: Mapping[str, str]) -> list[str]:
+    """Packages that ``other`` has, the freeze lacks and the base holds: it would keep them at a version of neither."""
+    found = [name for name in other.pins if name not in freeze.pins and name in there]
+    # What torch brings along is left out as in spec_of, where the freeze says which torch that is.
+    return sorted(name for name in found if "torch" not in freeze.pins or not HEAVY.match(name))
+
+
+def spec_of(freeze: Freeze, base: str, there: Mapping[str, str], other: Freeze) -> str | None:
     """The stack ``base``, which holds ``there``, with what the freeze has otherwise laid over it, where that is little
-    and no other torch; else None: it has to be built whole. Packages that the base has and the freeze lacks stay."""
+    and no other torch; else None: it has to be built whole. An overlay takes no package away: what the base has and
+    both freezes lack stays, and what only ``other`` has may not be in the base."""
+    if stays(freeze, other, there):
+        return None
     wanted = {name: version for name, version in freeze.pins.items() if _other(name, version, there.get(name, ""))}
     # What torch brings along (nvidia-..., triton) is the build's: with the same torch another build of it serves.
     light = {name: version for name, version in wanted.items() if name == "torch" or not HEAVY.match(name)}
