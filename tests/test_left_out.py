@@ -179,6 +179,17 @@ def test_a_wrong_table_of_expectations_disables_its_case_only(
         assert code == 2 and wrong in err and "Traceback" not in err
     with pytest.raises(ConfigError, match="train-step"):
         catalogue.load(strict=True)
+    results = checkout / "one"  # what was measured of it is nobody's green
+    source = next(BASELINE.glob("*/*/train-step"))
+    shutil.copytree(source, results / source.relative_to(BASELINE))
+    for form, wanted in (
+        ("junit", 'errors="1"'),
+        ("markdown", "Nothing can be said of train-step"),
+        ("json", '"unjudged": [\n  {'),
+    ):
+        code, out, _ = said(capsys, "report", str(results), "--format", form)
+        assert code == 0 and wanted in out and "results/expected/train-step.yaml" in out
+    assert said(capsys, "nightly", str(results), "--nights", str(checkout / "nights"), "--code", "0")[0] == 2
 
 
 def test_a_damaged_published_document_is_named_and_the_rest_is_read(

@@ -11,6 +11,7 @@ torchrun says at the end.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -333,10 +334,11 @@ class Errors:
         return {"type": kind, "module": module, "message": message, "frames": each.frames, "cause": each.cause}
 
     def _keep(self, error: Error) -> None:
-        last = error.places[-1] if error.places else {}
-        where = f"{last.get('file')}:{last.get('line')}" if last else error.stack[-2000:]
-        key = (error.type, re.sub(r"\d+", "N", error.message.partition("\n")[0])[:300], where)
+        key = _key(error)
         at = self._keys.get(key)
+        if at is None and (twin := self._twin(error)) is not None:
+            at, error = twin
+            self._keys.setdefault(_key(error), at)
         if at is None:
             if len(self.found) >= DISTINCT:
                 self.more += 1
@@ -354,6 +356,46 @@ class Errors:
         labels = sorted({*old.labels, error.label})[:512]
         ranks = sorted({*old.ranks, *(() if error.rank is None else (error.rank,))})[:4096]
         self.found[at] = replace(base, count=old.count + 1, labels=tuple(labels), ranks=tuple(ranks))
+
+    def _twin(self, error: Error) -> tuple[int, Error] | None:
+        """One kept before that says the same, where lines of one of the two may stand among the other's: its frames are
+        some of the whole one's, or those of both are two equal tracebacks dealt out unevenly, each frame an even number
+        of times. Where it stands, and the error with a whole traceback's frames."""
+        for at, old in enumerate(self.found):
+            if not (old.mixed or error.mixed) or (old.type, old.message) != (error.type, error.message):
+                continue
+            if not (old.mixed and error.mixed):
+                part, whole = (old, error) if old.mixed else (error, old)
+                if not Counter(map(_name, part.places)) - Counter(map(_name, whole.places)):
+                    return at, replace(error, record=whole.record)
+                continue
+            if old.count > 1:
+                continue
+            fuller = max(old, error, key=lambda one: len(one.places))
+            times = Counter(map(_name, (*old.places, *error.places)))
+            if any(count % 2 for count in times.values()):
+                continue
+            left = {frame: count // 2 for frame, count in times.items()}
+            half = []
+            for frame in fuller.places:
+                if left[_name(frame)]:
+                    left[_name(frame)] -= 1
+                    half.append(frame)
+            if not any(left.values()):  # the fuller one has a whole traceback's
+                self.found[at] = replace(old, record={**old.record, "frames": half})
+                return at, replace(error, record={**error.record, "frames": half})
+        return None
+
+
+def _name(frame: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return frame["file"], frame["line"], frame["function"]
+
+
+def _key(error: Error) -> tuple[str, str, str]:
+    """What errors have in common that are put together."""
+    last = error.places[-1] if error.places else {}
+    where = f"{last.get('file')}:{last.get('line')}" if last else error.stack[-2000:]
+    return error.type, re.sub(r"\d+", "N", error.message.partition("\n")[0])[:300], where
 
 
 def _said(each: _Open) -> str:

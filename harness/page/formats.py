@@ -7,7 +7,8 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from repro_matrix.judge.claims import ClaimRow
@@ -37,8 +38,14 @@ def arm_rows(cells: Iterable[Cell]) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def as_json(cells: Sequence[Cell], ledger: Sequence[ClaimRow], sources: Sequence[str], made: str) -> str:
-    """By results/schema/report-v1.schema.json."""
+def as_json(
+    cells: Sequence[Cell],
+    ledger: Sequence[ClaimRow],
+    sources: Sequence[str],
+    made: str,
+    unjudged: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """By results/schema/report-v1.schema.json. ``unjudged``: case -> why none of its documents is judged."""
     rows = list(arm_rows(cells))
     claims = [
         {"case": row.case, "id": row.id, "text": row.text, "source": row.source, "status": row.status,
@@ -47,7 +54,8 @@ def as_json(cells: Sequence[Cell], ledger: Sequence[ClaimRow], sources: Sequence
     ]  # fmt: skip
     counts = Counter(arm.mark.name for cell in cells for arm in cell.arms)
     value = {"schema": SCHEMA, "made": made, "results": list(sources), "counts": dict(counts.most_common()),
-             "rows": rows, "claims": claims}  # fmt: skip
+             "rows": rows, "claims": claims,
+             "unjudged": [{"case": case, "reason": reason} for case, reason in unjudged.items()]}  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
 
 
@@ -73,8 +81,9 @@ def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
-def as_junit(cells: Sequence[Cell]) -> str:
-    """A suite for each case, a test case for each arm: unexpected is a failure, infrastructure an error."""
+def as_junit(cells: Sequence[Cell], unjudged: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A suite for each case, a test case for each arm: unexpected is a failure, infrastructure an error, and so is a
+    case that nobody can judge (``unjudged``: case -> why)."""
     from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
     suites: dict[str, Any] = {}
@@ -96,6 +105,11 @@ def as_junit(cells: Sequence[Cell]) -> str:
                      for proof in arm.proofs]  # fmt: skip
             test.system_out = "\n".join([*said, f"document: {cell.path}", f"command: {arm.command}"])
             suite.add_testcase(test)
+    for case, reason in unjudged.items():
+        test = TestCase("judged", case)
+        test.result = [Error(reason, "unjudged")]
+        suites[case] = TestSuite(case)
+        suites[case].add_testcase(test)
     xml = JUnitXml("repro-matrix")
     for suite in suites.values():
         xml.add_testsuite(suite)
@@ -119,8 +133,14 @@ def _junit_result(cell: Cell, arm: ArmView) -> tuple[str, str, str] | None:
     return None
 
 
-def as_markdown(cells: Sequence[Cell], title: str = "repro-matrix", link: str = "") -> str:
-    """For a job's summary or a comment: what changed first, always under ``MOST`` bytes. ``link``: to the page."""
+def as_markdown(
+    cells: Sequence[Cell],
+    title: str = "repro-matrix",
+    link: str = "",
+    unjudged: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """For a job's summary or a comment: what changed first, always under ``MOST`` bytes. ``link``: to the page.
+    ``unjudged``: case -> why none of its documents is judged."""
     out = _Short(MOST - 200)
     found = [(cell, arm) for cell in cells for arm in cell.arms]
     odd = {state: [item for item in found if item[1].expected == MARKS[state]] for state in (*ODD, "unset")}
@@ -129,7 +149,13 @@ def as_markdown(cells: Sequence[Cell], title: str = "repro-matrix", link: str = 
     differ = (
         f"**{worst} arms differ from what is expected.**" if worst > 1 else "**One arm differs from what is expected.**"
     )
-    out.add(f"{differ if worst else 'Nothing differs from what is expected.'} {_tally(cells)}\n")
+    nothing = (
+        "Of the rest nothing differs from what is expected." if unjudged else "Nothing differs from what is expected."
+    )
+    if unjudged:
+        out.add(f"**Nothing can be said of {', '.join(map(plain, list(unjudged)[:8]))}.**\n")
+        out.each([f"- {plain(reason)}" for reason in unjudged.values()], "more")
+    out.add(f"{differ if worst else nothing} {_tally(cells)}\n")
     if link:
         out.add(f"[The whole page]({link})\n")
     for state, heading in (

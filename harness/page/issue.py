@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def issue(
         if search:
             out += ["#### Since which release", str(search)]
         where = " ".join(one.changes[0].axes)
-        stack = "" if one.stack == "current" else f" stack={one.stack}"
+        stack = "" if one.stack == "current" else " " + shlex.quote(f"stack={one.stack}")
         out.append(f"To see it: {code(f'repro run {one.case} {where}{stack} arms=[{one.changes[0].arm}]')}")
     body = "\n\n".join(out)
     cut = body.encode(errors="replace")[:LONGEST].decode(errors="ignore")

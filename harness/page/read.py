@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from repro_matrix.cell.types import Document
+from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.judge import claims
@@ -27,12 +28,14 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 
 @dataclass
 class Results:
-    """``sources``: the names of the results, where there are several."""
+    """``sources``: the names of the results, where there are several. ``unjudged``: of what cases there are documents
+    that nobody can judge here, and why not."""
 
     cells: list[Cell] = field(default_factory=list)
     ledger: list[ClaimRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    unjudged: dict[str, str] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -59,7 +62,8 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
             found.notes += [*part.notes, *part.damaged]
             kept += stored.documents() if part.documents is None else part.documents
             unknown |= part.unknown
-    found.notes += _unknown(unknown)
+    found.unjudged = _unjudged(unknown, catalogue)
+    found.notes += [f"not judged: {text}" for text in found.unjudged.values()]
     found.ledger = ledger(catalogue, kept, {document["case"] for document in kept})
     return found
 
@@ -73,6 +77,7 @@ class Views:
     ledger: list[Said] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    unjudged: dict[str, str] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -92,7 +97,8 @@ def views(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Se
         found.notes += [*one.notes, *one.damaged]
         controls += one.controls
         unknown |= one.unknown
-    found.notes += _unknown(unknown)
+    found.unjudged = _unjudged(unknown, catalogue)
+    found.notes += [f"not judged: {text}" for text in found.unjudged.values()]
     seen = {view.slug for view in found.views}
     found.ledger = shown.ledger(catalogue, {one.case: one for one in cases if one.case in seen}, controls)
     return found
@@ -115,9 +121,10 @@ def _asked(
     return [OfCase(case, tuple(own), tuple(found.sources)) for case, own in by_case.items()], found
 
 
-def _unknown(cases: set[str]) -> list[str]:
-    told = ", ".join(sorted(cases)[:8])
-    return [f"left out what is of no case of the catalogue: {told}"] if cases else []
+def _unjudged(cases: set[str], catalogue: Catalogue) -> dict[str, str]:
+    """Case -> why its documents are not judged: a file of it is wrong, or the catalogue has no such case."""
+    wrong = catalogues.left_out(catalogue.cases)
+    return {case: f"{case}: {wrong.get(case, 'no case of the catalogue')}" for case in sorted(cases)}
 
 
 def ledger(catalogue: Catalogue, documents: Iterable[Document], cases: Iterable[str]) -> list[ClaimRow]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -394,7 +395,7 @@ def _muted(by: Mapping[str, Any]) -> str:
 
 def _again(row: Mapping[str, Any]) -> str:
     """The command that measures the arm again."""
-    stack = "" if row["stack"] == "current" else f" stack={row['stack']}"
+    stack = "" if row["stack"] == "current" else " " + shlex.quote(f"stack={row['stack']}")
     return f"repro run {row['case']} {row['axes']}{stack} arms=[{row['arm']}]"
 
 

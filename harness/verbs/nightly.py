@@ -55,6 +55,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.nights.night import of_briefs
     from repro_matrix.page.issue import issue
     from repro_matrix.results import muted
+    from repro_matrix.results.exit_code import TOO_LITTLE
     from repro_matrix.running import budget
     from repro_matrix.terminal.report import print_notes
 
@@ -87,7 +88,8 @@ def main(args: argparse.Namespace) -> int:
     texts = Path(args.issues).expanduser() if args.issues else folder / "issues" / name
     dealt = _publish(made, texts)
     open_ = [one for one in made if one.case not in dealt]
-    code = 1 if open_ else args.code
+    unread = [note for side in found for note in side.unread]
+    code = 1 if open_ else args.code or (TOO_LITTLE if unread else 0)
     with FileLock(str(folder / ".lock")):
         kept.keep(folder, of_briefs(name, briefs, code))
     told = (
@@ -96,7 +98,8 @@ def main(args: argparse.Namespace) -> int:
         else "no answer changed that is not dealt with"
     )
     print(f"night {name}: {len(briefs)} cells; {told}; kept in {folder / kept.FILE}")
-    print(f"exit code {code}" + ("" if open_ or not code else ": that of the runs"))
+    why = "" if open_ or not code else ": that of the runs" if args.code else f": {len(unread)} files could not be read"
+    print(f"exit code {code}{why}")
     return code
 
 

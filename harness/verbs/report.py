@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"note: {text}", file=sys.stderr)
     as_page = args.format == "html" and not args.site  # from what is kept of each case, without its cells
     found: Results | Views = (views if as_page else read)(folders, catalogue, wanted)
-    if not found.count:
+    if not found.count and not found.unjudged:
         _nothing_found(args, folders, wanted, catalogue)
     made = made_line(folders)
     if isinstance(found, Views):
@@ -83,13 +83,13 @@ def main(args: argparse.Namespace) -> int:
         print(f"{len(pages)} pages: {Path(args.site) / 'index.html'}")
         return 0
     elif args.format == "json":
-        text = formats.as_json(found.cells, found.ledger, [str(folder) for folder in folders], made)
+        text = formats.as_json(found.cells, found.ledger, [str(folder) for folder in folders], made, found.unjudged)
     elif args.format == "csv":
         text = formats.as_csv(found.cells)
     elif args.format == "junit":
-        text = formats.as_junit(found.cells)
+        text = formats.as_junit(found.cells, found.unjudged)
     else:
-        text = formats.as_markdown(found.cells, title_of(folders))
+        text = formats.as_markdown(found.cells, title_of(folders), unjudged=found.unjudged)
     if target is None:
         sys.stdout.write(text)
         return 0
