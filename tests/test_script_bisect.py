@@ -18,7 +18,7 @@ from repro_matrix.conf.errors import ConfigError
 from repro_matrix.script.ends import ends_of
 from repro_matrix.script.failure import judge
 from repro_matrix.script.measure import Script
-from repro_matrix.stacks import Stack
+from repro_matrix.stacks import Stack, StackError
 from repro_matrix.stacks.lock import Lock
 from repro_matrix.stacks.releases import Release
 
@@ -231,6 +231,13 @@ def test_freezes_of_which_one_lacks_a_package_are_built_whole(
     assert notes[-1] == "Both were built whole: an overlay takes no package away (einops)."
     brings[0] = "packaging==24.0\neinops==0.8.1\n"
     with pytest.raises(ConfigError, match=r"not in bad\.txt, of which another .* requires it: .* has einops 0\.8\.1"):
+        ends_of("good.txt", "bad.txt", tmp_path)
+
+    def none(path: Path) -> Lock:
+        raise StackError("version", "no version of torch==2.13.0+cpu")
+
+    monkeypatch.setattr("repro_matrix.stacks.files.lock_of", none)
+    with pytest.raises(ConfigError, match=r"good\.txt cannot be built whole, and .* \(einops\): no version of torch"):
         ends_of("good.txt", "bad.txt", tmp_path)
 
 

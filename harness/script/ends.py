@@ -41,13 +41,19 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     here = stacks.resolve("current").versions
     for freeze in (one, other):
         freezes.for_python(freeze, here["python"])
-    notes += _taken_away(one, other, here)
+    why = _taken_away(one, other, here)
+    notes += [f"Both were built whole: {why}."] if why else []
     built = []
     for freeze, its in ((one, other), (other, one)):
         path = results / SCRIPTS / "freezes" / f"{short_hash(freezes.requirements(freeze))}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, freezes.requirements(freeze))
-        resolved = files.lock_of(path.absolute()).pins
+        try:
+            resolved = files.lock_of(path.absolute()).pins
+        except StackError as error:
+            if error.infra or not why:
+                raise
+            raise ConfigError(f"{freeze.path} cannot be built whole, and {why}: {error}") from None
         for name in stays(freeze, its, resolved):
             raise ConfigError(
                 f"{name} is in {its.path} and not in {freeze.path}, of which another package requires it: built whole "
@@ -58,8 +64,8 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     return built[0], built[1], notes
 
 
-def _taken_away(one: Freeze, other: Freeze, here: Mapping[str, str]) -> list[str]:
-    """What a report says where an overlay will not do for a package that only one has. Raises ConfigError where the
+def _taken_away(one: Freeze, other: Freeze, here: Mapping[str, str]) -> str:
+    """Why an overlay will not do, where that is for a package that only one has; else "". Raises ConfigError where the
     freezes cannot be built whole either: without its torch a freeze is a part of an environment."""
     stuck = {name: (has, lacks) for lacks, has in ((one, other), (other, one)) for name in stays(lacks, has, here)}
     for name, (has, lacks) in stuck.items():
@@ -70,7 +76,7 @@ def _taken_away(one: Freeze, other: Freeze, here: Mapping[str, str]) -> list[str
                 f"{here[name]}: laid over it that would stay, and {alone} names no torch with which it could be built "
                 f"whole. Name {name} in both, give whole freezes, or give the environments: python:PATH"
             )
-    return [f"Both were built whole: an overlay takes no package away ({', '.join(stuck)})."] if stuck else []
+    return f"an overlay takes no package away ({', '.join(stuck)})" if stuck else ""
 
 
 def _laid_over(one: Freeze, other: Freeze) -> tuple[tuple[str, str], str] | None:
