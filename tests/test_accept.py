@@ -31,3 +31,9 @@ def test_what_only_infrastructure_answered_is_not_published() -> None:
 
     assert _usable(document("infra", "fires"))
     assert not _usable(document("infra", "infra")) and not _usable(document())
+
+
+def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was() -> None:
+    document = {"command": ["python", "/disk/a/harness/worker/warm_server.py"], "file": "/disk/a/repros/kit/run.py"}
+    shown = {"command": ["python", "/checkout/harness/worker/warm_server.py"], "file": "/checkout/repros/kit/run.py"}
+    assert _portable(document) == shown

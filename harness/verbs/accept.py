@@ -148,6 +148,7 @@ def _refuse(case: Case, documents: list[Document]) -> None:
         )
 
 
+_CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/worker/")  # what started the ranks lay in it
 # Where one attempt had its files; the same for all of them once it is published.
 _ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
 
@@ -156,6 +157,8 @@ def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document without this machine's own paths: what is published says nothing of whose disk it was."""
     text = json.dumps(document)
     mine = project.current().folder
+    for measured_from in {*_CHECKOUT.findall(text)} - {str(ROOT)}:  # another checkout than the one that publishes
+        text = text.replace(f"{measured_from}/", "/checkout/")
     for own, shown in ((ROOT, "/checkout"), (mine, "/project"), (cache_dir(), "/cache"), (Path.home(), "/home")):
         text = text.replace(f"{own}/", f"{shown}/")
     text = _ATTEMPT_FOLDER.sub("/attempt", text)
