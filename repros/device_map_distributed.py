@@ -130,7 +130,7 @@ def body(run: Run) -> None:
     if lora:
         adapters(run, model)
     # Trainer leaves a precision out without a word where the machine lacks it.
-    precision(run, model, dtype)
+    precision(run, model, "precision")
     wrapped = train(run, model)
     reference.check(run, last=weights(model, wrapped))
 

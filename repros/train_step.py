@@ -32,7 +32,7 @@ def body(run: Run) -> None:
     model, weights = made(run, dtype)
     same_batch = STRATEGIES[run.strategy["slug"]].same_batch
     reference = Reference(run, model, same_batch, weights=weights)
-    precision(run, model, dtype)
+    precision(run, model, "dtype")
     checkpointing(run, model, run.flags["checkpointing"])
     if run.flags["lora"]:
         adapters(run, model)

@@ -59,6 +59,14 @@ def lora_of_nothing(run: Run) -> None:
     steps(run, trained.module, trained.optimizer)
 
 
+def another_precision(run: Run) -> None:
+    """A script that trains in bfloat16, whatever its flag says, and says that this is what it wanted."""
+    model = build(run, torch.bfloat16).train()
+    in_force.precision(run, model, "dtype")
+    trained = wrap(run, model, 0.1)
+    steps(run, trained.module, trained.optimizer)
+
+
 def accelerate_falls_back(run: Run) -> None:
     """FSDP is asked for as `accelerate launch` does it; on a CPU accelerate makes a DDP and says nothing."""
     from kit.tuning import prepare
@@ -78,6 +86,8 @@ SCENES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
     "checkpointing ignored": ("ddp", {}, {"checkpointing": "ignored"}, ignored_checkpointing),
     "adapters and checkpointing": ("fsdp2", {}, {"lora": True, "checkpointing": True}, train_step.body),
     "lora of nothing": ("ddp", {}, {}, lora_of_nothing),
+    "precision": ("ddp", {}, {"dtype": "bfloat16"}, another_precision),
+    "precision of another flag": ("ddp", {}, {"dtype": "float32"}, another_precision),
     "accelerate falls back": ("fsdp", {}, {"precision": "fp32"}, accelerate_falls_back),
     "zero3": ("zero3", {}, {}, train_step.body),
     "zero3 in stage 0": ("zero3", {"stage": 0}, {}, train_step.body),

@@ -53,7 +53,12 @@ def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = 
 def assert_judged(facts: list[dict[str, Any]], says: dict[str, str]) -> None:
     """Of each scene: the reason for which it is no evidence, or none and clean."""
     for scene, reason in says.items():
-        wanted = {"checkpointing": ("checkpointing",), "lora": ("lora",), "adapters": ("lora", "checkpointing")}
+        wanted = {
+            "checkpointing": ("checkpointing",),
+            "lora": ("lora",),
+            "adapters": ("lora", "checkpointing"),
+            "precision": ("precision",),
+        }
         named: tuple[str, ...] = wanted.get(scene.split()[0], ())
         found = judged(facts, scene, named)
         assert found.outcome == ("infra" if reason else "clean"), (scene, found)
@@ -67,6 +72,7 @@ def test_what_is_not_in_force_is_no_evidence(warm: WarmLauncher, tmp_path: Path)
         "group of one": "fsdp was not in force: every rank holds all parameters",
         "checkpointing ignored": "checkpointing was not in force on rank 0: got 0",
         "lora of nothing": "lora was not in force on rank 0: got 0",
+        "precision": "", "precision of another flag": "precision was not in force on rank 0: got 0",
     }  # fmt: skip
     if importlib.util.find_spec("accelerate"):
         says["accelerate falls back"] = "fsdp was not in force: every rank holds all parameters"

@@ -154,3 +154,18 @@ def test_what_attempts_met_does_not_depend_on_their_order(attempts: list[Any], r
     random.shuffle(graded)
     assert all_met("some-case", graded) == before
     assert {item.check for item in before} == {name for names in attempts for name in names}
+
+
+def test_code_that_came_with_a_model_is_the_same_place_in_every_process() -> None:
+    """transformers names its module by the folder that it was read from: of two attempts the two names differ."""
+    places = [
+        "transformers_modules.qwen_4711.modeling_qwen.generate",
+        "transformers_modules.qwen_11.modeling_qwen.generate",
+        "transformers_modules.Qwen.Qwen-7B.ef3c5c9c57b252f3149c1408daf4d649ec8b6c85.modeling_qwen.generate",
+    ]
+    said = {str(Met(type="AttributeError", place=place)) for place in places}
+    assert said == {"AttributeError in transformers_modules.*.modeling_qwen.generate"}
+    assert Met(type="E", place=next(iter(said)).removeprefix("AttributeError in ")).place == (
+        "transformers_modules.*.modeling_qwen.generate"
+    ), "what an expectation says is left as it is"
+    assert Met(type="E", place="torch.nn.modules.module.__getattr__").place == "torch.nn.modules.module.__getattr__"

@@ -7,10 +7,15 @@ a failed check do not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from repro_matrix.judge.grade import Outcome
+
+# transformers imports code that came with a model below this name and the name of the folder that it lay in, which may
+# be a temporary one of the process: transformers_modules.qwen_4711.modeling_qwen.generate.
+_REMOTE = re.compile(r"^transformers_modules\.(?:[^.]+\.)+(?=[^.]+\.[^.]+$)")
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +27,10 @@ class Met:
     type: str | None = None
     place: str | None = None  # module.function of the innermost frame
     check: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.place:
+            object.__setattr__(self, "place", _REMOTE.sub("transformers_modules.*.", self.place))
 
     def __str__(self) -> str:
         """As an expectation writes it."""

@@ -266,8 +266,16 @@ def adapters(run: Run, model: Any, unfrozen: bool = False) -> None:
         note(run, "lora alone", rest, most=0, looked_at="trained parameters that are no adapter's")
 
 
-def precision(run: Run, model: Any, wanted: torch.dtype) -> None:
-    """The share of a layer's matrix products that were made in ``wanted``."""
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as Trainer's arguments call them
+
+
+def precision(run: Run, model: Any, flag: str) -> None:
+    """The share of a layer's matrix products that were made in the dtype that ``flag`` names.
+
+    What is wanted is read from the flag here, not taken from the script: one that trains in another dtype would say so
+    itself that it wanted it.
+    """
+    wanted = getattr(torch, DTYPES.get(run.flags[flag], run.flags[flag]))
     seen = {True: 0, False: 0}
     ends = ("mlp.w1", "mlp.gate_proj")
     layer = next(part for name, part in model.named_modules() if name.endswith(ends))
