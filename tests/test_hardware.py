@@ -13,7 +13,17 @@ from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
 
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.hardware import Machine, Profile, cgroup_limits, detect, settle, settle_all, states, together
+from repro_matrix.hardware import (
+    Machine,
+    Profile,
+    cgroup_held,
+    cgroup_limits,
+    detect,
+    settle,
+    settle_all,
+    states,
+    together,
+)
 from repro_matrix.hardware.around import warnings
 from repro_matrix.hardware.nvml import Nvml, without_peers
 from repro_matrix.launch.attempt import RUN_TOKEN
@@ -324,6 +334,18 @@ def test_the_tightest_limit_of_a_container_counts(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
     assert cgroup_limits(tmp_path / "root", own) == (cores, memory)
+
+
+def test_what_a_container_holds_of_its_limit(tmp_path: Path) -> None:
+    own, folder = tmp_path / "own", tmp_path / "root" / "job"
+    own.write_text("0::/job\n", encoding="utf-8")
+    assert cgroup_held(tmp_path / "root", own) == 0, "nothing is said there"
+    folder.mkdir(parents=True)
+    (folder / "memory.current").write_text("900\n", encoding="utf-8")
+    (folder / "memory.stat").write_text("anon 300\nfile 600\nshmem 100\n", encoding="utf-8")
+    assert cgroup_held(tmp_path / "root", own) == 400, "files in the page cache can be dropped, those in /dev/shm not"
+    machine = detect(env={})
+    assert machine.free_gb is not None and 0 < machine.free_gb <= machine.memory_gb
 
 
 def test_a_machine_has_at_least_a_core_and_some_memory() -> None:

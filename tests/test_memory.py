@@ -353,6 +353,19 @@ def test_a_skip_says_how_many_layers_would_fit_and_they_do() -> None:
     assert "cut to" not in (cell("fsdp", CPU, tiny).skipped or "cut to"), "not even one"
 
 
+def test_what_others_hold_of_the_host_is_not_ours() -> None:
+    """Qwen-14B with one layer, 23 GiB by the plan, was launched where 21.5 of 23.5 were free, and was killed for it."""
+    laptop = replace(LAPTOP, memory_gb=1000.0)
+    assert cell("fsdp", CPU, laptop).arms[0].skipped is None
+    needs = cell("fsdp", CPU, laptop).arms[0].memory.host_node / GIB  # type: ignore[union-attr]
+    found = cell("fsdp", CPU, replace(laptop, free_gb=8.0)).skipped
+    assert found and "this machine has 1000, of which 8 are free" in found
+    assert cell("fsdp", CPU, replace(laptop, free_gb=needs + 1)).skipped is None
+    whole = cell("tp", CPU, laptop).arms[0].memory.host_node / GIB  # type: ignore[union-attr]
+    turns = cell("tp", CPU, replace(laptop, free_gb=whole - 1)).arms[0]
+    assert turns.skipped is None and turns.settings["reference"] != "host", "a smaller reference, where that is enough"
+
+
 def test_a_full_disk_is_said_before_it_is_full() -> None:
     large = replace(LAPTOP, memory_gb=1000.0)
     assert cell("fsdp", CPU, replace(large, disk_gb=500.0)).skipped is None

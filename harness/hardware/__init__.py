@@ -10,11 +10,11 @@ around    what else a run on GPUs depends on: /dev/shm, ptrace
 """
 
 from repro_matrix.hardware.gpus import CardState, Gpu, GpuProcess, LeftOut
-from repro_matrix.hardware.machine import Machine, cgroup_limits, detect
+from repro_matrix.hardware.machine import Machine, cgroup_held, cgroup_limits, detect
 from repro_matrix.hardware.nvml import states
 from repro_matrix.hardware.profile import HardwareError, Profile, settle, settle_all, together
 
 __all__ = [
-    "CardState", "Gpu", "GpuProcess", "HardwareError", "LeftOut", "Machine", "Profile", "cgroup_limits",
+    "CardState", "Gpu", "GpuProcess", "HardwareError", "LeftOut", "Machine", "Profile", "cgroup_held", "cgroup_limits",
     "detect", "settle", "settle_all", "states", "together",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ class Machine:
     meant: tuple[str, ...] = ()
     unseen: str | None = None  # what CUDA_VISIBLE_DEVICES leaves out, where it may be a mistake or a wish
     disk_gb: float | None = None  # free where attempts have their folders
+    free_gb: float | None = None  # of memory_gb, what nobody holds now; None for hardware that is not here
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,10 +65,10 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     memory = min(psutil.virtual_memory().total, allowed_bytes)
     cores = max(1, int(min(cores, allowed_cores)))
     return Machine(
-        gpus, cards.driver, _cpu_name(), cores, round(memory / 2**30, 1), platform.platform(),
+        gpus, cards.driver, _cpu_name(), cores, _gib(memory), platform.platform(),
         None if cards.missing else cards.error, cards.cuda, left_out, tuple(meant),
         f"{NAME}={env[NAME]!r} asks for no GPU" if shown.wished else shown.problem,
-        _free_gb(),
+        _free_disk(), _gib(min(psutil.virtual_memory().available, allowed_bytes - cgroup_held())),
     )  # fmt: skip
 
 
@@ -89,12 +90,27 @@ def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     return cores, memory
 
 
-def _free_gb() -> float | None:
+def cgroup_held(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes of a container's limit that are in use, files that can be dropped not among them; 0 where none is said."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = own.read_text(encoding="utf-8").splitlines()
+        folder = root / next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+        held = int((folder / "memory.current").read_text(encoding="utf-8"))
+        told = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+        return max(0, held - int(told.get("file", 0)) + int(told.get("shmem", 0)))  # what lies in /dev/shm stays
+    return 0
+
+
+def _gib(size: float) -> float:
+    return round(size / 2**30, 1)
+
+
+def _free_disk() -> float | None:
     place = cache_dir()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
-        return round(shutil.disk_usage(place).free / 2**30, 1)
+        return _gib(shutil.disk_usage(place).free)
     except OSError:
         return None
 

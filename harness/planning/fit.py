@@ -128,12 +128,14 @@ def no_memory(found: MemoryPlan, profile: Profile, machine: Machine) -> str | No
             full = max(found.device, key=Phase.rank)
             have = f"{smallest.name} has {smallest.memory_mb / 1024:.0f}"
             return f"needs {found.device_rank / GIB:.1f} GiB a rank on the device ({words(full)}); {have}"
-    if found.host_node > machine.memory_gb * GIB:
+    free = machine.memory_gb if machine.free_gb is None else machine.free_gb  # what others hold is not ours
+    if found.host_node > free * GIB:
         full = max(found.host, key=lambda phase: phase.node(found.ranks))
         ranks = f"{found.ranks} rank{'s' if found.ranks != 1 else ''}"
         return (
             f"needs {found.host_node / GIB:.1f} GiB on the host for {ranks} (the fullest while {full.name}: "
             f"{words(full)}); this machine has {machine.memory_gb:g}"
+            + ("" if machine.free_gb is None else f", of which {free:g} are free")
         )
     return None
 
