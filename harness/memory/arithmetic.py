@@ -80,6 +80,7 @@ class Layout:
     base: int = 300 * MIB
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
+    engine: bool = True  # False: DeepSpeed partitions what is loaded, and no engine is made of it
     loads: bool = True  # what is saved is loaded into a second model beside the first
     reference: Literal["device", "host", "turns", "layers", "none"] = "host"
 
@@ -177,7 +178,7 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
     reference, extra = reference_parts(facts, layout), {"copies": layout.copies * facts.bytes * facts.parameters}
     # The plain run and the perturbed one, side by side or in turns.
     runs = 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)
-    here = CONNECTIONS.get(layout.strategy, CONNECTED)
+    here = CONNECTIONS.get(layout.strategy, CONNECTED) if layout.engine else CONNECTED
     if layout.place == "cpu":
         base = {"base": layout.base + here, **extra}
         host = [Phase("reference", base, reference, runs)] + [

@@ -43,6 +43,7 @@ def _arm(arm: ArmPlan, case: Case, profile: Profile, machine: Machine, look: Loo
     layout = replace(
         layout_of(arm.settings, profile, copies, base_mb),
         trains=kind not in ("inference", "generating"),
+        engine=kind not in ("inference", "generating", "loading"),
         loads=kind in ("saving", "loading") or "checkpoint" in case.proof.checks,
     )
     found, reference = best(facts, layout, profile, machine)
