@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from datetime import date, timedelta
 from pathlib import Path
@@ -13,15 +14,20 @@ import pytest
 from test_diff import MADE
 from test_page import cell, made, paged, whole
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf import catalogue
+from repro_matrix.diff import sides
+from repro_matrix.judge.again import judged_again, with_expectations
 from repro_matrix.page import parts, shown
 from repro_matrix.page.page import of_views
 from repro_matrix.page.parts import Asked, Stored, listed
-from repro_matrix.page.read import Views, read, views
-from repro_matrix.page.render import FIRST, drawn, one_file
+from repro_matrix.page.read import Views, read, take, views
+from repro_matrix.page.render import FIRST, LEAST, TOGETHER, drawn, one_file
 from repro_matrix.page.shown import OfCase
+from repro_matrix.paths import BASELINE
 from repro_matrix.results import kept, muted
 from repro_matrix.results.muted import Mute
+from repro_matrix.results.store import Store, write_json
 
 CASE = "fsdp-generate"
 
@@ -129,7 +135,56 @@ def test_what_was_made_long_ago_goes(folder: Path) -> None:
 def test_of_many_cells_of_a_case_the_first_are_written_out_and_the_others_packed() -> None:
     cells = [cell(made(case="many", model=f"m{n:02}")) for n in range(FIRST + 5)]
     view = paged(*cells).cases[0]
-    assert drawn(view).first.count('<details class="cell"') == FIRST and drawn(view).later
-    written = whole(*cells)
-    assert all(f'id="{one.id}"' in written for one in cells) and f"show all {FIRST + 5} cells" in written
-    assert not drawn(paged(*cells[:FIRST]).cases[0]).later
+    assert len(drawn(view).first) == FIRST and drawn(view).later
+    written = one_file(paged(*cells))
+    assert written.count('<details class="cell"') == FIRST and f"show all {FIRST + 5} cells" in written
+    assert all(f'id="{one.id}"' in whole(*cells) for one in cells)
+    assert not drawn(paged(*cells[:LEAST]).cases[0]).later
+
+
+def test_of_many_cases_fewer_cells_each_are_written_out() -> None:
+    """Else a page of many cases would not open at once."""
+    several = [cell(made(case=f"c{n:02}", model=f"m{m}")) for n in range(TOGETHER // LEAST) for m in range(FIRST)]
+    written = one_file(paged(*several))
+    assert written.count('<details class="cell"') == TOGETHER and f"{LEAST} are listed; filters look" in written
+
+
+def as_a_run_ends(folder: Path) -> list[Document]:
+    """A published cell in the folder, and as the run that measured it has it in memory."""
+    known = catalogue.load()
+    shutil.rmtree(folder)
+    one = next(Store(BASELINE).documents(cases=[CASE]))
+    write_json(below(folder, one), one)
+    judged = judged_again(Store(folder).documents(), known.cases).documents
+    return [with_expectations(document, known.cases[CASE]) for document in judged]
+
+
+def below(folder: Path, one: Document) -> Path:
+    path = folder / one["hardware"]["profile"] / one["stack"]["label"] / f"{one['key']}.json"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_what_a_run_has_judged_is_not_judged_again_by_who_reads_its_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known, documents = catalogue.load(), as_a_run_ends(folder)
+    assert take(documents, folder, known)
+    with monkeypatch.context() as patched:
+        patched.setattr(Stored, "made", lambda self: pytest.fail("judged for a report"))
+        patched.setattr(sides, "_chunk", lambda paths: pytest.fail("judged for a comparison"))
+        warm, briefs = html(views([folder], known)), sides.read(folder).briefs
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "another"))
+    assert html(views([folder], known)) == warm and sides.read(folder).briefs == briefs, "the same from the files"
+    assert CASE in warm and [one.case for one in briefs] == [CASE]
+
+
+def test_what_a_run_knows_from_elsewhere_is_not_kept_for_who_reads_its_folder(folder: Path) -> None:
+    known, (one,) = catalogue.load(), as_a_run_ends(folder)
+    name = next(name for name in one["verdicts"])
+    elsewhere = {**one["verdicts"], name: {**one["verdicts"][name], "name": "UPSTREAM_FIXED"}}
+    assert not take([{**one, "verdicts": elsewhere}], folder, known)
+    assert not take([], folder, known) and take([one], folder, known)
+    (folder / "cpu" / "s" / "some-case").mkdir(parents=True)
+    (folder / "cpu" / "s" / "some-case" / "m.json").write_text(json.dumps({**MADE, "case": "some-case"}))
+    assert not take([one], folder, known), "there is more than the run has measured"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launching import Json, attempt_of, gone, launched, wait_for
 from probing import World, world  # noqa: F401 (a fixture)
-from test_warm import facts, scripted
+from test_warm import Cold, facts, scripted
 
 from repro_matrix.launch import ColdLauncher, warm
 from repro_matrix.launch.attempt import Attempt
@@ -181,11 +181,15 @@ def shared() -> Iterator[WarmLauncher]:
 
 
 @ranks
-def test_a_shared_server_is_what_a_cold_start_and_a_server_of_its_own_are(tmp_path: Path, shared: WarmLauncher) -> None:
-    own = WarmLauncher()
+@pytest.mark.parametrize("last", ["own", pytest.param("cold", marks=pytest.mark.slow)])
+def test_a_shared_server_is_what_a_server_of_its_own_and_a_cold_start_are(
+    tmp_path: Path, shared: WarmLauncher, last: str
+) -> None:
+    """What a server of its own is beside a cold start: test_warm."""
+    other = WarmLauncher() if last == "own" else ColdLauncher()
     seen: dict[str, list[Json]] = {}
     try:
-        for way, launcher in (("shared", shared), ("again", shared), ("own", own), ("cold", ColdLauncher())):
+        for way, launcher in (("shared", shared), ("again", shared), (last, other)):
             release = "9.2" if way == "again" else "9.1"
             folder = tmp_path / release
             folder = folder if folder.exists() else overlay(folder, release)
@@ -199,19 +203,18 @@ def test_a_shared_server_is_what_a_cold_start_and_a_server_of_its_own_are(tmp_pa
                 {**record["facts"], "warned": [each["message"] for each in record["warnings"]]} for record in records
             ]
     finally:
-        own.close()
+        other.close()
     assert len(shared._trunks) == 1
     assert {each["release"] for each in seen["again"]} == {each["version"] for each in seen["again"]} == {"9.2"}
     for rank in (0, 1):
-        one, warm_one, cold = seen["shared"][rank], seen["own"][rank], seen["cold"][rank]
-        assert {**one, "env": 0} == {**warm_one, "env": 0}
+        one, two = seen["shared"][rank], seen[last][rank]
         # The kit pins float32 where torch is imported before it: by the script itself, in every script but this one.
-        for name in set(one) - {"env", "modules", "float32"}:
-            assert one[name] == cold[name], name
-        for other in (warm_one, cold):
-            ours, theirs = ({k: v for k, v in each["env"].items() if k not in PRIVATE} for each in (one, other))
-            assert ours == theirs
-        assert cold["modules"].items() <= one["modules"].items(), "imported ahead is more, and nothing else"
+        left_out = {"env"} if last == "own" else {"env", "modules", "float32"}
+        for name in set(one) - left_out:
+            assert one[name] == two[name], name
+        ours, theirs = ({k: v for k, v in each["env"].items() if k not in PRIVATE} for each in (one, two))
+        assert ours == theirs
+        assert two["modules"].items() <= one["modules"].items(), "imported ahead is more, and nothing else"
 
 
 @ranks
@@ -245,11 +248,15 @@ def test_a_trunk_that_is_killed_takes_its_servers_along_and_the_next_attempt_has
 
 
 @ranks
-def test_what_an_overlay_brings_may_fail_to_import_and_the_next_is_served(tmp_path: Path, shared: WarmLauncher) -> None:
+def test_what_an_overlay_brings_may_fail_to_import_and_the_next_is_served(
+    tmp_path: Path, shared: WarmLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = overlay(tmp_path / "o", "9.4")
     (folder / "mdurl" / "__init__.py").write_text("raise RuntimeError('not with this torch')\n")
     attempt = laid_over(attempt_of(tmp_path / "a", "nothing"), folder, imports=("mdurl",))
-    seen = launched(shared, attempt)
+    with monkeypatch.context() as patched:
+        patched.setattr(shared, "_cold", Cold())
+        seen = launched(shared, attempt)
     assert "not with this torch" in seen["attempt"]["cold"] and seen["attempt"]["launcher"] == "torchrun"
     good = laid_over(scripted(tmp_path / "b", "pass"), overlay(tmp_path / "p", "9.5"), imports=("mdurl",))
     assert launched(shared, good)["attempt"]["shared"]

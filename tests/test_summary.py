@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, exception, failed, observation, ok
@@ -38,6 +39,23 @@ def test_what_differs_stands_first_with_its_error_and_the_command_that_shows_it_
     assert said[8] == '    $ repro run loud model=m strategy=fsdp flags.call="root" arms=[fix]'
     cases = said[said.index("CASES measured") + 1 :]
     assert cases == ["! loud     1 cell  fires: 1 fix broken", "  quiet    1 cell  fires: 1 fix holds"]
+
+
+def test_the_command_names_the_stack() -> None:
+    odd = cell("FIX_BROKEN", "unexpected", case="loud")
+    odd["stack"] = {**odd["stack"], "name": "/my locks/now.txt"}
+    assert shown(odd)[8] == "    $ repro run loud model=m strategy=fsdp 'stack=/my locks/now.txt' arms=[fix]"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    documents = [
+        cell("FIX_BROKEN", "unexpected", case="a-case-with-a-name-that-is-long", flags={"call": "root " * 20}),
+        cell("CHANGED", "unset", model="a-model-of-many-parameters" * 2),
+        cell("CHANGED", "differs from cpu"),
+    ]
+    rows = by_attention(row for document in documents for row in arm_rows(document))
+    assert max(map(len, summary.lines(documents, rows, width))) <= width
 
 
 def test_news_is_listed_before_the_cases_and_by_its_verdicts() -> None:

@@ -83,7 +83,7 @@ def test_a_case_has_the_same_outcome_from_cold_and_warm(
 ) -> None:
     attempt = case_attempt(tmp_path / "warm", "qwen15-fsdp-norm-shard", arm, "qwen1.5-0.5b", "fsdp")
     one = json.loads(json.dumps(launch(warm, dataclasses.replace(attempt, imports=("transformers",)))))
-    other = measured_from_cold(once, tmp_path)["document"]["arms"][arm]["attempts"][0]["observation"]
+    other = measured_from_cold(once, tmp_path, arm)["document"]["arms"][arm]["attempts"][0]["observation"]
     assert one["attempt"]["launcher"] == "warm" and other["attempt"]["launcher"] == "torchrun"
     assert essence(one) == essence(other)
     assert set(one["attempt"]) == set(other["attempt"]) - {"fingerprint", "versions"}  # which the run adds

@@ -96,6 +96,15 @@ def read(root: Path, name: str = "") -> Side:
     return found
 
 
+def take(root: Path, documents: Iterable[Document]) -> None:
+    """Keep the briefs of documents in a folder that have just been written and judged: ``read`` finds them."""
+    known = _Kept(root)
+    for document in documents:
+        at = document["path"]
+        known.take({at: to_json(brief(document, known.parts))}, {at: []}, {at: _state(os.stat(at))})
+    known.write()
+
+
 def of_run(name: str, documents: Iterable[Document]) -> Side:
     """The cells of a run that has just been judged."""
     found = Side(name)
@@ -214,6 +223,5 @@ def judge_key() -> str:
         for path in sorted(folder.rglob(pattern)):
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     for path in unshown.files():  # on these it depends whether what is expected is believed
-        info = path.stat()
-        digest.update(f"{path} {info.st_mtime_ns} {info.st_size}".encode())
+        digest.update(str(path).encode() + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -33,8 +33,9 @@ class Judged:
         return [f"{document}: {remark}" for document, remark in self.remarks]
 
 
-def judged_again(documents: Iterable[Document], cases: Mapping[str, Case]) -> Judged:
-    """Every document of a case of the catalogue, judged by that case as it is now.
+def judged_again(documents: Iterable[Document], cases: Mapping[str, Case], graded: bool = False) -> Judged:
+    """Every document of a case of the catalogue, judged by that case as it is now. ``graded``: its outcomes are those
+    of this very judge (a run that has just ended), and only its verdicts are found anew.
 
     The documents are each other's history: an older stack that fired makes a newer one's NOT_FIRING an UPSTREAM_FIXED.
     A document that contradicts itself (in its versions, or in the name of its folder) is left out.
@@ -49,12 +50,15 @@ def judged_again(documents: Iterable[Document], cases: Mapping[str, Case]) -> Ju
         if wrong:
             found.remarks.append((where, f"left out: {wrong}"))
             continue
-        outcomes = outcomes_of(document, case, cases)
-        again = with_outcomes(document, outcomes)
-        found.remarks += [(where, text) for text in _other_outcomes(document, outcomes)]
+        if graded:
+            again: Document = {**document}
+        else:
+            outcomes = outcomes_of(document, case, cases)
+            again = with_outcomes(document, outcomes)
+            found.remarks += [(where, text) for text in _other_outcomes(document, outcomes)]
         found.documents.append(again)
         groups.setdefault((again["case"], again.get("key", "")), []).append(again)
-    for document in found.documents:
+    for document in found.documents:  # copies: what was given is not changed
         older = [d for d in groups[document["case"], document.get("key", "")] if _other_stack(d, document)]
         said = document["verdicts"]
         document["verdicts"] = verdicts_of(document, cases[document["case"]], older)

@@ -20,7 +20,7 @@ from repro_matrix.cell.types import Arm, Document, Observation
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff.sides import judge_key
-from repro_matrix.judge.again import judged_again, with_expectations
+from repro_matrix.judge.again import Judged, judged_again, with_expectations
 from repro_matrix.page.view import Cell, cell
 from repro_matrix.results import kept, muted
 from repro_matrix.results.muted import Mute
@@ -95,18 +95,37 @@ class Stored:
     def made(self) -> Part:
         """From the files; kept where the cache can be written."""
         store = Store(self.asked.folder)
-        cases = self.asked.catalogue.cases
         paths = [Path(path) for path, _ in self.files]
         stored = [document for document in _stored(store, paths) if _is_wanted(document, self.asked.wanted)]
-        part = Part(unknown={str(d["case"]) for d in stored if d["case"] not in cases})
-        judged = judged_again(stored, cases)
-        part.notes += judged.notes
+        judged, told = self._told(stored)
+        unknown = {str(d["case"]) for d in stored if d["case"] not in self.asked.catalogue.cases}
+        return self._keep(Part(notes=judged.notes, damaged=store.damaged, unknown=unknown), told)
+
+    def took(self, documents: Sequence[Document]) -> list[Document] | None:
+        """Keep what a run that has just ended judged: its documents are read from memory, and not graded again.
+        Returned: as they are judged without what is expected. None: they are not all of the case's, or who reads the
+        folder would be told otherwise (the run knew of evidence that lies elsewhere), or nothing can be kept."""
+        if {document.get("path") for document in documents} != {path for path, _ in self.files}:
+            return None
+        judged, told = self._told(documents, graded=True)
+        by_path = {document["path"]: document["verdicts"] for document in documents}
+        if len(told) != len(documents) or any(by_path[one["path"]] != one["verdicts"] for one in told):
+            return None
+        self._keep(Part(notes=judged.notes), told)
+        return judged.documents if self.is_kept else None
+
+    def _told(self, stored: Sequence[Document], graded: bool = False) -> tuple[Judged, list[Document]]:
+        """The documents judged, and then beside what is expected and muted now."""
+        cases = self.asked.catalogue.cases
+        judged = judged_again(stored, cases, graded)
         compared = (with_expectations(document, cases[document["case"]]) for document in judged.documents)
-        documents = []
-        for told in muted.applied(compared, self.asked.mutes, self.asked.today).documents:
-            part.cells.append(cell(told, cases[told["case"]], self.asked.source))
-            documents.append(slim(told))
-        part.damaged = store.damaged
+        return judged, muted.applied(compared, self.asked.mutes, self.asked.today).documents
+
+    def _keep(self, part: Part, told: Sequence[Document]) -> Part:
+        """The part with its cells."""
+        cases = self.asked.catalogue.cases
+        part.cells = [cell(document, cases[document["case"]], self.asked.source) for document in told]
+        documents = [slim(document) for document in told]
         kept.write(self._file("cells"), self.key, part)
         kept.write(self._file("documents"), self.key, documents)
         return replace(part, documents=documents)

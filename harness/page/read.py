@@ -11,6 +11,7 @@ from repro_matrix.cell.types import Document
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
+from repro_matrix.diff import sides
 from repro_matrix.judge import claims
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.page import shown
@@ -102,6 +103,18 @@ def views(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Se
     seen = {view.slug for view in found.views}
     found.ledger = shown.ledger(catalogue, {one.case: one for one in cases if one.case in seen}, controls)
     return found
+
+
+def take(documents: Iterable[Document], folder: Path, catalogue: Catalogue) -> bool:
+    """Keep what ``views`` and a comparison make of a folder, from the documents of the run that has just written it:
+    nobody need judge them once more. Whether that is all of the folder."""
+    by_case: dict[str, list[Document]] = {}
+    for document in documents:
+        by_case.setdefault(document["case"], []).append(document)
+    cases, _ = _asked([folder], catalogue, {})
+    judged = [stored.took(by_case.get(one.case, [])) for one in cases for stored in one.stored]
+    sides.take(folder, [document for found in judged for document in found or ()])
+    return {one.case for one in cases} == by_case.keys() and all(found is not None for found in judged)
 
 
 def _asked(

@@ -21,7 +21,9 @@ from repro_matrix.page.page import Page
 from repro_matrix.page.safe import line
 from repro_matrix.page.view import numbered
 
-FIRST = 12  # cells of a case that stand in the file as they are; the others are packed, so that it opens at once
+# Cells of a case that stand in the file as they are: of few cases FIRST, of many fewer (not fewer than LEAST), so that
+# the page opens at once. The others are packed.
+FIRST, LEAST, TOGETHER = 12, 3, 150
 PACK = 50  # bodies that are packed together, and unpacked when one of them is opened
 MEANING = {
     "FIX_HOLDS": "the broken arm fires, this fix is clean",
@@ -55,10 +57,11 @@ def environment() -> Environment:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A case's cells as they stand in the one file. ``first``: HTML; ``later``: packed, what filters and links need of
-    the others, and their HTML; ``bodies``: packed, what is unpacked when a part is opened."""
+    """A case's cells as they stand in the one file. ``first``: HTML of so many as a page may show; ``later``: packed,
+    what filters and links need of all but the LEAST, and their HTML; ``bodies``: packed, what is unpacked when a part
+    is opened."""
 
-    first: Markup
+    first: tuple[Markup, ...]
     later: str
     bodies: Mapping[str, str]  # name of a pack -> what is in it
 
@@ -76,11 +79,11 @@ def drawn(view: CaseView) -> Drawn:
         name = f"{view.slug}/{start // PACK}"
         packs |= dict.fromkeys(names[start : start + PACK], name)
         bodies[name] = _packed({key: str(made[key]()) for key in names[start : start + PACK]})
-    first = Markup("\n").join(parts.cell(cell, packs[cell.id]) for cell in view.cells[:FIRST])
+    first = tuple(parts.cell(cell, packs[cell.id]) for cell in view.cells[:FIRST])
     later = [
         [cell.id, cell.model, cell.strategy, cell.stack, cell.hardware, cell.source, [m.name for m, _ in cell.groups],
          cell.states, Markup(parts.cell_summary(cell)).striptags(), str(parts.cell(cell, packs[cell.id]))]
-        for cell in view.cells[FIRST:]
+        for cell in view.cells[LEAST:]
     ]  # fmt: skip
     return Drawn(first, _packed(later) if later else "", bodies)
 
@@ -99,7 +102,8 @@ def one_file(page: Page, kept: Mapping[str, Drawn] | None = None) -> str:
     if sources:
         packs["claims"] = _packed(sources)
         at_pack |= dict.fromkeys(sources, "claims")
-    return _made("page.html", page, page.title, _here, packed=packs, packs=at_pack, drawn=cases, first=FIRST)
+    first = max(LEAST, min(FIRST, TOGETHER // max(1, len(cases))))
+    return _made("page.html", page, page.title, _here, packed=packs, packs=at_pack, drawn=cases, first=first)
 
 
 def _here(name: str) -> str:

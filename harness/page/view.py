@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -256,7 +255,7 @@ def _arm(
         why_hang=line(_why_hang(seen), 300) if hung else "",
         proofs=tuple(_proofs(ranks)),
         metrics=tuple(_metrics(attempts)),
-        command=line(_again(row), 600),
+        command=line(rows.again(row), 600),
         torchrun=line(_by_hand(str(row["torchrun"] or "")), 1200),
         skipped=line(str(arm.get("skipped") or ""), 400),
         muted=line(_muted(mapping(row.get("muted"))), 300),
@@ -391,12 +390,6 @@ def _metrics(attempts: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]
 
 def _muted(by: Mapping[str, Any]) -> str:
     return f"muted by {by.get('owner')} until {by.get('until')}: {by.get('reason')}" if by else ""
-
-
-def _again(row: Mapping[str, Any]) -> str:
-    """The command that measures the arm again."""
-    stack = "" if row["stack"] == "current" else " " + shlex.quote(f"stack={row['stack']}")
-    return f"repro run {row['case']} {row['axes']}{stack} arms=[{row['arm']}]"
 
 
 def _by_hand(torchrun: str) -> str:

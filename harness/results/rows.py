@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -69,6 +70,12 @@ def _arm_row(verdict: Mapping[str, Any], name: str, arm: Arm) -> Row:
         "muted": verdict.get("muted"),
         "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
+
+
+def again(row: Row) -> str:
+    """The command that measures a row's arm again, to be pasted into a shell."""
+    stack = "" if row["stack"] == "current" else " " + shlex.quote(f"stack={row['stack']}")
+    return f"repro run {row['case']} {row['axes']}{stack} arms=[{row['arm']}]"
 
 
 def error_at(arm: Arm) -> str | None:

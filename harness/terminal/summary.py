@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from repro_matrix.results.rows import Row, where_of
+from repro_matrix.results.rows import Row, again, where_of
 
 if TYPE_CHECKING:
     from repro_matrix.cell.types import Document
@@ -31,15 +31,15 @@ WORDS = {
 ODD = {"unexpected": "DIFFERS from what is expected", "differs from cpu": "NEWS: differs from what a CPU showed"}
 
 
-def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
-    """All parts, each with an empty line before it."""
+def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
+    """All parts, each with an empty line before it. ``width``: in columns, of the narrowest place they are read in."""
     known = {(where_of(document), document["stack"]["name"]): document for document in documents}
     for kind, title in ODD.items():
         found = [row for row in rows if row["expected"] == kind]
         if found:
             yield from ("", f"{title}: {_arms(len(found))}")
             for row in found:
-                yield from _detail(row, known.get((row["where"], row["stack"])))
+                yield from _detail(row, known.get((row["where"], row["stack"])), width)
     muted = [row for row in rows if row["expected"] == "muted"]
     if muted:
         yield from ("", f"MUTED, known and owned (`repro mute`): {_arms(len(muted))}")
@@ -47,24 +47,24 @@ def lines(documents: Sequence[Document], rows: Sequence[Row]) -> Iterator[str]:
             by = row["muted"] or {}
             where = f"{row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
             told = f"{row['verdict']}: {by.get('reason')} ({by.get('owner')}, until {by.get('until')})"
-            yield from wrapped(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4)
+            yield from wrapped(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4, width)
     silent = [row for row in rows if _no_answer(row)]
     if silent:
         yield ""
         yield f"NO ANSWER, though it was launched: {_arms(len(silent))}"
-        yield from _reasons(silent)
+        yield from _reasons(silent, width)
     new = [r for r in rows if r["expected"] == "unset" and r["attempts"] and r["verdict"] and not _no_answer(r)]
     if new:
         yield from ("", f"NEW, nothing is expected of them yet: {_arms(len(new))}")
-        yield from _listed(new)
+        yield from _listed(new, width)
     measured = [row for row in rows if row["attempts"]]
     if measured:
         yield from ("", "CASES measured")
-        yield from _cases(measured)
+        yield from _cases(measured, width)
     missing = [row for row in rows if not row["attempts"] and row["reason"]]
     if missing:
         yield from ("", f"NOT MEASURED: {_arms(len(missing))}")
-        yield from _reasons(missing)
+        yield from _reasons(missing, width)
 
 
 def _no_answer(row: Row) -> bool:
@@ -73,13 +73,13 @@ def _no_answer(row: Row) -> bool:
     return bool(row["attempts"] and said and row["expected"] in (None, "unset"))
 
 
-def left_out(texts: Sequence[str]) -> Iterator[str]:
+def left_out(texts: Sequence[str], width: int = WIDTH) -> Iterator[str]:
     """The files of conf/ that are wrong, and were not measured for it."""
     if texts:
         yield f"LEFT OUT, and not measured: {len(texts)} file{'s' if len(texts) > 1 else ''} with an error"
         for text in texts:
             for line in text.splitlines():
-                yield from wrapped(line, "  ", 4)
+                yield from wrapped(line, "  ", 4, width)
         yield ""
 
 
@@ -92,13 +92,13 @@ def _arms(count: int) -> str:
     return f"{count} arm" if count == 1 else f"{count} arms"
 
 
-def _detail(row: Row, document: Document | None) -> Iterator[str]:
+def _detail(row: Row, document: Document | None, width: int) -> Iterator[str]:
     yield f"  {row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
     wanted = f"expected {row['expectation']}" if row["expectation"] else "a control must be healthy"
-    yield from wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3)
+    yield from wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3, width)
     for line in _log(row["arm"], document):
-        yield _cut(f"    | {line}")
-    yield from wrapped(f"repro run {row['case']} {row['axes']} arms=[{row['arm']}]", "    $ ", 9)
+        yield _cut(f"    | {line}", width)
+    yield from wrapped(again(row), "    $ ", 9, width)
 
 
 def _log(arm: str, document: Document | None) -> list[str]:
@@ -120,7 +120,7 @@ def plain(line: str) -> str:
     return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
 
 
-def _listed(rows: Iterable[Row]) -> Iterator[str]:
+def _listed(rows: Iterable[Row], width: int) -> Iterator[str]:
     """Each case and cell in a line: its arms and their verdicts."""
     grouped: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
@@ -133,14 +133,14 @@ def _listed(rows: Iterable[Row]) -> Iterator[str]:
         first = places[0][0]
         cells = ", ".join(cell for case, cell in places if case == first)
         cells += "".join(f"; {case} {cell}" for case, cell in places if case != first)
-        yield from wrapped(f"{first} {cells}: {told}", "  ", 4)
+        yield from wrapped(f"{first} {cells}: {told}", "  ", 4, width)
 
 
-def _cases(rows: Sequence[Row]) -> Iterator[str]:
+def _cases(rows: Sequence[Row], width: int) -> Iterator[str]:
     by_case: dict[str, list[Row]] = {}
     for row in rows:
         by_case.setdefault(row["case"], []).append(row)
-    width = max(map(len, by_case))
+    names = max(map(len, by_case))
     for name, own in by_case.items():
         found = Counter(row["verdict"] for row in own if row["verdict"])
         told = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
@@ -152,31 +152,33 @@ def _cases(rows: Sequence[Row]) -> Iterator[str]:
         mark = "!" if odd else " "
         simulated = " [simulated]" if own[0]["simulated"] else ""
         count = f"{cells} cell{'s' if cells > 1 else ''}"
-        head = f"{mark} {name.ljust(width)}  {count:>8}  "
-        yield from wrapped(head + (f"{seen}: " if seen else "") + told + simulated, "", len(head))
+        head = f"{mark} {name.ljust(names)}  {count:>8}  "
+        yield from wrapped(
+            head + (f"{seen}: " if seen else "") + told + simulated, "", min(len(head), width // 2), width
+        )
 
 
-def _reasons(rows: Sequence[Row]) -> Iterator[str]:
+def _reasons(rows: Sequence[Row], width: int) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row["reason"], []).append(row["case"])
     for reason, of in sorted(found.items(), key=lambda item: -len(item[1])):
         cases, count = list(dict.fromkeys(of)), len(of)
         about = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield from wrapped(f"{count:4}  {reason} [{about}]", "", 6)
+        yield from wrapped(f"{count:4}  {reason} [{about}]", "", 6, width)
 
 
-def wrapped(told: str, indent: str, deeper: int) -> Iterator[str]:
+def wrapped(told: str, indent: str, deeper: int, width: int = WIDTH) -> Iterator[str]:
     told = plain(told)
     head = len(told) - len(told.lstrip())
     yield from textwrap.wrap(
-        told.lstrip(), WIDTH, initial_indent=indent + " " * head, subsequent_indent=" " * (len(indent) + deeper),
-        break_on_hyphens=False, max_lines=6, placeholder=" ...",
+        told.lstrip(), width, initial_indent=indent + " " * head, subsequent_indent=" " * (len(indent) + deeper),
+        break_on_hyphens=False, max_lines=8, placeholder=" ...",
     )  # fmt: skip
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 4] + " ..."
 
 
 def ending(code: int, rows: Sequence[Row], otherwise: int = 0) -> str:

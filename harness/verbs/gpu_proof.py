@@ -30,7 +30,7 @@ from repro_matrix.results.store import stack_label, write_json
 from repro_matrix.running import session
 from repro_matrix.terminal import proof as terminal
 from repro_matrix.terminal import summary as summaries
-from repro_matrix.terminal.report import print_json, print_lines, print_table
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_table
 
 Json = dict[str, Any]
 SHARES = {"cells": 0.6, "cold": 0.7, "hang": 0.8}  # of the time that is left; the other steps take seconds
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
         print_json(data)
         return code
     arms = rows.by_attention(row for document in proof.documents for row in rows.arm_rows(document))
-    print_lines(summaries.lines(proof.documents, arms))
+    print_lines(summaries.lines(proof.documents, arms, columns()))
     said = [[step, terminal.of_step(each), each["seconds"]] for step, each in proof.steps.items()]
     print_table("", ["step", "result", "seconds"], said, narrow=("result",))
     print(f"gpu-proof: {data['seconds']:g} s of {args.minutes * 60:g}; commit {proof.out}")

@@ -24,6 +24,7 @@ from repro_matrix.running import going_on, session
 from repro_matrix.running.budget import At, Known
 from repro_matrix.running.request import print_composed
 from repro_matrix.terminal import summary as summaries
+from repro_matrix.terminal.report import columns as wide
 from repro_matrix.terminal.report import matrix_table, named, print_json, print_lines, print_table, summary_line
 
 
@@ -131,10 +132,10 @@ def measure(
         if every_arm:
             matrix_table(found)
         else:
-            print_lines(summaries.lines(summary.documents, found))
+            print_lines(summaries.lines(summary.documents, found, wide()))
             print()
-        print_lines(summaries.left_out(prepared.left_out))
-        print(summary_line(found))
+        print_lines(summaries.left_out(prepared.left_out, wide()))
+        print_lines(summaries.wrapped(summary_line(found), "", 4, wide()))
         print(
             f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
             f"({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s; documents in {totals['results']}"

@@ -181,17 +181,21 @@ def of_run(documents: list[Document], folder: Path) -> Path:
     """The page of a run that has just ended, from its documents in memory: they are judged. Raises ResultsError: it
     cannot be written."""
     from repro_matrix.conf import catalogue as catalogues
-    from repro_matrix.page import render
-    from repro_matrix.page.page import page
-    from repro_matrix.page.read import ledger
+    from repro_matrix.page import read, render
+    from repro_matrix.page.page import of_views, page
     from repro_matrix.page.view import cell
 
     catalogue = catalogues.load()
-    cells: list[Cell] = [cell(document, catalogue.cases.get(document["case"])) for document in documents]
-    told = ledger(catalogue, documents, {one.case for one in cells})
-    view = page(cells, title_of([folder]), made_line([folder]), catalogue.cases, told)
+    title, made = title_of([folder]), made_line([folder])
+    if documents and read.take(documents, folder, catalogue):  # then it is what `repro report` shows, which has it now
+        found = read.views([folder], catalogue)
+        text = render.one_file(of_views(found.views, title, made, found.ledger, (), found.notes), found.drawn)
+    else:
+        cells: list[Cell] = [cell(document, catalogue.cases.get(document["case"])) for document in documents]
+        told = read.ledger(catalogue, documents, {one.case for one in cells})
+        text = render.one_file(page(cells, title, made, catalogue.cases, told))
     target = folder / "report.html"
-    write(target, render.one_file(view))
+    write(target, text)
     return target
 
 

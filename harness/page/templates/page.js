@@ -12,7 +12,7 @@
   const unpacked = new Map();
   const unpack = async node => {
     if (!unpacked.has(node)) unpacked.set(node, (async () => {
-      const bytes = Uint8Array.from(atob(node.textContent), c => c.charCodeAt(0));
+      const bytes = Uint8Array.fromBase64 ? Uint8Array.fromBase64(node.textContent) : Uint8Array.from(atob(node.textContent), c => c.charCodeAt(0));
       const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
       return JSON.parse(await new Response(stream).text());
     })());
@@ -32,7 +32,8 @@
   const later = (async () => {
     for (const node of rest) {
       const section = bySlug.get(node.dataset.case);
-      for (const [id, m, s, k, h, r, verdicts, states, said, html] of await unpack(node)) add(section, {section, id, html, said, of: [m, s, k, h, r], verdicts, states});
+      const here = new Set(section.cells.map(cell => cell.id));  // packed as well
+      for (const [id, m, s, k, h, r, verdicts, states, said, html] of await unpack(node)) if (!here.has(id)) add(section, {section, id, html, said, of: [m, s, k, h, r], verdicts, states});
     }
   })();
   const made = cell => {

@@ -1,0 +1,121 @@
+"""`make two-nights`: two nights of a stack that moved between them, through the very steps of docs/nightly/github.yml.
+
+In a clean clone, with a real floating stack: the first night's index goes up to one release of transformers, the
+second's to a later one, with which a known failure no longer fires. The second night must find that out, search between
+the two locks, write the issue's text, and with a token open one issue at the host (tests/fake_host.py) and update it.
+Writes docs/examples/two-nights.md. A stack of torch 2.6 is built twice: minutes, and the index has to be reached.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import fake_host
+import yaml
+
+from repro_matrix.nights import kept
+from repro_matrix.paths import ROOT, cache_dir
+
+CASE, MODEL, ARM, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
+BASE = "torch2.6-tf4.51"  # whose packages stay
+NIGHTS = {"monday": "4.43.2", "tuesday": "4.44.1"}  # the newest transformers of each
+TOLD = ROOT / "docs" / "examples" / "two-nights.md"
+HEAD = """# Two nights, and what the second one said
+
+`make two-nights` on {day} ({seconds:.0f} s on a machine that others loaded): the steps of [the nightly
+job](../nightly/github.yml) in a clean clone, `SELECTION="{selection}"`, `REPEAT=1`, with a floating stack
+of {base}'s packages whose transformers could not be newer than {first} the first night and {second} the second.
+
+- Exit code of the step "What changed": {first_code} the first night, {second_code} the second.
+- The host: {asked}.
+- The issue that stood there at the end, as it is on a host (without a token the same text is a file):
+
+---
+
+"""
+
+
+def definition(newest: str) -> str:
+    base = yaml.safe_load((ROOT / "conf" / "stack" / f"{BASE}.yaml").read_text(encoding="utf-8"))
+    pins = [pin for pin in base["pins"] if not pin.startswith("transformers")]
+    made = {"slug": STACK, "title": "It moves", "python": base["python"], "floating": True}
+    return yaml.safe_dump(made | {"pins": [*pins, "transformers"], "constraints": [f"transformers<={newest}"]})
+
+
+def cloned(folder: Path) -> Path:
+    """With this environment's packages: set-up has been done."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    own = folder / ".venv" / "bin"
+    own.mkdir(parents=True)
+    (own / "python").symlink_to(sys.executable)
+    (own / "repro").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec {sys.executable} -m repro_matrix.cli "$@"\n')
+    (own / "repro").chmod(0o755)
+    (folder / ".venv" / ".ready").touch()
+    return folder
+
+
+def run(name: str, text: str, clone: Path, env: dict[str, str]) -> int:
+    print(f"== {env['NIGHT']}: {name}", flush=True)
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text]
+    return subprocess.run(command, cwd=clone, env=env, check=False).returncode
+
+
+def main() -> None:
+    from test_nightly_jobs import steps
+
+    listed = {name: text for name, text in steps().items() if not name.startswith("gitlab")}
+    last = next(name for name in listed if name.startswith("What changed"))
+    selection = f"case={CASE} model={MODEL} arms=[{ARM}]"
+    began = time.monotonic()
+    codes: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as name, fake_host.serving() as host:
+        folder = Path(name)
+        clone, home = cloned(folder / "it"), folder / "home"
+        home.mkdir()
+        env = {
+            "PATH": os.environ["PATH"], "HOME": str(home), "REPRO_CACHE": str(cache_dir()), "HARDWARE": "cpu",
+            "KEPT": "nightly-kept/cpu", "PAGE": "https://ci.example.org/7", "CI": "true", "REPEAT": "1",
+            "SELECTION": selection, "FLOATING": STACK, "BISECT": "30m", "GITHUB_STEP_SUMMARY": str(folder / "sum.md"),
+            "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache" / "uv"),
+        }  # fmt: skip
+        env |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "UV_", "SSL_"))}
+        for night, newest in NIGHTS.items():
+            (clone / "conf" / "stack" / f"{STACK}.yaml").write_text(definition(newest), encoding="utf-8")
+            for step, text in listed.items():
+                code = run(step, text, clone, env | {"NIGHT": night})
+                if step == last:
+                    codes[night] = code
+                elif code:
+                    raise SystemExit(f"{night}: {step}: exit code {code}")
+        texts = list((home / "nightly-kept/cpu/results/tuesday/issues").glob("*.md"))
+        assert [path.stem for path in texts] == [CASE], f"without a token the text is a file: {texts}"
+        assert codes == {"monday": 0, "tuesday": 1}, codes
+        found = kept.ledger(home / "nightly-kept/cpu/nights", [])
+        assert [night.name for night in found] == list(NIGHTS)
+        token = {"GITHUB_TOKEN": "secret", "GITHUB_REPOSITORY": "me/it", "GITHUB_API_URL": host.base}
+        for page in ("7", "8"):  # the job run again: the issue is opened, then updated
+            more = token | {"NIGHT": "tuesday", "PAGE": f"https://ci.example.org/{page}"}
+            assert run(last, listed[last], clone, env | more) == 1
+        (issue,) = host.issues
+        told = {"POST": "opens one issue", "PATCH": "updates it"}
+        asked = ", then ".join(told[word] for word in (each.split()[0] for each in host.asked) if word in told)
+        assert asked == "opens one issue, then updates it", host.asked
+        head = HEAD.format(
+            day=time.strftime("%Y-%m-%d", time.gmtime()), seconds=time.monotonic() - began, selection=selection,
+            base=BASE, first=NIGHTS["monday"], second=NIGHTS["tuesday"], first_code=codes["monday"],
+            second_code=codes["tuesday"], asked=asked,
+        )  # fmt: skip
+        body = f"**{issue['title']}**\n\n{issue['body']}".replace(str(folder), "/runner")
+        assert "transformers 4.44.0" in body, "the search between the two locks names the release"
+        TOLD.write_text(head + re.sub(r"\n*<!--.*?-->\s*\Z", "\n", body, flags=re.S), encoding="utf-8")
+    print(TOLD.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
