@@ -72,7 +72,7 @@ def _arm_row(verdict: Mapping[str, Any], name: str, arm: Arm) -> Row:
     }
 
 
-def again(row: Row) -> str:
+def again(row: Mapping[str, Any]) -> str:
     """The command that measures a row's arm again, to be pasted into a shell."""
     stack = "" if row["stack"] == "current" else " " + shlex.quote(f"stack={row['stack']}")
     return f"repro run {row['case']} {row['axes']}{stack} arms=[{row['arm']}]"
