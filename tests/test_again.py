@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from judging import case, document, failed, observation, ok, record
 
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.again import contradiction, judged_again
+from repro_matrix.judge.again import contradiction, judged_again, with_expectations
 from repro_matrix.judge.grade import grade, same_release
 
 CASE = case()
@@ -42,6 +42,24 @@ def test_a_document_that_says_what_it_shows_is_not_remarked_on() -> None:
     assert named(cell(), cell(verdict="FIX_HOLDS"))[1] == []
 
 
+def test_a_document_says_what_is_expected_of_it_now() -> None:
+    entry = {"verdicts": {"fix": "FIX_HOLDS"}, "versions": {"transformers": ">=5.23,<5.24"},
+             "facts": {"cpu_fp16": True}, "cells": ["m/fsdp"], "measured": [{}], "reason": "measured"}  # fmt: skip
+    known = case(expect=[entry], depends_on=["cpu_fp16"])
+
+    def said(hardware: Any = None, **changes: Any) -> tuple[str, str | None]:
+        stored = cell(**changes)
+        stored["hardware"] |= {"facts": {"cpu_fp16": True}, **(hardware or {})}
+        told = with_expectations(stored, known)["verdicts"]["fix"]
+        assert told["name"] == stored["verdicts"]["fix"]["name"]
+        return told["expected"], told["expectation"]
+
+    assert said() == ("expected", "FIX_HOLDS") and said(verdict="FIX_BROKEN") == ("unexpected", "FIX_HOLDS")
+    assert said(hardware={"profile": "gpu1"}) == ("as predicted", "FIX_HOLDS")
+    assert said(hardware={"facts": {}}) == ("unset", None) == said(where="n/fsdp") == said(model="n")
+    assert said(stack={"name": "current", "versions": {"transformers": "5.24.0"}}) == ("unset", None)
+
+
 def test_an_edited_verdict_is_judged_from_the_outcomes_and_named() -> None:
     verdicts, notes = named(cell(verdict="FIX_BROKEN"))
     assert verdicts == ["FIX_HOLDS"]
@@ -63,6 +81,8 @@ def test_which_of_not_firing_and_upstream_fixed_it_is_depends_on_what_is_stored(
     old = {"torch": "2.2.2", "transformers": "5.23.0"}
     older = cell(stack={"name": "old", "python": "3.11.7", "versions": old}, path="")
     assert named(quiet, older) == (["UPSTREAM_FIXED", "FIX_HOLDS"], [])
+    elsewhere = {**older, "hardware": {**older["hardware"], "accelerator": "cuda"}}
+    assert named(quiet, elsewhere)[0] == ["NOT_FIRING", "FIX_HOLDS"], "what a GPU did is no history of a CPU"
     forged = copy.deepcopy(older)
     forged["arms"]["broken"]["attempts"][0] = {"observation": CLEAN, "outcome": older_outcome(older)}
     assert named(quiet, forged)[0][0] == "NOT_FIRING", "an outcome that says fires over an observation that does not"

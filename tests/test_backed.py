@@ -86,6 +86,18 @@ def test_one_of_several_measurements_of_an_end_is_enough() -> None:
     assert line.endswith("was measured as CHANGED or FIX_BROKEN")
 
 
+@pytest.mark.parametrize(
+    ("text", "wider"),
+    [
+        (">=2.12,<2.14", False), (">=2.12,<=2.13.9", False), (">=2.12,<2.14.1", True), (">=2.12,<=2.14", True),
+        (">=2.11.9,<2.14", True), (">=2.12.5,<2.13", False), (">2.12,<2.14", True), (">=2.12", True), ("<2.14", True),
+        (">=2.12,<2.14,!=2.13", True), (">=2.12,==2.13", True), (None, True),
+    ],
+)  # fmt: skip
+def test_how_much_a_range_may_say(text: str | None, wider: bool) -> None:
+    assert _beyond(text, Version("2.12.3"), Version("2.13.1")) is wider
+
+
 RELEASES = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)).map(
     lambda v: Version(".".join(map(str, v)))
 )

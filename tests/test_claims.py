@@ -277,6 +277,46 @@ def test_a_metric_that_was_not_measured_decides_nothing() -> None:
     assert row(metric(below="broken"), there).detail == "no attempt of arm broken finished"
 
 
+def test_a_figure_that_an_arms_attempts_took_in_different_ways_is_none() -> None:
+    by_script = observation(ok(0, record=record(0, metrics={"wall_s": 1.0})), wall_s=1)
+    mixed = [("clean", by_script), ("clean", observation(ok(0), wall_s=1)), ("clean", by_script)]
+    there = document({"broken": [("clean", by_script)] * 3, "fix": mixed})
+    found = row(metric("wall_s", below="broken"), there)
+    assert (found.status, found.detail) == (
+        "untested",
+        "wall_s of fix was taken in different ways (by the script, whole attempt, launcher torchrun)",
+    )
+
+
+def test_what_was_predicted_is_said() -> None:
+    def predicted(**how: Any) -> str:
+        return row(claiming({"arm": "fix", **how}), measured([[1.0]] * 3, [[2.0]] * 3)).evidence[0].predicted
+
+    assert predicted(metric={"name": "loss", "below": "broken"}) == "loss below broken"
+    assert predicted(metric={"name": "loss", "above": "broken", "factor": 0.5}) == "loss above broken x 0.5"
+    assert predicted(outcome=["hang", "clean"]) == "clean or hang"
+    assert predicted(otherwise="clean") == "clean but for the remark"
+    assert predicted(verdict=["FIX_HOLDS", "FIX_BROKEN"]) == "FIX_BROKEN or FIX_HOLDS"
+
+
+def test_a_rows_json_and_its_words() -> None:
+    both = row(claiming(HOLDS), cell("FIX_HOLDS", stack=OLD), cell("FIX_HOLDS", stack=NEW, flags={"call": "root"}))
+    told = both.to_json()
+    assert (told["status"], told["brief"], told["id"], told["source"]) == (
+        "upheld",
+        "2 measurements",
+        "c1",
+        "somewhere",
+    )
+    assert {e["setting"] for e in told["evidence"]} == {"tiny random weights", "call=root tiny random weights"}
+    assert [e["ranks"] for e in told["evidence"]] == ["2 ranks"] * 2
+    assert told["evidence"][0]["document"] == "some-case/m-fsdp", "one that lies nowhere"
+    four = row(claiming(HOLDS), cell("FIX_HOLDS", ranks=4, variant=["ranks=4", "tp_size=2"]))
+    assert four.evidence[0].setting == "tp_size=2 tiny random weights" and four.evidence[0].ranks == "4 ranks"
+    nothing = row(claiming({**HOLDS, "ranks": 8, "strategy": "ddp", "stack": "old"}), cell("FIX_HOLDS"))
+    assert nothing.detail == "no stored measurement of some-case, arm fix [ddp] [ranks=8] [old]"
+
+
 def test_figures_that_are_always_there() -> None:
     small = observation(ok(0, record=record(0, peak_rss_mb=100)), ok(1, record=record(1, peak_rss_mb=200)), wall_s=1)
     large = observation(ok(0, record=record(0, peak_rss_mb=500)), wall_s=9, cpu_s=None)
@@ -390,6 +430,12 @@ def test_an_arm_whose_strategy_does_not_run_there_at_all_decides_nothing() -> No
     gpu = {**failed["hardware"], "profile": "gpu1"}
     assert row(claiming(HOLDS), failed, healthy("UNHEALTHY", hardware=gpu)).status == "refuted", "another machine's"
     assert row(claiming(HOLDS), of_strategy("fsdp2", "clean"), healthy("UNHEALTHY")).status == "upheld", "it ran"
+    own = row(
+        claiming(HOLDS), of_strategy("fsdp"), healthy("INCONCLUSIVE", "fsdp"), healthy("UNHEALTHY", "fsdp", model="n")
+    )
+    assert own.detail.endswith("its control is unhealthy (train-step n)"), "a failure under it is no control"
+    lost = row(claiming(HOLDS), of_strategy("fsdp"), healthy("INCONCLUSIVE", "fsdp"))
+    assert lost.status == "refuted", "what was lost says nothing of the strategy"
 
 
 def test_what_a_strategy_says_that_it_needs_of_the_hardware_counts_likewise() -> None:

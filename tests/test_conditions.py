@@ -53,6 +53,33 @@ def test_sixty_cells_are_no_condition() -> None:
     assert len(condition(seen)) < 120
 
 
+def test_how_many_ranges_are_still_a_condition() -> None:
+    def ranges(count: int, **axes: str) -> list[Point]:
+        return line(*((f"4.{n}.0", n % 2 == 0) for n in range(count)), package="transformers", **axes)
+
+    assert condition(ranges(12)).startswith("holds for transformers <= 4.0.0 and 4.2.0 and")
+    assert condition(ranges(13)).startswith("measurements of the same cell disagree"), "a list is no condition"
+    few = [*ranges(3, arm="a"), *line(("4.0.0", True), ("4.1.0", False), package="transformers", arm="b")]
+    assert condition(few) == "holds for transformers <= 4.0.0 and >= 4.2.0; not for 4.1.0"
+    within = [*ranges(4, arm="a"), *line(("4.0.0", False), ("4.3.0", False), package="transformers", arm="b")]
+    assert condition([*within, point(True, arm="c")]).startswith(
+        "arm c: holds; arm b: does not hold; arm a: holds for t"
+    )
+
+
+def test_a_rule_says_nothing_of_what_it_was_not_made_from() -> None:
+    (flat,) = rules([point(True, arm="a"), point(False, arm="b")])
+    assert [flat.says(point(True, arm=arm)) for arm in "abc"] == [True, False, None]
+    seen = line(("1.0", False), ("2.0", True), ("3.0", True), ("4.0", False))
+    (ranged,) = rules(seen)
+    asked = ["0.5", "1.0", "1.5", "2.5", "3.5", "4.0", "9.0", "what"]
+    told = [ranged.says(point(True, {"colossalai": release})) for release in asked]
+    assert told == [False, False, None, True, None, False, False, None] and ranged.says(point(True)) is None
+    split = [*line(("1.0", True), ("2.0", False), arm="a"), *line(("1.0", False), ("2.0", True), arm="b")]
+    (nested,) = rules(split)
+    assert nested.says(point(True, {"colossalai": "1.0"}, arm="c")) is None
+
+
 RELEASES = ["1.0", "1.1", "1.2", "1.10", "2.0+cpu", "2.1"]
 POINTS = st.lists(
     st.builds(

@@ -8,7 +8,7 @@ import pytest
 from judging import case
 
 from repro_matrix.conf.schema import Case, Expectation
-from repro_matrix.judge.expect import compare, expected, predicted
+from repro_matrix.judge.expect import compare, expected, predicted, told
 from repro_matrix.judge.verdict import Verdict
 
 NOW = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
@@ -81,6 +81,18 @@ def test_the_most_specific_wins() -> None:
     assert found(having(narrow, named)) == "FIX_HOLDS"
     assert found(having(anywhere, entry("CHANGED"))) == "CHANGED", "of two alike the later"
     assert found(having(entry("CHANGED"), entry("FLAKY", hardware="*"))) == "CHANGED"
+
+
+def test_what_stands_beside_a_verdict() -> None:
+    known = having(entry(facts={}), entry("FIX_BROKEN", "other-fix", hardware="elsewhere"))
+    at = ("m/fsdp", "fix")
+    assert told(known, *at, Verdict("FIX_HOLDS", ""), NOW, "cpu") == {
+        "expected": "expected", "expectation": "FIX_HOLDS", "met_note": "",
+    }  # fmt: skip
+    assert told(known, *at, Verdict("FIX_BROKEN", ""), NOW, "gpu1")["expected"] == "differs from cpu"
+    assert told(known, *at, Verdict("FIX_HOLDS", ""), NOW, "gpu1")["expectation"] == "FIX_HOLDS", "as predicted"
+    unset = {"expected": "unset", "expectation": None, "met_note": ""}
+    assert told(known, "m/fsdp", "other-fix", Verdict("FIX_HOLDS", ""), NOW, "cpu") == unset
 
 
 def test_compare() -> None:

@@ -44,6 +44,25 @@ def test_a_fact_that_nobody_said_is_the_same_as_no_other(said: dict[str, bool]) 
     assert facts.differs([], said, {}) is None
 
 
+def test_what_differs_is_said_with_both_values() -> None:
+    assert facts.differs(["a", "b"], {"a": True, "b": "9.0"}, {"a": True, "b": "8.0"}) == "b 9.0 against 8.0"
+    assert facts.differs(["a"], {}, {"a": False}) == "a unknown against False"
+    assert facts.differs(["a"], {"a": False}, {}) == "a False against unknown"
+
+
+def test_what_an_arm_depends_on_is_the_cases_and_its_own_each_once() -> None:
+    known = case(depends_on=["cpu_bf16", "cpu_fp16"], **FP16)
+    assert facts.depends_on(known, "fix") == ["cpu_bf16", "cpu_fp16"]
+    assert facts.depends_on(case(**FP16), "fix") == ["cpu_fp16"]
+    assert facts.depends_on(known, "gone") == facts.depends_on(known, "broken") == ["cpu_bf16", "cpu_fp16"]
+
+
+def test_a_rank_without_a_record_says_no_fact() -> None:
+    made = saying({"cpu_bf16": True}, {"cpu_bf16": True})
+    made["ranks"][1]["record"] = None
+    assert facts.seen(document({"broken": [("fires", made)]})) == {"cpu_bf16": True}
+
+
 def test_where_the_fact_is_another_there_is_no_expectation() -> None:
     entry = {
         "verdicts": {"fix": "FIX_UNMASKS", "other-fix": "FIX_HOLDS"}, "facts": {"cpu_fp16": False},

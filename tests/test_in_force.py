@@ -218,6 +218,15 @@ def test_a_mistyped_option_of_a_case_and_of_a_strategy_is_refused(conf: Path, re
     assert "strategy/fsdp.yaml" in complaint(conf, repros)
 
 
+@pytest.mark.parametrize(("instead", "says"), [("", "key 'promises' is missing"), ("promises: {}", "promises: none")])
+def test_a_strategy_that_promises_nothing_is_refused(conf: Path, repros: Path, instead: str, says: str) -> None:
+    """Nothing could show that it was in force: what it measured would be no evidence."""
+    promised = "promises: {parameters: whole, gradients: whole, updates: whole, collectives: [reduce]}"
+    edit(conf, "strategy/ddp.yaml", promised, instead)
+    text = complaint(conf, repros)
+    assert "strategy/ddp.yaml" in text and says in text
+
+
 def test_a_mistyped_option_on_the_command_line_is_refused(conf: Path, repros: Path) -> None:
     text = complaint(conf, repros, strategy=[(["options", "shardng"], "NO_SHARD")])
     assert "did you mean 'sharding'" in text

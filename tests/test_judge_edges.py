@@ -17,21 +17,34 @@ from judging import (
     ended,
     exception,
     failed,
+    frame,
     observation,
     ok,
     peer_failed,
     record,
 )  # fmt: skip
 
+from repro_matrix.cell import doubt as doubt_of
 from repro_matrix.conf.schema import Signature
 from repro_matrix.judge import genuine, in_force, looks
 from repro_matrix.judge.checks import judged, same
 from repro_matrix.judge.collectives import Entry, Standing, family, mismatches, never_meet, standing
 from repro_matrix.judge.comparable import comparable
-from repro_matrix.judge.evidence import Attempt, Place, Raised, dotted, is_own, lies_in, number, threads_of, within
+from repro_matrix.judge.evidence import (
+    NO_RECORD,
+    Attempt,
+    Place,
+    Raised,
+    dotted,
+    is_own,
+    lies_in,
+    number,
+    threads_of,
+    within,
+)
 from repro_matrix.judge.grade import Outcome, failed_checks, grade, same_release
 from repro_matrix.judge.peers import died_of, failure_of, failures_of, is_peer_error
-from repro_matrix.judge.signature import matches
+from repro_matrix.judge.signature import matches, near_misses
 
 # -- checks
 
@@ -95,7 +108,7 @@ def made(**changes: Any) -> dict[str, Any]:
 def test_a_check_is_judged_by_its_numbers(changes: dict[str, Any], state: str) -> None:
     found = judged(made(**changes), 2, 2.0)
     assert found.state == state, found.says
-    assert found.failed is (state == "failed")
+    assert found.failed is (state == "failed") is (found.severity > 0), "only what failed is wrong by so much"
 
 
 def test_how_wrong_a_check_is() -> None:
@@ -108,7 +121,9 @@ def test_how_wrong_a_check_is() -> None:
     assert [judged({"passed": said}, 1).state for said in (True, False, None)] == ["passed", "failed", "void"]
     assert judged({"passed": False}, 1).name == "?" and judged({"name": "", "passed": True}, 1).name == "?"
     assert "tolerance 0.1" in judged(made(), 2, 2.0).says and judged(made(), 2, 2.0).says.endswith(": it")
-    assert len(judged(made(looked_at="l" * 500), 2, 2.0).says) < 200
+    assert judged(made(looked_at="l" * 81), 2, 2.0).says.endswith(f": {'l' * 77}...")
+    assert judged(made(looked_at="l" * 80), 2, 2.0).says.endswith(f": {'l' * 80}")
+    assert judged(made(got=0.123456789, want=0.1, tolerance=0.05), 2, 2.0).says.startswith("got 0.1235, want 0.1, tol")
 
 
 @pytest.mark.parametrize(
@@ -415,6 +430,47 @@ def test_the_first_failure_is_the_earliest_that_is_no_consequence() -> None:
 # -- evidence
 
 
+def test_a_rank_without_a_record_has_said_nothing_and_in_the_same_words() -> None:
+    assert doubt_of.record(dict(NO_RECORD)) == NO_RECORD
+    silent = Attempt(observation(ok(0, record=None))).ranks[0]
+    assert (silent.checks, silent.notes, silent.chain, silent.at, silent.schema) == ([], [], [], None, 1)
+    assert not silent.done and not silent.wrote and silent.packages == {} and silent.called == ()
+
+
+def test_a_check_made_twice_is_void_but_for_one_that_failed() -> None:
+    def states(schema: int, *checks: dict[str, Any]) -> list[str]:
+        wrote = record(0, schema=schema, done_at=2.0, checks=list(checks))
+        return [one.state for one in Attempt(observation(ok(0, record=wrote))).ranks[0].checks]
+
+    bad = made(got=1.4, passed=False)
+    assert states(2, made(), made(name="y")) == ["passed", "passed"]
+    assert states(2, made(), made()) == ["void", "void"] and states(2, made(), bad) == ["void", "failed"]
+    assert states(1, made(), made()) == ["passed", "passed"], "older records were judged by each"
+    twice = Attempt(observation(ok(0, record=record(0, schema=2, done_at=2.0, checks=[made(), made()])))).ranks[0]
+    assert twice.checks[0].says.startswith("made 2 times; got 1")
+
+
+def test_which_checks_a_rank_owes() -> None:
+    old, new = (
+        Attempt(observation(ok(0, record=record(0, schema=schema)))).ranks[0] for schema in (1, 2)
+    )  # fmt: skip
+    asked = {"proof": {"checks": ["loss"]}}
+    assert old.asked(["steps"], asked) == ["loss"] and new.asked(["steps"], asked) == ["steps"]  # type: ignore[arg-type]
+    assert old.asked(["steps"], {}) == ["steps"]
+
+
+def test_where_the_collectives_were_called_that_a_rank_waits_in() -> None:
+    def called(*entries: Any, **more: Any) -> list[str]:
+        rank = ok(0, collectives={"collectives": list(entries)}, **more)
+        return [str(place) for place in Attempt(observation(rank)).ranks[0].called]
+
+    frames = [[f"{SITE}/torch/x.py", "f"], [f"{SITE}/torch/y.py", "g", 3], "z"]
+    assert called({"waits": True, "frames": frames}) == ["torch.x.f"]
+    assert called({"waits": False, "frames": frames}, {"waits": True}, "w") == []
+    lies_there = record(0, packages={"torch": f"{SITE}/torch", "gone": ""})
+    assert called({"waits": True, "frames": frames}, record=lies_there) == ["torch.x.f"]
+
+
 def test_numbers_and_names() -> None:
     assert [number(v) for v in (1, 1.5, True, "1", None, math.inf, math.nan, 10**400)] == [1.0, 1.5, *[None] * 6]
     assert dotted(f"{SITE}/torch/nn/modules/__init__.py") == ("torch.nn.modules",)
@@ -520,6 +576,9 @@ def test_what_an_outcome_says() -> None:
     late = graded(ended(0, "deadline", stack=f"    wait ({SITE}/torch/x.py:1)"), ended(1, "deadline"), timed_out=True)
     assert late.outcome == "hang" and late.reason == "the deadline of 120 s passed; rank 0 was in torch.x.wait"
     never = {"never_meet": "rank 1 ended", "limit_s": 9.0, "starting": False}
+    stood = f"    body (/home/me/repros/x.py:3)\n    wait ({SITE}/torch/x.py:1)"
+    within_ours = graded(ended(0, "deadline", stack=stood), ended(1, "deadline"), timed_out=True)
+    assert within_ours.reason.endswith("; rank 0 was in torch.x.wait"), "the script's own frame says nothing"
     known = graded(ended(0, "deadline"), ended(1, "deadline"), timed_out=True, hang=never)
     assert known.reason == "its ranks can never go on: rank 1 ended"
     assert graded().reason == "lost: the observation holds no rank"
@@ -537,6 +596,25 @@ def test_an_outcome_is_read_back_as_it_was() -> None:
     assert Outcome.from_json({**fires.to_json(), "otherwise": "nonsense"}).otherwise is None
     assert Outcome.from_json({**fires.to_json(), "otherwise": "clean"}).otherwise == "clean"
     assert fires.others("some-case") == () and len(fires.others("another")) == 1
+    whole = Outcome("other_error", "why", (), None, ("loss",), "clean", (1,), "loss", "no-proof")
+    assert Outcome.from_json(whole.to_json()) == whole
+    bad = [check("logits", False)]
+    for seen in (graded(ok(0, record=record(0, checks=[])), ok(1)), graded(ok(0, record=record(0, checks=bad)), ok(1))):
+        assert Outcome.from_json(seen.to_json()) == seen and seen.check == "logits" and seen.ranks == (0,)
+
+
+def test_steps_that_were_not_asked_for_are_no_proof() -> None:
+    step = {**made(want=1, got=1, tolerance=0), "name": "steps"}
+    proof = [step, {**made(), "name": "logits"}]
+    settings = {"steps": 3, "flags": {}, "strategy": {"slug": "fsdp", "promises": {"collectives": []}}}
+    wrote = [record(rank, schema=2, done_at=2.0, checks=proof, **as_promised(settings, 2)) for rank in (0, 1)]
+    found = graded(*(ok(rank, record=wrote[rank]) for rank in (0, 1)), arm="broken", settings=settings)
+    assert (found.outcome, found.infra, found.check) == ("infra", "no-proof", "steps")
+    assert found.reason == "no-proof: check steps on rank 0 wanted 1, the attempt 3"
+    settings["steps"] = 1
+    assert (
+        graded(*(ok(rank, record=wrote[rank]) for rank in (0, 1)), arm="broken", settings=settings).outcome == "clean"
+    )
 
 
 # -- genuine
@@ -565,6 +643,26 @@ def test_records_that_cannot_be_of_this_attempt() -> None:
     assert doubt(ok(0, record=record(0, schema=2, ended=None))) == "rank 0: its record says done, and was never ended"
     assert doubt(ok(0, record=record(0, schema=2, ended=None, done=False))) is None
     assert doubt(ok(0, record=None)) is None
+    for key in ("in_force", "read"):
+        gone = observation(ok(0, record=record(0, schema=2)), ok(1, record=record(1, schema=2)))
+        del gone["ranks"][1]["record"][key]
+        assert genuine.doubt(CASE, "fix", Attempt(gone)) == f"rank 1: its record says done, and holds no {key}"
+        gone["ranks"][1]["record"]["done"] = False
+        assert genuine.doubt(CASE, "fix", Attempt(gone)) is None, "it may have failed before it knew"
+
+
+@pytest.mark.parametrize("strategy", [None, {}, {"slug": "fsdp"}, {"slug": "fsdp", "promises": {}}])
+@pytest.mark.parametrize("today", ["schema", "versions", "fingerprint"])
+def test_what_today_made_holds_its_strategys_promises(strategy: Any, today: str) -> None:
+    """Without them nothing is asked of what was in force."""
+    settings = {} if strategy is None else {"strategy": strategy}
+    seen = observation(ok(0), ok(1), settings=settings)
+    assert genuine.doubt(CASE, "fix", Attempt(seen)) is None, "an older engine's"
+    if today == "schema":
+        seen["ranks"][1]["record"].update(schema=2, in_force=[], read={"flags": [], "options": []})
+    else:
+        seen["attempt"][today] = {"torch": "2.13.0"} if today == "versions" else "f"
+    assert genuine.doubt(CASE, "fix", Attempt(seen)) == "its settings hold none of the strategy's promises"
 
 
 def test_ranks_of_one_attempt_ran_on_the_same_releases() -> None:
@@ -646,6 +744,8 @@ def force(
             items = {item["what"]: item for item in said["in_force"]}
             items |= {what: {"what": what, **item} for what, item in (changes or {}).items() if item is not None}
             said["in_force"] = [item for what, item in items.items() if (changes or {}).get(what, True) is not None]
+        elif "extra" in (changes or {}):
+            said["in_force"].append({"what": "extra", "got": 1})
         made.append(ok(rank, record=record(rank, **said)))
     return in_force.problem(kind, "fix", Attempt(observation(*made, settings=settings)))
 
@@ -687,6 +787,7 @@ def held(got: Any, whole: Any = 1000) -> dict[str, Any]:
          "extra was not in force on rank 1: got 3, promised nothing that can be judged"),
         ({"extra": {"got": "x", "most": 2}}, "extra was not in force on rank 1: got x, promised at most 2"),
         ({"extra": {"got": 3}}, None),
+        ({"extra": None}, "extra left no evidence on rank 1"),  # where another rank has measured it
     ],
 )  # fmt: skip
 def test_what_a_strategy_promises_is_measured(changes: dict[str, Any], told: str | None) -> None:
@@ -810,6 +911,73 @@ def test_a_hang_stands_where_it_says() -> None:
     assert shows({**hang, "ranks": "all"}, there, elsewhere, timed_out=True) is None
     assert shows(hang, there, failed(1), timed_out=True) is None, "it waits for one that failed"
     assert shows(hang, elsewhere, timed_out=True) is None
+
+
+def test_where_a_rank_hangs_is_said_by_the_frame_that_was_declared() -> None:
+    hang = {"kind": "hang", "frames": [{"module": r"torch\.distributed\..*", "function": "barrier|wait"}]}
+    stack = f"    step ({SITE}/torch/optim/sgd.py:1)\n    wait ({DIST}/work.py:1)\n    barrier ({DIST}/c10d.py:1)"
+    there = observation(ended(0, "deadline", stack=stack), timed_out=True)
+    found = matches(Signature.model_validate({"name": "s", **hang}), there)
+    assert found and found.message == "stuck in torch.distributed.work.wait", "the innermost that was declared"
+
+
+def near(signature: dict[str, Any], *ranks: dict[str, Any], **more: Any) -> str:
+    attempt = Attempt(observation(*ranks, **more))
+    return near_misses([Signature.model_validate({"name": "s", **signature})], attempt, failures_of(attempt))
+
+
+FRAMED = [{"module": r"transformers\..*", "function": "forward"}, {"module": "a", "function": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("signature", "error", "said"),
+    [
+        (NORM, exception("ValueError"), "s: type: ValueError, declared RuntimeError, message ok, package ok"),
+        (NORM, exception(message=" so it is\nnot"),
+         "s: type ok, message: so it is, declared size mismatch, package ok"),
+        (NORM, exception(message="w" * 161), f"s: type ok, message: {'w' * 160}, declared size mismatch, package ok"),
+        (NORM, exception(frames=[SCRIPT]), "s: type ok, message ok, package: none, declared transformers"),
+        (NORM, exception(frames=[SCRIPT, frame("torch.nn", "f")]),
+         "s: type ok, message ok, package: torch, declared transformers"),
+        ({**NORM, "frames": FRAMED}, exception(), "s: type ok, message ok, package ok, no frame a b"),
+        (NORM, exception("ValueError", "another"), ""),
+        (NORM, exception(message="another", frames=[SCRIPT, frame("torch.nn", "f")]), ""),
+        ({**NORM, "variants": {"nccl": "of n"}, "message": None}, exception(),
+         "s: type ok, message: size mismatch in norm, declared nccl: of n, package ok"),
+    ],
+)  # fmt: skip
+def test_what_an_exception_missed(signature: dict[str, Any], error: dict[str, Any], said: str) -> None:
+    assert near(signature, failed(0, error), ok(1)) == said
+
+
+def test_what_a_check_a_signal_and_a_log_missed() -> None:
+    assert near(NORM, ok(0), ok(1)) == "", "nobody raised"
+    oracle = {"kind": "oracle", "check": "absent"}
+    undone = record(0, done=False, phase="body")
+    assert near(oracle, ok(0), ok(1)) == "s: check absent was made by no rank"
+    assert near({**oracle, "check": "logits"}, ok(0), ok(1)) == "" == near(oracle, ok(0, record=undone))
+    framed = [{"module": r"torch\.x", "function": "g"}]
+    signal = {"kind": "signal", "signal": "SIGSEGV"}
+    died = ok(0, exit_code=-11, record=undone, stack=f"    f ({SITE}/torch/x.py:1)")
+    assert near({**signal, "frames": framed}, died) == r"s: signal ok, no frame torch\.x g"
+    other = near({**signal, "signal": "SIGBUS", "frames": framed}, died)
+    assert other == r"s: signal: SIGSEGV, declared SIGBUS, no frame torch\.x g"
+    assert near({**signal, "signal": "SIGBUS"}, died) == "" == near({**signal, "frames": framed}, ok(0))
+    assert near({**signal, "frames": framed}, {**died, "ended_by": "launcher"}) == ""
+    log = {"kind": "log", "message": "is old", "package": "transformers"}
+    noted = [{"logger": "x", "message": text, "file": "f.py", "place": "torch.x"} for text in ("new", "it is old")]
+    spoke = ok(0, record=record(0, logs=noted))
+    missed = "s: message ok, package: torch.x, declared transformers, logger: x, declared any"
+    assert near(log, spoke) == missed and near({**log, "message": "gone"}, spoke) == ""
+    nowhere = record(0, logs=[{**noted[1], "place": ""}])
+    assert "package: nowhere, declared transformers" in near(log, ok(0, record=nowhere))
+    older = record(0, logs=[{key: value for key, value in noted[1].items() if key != "place"}])
+    assert "package: x, declared" in near(log, ok(0, record=older)), "an older record knows the logger's name only"
+    assert near({"kind": "hang", "frames": framed}, ended(0, "deadline"), timed_out=True) == ""
+    attempt = Attempt(observation(ok(0)))
+    two = [Signature.model_validate({"name": name, **oracle}) for name in "aab"]
+    said = "a: check absent was made by no rank; b: check absent was made by no rank"
+    assert near_misses(two, attempt, failures_of(attempt)) == said
 
 
 # -- comparable

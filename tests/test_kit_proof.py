@@ -97,12 +97,12 @@ class Tiny(torch.nn.Module):
         return type("Out", (), {"loss": loss})
 
 
-def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any = None) -> dict[str, Judged]:
-    """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
-    run = a_run(work_dir=str(tmp))
-    model = Tiny()
-    reference = proof.Reference(run, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=reference.lr)
+def trained_against(
+    reference: Any, run: Run, model: Any, rate: float = 1.0,
+    spoil: Callable[[dict[str, Any], int], None] | None = None,
+) -> dict[str, Judged]:  # fmt: skip
+    """Train in one process (``rate``: times the reference's), and check that; ``spoil`` changes what a step left."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate * reference.lr)
     snapshots, losses = [], []
     for step in range(run.steps):
         loss = model(**proof.batch(run, 0, step)).loss
@@ -115,6 +115,14 @@ def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any
             spoil(snapshots[-1], step)
     reference.check(run, losses=losses, first=snapshots[0], last=snapshots[-1])
     return checks_of(run)
+
+
+def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any = None) -> dict[str, Judged]:
+    """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
+    run = a_run(work_dir=str(tmp))
+    model = Tiny()
+    reference = proof.Reference(run, model)
+    return trained_against(reference, run, model, spoil=spoil)
 
 
 def test_an_honest_training_passes_and_the_model_is_left_as_it_was(tmp_path: Any) -> None:

@@ -55,6 +55,9 @@ def test_another_cases_failure_is_met_by_its_name() -> None:
     assert [str(item) for item in met_in("some-case", remark)] == ["RuntimeError in torch.nn.functional.linear"]
     assert met_in("some-case", replace(other, outcome="hang")) == met_in("some-case", outcome("infra")) == ()
     assert met_in("some-case", outcome("other_error")) == (Met(type="unfinished"),)
+    both = (*seen[:1], Recognised("some-case", "norm", (1,), "exception", "z"))
+    fires = replace(other, outcome="fires", recognised=both)
+    assert [str(item) for item in met_in("some-case", fires)] == ["some-case/norm"], "its own, wherever it stands"
 
 
 def test_the_verdict_carries_what_its_arm_met_and_where_it_is_changed_what_the_broken_arm_met() -> None:

@@ -24,7 +24,7 @@ from judging import (
 from launching import attempt_of, launched
 
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge import verdict
+from repro_matrix.judge import own, verdict
 from repro_matrix.judge.grade import grade
 from repro_matrix.launch import observe
 from repro_matrix.launch.warm import WarmLauncher
@@ -125,6 +125,19 @@ def test_a_missing_frame_an_absent_check_a_foreign_speaker_are_said() -> None:
     entry = {"logger": "x", "message": "old", "file": "f.py", "place": "torch.x"}
     there = observation(ok(0, record=record(0, logs=[entry])), ok(1))
     assert "package: torch.x, declared transformers" in grade(log, "broken", there, []).reason
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("/home/me/repros/train.py", "repros/train.py"), ("/repros/x/repros/kit/run.py", "repros/kit/run.py"),
+        ("C:\\work\\repros\\train.py", "repros/train.py"), ("/home/me/train.py", "train.py"), ("train.py", "train.py"),
+        ("/venv/site-packages/torch/nn.py", "torch/nn.py"), ("/dist-packages/a/site-packages/torch/x.py", "torch/x.py"),
+        ("/venv/site-packages/x/repros/a.py", "x/repros/a.py"),
+    ],
+)  # fmt: skip
+def test_a_file_is_named_from_where_it_means_the_same_on_any_machine(file: str, said: str) -> None:
+    assert own.shown(file) == said
 
 
 def test_far_misses_say_nothing() -> None:

@@ -23,6 +23,7 @@ from junitparser import Error, Failure, JUnitXml, Skipped
 from repro_matrix.cli import main
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.schema import VerdictName
+from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.nights.night import Night
 from repro_matrix.page import formats, hangs, render
@@ -367,6 +368,24 @@ def test_the_verb_writes_a_page_a_site_and_formats(stored: Path, capsys: pytest.
     for name in ("junit", "markdown", "json", "csv"):
         assert main(["report", str(stored), "--format", name, "case=train-*"]) == 0
         assert "train" in capsys.readouterr().out, name
+
+
+def test_a_document_that_was_edited_is_named_in_every_format(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the page said so; and where it was all that there is, that nothing was there."""
+    (path,) = stored.rglob("m-fsdp.json")
+    honest = json.loads(path.read_text())
+    verdict = judged_again([{**honest, "path": str(path)}], catalogue.load().cases).documents[0]["verdicts"]["control"]
+    write_json(path, {**honest, "verdicts": {"control": {**verdict, "name": "HEALTHY", "measured": True}}})
+    for name in ("junit", "markdown", "json", "csv"):
+        assert main(["report", str(stored), "--format", name]) == 0
+        assert "arm control: it says HEALTHY, its outcomes INCONCLUSIVE" in capsys.readouterr().err, name
+    write_json(path, {**honest, "arms": {"control": {**honest["arms"]["control"], "fingerprint": "edited"}}})
+    assert main(["report", str(stored), "--format", "csv"]) == 0, "its attempts were made under none"
+    assert "edited" not in capsys.readouterr().err
+    write_json(path, {**honest, "stack": {**honest["stack"], "versions": {"torch": "2.12.0"}}})
+    for words in ([], ["--format", "csv"]):
+        assert main(["report", str(stored), *words]) == 2
+        assert "nothing in it can be shown: " in (said := capsys.readouterr().err) and "says torch 2.13.0" in said
 
 
 def test_bad_input_is_named(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,12 @@ def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one
     told = [(c.arm, c.old, c.new) for c in decide([], [new], case(expect=[expect])).changes]
     assert told == [("fix", "FIX_HOLDS", "CHANGED"), ("other-fix", "FIX_BROKEN (some-case/norm)", "FIX_BROKEN")]
     assert [c.old for c in decide([], [new]).changes] == ["", ""]
+    nothing = decide([], [cell("4.38.0", "INCONCLUSIVE")]).changes
+    assert [c.arm for c in nothing] == ["other-fix"], "what decided nothing is no change"
+    (one, _) = decide([], [new]).changes
+    assert (one.case, one.where, one.stack) == ("some-case", "m/fsdp", "base+transformers@4.38.0")
+    both = decide([], [cell("4.39.0", where="n/fsdp"), cell("4.38.0")]).changes
+    assert both == sorted(both)
 
 
 def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from kit.common import MADE, Common  # noqa: E402
 from kit.run import Run  # noqa: E402
 from kit.shelf import Shelf, Writer  # noqa: E402
 
-from test_kit_proof import Tiny, a_run, checks_of  # noqa: E402
+from test_kit_proof import Tiny, a_run, trained_against  # noqa: E402
 
 
 class Counted(Tiny):
@@ -56,18 +56,8 @@ def made_by(run: Run) -> str:
 
 def trained(run: Run, model: Any, **more: Any) -> Any:
     """A reference and an honest training; the states of its checks."""
-    found = proof.Reference(run, model, **more)
-    optimizer = torch.optim.SGD(model.parameters(), lr=found.lr)
-    snapshots, losses = [], []
-    for step in range(run.steps):
-        loss = model(**proof.batch(run, 0, step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        snapshots.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    found.check(run, losses=losses, first=snapshots[0], last=snapshots[-1])
-    return {name: check.state for name, check in checks_of(run).items()}
+    found = trained_against(proof.Reference(run, model, **more), run, model)
+    return {name: check.state for name, check in found.items()}
 
 
 def test_the_second_attempt_takes_what_the_first_made(tmp_path: Path) -> None:

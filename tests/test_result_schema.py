@@ -126,3 +126,45 @@ def test_every_required_key_is_required(key: str) -> None:
     document = example()
     del document[key]
     assert complaints(document)
+
+
+def test_what_types_cannot_say_is_named_by_its_place() -> None:
+    def wrong(**changes: Any) -> str:
+        with pytest.raises(ValueError, match=r"^(arms|verdicts)\b") as found:
+            doubt.cell({**example(), **changes})
+        return str(found.value)
+
+    whole = example()
+    fix, said = whole["arms"]["fix"], whole["verdicts"]["fix"]
+    only = {"control": fix}
+    assert doubt.cell(whole) is whole, "nothing is converted"
+    assert wrong(arms={"fix": fix}) == "arms: a failure has the arm broken"
+    assert wrong(verdicts={"broken": said}) == "verdicts.broken: verdicts are of the other arms"
+    assert wrong(kind="control", verdicts={}).startswith("arms.broken: a control has the one arm control")
+    assert wrong(kind="control", arms=only) == "verdicts.fix: a control has the one arm control"
+    skipped = {**whole["arms"], "fix": {**fix, "skipped": "no"}}
+    assert wrong(arms=skipped) == "arms.fix: an arm that was skipped has no attempts"
+
+
+def test_a_record_is_doubted_where_it_arrives() -> None:
+    honest = record(0)
+    assert doubt.record(honest) is honest
+    for value, said in (
+        ({**honest, "rank": "0"}, "rank: Input should be a valid integer"), ("text", "it: "),
+        ({**honest, "checks": [{}]}, "checks[0].name: Field required"),
+        ({**honest, "versions": {"a b": 1}}, "versions.'a b'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as found:
+            doubt.record(value)
+        assert str(found.value).startswith(said), found.value
+    with pytest.raises(ValueError, match=r"; and \d+ more$") as many:
+        doubt.record({})
+    assert str(many.value).count("Field required") == doubt.SHOWN
+    with pytest.raises(ValueError, match=r"required$") as three:
+        doubt.record({key: value for key, value in honest.items() if key not in ("rank", "done", "phase")})
+    assert str(three.value).count("Field required") == 3
+
+
+def test_a_place_in_words() -> None:
+    assert doubt.place(()) == "it" and doubt.place((0, "a")) == "[0].a"
+    assert doubt.place(("arms", "x-y", "attempts", 0, "a b")) == "arms.x-y.attempts[0].'a b'"

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.conf.schema import Case, Signature
-from repro_matrix.judge.foreign import OWN, foreign_messages, matched, patterns, too_wide
+from repro_matrix.judge import foreign
+from repro_matrix.judge.foreign import OWN, Foreign, foreign_messages, matched, patterns, too_wide
 from repro_matrix.judge.signature import matches
 from repro_matrix.verbs import accept
 
@@ -165,6 +166,30 @@ def test_a_pattern_of_everyday_words_is_found_too_wide(wide: str) -> None:
     said = too_wide(known)
     assert said is not None and "messages that are not its failure" in said
     assert too_wide(case()) is None
+
+
+def test_a_listed_message_is_read_as_it_was_raised() -> None:
+    messages = [item.message for item in foreign_messages()]
+    assert messages[0] == "" and foreign_messages()[0].type == "RuntimeError"
+    keys = 'Error(s) in loading state_dict for LlamaForCausalLM:\n\tMissing key(s) in state_dict: "lm_head.weight".'
+    assert Foreign("RuntimeError", keys) in foreign_messages(), "its line break and its tab are no letters"
+    assert any(r"r'.*\.layers\.\d+$'" in text for text in messages) and not any("\\n" in text for text in messages)
+
+
+def test_what_is_said_of_a_pattern_that_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, listed = case(signatures=[{**EXCEPTION, "message": "of size"}]), []
+    monkeypatch.setattr(foreign, "foreign_messages", lambda: tuple(Foreign("ValueError", text) for text in listed))
+
+    def said() -> str | None:
+        return too_wide(wide)
+
+    assert said() is None
+    listed += ["another", f"of size {'x' * 200}\nand a second line", "of size 3"]
+    assert said() == f"signature norm matches 2 messages that are not its failure: {('of size ' + 'x' * 200)[:100]!r}"
+    monkeypatch.setattr(foreign, "OWN", {"some-case/norm": ("of size 3", "of size 4")})
+    listed[:] = ["of size 3 is it", "of size 5", "its of size 3"]
+    assert matched("some-case", wide.signatures[0]) == ["of size 5", "its of size 3"], "one that begins so is its own"
+    assert matched("other-case", wide.signatures[0]) == listed
 
 
 def test_accept_refuses_a_failure_that_fired_nowhere_and_a_pattern_that_is_too_wide() -> None:

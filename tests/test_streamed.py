@@ -25,7 +25,7 @@ from kit.models import batch, drawable  # noqa: E402
 from kit.streamed import Streamed  # noqa: E402
 from kit.tuning import checkpoint, lora_to_draw  # noqa: E402
 
-from test_kit_proof import Tiny, a_run, checks_of  # noqa: E402
+from test_kit_proof import Tiny, a_run, trained_against  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 CATALOGUE = catalogue.load()
@@ -118,18 +118,8 @@ def test_all_checks_pass_with_the_reference_layer_by_layer_and_a_wrong_training_
     for factor in (1.0, 1.01):
         run = a_run(work_dir=str(tmp_path), reference="layers")
         model = Tiny()
-        reference = proof.Reference(run, model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=reference.lr * factor)
-        snapshots, losses = [], []
-        for step in range(run.steps):
-            loss = model(**proof.batch(run, 0, step)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            snapshots.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        reference.check(run, losses=losses, first=snapshots[0], last=snapshots[-1])
-        states[factor] = {name: check.state for name, check in checks_of(run).items()}
+        found = trained_against(proof.Reference(run, model), run, model, factor)
+        states[factor] = {name: check.state for name, check in found.items()}
     assert set(states[1.0].values()) == {"passed"}, states
     assert states[1.01]["gradient"] == states[1.01]["updates"] == "failed", states
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from judging import case, control, document, observation, outcome
 
 from repro_matrix.judge.grade import Outcome, Recognised, skipped
-from repro_matrix.judge.verdict import Verdict, evidence, firing, is_older, judge, wilson
+from repro_matrix.judge.verdict import Verdict, evidence, firing, is_older, judge, judge_pair, wilson
 
 CASE = case()
 NAMES = ["fires", "clean", "other_error", "hang", "infra", "skipped"]
@@ -133,6 +133,12 @@ def test_controls(names: list[str], verdict: str) -> None:
     found = judge(control(), {"control": [outcome(name) for name in names]})
     assert [(arm, v.name) for arm, v in found.items()] == [("control", verdict)]
     assert found["control"].reason
+
+
+def test_an_arm_against_any_other_one() -> None:
+    found = judge_pair("some-case", [outcome("fires")] * 2, [outcome("clean"), outcome("infra")])
+    assert (found.name, found.reason) == ("FIX_HOLDS", "broken fires 2/2; fix clean 1/1 (1 attempt not counted)")
+    assert judge_pair("some-case", [outcome("clean")], [outcome("clean")]).name == "NOT_FIRING"
 
 
 def test_firing_in_a_few_words() -> None:

@@ -405,11 +405,13 @@ class Strategy(Needy):
     shared: bool = False  # its collectives exist in gloo for CUDA tensors too
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
-    promises: Promises = Promises()
+    promises: Promises  # what every attempt under it must show to have been in force
     copies: dict[str, dict[str, int]] = {}  # option -> value -> how often the ranks together hold the model then
 
     @model_validator(mode="after")
     def _values(self) -> Strategy:
+        if not self.promises.model_dump(exclude_defaults=True):
+            raise ValueError("promises: none, so that nothing could show that it was in force")
         for option, value in self.options.items():
             problem = self.refuses(option, value)
             if problem:

@@ -47,11 +47,10 @@ def judged(check: Mapping[str, Any], schema: int = 2, done_at: float | None = No
         return Judged(name, "failed" if check.get("passed") is False else "void", seen, math.inf)
     found = _by_numbers(check) if "tolerance" in check and check["tolerance"] is not None else _by_equality(check)
     state, says, severity = found
-    if state != "void":
-        if check.get("passed") is not (state == "passed"):
-            state, says = "void", f"contradictory: the rank says passed {check.get('passed')!r}, but {says}"
-        elif not _made_in_time(check.get("at"), done_at):
-            state, says = "void", f"not made before the script was done; {says}"
+    if state != "void" and check.get("passed") is not (state == "passed"):
+        return Judged(name, "void", f"contradictory: the rank says passed {check.get('passed')!r}, but {says}")
+    if state != "void" and not _made_in_time(check.get("at"), done_at):
+        return Judged(name, "void", f"not made before the script was done; {says}")
     return Judged(name, state, says, severity)
 
 
@@ -112,7 +111,7 @@ def _number(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:  # an integer beyond 1e308
-        return math.inf if value > 0 else -math.inf
+        return math.inf  # of either sign: not finite
 
 
 def _numbers(value: Any) -> list[float] | None:

@@ -101,10 +101,9 @@ def told(
 
 def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
     (arm, wanted), = expectation.verdicts.items()  # fmt: skip
-    if as_expected(verdict.name) != as_expected(wanted):
-        return False
     listed = expectation.met_by(arm)
-    return listed is None or verdict.name not in MEETING or {str(met) for met in verdict.met} <= set(listed)
+    same = listed is None or verdict.name not in MEETING or {str(met) for met in verdict.met} <= set(listed)
+    return same and as_expected(verdict.name) == as_expected(wanted)
 
 
 def said_of_met(verdict: Verdict, expectation: Expectation | None) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from repro_matrix.conf.schema import Case, Signature
 
 _FILE = Path(__file__).with_name("foreign_messages.txt")
+_ESCAPES = {"n": "\n", "t": "\t"}
 # case/signature -> the beginnings of listed messages that it is there to recognise.
 OWN: dict[str, tuple[str, ...]] = {
     "device-map-distributed/refused": ("You can't train a model that has been loaded with `device_map='auto'` in any",),
@@ -32,7 +33,7 @@ def foreign_messages() -> tuple[Foreign, ...]:
     found = [Foreign("RuntimeError", "")]
     for line in _FILE.read_text(encoding="utf-8").splitlines():
         kind, _, text = line.partition(": ")
-        found.append(Foreign(kind, re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], text)))
+        found.append(Foreign(kind, re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), text)))
     return tuple(found)
 
 
@@ -47,7 +48,7 @@ def matched(case: str, signature: Signature) -> list[str]:
     return [
         item.message
         for item in foreign_messages()
-        if any(each.search(item.message) for each in compiled) and not (own and item.message.startswith(own))
+        if any(each.search(item.message) for each in compiled) and not item.message.startswith(own)
     ]
 
 
@@ -56,6 +57,6 @@ def too_wide(case: Case) -> str | None:
     for signature in case.signatures:
         found = matched(case.slug, signature)
         if found:
-            shown = found[0].partition("\n")[0][:100] or "the empty message"
+            shown = found[0].partition("\n")[0][:100]
             return f"signature {signature.name} matches {len(found)} messages that are not its failure: {shown!r}"
     return None

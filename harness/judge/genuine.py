@@ -13,6 +13,7 @@ from repro_matrix.conf.schema import Case
 from repro_matrix.judge.evidence import Attempt, Rank, number
 
 NEWER = ("done_at",)  # what records of schema 1 do not hold
+EVIDENCE = ("in_force", "read")  # what the kit puts into every record of schema 2 before the script's body runs
 SKEW_S = 60.0  # by how much the clocks of a node's ranks and of the controller may disagree
 
 
@@ -22,7 +23,9 @@ def doubt(case: Case, arm: str, attempt: Attempt) -> str | None:
     for key, here in (("case", case.slug), ("arm", arm)):
         if said.get(key) not in (None, here):
             return f"it is an attempt of {key} {said.get(key)}, not {here}"
-    if attempt.recent and said.get("strategy") and "promises" not in said["strategy"]:
+    # Promises are as old as records of schema 2, and as the plan's releases and fingerprint in an attempt.
+    recent = attempt.recent or any(rank.schema > 1 for rank in attempt.ranks)
+    if recent and not said.get("strategy", {}).get("promises"):
         return "its settings hold none of the strategy's promises"
     pids: dict[int, int] = {}
     for rank in attempt.ranks:
@@ -51,7 +54,8 @@ def _of_rank(rank: Rank, attempt: Attempt) -> str | None:
         return f"its record says that it is an older kit's, and holds {newer[0]}" if newer else None
     if rank.done and rank.at is None:
         return "its record says done, and was never ended"
-    return None
+    absent = [key for key in EVIDENCE if key not in record]
+    return f"its record says done, and holds no {absent[0]}" if rank.done and absent else None
 
 
 def versions_apart(attempt: Attempt) -> str | None:

@@ -12,7 +12,7 @@ Observations whose settings hold no promises are older than this: nothing is ask
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from repro_matrix.cell import types as cell
@@ -33,11 +33,10 @@ def problem(case: Case, arm: str, attempt: Attempt) -> str | None:
         return None
     own = case.arms[arm].promises if arm in case.arms else None
     promised = {**promises, **(own.model_dump(exclude_unset=True) if own else {})}
-    asked = attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]
     return (
         _group(attempt)
         or _promises(attempt, attempt.strategy or "the strategy", promised, strategy, case.proof.kind)
-        or _measured(case, asked, attempt.ranks)
+        or _measured(case, attempt.ranks)
         or _read(case, arm, attempt)
     )
 
@@ -142,9 +141,11 @@ def _collectives(attempt: Attempt, slug: str, wanted: Iterable[Any]) -> str | No
     return None
 
 
-def _measured(case: Case, asked: Iterable[Rank], ranks: Iterable[Rank]) -> str | None:
-    for name in case.proof.in_force:
-        without = [rank.rank for rank in asked if not _of(rank, name)]
+def _measured(case: Case, ranks: Sequence[Rank]) -> str | None:
+    """What the proof lists, and what any rank measured, every rank measured; and within its bounds."""
+    seen = [item["what"] for rank in ranks for item in rank.record.get("in_force", ())]
+    for name in dict.fromkeys([*case.proof.in_force, *seen]):
+        without = [rank.rank for rank in ranks if not _of(rank, name)]
         if without:
             return f"{name} left no evidence on rank {', '.join(map(str, without))}"
     for rank in ranks:

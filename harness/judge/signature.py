@@ -117,8 +117,7 @@ def _oracle(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
 
 
 def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
-    alone = rank.rank in failures.ranks and rank.ended_by == "self"
-    if not alone or died_of(rank) != signature.signal:
+    if not _died(rank, failures) or died_of(rank) != signature.signal:
         return None
     # Any bug can end in SIGSEGV: the frames, where the case declares some, say that it was this one.
     return f"died of {signature.signal}" if all(_has_frame(frame, rank.stuck) for frame in signature.frames) else None
@@ -195,41 +194,42 @@ def near_misses(signatures: Iterable[Signature], attempt: Attempt, failures: Fai
     return "; ".join(dict.fromkeys(text for text in found if text))
 
 
-def _near(signature: Signature, attempt: Attempt, failures: Failures) -> str:
+def _near(signature: Signature, attempt: Attempt, failures: Failures) -> str | None:
     if signature.kind == "exception":
         raised = next((r.raised for r in attempt.ranks if r.rank in failures.ranks and r.raised), None)
-        return _near_exception(signature, raised, attempt.backend) if raised else ""
+        return _near_exception(signature, raised, attempt.backend) if raised else None
     if signature.kind == "oracle":
         made = {check.name for rank in attempt.ranks for check in rank.checks}
         absent = signature.check not in made and any(rank.done for rank in attempt.ranks)
-        return f"{signature.name}: check {signature.check} was made by no rank" if absent else ""
+        return f"{signature.name}: check {signature.check} was made by no rank" if absent else None
     if signature.kind == "signal":
         other = [rank for rank in attempt.ranks if _died(rank, failures)]
         if not other:
-            return ""
-        ok = died_of(other[0]) == signature.signal
+            return None
         missing = [f for f in signature.frames if not _has_frame(f, other[0].stuck)]
-        return _said(signature, [("signal", ok, died_of(other[0]), str(signature.signal))], missing) if missing else ""
+        died = died_of(other[0])
+        part = ("signal", died == signature.signal, died, str(signature.signal))
+        return _said(signature, [part], missing) if missing else None
     if signature.kind == "log":
         notes = [note for rank in attempt.ranks for note in rank.notes]
         said = next((n for n in notes if any(p.search(n.message) for p in _patterns(signature, attempt.backend))), None)
         if said is None:
-            return ""
+            return None
         by = said.place if said.place is not None else said.module or said.name
         parts = [("message", True, "", ""), ("package", said.comes_from(signature.package or ""), by or "nowhere",
                                              signature.package or "")]  # fmt: skip
         return _said(signature, [*parts, ("logger", False, said.name, signature.logger or "any")], [])
-    return ""
+    return None
 
 
-def _near_exception(signature: Signature, raised: Raised, backend: str) -> str:
+def _near_exception(signature: Signature, raised: Raised, backend: str) -> str | None:
     place = raised.innermost
     modules = () if place is None or place.own else place.modules
     message = any(pattern.search(raised.message) for pattern in _patterns(signature, backend))
     package = any(within(name, signature.package or "") for name in modules)
     kind = signature.type in raised.names
     if not message and not (kind and package):
-        return ""
+        return None
     wanted = signature.message or " | ".join(f"{name}: {text}" for name, text in signature.variants.items())
     parts = [
         ("type", kind, raised.type, str(signature.type)),

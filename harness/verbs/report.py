@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.page.page import of_views, page
     from repro_matrix.page.read import Results, Views, read, views
     from repro_matrix.results import unshown
+    from repro_matrix.terminal.report import print_notes
 
     gc.freeze()  # the small objects of many thousand cells are all kept: looking for garbage takes as long as reading
     gc.disable()
@@ -63,7 +65,9 @@ def main(args: argparse.Namespace) -> int:
     as_page = args.format == "html" and not args.site  # from what is kept of each case, without its cells
     found: Results | Views = (views if as_page else read)(folders, catalogue, wanted)
     if not found.count and not found.unjudged:
-        _nothing_found(args, folders, wanted, catalogue)
+        _nothing_found(args, folders, wanted, catalogue, found.notes)
+    if args.format != "html":
+        print_notes(found.notes)  # the page has them itself
     made = made_line(folders)
     if isinstance(found, Views):
         view = of_views(
@@ -99,7 +103,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _nothing_found(
-    args: argparse.Namespace, folders: list[Path], wanted: dict[str, list[str]], catalogue: Catalogue
+    args: argparse.Namespace,
+    folders: list[Path],
+    wanted: dict[str, list[str]],
+    catalogue: Catalogue,
+    notes: Sequence[str],
 ) -> None:
     """Raises ResultsError: nothing was chosen, or nothing is a result; a run that measured nothing has a page too."""
     from repro_matrix.page.read import views
@@ -110,7 +118,11 @@ def _nothing_found(
         hint = "".join(nearest(one, choices) for one in wanted.get("case", ()))
         raise ResultsError(f"{words} chooses none of the cells that are stored there{hint}")
     if args.output is None and not any(_is_results(folder) for folder in folders):
-        raise ResultsError(f"{', '.join(map(str, folders))}: no results in it; a folder of your choice: --output PATH")
+        named = ", ".join(map(str, folders))
+        if notes:  # something is there, and none of it is believed
+            more = f"; and {len(notes) - 1} more" if len(notes) > 1 else ""
+            raise ResultsError(f"{named}: nothing in it can be shown: {notes[0]}{more}")
+        raise ResultsError(f"{named}: no results in it; a folder of your choice: --output PATH")
 
 
 def _nights(folders: list[Path], kept: str | None) -> list[Night]:

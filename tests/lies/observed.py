@@ -181,6 +181,38 @@ def without_promises(seen: Json) -> None:
     without_evidence(seen)
 
 
+def without_strategy(seen: Json) -> None:
+    del seen["attempt"]["settings"]["strategy"]
+    without_evidence(seen)
+
+
+def promising(promises: Json) -> Callable[[Json], None]:
+    def plant(seen: Json) -> None:
+        seen["attempt"]["settings"]["strategy"]["promises"] = promises
+        without_evidence(seen)
+
+    return plant
+
+
+def of_an_older_engine(seen: Json) -> None:
+    """Which stored neither releases nor a fingerprint in an attempt, nor promises."""
+    del seen["attempt"]["versions"]
+    without_promises(seen)
+
+
+def without(key: str) -> Callable[[Json], None]:
+    """The last rank's record does not hold it."""
+
+    def plant(seen: Json) -> None:
+        del seen["ranks"][1]["record"][key]
+
+    return plant
+
+
+def on_rank_zero(seen: Json) -> None:
+    seen["ranks"][0]["record"]["in_force"].append({"what": "checkpointing", "got": 4, "least": 1})
+
+
 def one_process(seen: Json) -> None:
     for rank in seen["ranks"]:
         rank["pid"] = rank["record"]["pid"] = 100
@@ -256,6 +288,13 @@ TRAINING = Bench(
             "INCONCLUSIVE.*stack changed.*4.39.3"),
         Lie("a record that calls itself an older kit's", "more", of_an_older_kit, "INCONCLUSIVE.*older kit's"),
         Lie("settings without the strategy's promises", "more", without_promises, "INCONCLUSIVE.*promises"),
+        Lie("settings with no strategy at all", "more", without_strategy, "INCONCLUSIVE.*promises"),
+        Lie("promises of nothing", "more", promising({}), "INCONCLUSIVE.*promises"),
+        Lie("a record of today as of an older engine", "more", of_an_older_engine, "INCONCLUSIVE.*promises"),
+        Lie("in force on one rank only", "P6", last(record={"in_force": []}), "INCONCLUSIVE.*group on rank 1"),
+        Lie("a record without what was in force", "P6", without("in_force"), "INCONCLUSIVE.*holds no in_force"),
+        Lie("a record without what was read", "own", without("read"), "INCONCLUSIVE.*holds no read"),
+        Lie("a recomputation on one rank only", "P6", on_rank_zero, "INCONCLUSIVE.*checkpointing.*on rank 1"),
         Lie("fewer steps wanted than were to be made", "more", all_checks("steps", got=1, want=1), "wanted 1, the att"),
         Lie("nine tenths of an update as rounding", "more", all_checks("updates", got=0.9, tolerance=0.95),
             "so wide a tolerance"),
