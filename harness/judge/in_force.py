@@ -143,8 +143,8 @@ def _collectives(attempt: Attempt, slug: str, wanted: Iterable[Any]) -> str | No
 
 def _measured(case: Case, ranks: Sequence[Rank]) -> str | None:
     """What the proof lists, and what any rank measured, every rank measured; and within its bounds."""
-    seen = [item["what"] for rank in ranks for item in rank.record.get("in_force", ())]
-    for name in dict.fromkeys([*case.proof.in_force, *seen]):
+    told = [item["what"] for rank in ranks for item in rank.record.get("in_force", ())]
+    for name in dict.fromkeys([*case.proof.in_force, *told]):
         without = [rank.rank for rank in ranks if not _of(rank, name)]
         if without:
             return f"{name} left no evidence on rank {', '.join(map(str, without))}"
