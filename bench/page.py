@@ -23,6 +23,7 @@ from bench.browser import Browser, program
 from bench.machine import machine
 from repro_matrix.paths import BASELINE, ROOT
 from repro_matrix.results import rows
+from repro_matrix.results.publishing import place
 from repro_matrix.results.store import Store
 from repro_matrix.terminal import summary
 
@@ -33,16 +34,16 @@ PROMISED = {"report_s": 5, "report_mb": 1000, "diff_s": 2, "summary_s": 2, "brow
 
 def stored(folder: Path, count: int) -> list[Path]:
     """So many cells in a folder, as a run writes them."""
-    published = sorted(BASELINE.rglob("*.json"))
+    published = [json.dumps({k: v for k, v in d.items() if k != "path"}) for d in Store(BASELINE).documents()]
     made = []
     for number, source in enumerate(itertools.islice(itertools.cycle(published), count)):
-        document = json.loads(source.read_text(encoding="utf-8"))
+        document = json.loads(source)
         again = number // len(published)
         if again:
             stack = document["stack"]
             stack |= {"label": f"{stack['label']}x{again}", "name": f"{stack['name']}-{again}"}
             document["provenance"]["started"] -= 0.001 * again  # else it would be begun after its attempts
-        at = folder / document["hardware"]["profile"] / document["stack"]["label"] / document["case"] / source.name
+        at = folder / f"{place(document)}.json"
         at.parent.mkdir(parents=True, exist_ok=True)
         at.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
         made.append(at)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from judging import document, failed, observation, ok
 
 from repro_matrix.paths import BASELINE
-from repro_matrix.results.compact import TAIL, applied, compacted, difference, expanded, lines
+from repro_matrix.results import sheet
+from repro_matrix.results.compact import TAIL, applied, compacted, difference, expanded
 from repro_matrix.results.store import Store
 
 PLAIN = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3)
@@ -41,16 +42,15 @@ def test_a_document_comes_back_whole(value: Any, ranks: list[Any], outcomes: lis
         for number, name in enumerate(outcomes)
     ]
     made = document({"broken": attempts, "fix": "a reason"}, {"fix": "FIX_HOLDS"})
-    text = lines(compacted(made | {"path": "where/it/was.json"}))
-    assert same(expanded(json.loads(text)), made)
-    assert same(json.loads(text), compacted(made)), "the lines are the same JSON"
+    written = json.loads(json.dumps(compacted(made | {"path": "where/it/was.json"})))
+    assert same(expanded(written), made)
 
 
 def test_a_repeated_attempt_costs_what_differs() -> None:
     made = observation(failed(0), failed(1))
-    once = len(lines(compacted(document({"broken": [("fires", made)]}))))
+    once = len(json.dumps(compacted(document({"broken": [("fires", made)]}))))
     later = observation(failed(0), failed(1), id="a2", started=199.0)
-    thrice = len(lines(compacted(document({"broken": [("fires", made), ("fires", later), ("fires", later)]}))))
+    thrice = len(json.dumps(compacted(document({"broken": [("fires", made), ("fires", later), ("fires", later)]}))))
     assert thrice - once < 200 < once
 
 
@@ -76,10 +76,12 @@ def test_a_difference_that_does_not_fit_is_a_damaged_document(tmp_path: Path, wr
 
 
 def test_all_that_is_published_is_compact() -> None:
-    for path in BASELINE.rglob("*.json"):
-        made = json.loads(path.read_text())
-        assert made["compact"] == 1, path
-        attempts = [
-            a for arm in made["arms"].values() for a in arm["attempts"][:1] if a["outcome"]["outcome"] == "clean"
-        ]
-        assert not any(rank.get("log_tail") for a in attempts for rank in a["observation"]["ranks"][:1]), path
+    for path in BASELINE.rglob("*.jsonl"):
+        held = sheet.of(path.read_bytes())
+        for number in held.keys:
+            made = held.document(number)
+            assert made["compact"] == 1, path
+            attempts = [
+                a for arm in made["arms"].values() for a in arm["attempts"][:1] if a["outcome"]["outcome"] == "clean"
+            ]
+            assert not any(rank.get("log_tail") for a in attempts for rank in a["observation"]["ranks"][:1]), path

@@ -14,6 +14,8 @@ from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ConfigError, Options, unknown
 from repro_matrix.paths import BASELINE, CONF, EXPECTED
 from repro_matrix.results.exit_code import TOO_LITTLE
+from repro_matrix.results.publishing import place
+from repro_matrix.results.store import Store, write_json
 from repro_matrix.running import session
 from repro_matrix.terminal import summary
 
@@ -180,8 +182,10 @@ def test_a_wrong_table_of_expectations_disables_its_case_only(
     with pytest.raises(ConfigError, match="train-step"):
         catalogue.load(strict=True)
     results = checkout / "one"  # what was measured of it is nobody's green
-    source = next(BASELINE.glob("*/*/train-step"))
-    shutil.copytree(source, results / source.relative_to(BASELINE))
+    stored = next(Store(BASELINE).documents(cases=["train-step"]))
+    path = results / f"{place(stored)}.json"
+    path.parent.mkdir(parents=True)
+    write_json(path, stored)
     for form, wanted in (
         ("junit", 'errors="1"'),
         ("markdown", "Nothing can be said of train-step"),
@@ -196,11 +200,15 @@ def test_a_damaged_published_document_is_named_and_the_rest_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     baseline = tmp_path / "baseline"
-    source = next(BASELINE.glob("*/*/train-step"))
-    shutil.copytree(source, baseline / source.relative_to(BASELINE))
-    first, *rest = sorted(baseline.rglob("*.json"))
-    whole = json.loads(first.read_text())
-    first.write_text(json.dumps({key: value for key, value in whole.items() if key != "hardware"}))
+    of_it = '{"key":"train-step/'
+    source = next(path for path in sorted(BASELINE.rglob("*.jsonl")) if path.read_text().count(of_it) > 1)
+    copy = baseline / "cpu" / source.name
+    copy.parent.mkdir(parents=True)
+    lines = source.read_text().split("\n")
+    at, *rest = (number for number, line in enumerate(lines) if line.startswith(of_it))
+    lines[at] = lines[at].replace('"cell":{', '"cell":{"hardware":0,')
+    copy.write_text("\n".join(lines))
+    first = f"{copy}:{at + 1}"
     monkeypatch.setattr(project, "published", lambda: [baseline])
     told: list[str] = []
     known = session.history([], {"train-step"}, told.append)

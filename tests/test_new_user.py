@@ -129,6 +129,7 @@ def test_a_hang_says_where_the_ranks_stood() -> None:
 def test_json_calls_a_case_a_case_and_names_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     import json
 
+    from repro_matrix.cell import place
     from repro_matrix.paths import BASELINE
     from repro_matrix.results.rows import arm_rows
     from repro_matrix.results.store import Store
@@ -137,4 +138,4 @@ def test_json_calls_a_case_a_case_and_names_the_document(capsys: pytest.CaptureF
     told = json.loads(capsys.readouterr().out)
     assert told["case"] == "train-step" and "slug" not in told
     stored = next(Store(BASELINE).documents(cases=["train-step"]))
-    assert all(Path(row["document"]).is_file() for row in arm_rows(stored))
+    assert all(Path(place.read(row["document"]).file).is_file() for row in arm_rows(stored))

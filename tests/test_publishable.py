@@ -14,6 +14,7 @@ from judging import document, observation, ok
 from repro_matrix.cli import main
 from repro_matrix.judge.publishable import refusals
 from repro_matrix.paths import BASELINE
+from repro_matrix.results.publishing import place
 from repro_matrix.results.store import Store
 
 
@@ -85,12 +86,12 @@ def test_naming_more_never_refuses_more(verdicts: list[str], attempts: int) -> N
 
 def test_the_verb_publishes_nothing_of_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored = next(Store(BASELINE).documents(cases=["ddp-unfinished-reduction"]))
-    path = tmp_path.joinpath(*Path(stored["path"]).relative_to(BASELINE).parts)
+    path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
     stored["provenance"]["git_dirty"] = True
     path.write_text(json.dumps({key: value for key, value in stored.items() if key != "path"}))
-    before = {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.json")}
+    before = {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.jsonl")}
     code = main(["accept", "case=ddp-unfinished-reduction", "--reason", "x", "--from", str(tmp_path)])
     said = capsys.readouterr().err
     assert code != 0 and "not published" in said and "changes that are not committed" in said
-    assert before == {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.json")}
+    assert before == {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.jsonl")}

@@ -101,6 +101,16 @@ def test_a_stack_that_has_a_name_is_kept_between_two_releases_that_say_the_same(
     assert decide([first, named, last], [cell("4.41.0")]).dropped == [place(last)]
 
 
+def test_a_stack_built_anew_replaces_what_it_answered_under_its_older_label() -> None:
+    old, other, new = cell("4.38.0"), cell("4.38.0", where="n/fsdp"), cell("4.38.0", "FIX_BROKEN")
+    new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
+    found = decide([old, other], [new])
+    assert (list(found.written), found.dropped) == ([place(new)], [place(old)])
+    fewer = {**new, "arms": {name: new["arms"][name] for name in ("broken", "fix")}}
+    elsewhere = {**new, "stack": {**new["stack"], "name": "base+transformers@4.38"}}
+    assert [decide([old], [one]).dropped for one in (fewer, elsewhere)] == [[], []]
+
+
 def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:
     old, new = cell("4.38.0"), cell("4.38.0", "FIX_BROKEN")
     del new["arms"]["other-fix"]
@@ -128,7 +138,7 @@ def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one
 def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slug = "fsdp2-mixed-dtensor"
     (stored,) = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents
-    path = tmp_path.joinpath(*Path(stored["path"]).relative_to(BASELINE).parts)
+    path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
     stored["arms"]["broken"]["fingerprint"] = "other"
     for attempt in stored["arms"]["broken"]["attempts"]:

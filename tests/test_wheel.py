@@ -108,7 +108,8 @@ def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
 
     run("accept", "case=odd-batch", "--reason", "first measured")
     assert "FIX_HOLDS" in (team / "results/expected/odd-batch.yaml").read_text()
-    assert list((team / "results" / "baseline").rglob("our-head-by-hand.json"))
+    (published,) = (team / "results" / "baseline").rglob("*.json*")
+    assert published.suffix == ".jsonl" and '"key":"odd-batch/our-head-by-hand"' in published.read_text()
     refused = run("accept", "case=train-step", "--reason", "none", code=2)
     assert "no complete measurement" in refused.stderr
 

@@ -17,17 +17,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.cell import place
 from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ResultsError, nearest
 from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import EXPECTED, PACKAGE
 from repro_matrix.results import kept, runs, unshown
-from repro_matrix.results.store import Document, document_of
+from repro_matrix.results.store import Document, Found, State, document_at, listed, state_of
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
 SEVERAL = 256  # from so many documents on, more than one process reads them
-Stat = tuple[int, int, int, int]  # of a file: another one whenever it was written, or is another file
 
 
 @dataclass
@@ -48,7 +48,7 @@ def side(name: str) -> Side:
     Raises ResultsError: neither, or nothing in it is a result.
     """
     path = runs.of(Path(name).expanduser())
-    if path.exists():
+    if Path(place.read(str(path)).file).exists():
         found = read(path, name)
         if not found.briefs:
             more = f" (and {len(found.notes) - 1} more)" if len(found.notes) > 1 else ""
@@ -56,7 +56,7 @@ def side(name: str) -> Side:
         return found
     found, stacks = Side(name), set()
     for published in (read(folder, name) for folder in project.published() if folder.is_dir()):
-        found.briefs += [b for b in published.briefs if name in (b.stack, Path(b.path).parent.parent.name)]
+        found.briefs += [b for b in published.briefs if name in (b.stack, place.read(b.path).stack)]
         found.parts |= published.parts
         found.notes += published.notes
         stacks |= {b.stack for b in published.briefs}
@@ -69,13 +69,13 @@ def read(root: Path, name: str = "") -> Side:
     """Every cell in a folder (older documents of its history left out). Raises ResultsError: it cannot be read."""
     found = Side(name or str(root))
     known = _Kept(root)
-    cold: list[Path] = []
-    states: dict[str, Stat] = {}
+    cold: list[Found] = []
+    states: dict[str, State] = {}
     try:
-        for at, state in _files(root):
-            states[at] = state
-            if not known.has(at, state):
-                cold.append(Path(at))
+        for each in listed(root):
+            states[each.path] = each.state
+            if not known.has(each.path, each.state):
+                cold.append(each)
     except OSError as error:
         raise ResultsError(f"{root}: {error.strerror or error}") from None
     for briefs, parts, told in _judged(cold):
@@ -101,7 +101,7 @@ def take(root: Path, documents: Iterable[Document]) -> None:
     known = _Kept(root)
     for document in documents:
         at = document["path"]
-        known.take({at: to_json(brief(document, known.parts))}, {at: []}, {at: _state(os.stat(at))})
+        known.take({at: to_json(brief(document, known.parts))}, {at: []}, {at: state_of(at)})
     known.write()
 
 
@@ -112,57 +112,36 @@ def of_run(name: str, documents: Iterable[Document]) -> Side:
     return found
 
 
-def _files(root: Path) -> Iterator[tuple[str, Stat]]:
-    if root.is_file():
-        info = root.stat()
-        yield str(root), _state(info)
-        return
-    for folder, names, files in os.walk(root, onerror=_raise):
-        names[:] = sorted(name for name in names if name != "history" and not name.startswith("."))
-        for name in sorted(files):
-            if name.endswith(".json") and not name.startswith("."):
-                info = os.stat(os.path.join(folder, name))
-                yield os.path.join(folder, name), _state(info)
-
-
-def _state(info: os.stat_result) -> Stat:
-    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
 Read = tuple[dict[str, dict[str, Any]], Parts, dict[str, list[str]]]  # path -> brief; parts; path -> notes
 
 
-def _judged(paths: Sequence[Path]) -> Iterator[Read]:
+def _judged(found: Sequence[Found]) -> Iterator[Read]:
     """Chunks of documents of one case each: what is stored of a cell on other stacks belongs to its judgement."""
-    chunks: list[list[Path]] = []
-    for _, group in groupby(sorted(paths, key=lambda path: (path.parent.name, path)), key=lambda p: p.parent.name):
-        of_case = list(group)
+    chunks: list[list[str]] = []
+    for _, group in groupby(sorted(found, key=lambda each: each.case), key=lambda each: each.case):
+        of_case = [each.path for each in group]
         chunks += [of_case[start : start + CHUNK] for start in range(0, len(of_case), CHUNK)]
     cores = len(os.sched_getaffinity(0))
-    if len(paths) < SEVERAL or cores == 1:
+    if len(found) < SEVERAL or cores == 1:
         yield from map(_chunk, chunks)
         return
     with ProcessPoolExecutor(min(cores, 16)) as pool:
         yield from pool.map(_chunk, chunks)
 
 
-def _chunk(paths: Sequence[Path]) -> Read:
+def _chunk(paths: Sequence[str]) -> Read:
     everything = catalogue.load()
     unshown.dropped(everything)  # said once, by ``read``
     cases = everything.cases
-    notes: dict[str, list[str]] = {str(path): [] for path in paths}
+    notes: dict[str, list[str]] = {path: [] for path in paths}
     parts: Parts = {}
     found: dict[str, dict[str, Any]] = {}
     documents: list[Document] = []
     for path in paths:
         try:
-            documents.append({**document_of(path.read_text(encoding="utf-8")), "path": str(path)})
+            documents.append({**document_at(path), "path": path})
         except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-            notes[str(path)].append(f"{path}: left out: {error}")
+            notes[path].append(f"{path}: left out: {error}")
     wrong_files = catalogue.left_out(cases)
     for document in documents:  # taken as stored, a case whose expectations cannot be read would never differ
         if document["case"] in wrong_files:
@@ -185,18 +164,18 @@ class _Kept:
 
     def __init__(self, root: Path) -> None:
         self._file, self._key = kept.file("briefs", str(root.resolve())), kept.digest(judge_key())
-        self.entries: dict[str, tuple[Stat, dict[str, Any] | None, list[str]]] = {}
+        self.entries: dict[str, tuple[State, dict[str, Any] | None, list[str]]] = {}
         self.parts: Parts = {}
         self.stale = False
         found = kept.read(self._file, self._key)
         if found is not None:  # else there are none yet, or of another judge: everything is read again
             self.entries, self.parts = found
 
-    def has(self, at: str, state: Stat) -> bool:
+    def has(self, at: str, state: State) -> bool:
         entry = self.entries.get(at)
         return entry is not None and entry[0] == state
 
-    def take(self, briefs: dict[str, Any], notes: dict[str, list[str]], states: dict[str, Stat]) -> None:
+    def take(self, briefs: dict[str, Any], notes: dict[str, list[str]], states: dict[str, State]) -> None:
         for at in notes:
             if at in states:
                 self.entries[at] = (states[at], briefs.get(at), notes[at])

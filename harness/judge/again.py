@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePath
 from typing import Any, cast
 
+from repro_matrix.cell import place
 from repro_matrix.cell.types import Arm, Cell, Document, Settings
 from repro_matrix.cell.types import Verdict as Stored
 from repro_matrix.conf.schema import Case
@@ -137,8 +137,8 @@ def contradiction(document: Document) -> str | None:
                 return f"arm {name} has the fingerprint {arm.get('fingerprint')}, and an attempt was made under {made}"
     versions, label = document["stack"]["versions"], document["stack"].get("label", "")
     path = document.get("path", "")
-    folder = PurePath(path).parent.parent.name if path else label
-    for name, what in ((label, "its label"), (folder, "its folder")):
+    stored = place.read(path).stack if path else label
+    for name, what in ((label, "its label"), (stored, "its file" if place.read(path).line else "its folder")):
         said = _said(name)
         for package, version in said.items():
             if package in versions and _plain(versions[package]) != version:

@@ -6,8 +6,7 @@ not signed. What contradicts itself is no evidence.
 
 from __future__ import annotations
 
-from pathlib import PurePath
-
+from repro_matrix.cell import place
 from repro_matrix.cell import types as cell
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.evidence import Attempt, Rank, number
@@ -83,10 +82,10 @@ def contradiction(document: cell.Document, case: Case) -> str | None:
     """Where what a document says of itself is not what its attempts ran with, in words; else None."""
     hardware = document["hardware"]
     ended = [-1.0]
-    folders = PurePath(document.get("path", "")).parts[-4:]  # profile/stack/case/cell.json
-    profile = hardware["profile"]
-    if len(folders) == 4 and folders[2] == case.slug and profile and folders[0] != profile:
-        return f"its folder says {folders[0]}, and its hardware {profile}"
+    at, profile = place.read(document.get("path", "")), hardware["profile"]
+    in_place = at.case == case.slug if at.line is None else at.stack == document["stack"].get("label")
+    if in_place and at.hardware and profile and at.hardware != profile:
+        return f"its folder says {at.hardware}, and its hardware {profile}"
     for name, arm in document["arms"].items():
         for attempt in arm["attempts"]:
             made = attempt["observation"]["attempt"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.cell.place import LINES
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff import sides
 from repro_matrix.nights.night import Night, from_json, of_briefs, to_json
@@ -85,7 +86,7 @@ def folders(path: Path) -> list[Path]:
         for folder in sorted(path.iterdir())
         if folder.is_dir() and not folder.is_symlink()  # latest
         and folder.name not in ("history", SCRIPTS, runs.SEARCHES) and not folder.name.startswith(".")
-        and next(folder.glob("*/*/*/*.json"), None)
+        and (next(folder.glob("*/*/*/*.json"), None) or next(folder.glob(f"*/*{LINES}"), None))
     ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ case read again, because the documents of a case are each other's history.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -23,11 +22,11 @@ from repro_matrix.diff.sides import judge_key
 from repro_matrix.judge.again import Judged, judged_again, with_expectations
 from repro_matrix.page.view import Cell, cell
 from repro_matrix.results import kept, muted
+from repro_matrix.results import store as stores
 from repro_matrix.results.muted import Mute
-from repro_matrix.results.store import SCRIPTS, Store
+from repro_matrix.results.store import State, Store
 
-# A document's path, and what of its file changes whenever it is written.
-File = tuple[str, tuple[int, int, int, int]]
+File = tuple[str, State]  # a document's path, and its file's state
 # What the ledger does not look at, and most of a document: of a rank's record, and of an attempt.
 _OF_RECORD = {"exception", "checks", "facts", "versions", "packages", "warnings", "logs", "read", "in_force"}
 _OF_ATTEMPT = {"command", "torchrun", "settings", "versions", "leftover"}
@@ -95,7 +94,7 @@ class Stored:
     def made(self) -> Part:
         """From the files; kept where the cache can be written."""
         store = Store(self.asked.folder)
-        paths = [Path(path) for path, _ in self.files]
+        paths = [path for path, _ in self.files]
         stored = [document for document in _stored(store, paths) if _is_wanted(document, self.asked.wanted)]
         judged, told = self._told(stored)
         unknown = {str(d["case"]) for d in stored if d["case"] not in self.asked.catalogue.cases}
@@ -135,29 +134,21 @@ class Stored:
 
 
 def listed(folder: Path) -> dict[str, tuple[File, ...]]:
-    """Case -> its documents' files; older ones in the history are left out. Raises ResultsError: it cannot be read."""
+    """Case -> its documents; older ones in the history are left out. Raises ResultsError: it cannot be read."""
     found: dict[str, list[File]] = {}
-    for at, names, files in os.walk(folder, onerror=_raise):
-        names[:] = sorted(name for name in names if name != "history" and not (at == str(folder) and name == SCRIPTS))
-        own = [name for name in files if name.endswith(".json")]
-        if own:
-            into = found.setdefault(os.path.basename(at), [])
-            for name in sorted(own):
-                path = os.path.join(at, name)
-                info = os.stat(path)
-                into.append((path, (info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino)))
+    try:
+        for each in stores.listed(folder):
+            found.setdefault(each.case, []).append((each.path, each.state))
+    except OSError as error:
+        raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})") from None
     return {case: tuple(files) for case, files in sorted(found.items())}
 
 
-def _raise(error: OSError) -> None:
-    raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})")
-
-
-def _stored(store: Store, paths: Iterable[Path]) -> Iterator[Document]:
+def _stored(store: Store, paths: Iterable[str]) -> Iterator[Document]:
     for path in paths:
-        document = store.read(path)
+        document = store.read(Path(path))
         if document is not None:
-            yield {**document, "path": str(path)}
+            yield {**document, "path": path}
 
 
 def slim(document: Document) -> Document:

@@ -8,10 +8,10 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case, Expectation
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.met import Met
+from repro_matrix.results.ranges import upstream
 
 Document = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ def unbacked(case: Case, documents: Iterable[Document]) -> list[str]:
             if not alike:
                 found.append(f"{shown}: expected, and no measurement of it is stored")
             for document in alike:
-                for package, version in _upstream(document).items():
+                for package, version in upstream(document).items():
                     seen.setdefault(package, []).append(version)
             for arm, wanted in entry.verdicts.items():
                 listed = entry.met_by(arm)
@@ -66,11 +66,6 @@ def _beyond(specifier: str | None, low: Version, high: Version) -> bool:
     (operator,) = upper
     top = Version(bounds[operator])
     return Version(bounds[">="]) < first or top > beyond or (top == beyond and operator == "<=")
-
-
-def _upstream(document: Document) -> dict[str, Version]:
-    have = document["stack"]["versions"]
-    return {package: Version(have[package]) for package in UPSTREAM if package in have}
 
 
 def _said(document: Document, arm: str, met: bool) -> tuple[str, tuple[str, ...]]:

@@ -39,27 +39,6 @@ def expanded(document: Document) -> Document:
     return {key: value for key, value in document.items() if key != "compact"} | {"arms": arms}
 
 
-def lines(document: Document) -> str:
-    """A compact document's JSON, a line for each attempt and for each other thing that it says."""
-    arms = {name: _object(arm, 3, attempts=_array(arm["attempts"], 4)) for name, arm in document["arms"].items()}
-    return _object(document, 1, arms=_object(arms, 2, **arms)) + "\n"
-
-
-def _object(value: Document, depth: int, **written: str) -> str:
-    """A mapping, a line for each key; ``written`` has the text of some values."""
-    items = [f"{json.dumps(key)}: {written.get(key) or _dump(item)}" for key, item in value.items()]
-    return "{\n" + ",\n".join(" " * depth + item for item in items) + "\n" + " " * (depth - 1) + "}"
-
-
-def _array(values: list[Json], depth: int) -> str:
-    items = [" " * depth + _dump(value) for value in values]
-    return "[\n" + ",\n".join(items) + "\n" + " " * (depth - 1) + "]" if items else "[]"
-
-
-def _dump(value: Json) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
 def _arm(arm: Document) -> Document:
     attempts = [_trimmed(attempt) for attempt in arm["attempts"]]
     made = [difference(attempts[0], attempt) for attempt in attempts[1:]]

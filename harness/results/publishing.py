@@ -17,7 +17,7 @@ from repro_matrix.judge.comparable import machine
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.expect import expected as expectation
 from repro_matrix.judge.met import Met
-from repro_matrix.results.ranges import expectations, measured, runs
+from repro_matrix.results.ranges import expectations, measured, runs, upstream
 
 
 @dataclass(frozen=True, order=True)
@@ -34,7 +34,7 @@ class Change:
 
 @dataclass
 class Publication:
-    """Places are relative to the baseline's folder."""
+    """Documents by their place: hardware, stack and cell."""
 
     written: dict[str, Document] = field(default_factory=dict)  # place -> the document
     same: list[str] = field(default_factory=list)  # published already, and what was measured says no more
@@ -58,12 +58,22 @@ def publication(
 
 
 def place(document: Document) -> str:
-    """Where a document is published."""
-    return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['key']}.json"
+    """Of which hardware, stack and cell a document is: there is one of each."""
+    return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['key']}"
+
+
+def _replaced(now: Document, old: Document) -> bool:
+    """The same cell of the same stack and releases, under another label: something else in it was built anew."""
+    alike = [(d["key"], d["hardware"]["profile"], d["stack"]["name"], upstream(d)) for d in (now, old)]
+    return alike[0] == alike[1] and place(now) != place(old) and old["arms"].keys() <= now["arms"].keys()
 
 
 def _case(found: Publication, case: Case, held: list[Document], given: list[Document], reason: str) -> None:
-    before = {place(document): document for document in held}
+    before: dict[str, Document] = {}
+    for document in held:  # a cell's file of its own and its line, where `accept` was killed between the two
+        also = before.get(place(document))
+        if also is None or also["provenance"]["started"] <= document["provenance"]["started"]:
+            before[place(document)] = document
     now = {place(document): document for document in given}
     for key in now.keys() & before.keys():
         if now[key]["arms"].keys() < before[key]["arms"].keys():  # a version map leaves out arms on another stack
@@ -73,16 +83,25 @@ def _case(found: Publication, case: Case, held: list[Document], given: list[Docu
         if key in before and _says_no_more(now[key], before[key]):
             found.same.append(key)
             del now[key]
-    all_of_it = [item for key, document in {**before, **now}.items() for item in measured(case, document, key)]
+    gone = {key for key, old in before.items() if any(_replaced(new, old) for new in now.values())}
+    found.dropped += sorted(gone)
+    before = {key: document for key, document in before.items() if key not in gone}
+    every = {**before, **now}
+    all_of_it = [item for key in sorted(every, key=_in_order) for item in measured(case, every[key], key)]
     line = runs(all_of_it)
     inner = {key for run in line for key in run.inner} - {key for run in line for key in run.kept}
     # A stack that has a name is measured again when the checks change: it is what others are compared with.
-    inner -= {key for key, document in {**before, **now}.items() if "+" not in document["stack"]["name"]}
+    inner -= {key for key, document in every.items() if "+" not in document["stack"]["name"]}
     found.inner += sorted(inner & now.keys())
     found.dropped += sorted(inner & before.keys())
     found.written |= {key: document for key, document in now.items() if key not in inner}
     entries = expectations(all_of_it, reason, case.expect)
     found.tables[case.slug] = expected.text(case.slug, entries) if entries else None
+
+
+def _in_order(at: str) -> list[str]:
+    """The order of a table's cells: that of the files that there was one a cell of, so that none moves in it."""
+    return f"{at}.json".split("/")
 
 
 def _says_no_more(new: Document, old: Document) -> bool:

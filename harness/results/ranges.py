@@ -45,8 +45,7 @@ class Measured:
 def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measured]:
     """What a document shows: of the arms that follow the stack, and apart from them of those that name their own, which
     a version map leaves out."""
-    have = document["stack"]["versions"]
-    versions = {package: Version(have[package]) for package in UPSTREAM if package in have}
+    versions = upstream(document)
     verdicts = {arm: as_expected(v["name"]) for arm, v in document["verdicts"].items() if v["name"] in STABLE}
     own = {arm: name for arm, name in verdicts.items() if arm in case.arms and case.arms[arm].stack}
     following = {arm: name for arm, name in verdicts.items() if arm not in own}
@@ -61,6 +60,12 @@ def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measure
         return Measured(path, where, hardware, versions, of, own_stack, seen, facts)
 
     return [item(following, False), *([item(own, True)] if own else [])]
+
+
+def upstream(document: Mapping[str, Any]) -> dict[str, Version]:
+    """The releases of the packages that answers are ranged over."""
+    have = document["stack"]["versions"]
+    return {package: Version(have[package]) for package in UPSTREAM if package in have}
 
 
 def whole(case: Case, document: Mapping[str, Any]) -> bool:

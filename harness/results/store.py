@@ -1,7 +1,9 @@
-"""Results on disk: one JSON document per cell, written atomically; nothing recorded is ever lost."""
+"""Results on disk: one JSON document per cell, written atomically; nothing recorded is ever lost. What is published is
+a line of its stack's file (harness/results/sheet.py), and is read here too."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,18 +11,22 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from repro_matrix.cell import doubt, older
+from repro_matrix.cell import doubt, older, place
 from repro_matrix.cell.types import Document
 from repro_matrix.conf.errors import ResultsError
+from repro_matrix.results import sheet
 from repro_matrix.results.compact import expanded
+from repro_matrix.results.sheet import NewerSchema
 
 SCHEMA = 1  # of a cell's document
 SCRIPTS = "scripts"  # in a results folder: measurements of somebody's own scripts (harness/script)
+State = tuple[int, int, int, int]  # of a file: another one whenever it was written, or is another file
 
 
 def stack_label(versions: Mapping[str, str], key: str) -> str:
@@ -91,7 +97,7 @@ class Store:
         """A document, or None. What cannot be read is named in ``damaged`` and left where it is; who is about to
         replace it (``replacing``) moves it aside. It is never deleted."""
         try:
-            return document_of(path.read_text(encoding="utf-8"))
+            return document_at(str(path))
         except FileNotFoundError:
             return None
         except NewerSchema as error:
@@ -114,21 +120,75 @@ class Store:
         """Every document in the folder (of these cases), in a fixed order; with ``history`` the older ones too."""
         if not self.root.is_dir():
             return
-        for path in sorted(self.root.rglob("*.json")):
-            if path.relative_to(self.root).parts[0] == SCRIPTS:  # a script's measurements are no cells
+        try:
+            every = list(listed(self.root, history))
+        except OSError as error:
+            raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})") from None
+        for found in every:
+            if cases and found.case and found.case not in cases:
                 continue
-            if "history" in path.relative_to(self.root).parts and not history:
-                continue
-            if cases and path.parent.name not in cases:
-                continue
-            document = self.read(path)
+            document = self.read(Path(found.path))
             if document is not None:
-                document["path"] = str(path)
+                document["path"] = found.path
                 yield document
 
 
-class NewerSchema(ValueError):
-    """A document that this version does not know how to read."""
+@dataclass(frozen=True)
+class Found:
+    """A document in a folder. ``path`` names it (harness/cell/place.py); ``case``: by its folder or its line's key, ""
+    of a line that is damaged. ``state``: of the file that holds it."""
+
+    path: str
+    case: str
+    state: State
+
+
+def listed(root: Path, history: bool = False) -> Iterator[Found]:
+    """The documents below a folder, in a fixed order; a file of them, or one document, lists itself. Older ones
+    (``history``) and a script's measurements are left out. Raises OSError."""
+    if not root.is_dir():
+        yield from _in_file(str(root), root.parent.name)
+        return
+    for folder, names, files in os.walk(root, onerror=_raise):
+        left_out = {*([] if history else ["history"]), *([SCRIPTS] if folder == str(root) else [])}
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in left_out)
+        for name in sorted(files):
+            if name.endswith((".json", place.LINES)) and not name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):  # gone since: a run may be at work here
+                    yield from _in_file(os.path.join(folder, name), os.path.basename(folder))
+
+
+def _in_file(path: str, case: str) -> Iterator[Found]:
+    at = place.read(path)
+    state = state_of(at.file)
+    if not at.file.endswith(place.LINES):
+        yield Found(path, case, state)
+        return
+    held = sheet.at(at.file, state)
+    if sheet.is_one(held):
+        for number, key in held.keys.items():
+            if at.line in (None, number):
+                yield Found(str(place.Place(at.file, number)), key.partition("/")[0], state)
+
+
+def state_of(path: str) -> State:
+    info = os.stat(path)
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def document_at(path: str) -> Document:
+    """The document of this name. Raises ValueError as ``document_of``, and OSError."""
+    at = place.read(path)
+    if at.line is None:
+        return document_of(Path(path).read_text(encoding="utf-8"))
+    try:
+        return _checked(sheet.at(at.file, state_of(at.file)).document(at.line))
+    except RecursionError:
+        raise ValueError("not a cell document: nested too deeply") from None
 
 
 def _is_newer(path: Path) -> bool:
@@ -143,7 +203,14 @@ def document_of(written: str) -> Document:
     """The document that a file's text is, compared with its type (harness/cell/types.py), so that nobody who reads it
     need ask for a key. Raises ValueError with what is wrong, and where in it; NewerSchema."""
     try:
-        found: Any = expanded(json.loads(written))
+        return _checked(json.loads(written))
+    except RecursionError:
+        raise ValueError("not a cell document: nested too deeply") from None
+
+
+def _checked(held: Any) -> Document:
+    try:
+        found: Any = expanded(held)
         schema = found["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
@@ -152,8 +219,6 @@ def document_of(written: str) -> Document:
         return older.filled(doubt.cell(older.with_ranks(found)))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cell document: {type(error).__name__}: {error}") from None
-    except RecursionError:
-        raise ValueError("not a cell document: nested too deeply") from None
 
 
 def write_json(path: Path, value: Any) -> None:

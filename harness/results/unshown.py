@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from repro_matrix.cell.place import LINES
 from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.judge.again import judged_again
@@ -46,4 +47,4 @@ def files() -> list[Path]:
     own = project.current()
     if own.expected == EXPECTED or not any(own.expected.glob("*.yaml")):
         return []
-    return sorted(own.baseline.rglob("*.json"))
+    return [path for path in sorted(own.baseline.rglob("*")) if path.suffix in (".json", LINES)]

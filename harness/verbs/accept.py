@@ -26,8 +26,7 @@ from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.foreign import too_wide
 from repro_matrix.judge.publishable import refusals
 from repro_matrix.paths import ROOT, cache_dir
-from repro_matrix.results import runs
-from repro_matrix.results.compact import compacted, lines
+from repro_matrix.results import published, runs
 from repro_matrix.results.publishing import Publication, publication
 from repro_matrix.results.ranges import whole
 from repro_matrix.results.store import Store, write_text
@@ -60,10 +59,10 @@ def main(args: argparse.Namespace) -> int:
     shipped = set() if own.is_shipped else names - catalogue.own.get("case", {}).keys()
     names -= shipped
     # What is published is judged here and now, by the cases as they are, and beside what is published already.
-    published, measured = Store(own.baseline), Store(source)
-    held = [d for d in published.documents(cases=names) if _usable(d)]
-    if published.damaged:  # what is expected would be written without it
-        raise ResultsError("\n  ".join(["what is published is damaged: restore it first", *published.damaged]))
+    kept, measured = Store(own.baseline), Store(source)
+    held = [d for d in kept.documents(cases=names) if _usable(d)]
+    if kept.damaged:  # what is expected would be written without it
+        raise ResultsError("\n  ".join(["what is published is damaged: restore it first", *kept.damaged]))
     every = [d for d in measured.documents() if d["case"] in names | shipped and _usable(d)]
     print_notes(measured.damaged)
     given = [d for d in every if d["case"] in names]
@@ -111,12 +110,7 @@ def _show(found: Publication) -> None:
 
 
 def _publish(found: Publication, own: Project) -> None:
-    for place, document in found.written.items():
-        path = own.baseline / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, lines(compacted(_portable(document))))
-    for place in found.dropped:
-        (own.baseline / place).unlink(missing_ok=True)
+    published.write(own.baseline, {at: _portable(one) for at, one in found.written.items()}, found.dropped)
     own.expected.mkdir(parents=True, exist_ok=True)
     for slug, table in found.tables.items():
         path = own.expected / f"{slug}.yaml"
@@ -153,7 +147,7 @@ _CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/worker/")  # what started the ran
 _ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
 
 
-def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
+def _portable(document: Mapping[str, Any]) -> Document:
     """The document without this machine's own paths: what is published says nothing of whose disk it was."""
     text = json.dumps(document)
     mine = project.current().folder
@@ -162,7 +156,7 @@ def _portable(document: Mapping[str, Any]) -> dict[str, Any]:
     for own, shown in ((ROOT, "/checkout"), (mine, "/project"), (cache_dir(), "/cache"), (Path.home(), "/home")):
         text = text.replace(f"{own}/", f"{shown}/")
     text = _ATTEMPT_FOLDER.sub("/attempt", text)
-    portable: dict[str, Any] = json.loads(text)
+    portable: Document = json.loads(text)
     return portable
 
 

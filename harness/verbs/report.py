@@ -171,7 +171,8 @@ def _target(args: argparse.Namespace, folders: list[Path], results: Path) -> Pat
         raise ResultsError(f"{target.parent}: there is no such folder; --output makes none")
     if target.is_dir():
         raise ResultsError(f"{target}: is a folder; --output takes a file")
-    if target.suffix == ".json" and any(target.resolve().is_relative_to(folder.resolve()) for folder in folders):
+    inside = any(target.resolve().is_relative_to(folder.resolve()) for folder in folders)
+    if target.suffix in (".json", ".jsonl") and inside:
         raise ResultsError(f"{target}: would be taken for a cell's document there; write it to another folder")
     return target
 

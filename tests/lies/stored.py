@@ -53,7 +53,7 @@ def older(document: Json) -> Json:
     made = copy.deepcopy(document)
     made["stack"].update(name="older", label=OLD)
     made["stack"]["versions"].update(torch="2.2.2", transformers="4.39.3")
-    made["path"] = f"baseline/cpu/{OLD}/{CASE}/{Path(document['path']).name}"
+    made["path"] = f"baseline/cpu/{OLD}.jsonl:2"
     _ranks_on(made)
     return made
 
@@ -126,9 +126,8 @@ def the(arm: str, *path: Any, to: Any) -> Callable[[Json], None]:
 
 
 def moved(document: Json) -> None:
-    """It lies in another stack's folder."""
-    path = Path(document["path"])
-    document["path"] = str(path.parents[2] / OLD / path.parent.name / path.name)
+    """It lies in another stack's file."""
+    document["path"] = str(Path(document["path"]).with_name(f"{OLD}.jsonl:2"))
 
 
 def fingerprint(document: Json) -> None:
@@ -197,7 +196,7 @@ STORED = Bench(
             "^FIX_HOLDS.*it says clean, its observation fires"),
         Lie("edited versions", "P10", edit("stack", "versions", "transformers", to="5.22.0"), "^left out; claim untes"),
         Lie("an edited label", "P10", edit("stack", "label", to=OLD), "^left out"),
-        Lie("a document in another stack's folder", "P10", moved, "^left out.*its folder"),
+        Lie("a document in another stack's folder", "P10", moved, "^left out.*its file"),
         Lie("an edited fingerprint", "bad input", fingerprint, "^left out.*fingerprint"),
         Lie("one arm's attempts under another's name", "P12", arm_for_arm, "^(?!FIX_HOLDS)"),
         Lie("a package replaced between attempts", "P10", replaced_between, "^INCONCLUSIVE.*stack changed"),
