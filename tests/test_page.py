@@ -403,10 +403,21 @@ def test_bad_input_is_named(stored: Path, tmp_path: Path, capsys: pytest.Capture
         ([str(stored), "--output", str(tmp_path)], "is a folder"),
         ([str(stored), "--format", "json", "--output", str(stored / "x.json")], "would be taken for a cell's document"),
         ([str(stored), "--output", str(stored / "report.html" / "y.html")], "there is no such folder"),
+        ([str(stored), "--output", "/proc/report.html"], "cannot be written"),  # read-only, for root too
     ):
         (stored / "report.html").write_text("a file, no folder")
         assert main(["report", *words]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_folder_may_be_called_anything(stored: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "Nächte & <b>夜 no. 1"
+    stored.rename(odd)
+    assert main(["report", str(odd)]) == 0
+    written = (odd / "report.html").read_text(encoding="utf-8")
+    assert "Nächte &amp; &lt;b&gt;夜" in written and "<b>夜" not in written
+    for name in ("junit", "markdown", "json", "csv"):
+        assert main(["report", str(odd), "--format", name]) == 0
 
 
 def test_what_is_damaged_or_foreign_is_named_on_the_page(stored: Path) -> None:
