@@ -40,7 +40,9 @@ class Lab:
         self.world, self.folder, self.launched = world, folder, 0
         self.observe: Observe = lambda v: FINE if before(v, "4.40") else error("IndexError", "list index 3")
 
-    def measure(self, script: Script, stack: Stack, repeat: int, stop: threading.Event) -> tuple[dict[str, Any], int]:
+    def measure(
+        self, script: Script, stack: Stack, repeat: int, stop: threading.Event, forked: Any = None
+    ) -> tuple[dict[str, Any], int]:
         seen_ = [self.observe(stack.versions) for _ in range(repeat)]
         self.launched += repeat
         made = [{"observation": o, "outcome": judge(script.failure, o, "train").to_json()} for o in seen_]

@@ -86,10 +86,16 @@ class WarmLauncher:
             living = (*self._servers.values(), *self._trunks.values())
             return self._ended_cpu_s + sum(server.cpu_s for server in living)
 
+    def _environment(self, attempt: Attempt) -> tuple[dict[str, str], tuple[str, ...]]:
+        return server_environment(attempt)
+
+    def _spec(self, attempt: Attempt) -> Json:
+        return spec_of(attempt)
+
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         with self._server(attempt, stop) as server:
             prepare(attempt)
-            request = server.run(attempt.id, spec_of(attempt), attempt.launch_file)
+            request = server.run(attempt.id, self._spec(attempt), attempt.launch_file)
             watch = Watch(attempt, root=request.pid, spare={server.pid} if server.pid else None)
             seen = watch.run(request.ended.wait, stop)
             return self._observed(attempt, server, request, seen)
@@ -115,7 +121,7 @@ class WarmLauncher:
     @contextmanager
     def _server(self, attempt: Attempt, stop: threading.Event) -> Iterator[Server]:
         """A living server for the attempt, started where there is none."""
-        env, own = server_environment(attempt)
+        env, own = self._environment(attempt)
         key = (attempt.python, attempt.imports, tuple(sorted(env.items())), own)
         with self._lock:
             starting = self._starting.setdefault(key, threading.Lock())

@@ -9,19 +9,22 @@ import shutil
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from repro_matrix import hardware
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.launch.attempt import Attempt, Json
+from repro_matrix.launch.server import Refused
 from repro_matrix.paths import cache_dir
 from repro_matrix.results import provenance
 from repro_matrix.results.store import SCRIPTS, stack_label, write_json
+from repro_matrix.script import forked as forking
 from repro_matrix.script import launch as launching
 from repro_matrix.script.command import Command
 from repro_matrix.script.failure import Failure, judge
+from repro_matrix.script.forked import Forked
 from repro_matrix.stacks import Stack
 from repro_matrix.stacks.stack import short_hash
 
@@ -68,14 +71,22 @@ def stored(script: Script, stack: Stack) -> Json | None:
     return dict(document)
 
 
-def measure(script: Script, stack: Stack, repeat: int, stop: threading.Event, fresh: bool = False) -> tuple[Json, int]:
-    """(the document, attempts launched now). What is stored is not launched again, but for infra, or when ``fresh``."""
+def measure(
+    script: Script,
+    stack: Stack,
+    repeat: int,
+    stop: threading.Event,
+    fresh: bool = False,
+    forked: Forked | None = None,
+) -> tuple[Json, int]:
+    """(the document, attempts launched now). What is stored is not launched again, but for infra, or when ``fresh``.
+    ``forked``: ranks are forked from its servers, where the script allows that."""
     document = None if fresh else stored(script, stack)
     kept = [each for each in (document or {}).get("attempts", []) if each["outcome"]["outcome"] != "infra"]
     launched = 0
     machine = hardware.detect()
     while len(kept) < repeat and not stop.is_set():
-        observation = once(script, stack, "cuda" if machine.gpus else "cpu", stop)
+        observation = once(script, stack, "cuda" if machine.gpus else "cpu", stop, forked)
         launched += 1
         outcome = judge(script.failure, observation, script.command.name)
         kept.append({"observation": observation, "outcome": outcome.to_json()})
@@ -101,26 +112,37 @@ def measure(script: Script, stack: Stack, repeat: int, stop: threading.Event, fr
     return document, launched
 
 
-def once(script: Script, stack: Stack, device: str, stop: threading.Event) -> dict[str, Any]:
+def once(
+    script: Script, stack: Stack, device: str, stop: threading.Event, forked: Forked | None = None
+) -> dict[str, Any]:
     command = script.command
     state = cache_dir() / "state" / "scripts"
     state.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=state))
+    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=forked.folder if forked else state))
     try:
         attempt = Attempt(
             id=folder.name,
-            run_id=folder.name,
-            directory=folder / "attempt",
+            run_id=forked.folder.name if forked else folder.name,
+            directory=folder if forked else folder / "attempt",
             script=command.script or Path(command.name),
             settings={"device": device, "script": command.shown, "failure": asdict(script.failure), "seed": 0},
             python=stack.python,
             world_size=command.nproc,
             deadline_s=min(script.limit_s, script.patience_s),
             env={**{k: v for k, v in stack.environment({}).items() if k != "PYTHONPATH"}, **script.env},
+            overlay=tuple(stack.path),
             start_limit_s=START_S,
             by_hand=command.shown,
         )
-        overlay = os.pathsep.join(stack.path)
-        return launching.launch(attempt, command, script.failure, overlay, stop)
+        why = None
+        if forked is not None:
+            begins, why = forking.lines(command, script.failure, device)
+            if begins:
+                try:
+                    return forked.attempt(replace(attempt, imports=begins), command, script.failure, stop)
+                except Refused as refused:
+                    why = f"no warm server ({refused.kind}): {refused}"
+        found = launching.launch(attempt, command, script.failure, os.pathsep.join(stack.path), stop)
+        return {**found, "attempt": {**found["attempt"], "cold": why}} if why else found
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -96,16 +96,18 @@ def failure_of(args: argparse.Namespace) -> Failure:
         raise ConfigError(f"--like {value}: {error.strerror}") from None
 
 
-def script_of(args: argparse.Namespace) -> tuple[Script, str, RunSettings]:
-    """(what is measured, the stack's specification, the run's settings). Raises ConfigError before anything starts."""
+def script_of(args: argparse.Namespace, search: bool = False) -> tuple[Script, str, RunSettings]:
+    """(what is measured, the stack's specification, the run's settings). Raises ConfigError before anything starts.
+    ``search``: over releases, whose probes may be launched in more than one way."""
     words = list(getattr(args, "command", None) or ())
     if words and args.case:
         args.overrides, args.case = [args.case, *args.overrides], None
     stack, texts = arguments.one_stack(args)
+    taken = (*TAKEN, "launcher") if search else TAKEN
     for text in texts:
         name = re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0]
-        if name not in TAKEN:
-            raise ConfigError(f"{text!r} says nothing of a script (there are: {', '.join(TAKEN)})")
+        if name not in taken:
+            raise ConfigError(f"{text!r} says nothing of a script (there are: {', '.join(taken)})")
     settings = compose_run(texts)
     if words:
         if args.script_args:

@@ -15,19 +15,23 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from repro_matrix import stacks
+from repro_matrix import hardware, stacks
 from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer
 from repro_matrix.bisection.probe import Point, Say, Stopped, Target
 from repro_matrix.conf.errors import ConfigError, MeasureError
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.script import failure as failures
-from repro_matrix.script.measure import Script, measure
+from repro_matrix.script.failure import judge
+from repro_matrix.script.forked import Forked, lines
+from repro_matrix.script.measure import Script, measure, once
 from repro_matrix.stacks import Stack, StackError
 
 ARM = "script"  # the one arm that a script has
 NOISE = 3.0  # the ends' means lie at least so many times their own spread apart
 REPEAT = 3  # of an end whose metric may drift
+WHAT = ("kind", "type", "where")  # of a failure
+TRIED = 2  # probes that are launched both ways
 
 
 @dataclass
@@ -41,12 +45,20 @@ class ScriptProber:
     arms: tuple[str, ...] = (ARM,)
     own_stack: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    launcher: str = "auto"  # torchrun: every probe from cold; warm: servers share no trunk
+    forked: Forked | None = None  # from ``with`` on, unless its answers were not those of a start from cold
+    tried: list[str] = field(default_factory=list)  # targets that were measured both ways, with the same answer
 
     def __enter__(self) -> ScriptProber:
+        device = "cuda" if hardware.detect().gpus else "cpu"
+        if self.launcher != "torchrun" and lines(self.script.command, self.script.failure, device)[0]:
+            self.forked = Forked(share=self.launcher == "auto")
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is kept."""
+        if self.forked is not None:
+            self.forked.close()
+        self.forked = None
 
     @property
     def case(self) -> Any:
@@ -163,10 +175,51 @@ class ScriptProber:
         began = time.monotonic()
         stack, settled = target.settle(self.say)
         built = time.monotonic() - began
-        document, launched = measure(self.script, stack, repeat, self.stop)
+        document, launched = self._measured(settled, stack, repeat)
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         return {**document, "of": stack, "target": settled, "stack_s": built}, launched
+
+    def _measured(self, target: Target, stack: Stack, repeat: int) -> tuple[dict[str, Any], int]:
+        """The first probes (the ends, of most searches) start from cold and are forked, too; where that is not the same
+        answer, all others start from cold."""
+        if self.forked is None or (len(self.tried) >= TRIED and target.spec not in self.tried):
+            return measure(self.script, stack, repeat, self.stop, forked=self.forked)
+        document, launched = measure(self.script, stack, 1, self.stop)
+        outcome = document["attempts"][-1]["outcome"] if document["attempts"] else {"outcome": "infra"}
+        if launched and outcome["outcome"] != "infra" and not self.stop.is_set():
+            self._both_ways(target, stack, outcome)
+            launched += 1
+        document, more = measure(self.script, stack, repeat, self.stop, forked=self.forked)
+        return document, launched + more
+
+    def _both_ways(self, target: Target, stack: Stack, outcome: dict[str, Any]) -> None:
+        assert self.forked is not None
+        found = once(self.script, stack, "cpu", self.stop, self.forked)
+        attempt = found["attempt"]
+        again = judge(self.script.failure, found, self.script.command.name).to_json()
+        if attempt["launcher"] != Forked.name:
+            self.say(f"every probe starts from cold: {attempt.get('cold')}")
+        elif not _alike(outcome, again):
+            self.say(f"every probe starts from cold: forked from a server it is {_said(again)}, not {_said(outcome)}")
+            self.notes.append(
+                f"Forked from a server it was {_said(again)} at {target.name}: every probe started from cold."
+            )
+        else:
+            self.tried.append(target.spec)
+            return
+        self.forked.close()
+        self.forked = None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two ways to launch agree: in what failed and where, not in which of several ranks was first."""
+    failed = [outcome.get("primary") or {} for outcome in (one, other)]
+    return bool(one["outcome"] == other["outcome"] and all(failed[0].get(k) == failed[1].get(k) for k in WHAT))
+
+
+def _said(outcome: Any) -> str:
+    return str(outcome["reason"] or outcome["outcome"])
 
 
 def _as_other(outcome: dict[str, Any]) -> dict[str, Any]:

@@ -80,9 +80,10 @@ def _of_script(args: argparse.Namespace) -> int:
 
     if args.arm:
         raise ConfigError(f"--arm {args.arm}: a script has no arms")
-    script, base, settings = options.script_of(args)
+    script, base, settings = options.script_of(args, search=True)
     _check_ends(args.good, args.bad)
-    prober = probers.ScriptProber(script, args.overrides, _say, threading.Event(), settings.repeat or 1)
+    how = settings.launcher.value
+    prober = probers.ScriptProber(script, args.overrides, _say, threading.Event(), settings.repeat or 1, launcher=how)
     if not _is_release(args.good):
         args.good, args.bad, notes = ends_of(args.good, args.bad, script.results)
         prober.notes += notes
@@ -188,7 +189,6 @@ class Bisect:
 
     def _learn(self, good: Target, bad: Target) -> None:
         self.prober.learn(good, bad)
-        self.notes += self.prober.notes
         self.hunt = Hunt(self.prober, self.arm)  # it may have learned how often to ask
 
     # -- the commits between two releases
@@ -253,7 +253,8 @@ class Bisect:
         return {
             "case": case.slug, "title": case.title, "references": case.references, "model": cell.model,
             "strategy": cell.strategy, "arm": self.arm, "find": self.find, "packages": guilty, "stages": self.stages,
-            "notes": self.notes, "command": command, "hardware": f"{profile.name} ({machine.cpu})",
+            "notes": [*self.prober.notes, *self.notes], "command": command,
+            "hardware": f"{profile.name} ({machine.cpu})",
             "commit": provenance.git_state()[0], "result": self._result(), "stopped": str(self.stopped or "") or None,
             "probes": len(self.prober.points), "launched": sum(p.attempts > 0 for p in self.prober.points.values()),
             "wall_s": round(sum(point.wall_s for point in self.prober.points.values()), 1),

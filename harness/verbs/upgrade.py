@@ -83,15 +83,16 @@ def _of_script(args: argparse.Namespace) -> int:
     from repro_matrix.script import prober as probers
     from repro_matrix.script.ends import ends_of
 
-    script, _, settings = options.script_of(args)
+    script, _, settings = options.script_of(args, search=True)
     source, target, notes = ends_of(args.source, args.target, script.results)
     specs, stop = (source, target), threading.Event()
     ends = stacks.resolve(source, say=_say), stacks.resolve(target, say=_say)
     if source == target or ends[0].key == ends[1].key:
         raise ConfigError(f"--from and --to are the same stack, {source}")
-    prober = probers.ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1)
+    how = settings.launcher.value
+    prober = probers.ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1, launcher=how)
     search = Causes((), specs, ends, stop, args.releases, args.budget)
-    with session.interruptible(stop, _say):
+    with session.interruptible(stop, _say), prober:
         try:
             prober.learn(Target(source, source), Target(target, target))
             before, after = (prober.probe(Target(spec, spec)).arms[probers.ARM] for spec in specs)

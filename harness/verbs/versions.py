@@ -48,12 +48,14 @@ def main(args: argparse.Namespace) -> int:
     if options.asked(args):
         from repro_matrix.script.prober import ScriptProber
 
-        script, base, settings = options.script_of(args)
+        script, base, settings = options.script_of(args, search=True)
         if script.failure.kind == "metric" and not script.failure.op:
             raise ConfigError(
                 f"--metric {args.metric!r}: write NAME > NUMBER (a bisection compares its ends by itself)"
             )
-        return _draw(args, ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1), base, stop)
+        how = settings.launcher.value
+        prober = ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1, launcher=how)
+        return _draw(args, prober, base, stop)
     options.refuse(args)
     given, texts = arguments.one_stack(args)
     case = one_case(args.case)

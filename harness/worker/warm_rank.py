@@ -18,6 +18,8 @@ import traceback
 import types
 from typing import Any, NoReturn
 
+import warm_script
+
 Json = dict[str, Any]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
@@ -76,6 +78,8 @@ def main(spec: Json, rank: int, supervisor: int, receive: int, others: list[int]
         if not port:
             os._exit(1)  # no store: the supervisor has said why
         os.environ["MASTER_PORT"] = port
+        if "own" in spec:
+            warm_script.run(spec, rank)
         code = run_script(spec["script"], ["--settings", spec["settings"]])
     except BaseException:
         traceback.print_exc()

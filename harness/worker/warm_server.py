@@ -118,7 +118,10 @@ def import_all(wanted: list[tuple[str, bool]]) -> list[str]:
     missing = []
     for name, needed in wanted:
         try:
-            importlib.import_module(name)
+            if " " in name:  # a script's own line: `from transformers import Trainer`
+                exec(name, {"__name__": "imported"})
+            else:
+                importlib.import_module(name)
         except Unshared as error:
             raise Refused("asked", name, f"importing {name} asks for {error}") from None
         except BaseException as error:  # packages raise anything at import, SystemExit too

@@ -179,9 +179,15 @@ def begin() -> None:
         watch_rank(folder, 0, 1)
 
 
-sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
-try:
-    begin()
-except Exception as error:  # never in the script's way; without its record a rank is known by its end and its log
-    print(f"repro: no record of this process: {type(error).__name__}: {error}", file=sys.stderr)
-next_sitecustomize()
+def first() -> None:
+    """At the interpreter's start."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
+    try:
+        begin()
+    except Exception as error:  # never in the script's way; without its record a rank is known by its end and its log
+        print(f"repro: no record of this process: {type(error).__name__}: {error}", file=sys.stderr)
+    next_sitecustomize()
+
+
+if __name__ == "sitecustomize":  # else a rank that is forked from a server asks for it (warm_script.py)
+    first()
