@@ -73,6 +73,10 @@ class World:
         self._pythons[python] = Stack(spec, python, versions, (), short_hash(python))
         return self._pythons[python]
 
+    def check(self, spec: str) -> None:
+        if parse(spec).base not in self.bases and not parse(spec).file:
+            raise StackError("usage", f"no stack named {parse(spec).base!r}")
+
     def releases(self, package: str, *, yanked: bool = False, pre: bool = False, env: Any = None) -> list[Release]:
         if package not in self.listed:
             raise StackError("version", f"the index has no package {package!r}; did you mean 'transformers'?")
@@ -131,6 +135,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     )  # fmt: skip
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(stacks, "resolve", made.resolve)
+    monkeypatch.setattr(stacks, "check", made.check)
     monkeypatch.setattr(wanted, "resolve", made.resolve)
     monkeypatch.setattr(session, "open_launcher", lambda name: made)
     monkeypatch.setattr(session, "history", own_history)

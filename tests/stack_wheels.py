@@ -5,14 +5,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 
 def wheel(
-    folder: Path, name: str, version: str, requires: Sequence[str] = (), tag: str = "py3-none-any", python: str = ""
+    folder: Path,
+    name: str,
+    version: str,
+    requires: Sequence[str] = (),
+    tag: str = "py3-none-any",
+    python: str = "",
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """A package with one module that knows its version."""
+    """A package with one module that knows its version. ``more``: further files of it."""
     info = f"{name}-{version}.dist-info"
     meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     meta += "".join(f"Requires-Dist: {item}\n" for item in requires) + (
@@ -23,6 +30,7 @@ def wheel(
         f"{info}/METADATA": meta,
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
     }
+    files |= more
     record = ""
     for path, text in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()

@@ -78,6 +78,16 @@ def test_endpoints_that_answer_alike(world: World, capsys: pytest.CaptureFixture
     assert "answer alike" in err and len(world.launched) == 2
 
 
+def test_a_stack_that_is_none_is_said_before_the_other_is_built(
+    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A missing lock was found out only when the first end stood."""
+    err = found(world, capsys, "--good", "base", "--bad", str(tmp_path / "no.lock"), code=2)["err"]
+    assert "no.lock: there is no such file" in err
+    assert "no stack named 'nobase'" in found(world, capsys, "--good", "base", "--bad", "nobase", code=2)["err"]
+    assert not world.resolved and not world.launched
+
+
 def test_an_endpoint_that_gives_no_answer(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, arm: "hang" if before(versions, "4.38") else "fires"
     err = of_releases(world, capsys, code=3)["err"]

@@ -182,6 +182,15 @@ def test_what_torch_brings_along_is_no_other_torch() -> None:
     assert spec_of(Freeze("a", {"torch": "2.6.0", **brought}), "current", here, OTHER) is None
 
 
+def test_jax_comes_with_no_torch() -> None:
+    """A pin of jax was left out in silence: nothing of it can be laid over, so the freeze is built whole."""
+    here = {"torch": "2.13.0+cpu", "transformers": "5.0.0", "jax": "0.4.30"}
+    other = Freeze("b", {"torch": "2.13.0", "jax": "0.4.30"})
+    assert spec_of(Freeze("a", {"torch": "2.13.0", "jax": "0.4.31"}), "current", here, other) is None
+    assert spec_of(other, "current", here, other) == "current"
+    assert freezes.stays(Freeze("a", {"torch": "2.13.0"}), other, here) == ["jax"]
+
+
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True)
 VERSIONS = st.from_regex(r"[0-9]{1,2}(\.[0-9]{1,2}){0,2}", fullmatch=True)
 PINS = st.dictionaries(NAMES, VERSIONS, min_size=1, max_size=8)

@@ -249,6 +249,7 @@ def test_freezes_of_which_one_lacks_a_package_are_built_whole(
         (("--good", "old.lock", "--bad", "old.lock"), "name the same versions"),
         (("--good", "old.lock", "--bad", "./no.lock"), "./no.lock: there is no such file"),
         (("--good", "old.lock", "--bad", "4.45.0"), "two releases of a package, or two stacks"),
+        (("--good", "base", "--bad", "nobase"), "no stack named 'nobase'"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--arm", "broken"), "a script has no arms"),
         (("--good", "4.37.0", "--bad", "4.45.0", "model=a"), "says nothing of a script"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--package", "transformes"), "did you mean 'transformers'"),
@@ -284,3 +285,38 @@ def test_an_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: pyte
     assert found(lab, capsys, *words)["same"] == 1
     said = found(lab, capsys, "upgrade", "--from", "base", "--to", "newer", "--error", "A: b", code=2)["err"]
     assert "--script ./train.py" in said
+
+
+def test_a_package_that_no_index_has_is_said_of_the_end_that_names_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("repro_matrix.stacks.stacks", list)
+    lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "4.40.0"}
+    lab.world.broken.add(("of-ours", "1.0"))
+    Path("good.txt").write_text("transformers==4.37.0\n")
+    Path("bad.txt").write_text("transformers==4.45.0\nof-ours==1.0\n")
+    said = found(lab, capsys, "bisect", "./train.py", "--good", "good.txt", "--bad", "bad.txt", code=2)["err"]
+    assert "of-ours@1.0" in said or "of-ours==1.0" in said, said
+    assert lab.launched == 0
+
+
+def test_a_build_that_no_ordinary_index_has_says_where_it_is(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`pip freeze` of a CPU environment says torch==2.6.0+cpu: "no such package or version" was all that was said."""
+
+    def none(path: Path) -> Lock:
+        raise StackError("version", "there is no version of torch==2.6.0+cpu")
+
+    for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("repro_matrix.stacks.stacks", list)
+    monkeypatch.setattr("repro_matrix.stacks.files.lock_of", none)
+    lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu"}
+    Path("good.txt").write_text("torch==2.6.0+cpu\ntransformers==4.37.0\n")
+    Path("bad.txt").write_text("torch==2.6.0+cpu\ntransformers==4.45.0\n")
+    with pytest.raises(ConfigError, match=r"UV_INDEX=https://download\.pytorch\.org/whl/cpu.*torch==2\.6\.0 in both"):
+        ends_of("good.txt", "bad.txt", tmp_path)
+    monkeypatch.setenv("UV_INDEX", "https://a.mirror/whl")
+    with pytest.raises(StackError, match=r"there is no version"):
+        ends_of("good.txt", "bad.txt", tmp_path)

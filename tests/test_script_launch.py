@@ -84,8 +84,13 @@ def test_two_ranks_of_torchrun_without_a_line_changed(bench: Bench) -> None:
         ("import threading, sys; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", "clean", ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "fires", "SIGSEGV"),
         ("import no_such_module_at_all", "fires", "No module named"),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()",
+            "fires",
+            "exit code 2",
+        ),
     ],
-    ids=["exit", "os._exit", "stdin", "exit in a thread", "signal", "import"],
+    ids=["exit", "os._exit", "stdin", "exit in a thread", "signal", "import", "needs arguments"],
 )
 def test_ways_to_end(bench: Bench, text: str, outcome: str, said: str) -> None:
     found = bench.plain(text)["outcome"]

@@ -98,12 +98,14 @@ def test_what_is_asked_for_is_written_down_and_answered_by_others() -> None:
         list(importlib.metadata.entry_points(group="torch.backends"))
         os.environ.get("A_VARIABLE_READ")
         "ANOTHER" in os.environ  # noqa: B015
+        os.environb.get(b"AS_BYTES")
         assert not asked.everything
         list(importlib.metadata.distributions())
     os.environ.get("AFTER")
+    os.environb.get(b"AFTER")
     assert "no_such_module_here" in asked.modules and "pytest" in asked.distributions
     assert asked.entry_points and asked.everything
-    assert {"A_VARIABLE_READ", "ANOTHER"} <= asked.environment and "AFTER" not in asked.environment
+    assert {"A_VARIABLE_READ", "ANOTHER", "AS_BYTES"} <= asked.environment and "AFTER" not in asked.environment
     assert sys.meta_path == before
 
 

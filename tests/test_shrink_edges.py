@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,17 +172,24 @@ if "--boom" in sys.argv:
 class Fake:
     """Stands where a script is measured: an attempt fails where the text and the arguments make it fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, lends: bool = False) -> None:
         self.stored: dict[str, Any] = {}
         self.launched = 0
+        self.lends = lends
+        self.how: list[str] = []
 
-    def __call__(self, script: Script, stack: Any, repeat: int, stop: Any, fresh: bool = False) -> tuple[Any, int]:
+    def __call__(
+        self, script: Script, stack: Any, repeat: int, stop: Any, fresh: bool = False, forked: Any = None
+    ) -> tuple[Any, int]:
         text = script.command.script.read_text() if script.command.script else ""
-        key = json.dumps([script.command.argv, text])
+        key = json.dumps([script.command.argv, text, *(["forked"] if forked else [])])
         if key in self.stored:
             return self.stored[key], 0
         self.launched += 1
-        fires = "raise ValueError" in text and "import sys" in text and "--boom" in script.command.argv
+        # forked, the import that is left out is there all the same
+        imported = "import sys" in text or (forked is not None and self.lends)
+        fires = "raise ValueError" in text and imported and "--boom" in script.command.argv
+        self.how.append("forked" if forked else "cold")
         primary = {"rank": 0, "type": "ValueError", "message": "no", "where": ""}
         seen = [
             {"case": script.command.name, "signature": "failure", "ranks": [0], "kind": "exception", "message": "no"}
@@ -221,6 +229,53 @@ def test_a_script_becomes_a_smaller_file_beside_it(
     assert code == 0 and fake.launched == before  # stored answers, the same result
     assert again["lines"]["text"] == data["lines"]["text"]
     assert again["lines"]["file"] == "s.shrunk2.py"  # nothing is written over
+
+
+class Servers:
+    """In place of the launcher that forks ranks."""
+
+    name = "warm"
+
+    def __init__(self, begins: tuple[str, ...]) -> None:
+        assert begins == ("import torch",)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def own_torch(here: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake, **outcome: Any) -> list[str]:
+    """A script that begins with torch, so that its ranks may be forked."""
+    (here / "s.py").write_text(f"import torch\nprint(torch)\n{SCRIPT}")
+    observation = {"attempt": {"launcher": "warm"}}
+    monkeypatch.setattr(scripts, "measure", fake)
+    monkeypatch.setattr(scripts, "Forked", Servers)
+    monkeypatch.setattr(scripts, "once", lambda *a: observation)
+    monkeypatch.setattr(scripts, "judge", lambda *a: SimpleNamespace(outcome="fires", reason="", **outcome))
+    return ["./s.py", "--args", "--lr 3 --boom", f"results={here}/r"]
+
+
+def test_a_script_is_asked_forked_and_what_is_left_from_cold(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = Fake()
+    words = own_torch(here, monkeypatch, fake)
+    code, data, _ = shrink(capsys, *words)
+    assert code == 0 and "import sys" in data["lines"]["text"] and "torch" not in data["lines"]["text"]
+    first, last = fake.how.index("forked"), len(fake.how) - 1 - fake.how[::-1].index("forked")
+    assert set(fake.how[first : last + 1]) == {"forked"} and fake.how[last + 1 :] == ["cold"]
+    fake = Fake()
+    own_torch(here, monkeypatch, fake)
+    assert shrink(capsys, *words, "launcher=torchrun")[0] == 0 and set(fake.how) == {"cold"}
+
+
+def test_what_is_left_by_a_servers_grace_is_no_answer(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forked, the file fires without an import that it needs from cold."""
+    words = own_torch(here, monkeypatch, Fake(lends=True))
+    assert cli.main(["shrink", *words]) == 3
+    assert "not from cold" in capsys.readouterr().err
+    assert not (here / "s.shrunk.py").exists()
 
 
 def test_a_script_with_a_budget(

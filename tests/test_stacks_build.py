@@ -202,6 +202,15 @@ def test_a_replaced_package_is_laid_over_with_what_has_to_move(conf: Path) -> No
     assert over.extensions_dir == base.extensions_dir  # minutes to compile, and the same
 
 
+def test_a_pth_file_of_what_is_laid_over_is_not_run_and_that_is_said(conf: Path) -> None:
+    starts = {"starts.pth": "import sys; sys.started = True\n"}
+    stack_wheels.wheel(conf.parent / "wheels", "starts", "1.0", more=starts)
+    said: list[str] = []
+    over = resolve("small+starts==1.0", conf=conf, say=said.append)
+    assert imported(over, "starts") == "1.0"
+    assert any("starts.pth is not run" in line for line in said), said
+
+
 def test_another_deepspeed_has_compiled_extensions_of_its_own(conf: Path) -> None:
     stack_wheels.wheel(conf.parent / "wheels", "deepspeed", "1.0")
     base, over = resolve("small", conf=conf), resolve("small+deepspeed==1.0", conf=conf)

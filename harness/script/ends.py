@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,7 +52,12 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
         try:
             resolved = files.lock_of(path.absolute()).pins
         except StackError as error:
-            if error.infra or not why:
+            if error.infra:
+                raise
+            named = _index_of(freeze)
+            if named:
+                raise ConfigError(f"{freeze.path} cannot be built whole: {named}\n{error}") from None
+            if not why:
                 raise
             raise ConfigError(f"{freeze.path} cannot be built whole, and {why}: {error}") from None
         for name in stays(freeze, its, resolved):
@@ -62,6 +68,19 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
             )
         built.append(str(path))
     return built[0], built[1], notes
+
+
+def _index_of(freeze: Freeze) -> str:
+    """What to do about builds that no ordinary index has; "" where there are none, or an index is named."""
+    apart = freezes.built_apart(freeze)
+    if not apart or any(os.environ.get(name) for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL")):
+        return ""
+    name, version = min(apart.items(), key=lambda item: item[0] != "torch")
+    build = version.partition("+")[2]
+    return (
+        f"{name}=={version} is a build that PyPI does not have. Name the index that has it "
+        f"(UV_INDEX=https://download.pytorch.org/whl/{build}), or write {name}=={version.partition('+')[0]} in both"
+    )
 
 
 def _taken_away(one: Freeze, other: Freeze, here: Mapping[str, str]) -> str:

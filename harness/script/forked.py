@@ -50,8 +50,10 @@ def lines(command: Command, failure: Failure, device: str) -> tuple[tuple[str, .
 class Forked(WarmLauncher):
     """One for a search. ``folder`` is that of its servers, and of its attempts."""
 
-    def __init__(self, share: bool = True) -> None:
+    def __init__(self, share: bool = True, begins: tuple[str, ...] = ()) -> None:
+        """``begins``: what every server imports, whatever the script at hand begins with (it is made smaller)."""
         super().__init__(share=share)
+        self.begins = begins
         state = cache_dir() / "state" / "scripts"
         state.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=state))
@@ -87,12 +89,13 @@ class Forked(WarmLauncher):
             clean(attempt)
 
     def _environment(self, attempt: Attempt) -> tuple[dict[str, str], tuple[str, ...]]:
-        """The user's own, and what torchrun adds; the overlay first on PYTHONPATH, without the hooks."""
+        """The user's own, and what torchrun adds for several ranks (one alone has one thread of OpenMP, too: with more
+        it could not be forked); the overlay first on PYTHONPATH, without the hooks."""
         assert self._command is not None
         whole = environment(attempt, self._command, os.pathsep.join(attempt.overlay))
         env = {name: value for name, value in whole.items() if not name.startswith(OURS)}
         paths = [path for path in whole["PYTHONPATH"].split(os.pathsep) if path != str(HOOKS)]
-        return with_path(env, paths) | torchrun_adds(env, attempt.world_size), ()
+        return with_path(env, paths) | {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1")}, ()
 
     def _spec(self, attempt: Attempt) -> Json:
         assert self._command is not None
@@ -107,7 +110,3 @@ class Forked(WarmLauncher):
 def with_path(env: Mapping[str, str], paths: list[str]) -> dict[str, str]:
     out = {name: value for name, value in env.items() if name != "PYTHONPATH"}
     return {**out, "PYTHONPATH": os.pathsep.join(paths)} if paths else out
-
-
-def torchrun_adds(env: Mapping[str, str], ranks: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in env else {}

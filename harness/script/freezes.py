@@ -16,7 +16,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.stacks.stack import HEAVY, canonical
+from repro_matrix.stacks.stack import HEAVY, NOT_OF_TORCH, canonical
 
 CONDA_NAMES = {"pytorch": "torch", "pytorch-cpu": "torch", "pytorch-gpu": "torch"}  # by other names than on PyPI
 _PLACES = re.compile(r"^(-e|--editable)\b|@\s*(git\+|file:|https?:|/)|^(git\+|https?://|\.{0,2}/)")
@@ -195,7 +195,7 @@ def stays(freeze: Freeze, other: Freeze, there: Mapping[str, str]) -> list[str]:
     """Packages that ``other`` has, the freeze lacks and the base holds: it would keep them at a version of neither."""
     found = [name for name in other.pins if name not in freeze.pins and name in there]
     # What torch brings along is left out as in spec_of, where the freeze says which torch that is.
-    return sorted(name for name in found if "torch" not in freeze.pins or not HEAVY.match(name))
+    return sorted(name for name in found if "torch" not in freeze.pins or not _of_torch(name))
 
 
 def spec_of(freeze: Freeze, base: str, there: Mapping[str, str], other: Freeze) -> str | None:
@@ -206,10 +206,24 @@ def spec_of(freeze: Freeze, base: str, there: Mapping[str, str], other: Freeze) 
         return None
     wanted = {name: version for name, version in freeze.pins.items() if _other(name, version, there.get(name, ""))}
     # What torch brings along (nvidia-..., triton) is the build's: with the same torch another build of it serves.
-    light = {name: version for name, version in wanted.items() if name == "torch" or not HEAVY.match(name)}
-    if len(light) > LAID_OVER or "torch" in light or (light != wanted and "torch" not in freeze.pins):
+    light = {name: version for name, version in wanted.items() if name == "torch" or not _of_torch(name)}
+    if (
+        len(light) > LAID_OVER
+        or any(HEAVY.match(name) for name in light)
+        or (light != wanted and "torch" not in freeze.pins)
+    ):
         return None
     return "+".join([base, *(f"{name}@{version}" for name, version in sorted(light.items()))])
+
+
+def _of_torch(name: str) -> bool:
+    """Whether it comes with a build of torch: the freeze's torch decides, not its own pin."""
+    return bool(HEAVY.match(name)) and name not in NOT_OF_TORCH
+
+
+def built_apart(freeze: Freeze) -> dict[str, str]:
+    """Builds that the index does not have by their version (2.6.0+cpu, +cu124): each has an index of its own."""
+    return {name: version for name, version in freeze.pins.items() if "+" in version}
 
 
 def _other(name: str, version: str, here: str) -> bool:

@@ -83,6 +83,8 @@ def measure(
     ``forked``: ranks are forked from its servers, where the script allows that."""
     document = None if fresh else stored(script, stack)
     kept = [each for each in (document or {}).get("attempts", []) if each["outcome"]["outcome"] != "infra"]
+    if forked is None:  # a start from cold is asked for: what was forked does not count
+        kept = [each for each in kept if each["observation"]["attempt"]["launcher"] != Forked.name]
     launched = 0
     machine = hardware.detect()
     while len(kept) < repeat and not stop.is_set():
@@ -136,7 +138,7 @@ def once(
         )
         why = None
         if forked is not None:
-            begins, why = forking.lines(command, script.failure, device)
+            begins, why = (forked.begins, "") if forked.begins else forking.lines(command, script.failure, device)
             if begins:
                 try:
                     return forked.attempt(replace(attempt, imports=begins), command, script.failure, stop)

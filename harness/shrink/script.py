@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from repro_matrix import stacks
+from repro_matrix import hardware, stacks
 from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer as Said
 from repro_matrix.bisection.probe import Stopped
@@ -27,10 +27,13 @@ from repro_matrix.judge.grade import Outcome
 from repro_matrix.running import session
 from repro_matrix.script import command as commands
 from repro_matrix.script import failure as failures
+from repro_matrix.script import forked as forking
 from repro_matrix.script import options
-from repro_matrix.script.measure import Script, measure
+from repro_matrix.script.failure import judge
+from repro_matrix.script.forked import Forked
+from repro_matrix.script.measure import Script, measure, once
 from repro_matrix.shrink import lines
-from repro_matrix.shrink.asked import Asked
+from repro_matrix.shrink.asked import FIRST, Asked
 from repro_matrix.shrink.knobs import Config, Knob
 from repro_matrix.shrink.search import Answer, Trail
 from repro_matrix.shrink.settings import Search
@@ -56,6 +59,7 @@ class ScriptAsker:
     env: dict[str, str] = field(default_factory=dict)
     module: bool = False
     word: str = ""  # the script as it was named
+    forked: Forked | None = None  # once it was seen to give the same answer as a start from cold
 
     def knobs(self) -> tuple[Knob, ...]:
         found = [knob for word in self.words for knob in word.knobs]
@@ -90,7 +94,7 @@ class ScriptAsker:
     def launch(self, script: Script, repeat: int) -> Asked:
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
-        document, launched = measure(script, self.stack, repeat, self.stop)
+        document, launched = measure(script, self.stack, repeat, self.stop, forked=self.forked)
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         said = labels.answer(script.command.name, {"attempts": document["attempts"]})
@@ -220,10 +224,47 @@ def limit(asker: ScriptAsker, search: Search) -> None:
     asker.script = replace(asker.script, patience_s=max(LEAST_S, SLOWER * took))
 
 
+@contextlib.contextmanager
+def both_ways(asker: ScriptAsker, search: Search, say: Say) -> Iterator[None]:
+    """From here on its ranks are forked from a server that imports what the script, as it is, begins with; where that
+    gives the same answer as from cold."""
+    given = asker.made(search.given)
+    begins, _ = forking.lines(given.command, given.failure, "cuda" if hardware.detect().gpus else "cpu")
+    if not begins or search.stopped:
+        yield
+        return
+    forked = Forked(begins=begins)
+    try:
+        found = once(given, asker.stack, "cpu", asker.stop, forked)
+        search.attempts += 1
+        outcome = judge(given.failure, found, given.command.name)
+        if found["attempt"]["launcher"] == Forked.name and outcome.outcome == "fires":
+            asker.forked = forked
+        else:
+            say(f"every attempt starts from cold: {found['attempt'].get('cold') or outcome.reason}")
+        yield
+    finally:
+        asker.forked = None
+        forked.close()
+
+
+def from_cold(asker: ScriptAsker, script: Script, search: Search) -> Asked:
+    """What is left, launched as the script was at first: nothing that a server had imported may have been its part."""
+    asker.forked = None
+    found = asker.launch(script, FIRST)
+    search.attempts += found.attempts
+    if found.answer is False:
+        raise MeasureError(
+            f"what is left fires where its ranks are forked from a server, and not from cold ({found.words}): give the "
+            "same command with launcher=torchrun"
+        )
+    return found
+
+
 def shrink_script(args: argparse.Namespace, say: Say, finish: Callable[..., int]) -> int:
     if getattr(args, "command", None):
         raise ConfigError("a script is shrunk by its name and --args: repro shrink ./train.py --nproc 2 --args '...'")
-    script, spec, settings = options.script_of(args)
+    script, spec, settings = options.script_of(args, search=True)
     if script.failure.kind == "metric" and not script.failure.op:
         raise ConfigError(f"--metric {script.failure.text!r}: write NAME > NUMBER; only a search compares by itself")
     file = script.command.script
@@ -238,12 +279,21 @@ def shrink_script(args: argparse.Namespace, say: Say, finish: Callable[..., int]
         learned(asker, search, say)
         search.first()
         limit(asker, search)
+        if settings.launcher.value != "torchrun":
+            held.enter_context(both_ways(asker, search, say))
         shrunk = search.run()
         found = None
         pruned = None
         if file and shrunk.done and not search.stopped:
             found = Lines(asker, shrunk.config, lines.read(file.read_text(encoding="utf-8")), search, say)
             pruned = found.run()
+        if asker.forked is not None and not search.stopped and not stop.is_set():
+            if found is not None and pruned is not None:
+                text = found.source.only(pruned.kept) or ""
+                at.write_text(text, encoding="utf-8")
+                found.asked[pruned.kept] = from_cold(asker, asker.made(shrunk.config, text), search)
+            else:
+                search.asked[shrunk.config] = from_cold(asker, asker.made(shrunk.config), search)
     return finish(args, search, shrunk, _told(asker, search, shrunk.config, stack, found, pruned, file, out))
 
 

@@ -65,6 +65,8 @@ def layer(
                 env=_env(found),
             )
             take_over(over, _used_last(base.python))
+            for file in sorted(over.glob("*.pth")):
+                say(f"stack {name}: {file.name} is not run: what is laid over comes by PYTHONPATH (docs/stacks.md)")
         versions = {**base.versions, **build.installed(over)}
         return {"python": base.python, "overlay": str(over), "versions": versions,
                 "moved": {package: list(change) for package, change in changes.items()}}  # fmt: skip

@@ -31,6 +31,7 @@ print(json.dumps({"python": ".".join(map(str, sys.version_info[:3])), "packages"
 
 # torch and the libraries that it brings: another torch is another environment, never laid over one.
 HEAVY = re.compile(r"^(torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|jax|jaxlib)$")
+NOT_OF_TORCH = {"jax", "jaxlib"}  # of these, what no build of torch brings along
 
 
 def short_hash(*parts: str) -> str:

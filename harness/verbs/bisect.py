@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix import hardware
+from repro_matrix import hardware, stacks
 from repro_matrix.bisection import bisect_report, commits
 from repro_matrix.bisection.blame import Blame, blame, line_of, release_of
 from repro_matrix.bisection.hunt import FINDS, Find, Hunt, Hunted, Roles
@@ -22,7 +22,7 @@ from repro_matrix.conf.errors import ConfigError, unknown
 from repro_matrix.results import provenance
 from repro_matrix.running import session
 from repro_matrix.script import options
-from repro_matrix.stacks import releases
+from repro_matrix.stacks import releases, spec
 from repro_matrix.stacks.stack import canonical
 from repro_matrix.terminal.report import print_json
 
@@ -93,6 +93,11 @@ def _of_script(args: argparse.Namespace) -> int:
 def _check_ends(good: str, bad: str) -> None:
     if _is_release(good) != _is_release(bad):
         raise ConfigError(f"--good {good} --bad {bad}: give two releases of a package, or two stacks")
+    for text in () if _is_release(good) else (good, bad):  # before the first of them is built
+        wanted = spec.parse(text)
+        if wanted.file and not wanted.file.exists():
+            raise ConfigError(f"{wanted.base}: there is no such file")
+        stacks.check(text)
 
 
 def _search(args: argparse.Namespace, prober: Prober | ScriptProber, arm: str, base: str) -> int:

@@ -63,17 +63,21 @@ class Asked:
     def __enter__(self) -> Asked:
         sys.meta_path.insert(0, self)
         # os.environ encodes a name whenever it is asked for one: the one place where every way of asking passes.
-        self._encode = os.environ.encodekey
-        os.environ.encodekey = self._name
+        self._encode = os.environ.encodekey, os.environb.encodekey
+        os.environ.encodekey, os.environb.encodekey = self._name, self._bytes
         return self
 
     def __exit__(self, *error: object) -> None:
         sys.meta_path.remove(self)
-        os.environ.encodekey = self._encode
+        os.environ.encodekey, os.environb.encodekey = self._encode
 
     def _name(self, name: Any) -> Any:
         self.environment.add(str(name))
-        return self._encode(name)
+        return self._encode[0](name)
+
+    def _bytes(self, name: Any) -> Any:
+        self.environment.add(os.fsdecode(name))
+        return self._encode[1](name)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         top = name.partition(".")[0]
