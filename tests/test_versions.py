@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,12 @@ from hypothesis import strategies as st
 from probing import CASE, World, before, world
 
 from repro_matrix.bisection.maps import maps
+from repro_matrix.bisection.probe import Prober, Target
+from repro_matrix.conf import project
+from repro_matrix.running import session
 
 __all__ = ["world"]
+REAL_HISTORY = session.history
 LABELS = st.sampled_from(["clean", "fires", "other error: KeyError", None])
 
 
@@ -182,3 +188,34 @@ def test_bad_input(world: World, capsys: pytest.CaptureFixture[str], words: tupl
     assert world.repro("versions", CASE, *stack, *words) == 2
     assert said in capsys.readouterr().err
     assert world.launched == []
+
+
+def test_what_is_published_is_read_and_graded_once_a_search(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every probe read and graded all that is published of its case anew: three quarters of the controller's time."""
+    from repro_matrix.judge import again
+    from repro_matrix.results.store import Store
+
+    baseline = tmp_path / "published"
+    monkeypatch.setattr(session, "history", REAL_HISTORY)
+    monkeypatch.setattr(project, "published", lambda: [])
+
+    def probing(folder: Path) -> Prober:
+        texts = ["stack=base", f"results={folder}"]
+        return Prober(CASE, texts, lambda text: None, threading.Event(), ["broken"])
+
+    with probing(baseline) as prober:
+        prober.probe(Target("4.40.0", "base+transformers@4.40.0"))
+    monkeypatch.setattr(project, "published", lambda: [baseline])
+    (stored,) = Store(baseline).documents()
+    read: list[Path] = []
+    graded: list[str] = []
+    took, grade = Store.read, again.outcomes_of
+    monkeypatch.setattr(Store, "read", lambda self, path, **how: read.append(path) or took(self, path, **how))
+    monkeypatch.setattr(again, "outcomes_of", lambda d, *a: graded.append(d["path"]) or grade(d, *a))
+    with probing(tmp_path / "own") as prober:
+        for release in ("4.41.0", "4.42.0", "4.43.0"):
+            prober.probe(Target(release, f"base+transformers@{release}"))
+    assert [str(path) for path in read].count(stored["path"]) == 1
+    assert graded.count(stored["path"]) == 1

@@ -33,9 +33,16 @@ class Judged:
         return [f"{document}: {remark}" for document, remark in self.remarks]
 
 
-def judged_again(documents: Iterable[Document], cases: Mapping[str, Case], graded: bool = False) -> Judged:
+# Documents by their id, with the outcomes that were found in them: every probe of a search looks at the same ones.
+Graded = dict[int, tuple[Document, "dict[str, list[Outcome]] | None"]]
+
+
+def judged_again(
+    documents: Iterable[Document], cases: Mapping[str, Case], graded: bool = False, kept: Graded | None = None
+) -> Judged:
     """Every document of a case of the catalogue, judged by that case as it is now. ``graded``: its outcomes are those
-    of this very judge (a run that has just ended), and only its verdicts are found anew.
+    of this very judge (a run that has just ended), and only its verdicts are found anew. ``kept``: the documents in it
+    are graded once.
 
     The documents are each other's history: an older stack that fired makes a newer one's NOT_FIRING an UPSTREAM_FIXED.
     A document that contradicts itself (in its versions, or in the name of its folder) is left out.
@@ -53,7 +60,7 @@ def judged_again(documents: Iterable[Document], cases: Mapping[str, Case], grade
         if graded:
             again: Document = {**document}
         else:
-            outcomes = outcomes_of(document, case, cases)
+            outcomes = _once(document, case, cases, kept or {})
             again = with_outcomes(document, outcomes)
             found.remarks += [(where, text) for text in _other_outcomes(document, outcomes)]
         found.documents.append(again)
@@ -63,6 +70,15 @@ def judged_again(documents: Iterable[Document], cases: Mapping[str, Case], grade
         said = document["verdicts"]
         document["verdicts"] = verdicts_of(document, cases[document["case"]], older)
         found.remarks += [(named(document), text) for text in _other_verdicts(said, document["verdicts"])]
+    return found
+
+
+def _once(document: Document, case: Case, cases: Mapping[str, Case], kept: Graded) -> dict[str, list[Outcome]]:
+    before = kept.get(id(document))
+    if before is None or before[0] is not document:
+        return outcomes_of(document, case, cases)
+    found = before[1] or outcomes_of(document, case, cases)
+    kept[id(document)] = (document, found)
     return found
 
 

@@ -270,7 +270,7 @@ class Engine:
     def _settle(self, cell: _Cell) -> None:
         cases = self.given.catalogue.cases
         stored = [d for d in self.given.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
-        judged = judged_again(stored, cases)
+        judged = judged_again(stored, cases, kept=self.given.graded)
         self._summary.notes += judged.notes
         older = judged.documents
         where = cell.plan.cell.where

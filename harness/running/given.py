@@ -10,6 +10,7 @@ from repro_matrix.cell.types import Document
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.hardware import Gpu, Machine, Profile
+from repro_matrix.judge.again import Graded
 from repro_matrix.stacks import Stack
 
 
@@ -24,6 +25,7 @@ class Given:
     stacks: Mapping[str, Stack]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     history: Mapping[str, list[Document]] = field(default_factory=dict)
+    graded: Graded = field(default_factory=dict)  # of these, what runs one after another share
 
     @property
     def gpus(self) -> list[Gpu]:

@@ -20,6 +20,7 @@ from repro_matrix.conf.errors import ConfigError, MeasureError
 from repro_matrix.conf.syntax import check_syntax
 from repro_matrix.hardware import Gpu, Machine, Profile, around
 from repro_matrix.hardware.nvml import Nvml
+from repro_matrix.judge.again import Graded
 from repro_matrix.launch import open_launcher
 from repro_matrix.launch.attempt import Launcher
 from repro_matrix.memory import planned as planning
@@ -218,12 +219,17 @@ def own_stores(settings: RunSettings) -> list[Store]:
 
 
 def history(
-    stores: Iterable[Store], cases: Collection[str], say: Callable[[str], None] = lambda text: None
+    stores: Iterable[Store],
+    cases: Collection[str],
+    say: Callable[[str], None] = lambda text: None,
+    published: Iterable[Document] | None = None,
 ) -> dict[str, list[Document]]:
     """Stored older measurements of these cases by cell key: the published baseline, and these. ``say`` is told of the
-    files that are no documents."""
+    files that are no documents. ``published``: the baseline's, where they were read before."""
     found: dict[str, list[Document]] = {}
-    for source in (*map(Store, project.published()), *stores):
+    for document in published or ():
+        found.setdefault(document.get("key", ""), []).append(document)
+    for source in (*(map(Store, project.published()) if published is None else ()), *stores):
         for document in source.documents(history=True, cases=cases):
             found.setdefault(document.get("key", ""), []).append(document)
         for text in source.damaged:
@@ -239,6 +245,18 @@ class Workplace:
     leases: Leases
     nvml: Nvml
     run_dir: Path
+    published: dict[frozenset[str], list[Document]] = field(default_factory=dict)  # by the cases that they are of
+    graded: Graded = field(default_factory=dict)
+
+    def known(
+        self, settings: RunSettings, cases: frozenset[str], say: Callable[[str], None]
+    ) -> dict[str, list[Document]]:
+        """``history``, of which the published part is read and graded by the first run alone."""
+        if cases not in self.published:
+            found = history((), cases, say)
+            self.published[cases] = [document for documents in found.values() for document in documents]
+            self.graded.update((id(document), (document, None)) for document in self.published[cases])
+        return history(own_stores(settings), cases, say, self.published[cases])
 
     def run(
         self,
@@ -299,13 +317,14 @@ def execute(
     try:
         if session.shard:
             shards.write(store.root, session.shard, session.stacks, provenance.git_state())
-        known = history(own_stores(session.settings), {plan.cell.case for plan in session.plans}, on_warning)
-        given = Given(
-            session.catalogue, session.settings, session.profiles, session.machine,
-            session.stacks, provenance.provenance(session.settings.seed), known,
-        )  # fmt: skip
         with contextlib.ExitStack() as own:
-            place = at or own.enter_context(workplace(session.settings.launcher.value, given.gpus, on_warning))
+            gpus = {gpu.uuid: gpu for profile in session.profiles for gpu in profile.gpus}
+            place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
+            known = place.known(session.settings, frozenset(plan.cell.case for plan in session.plans), on_warning)
+            given = Given(
+                session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
+                provenance.provenance(session.settings.seed), known, place.graded,
+            )  # fmt: skip
 
             def run(
                 given: Given, plans: list[CellPlan], root: Store, tell: Callable[[Event], None], *rest: Any
