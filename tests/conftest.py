@@ -23,8 +23,9 @@ from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.paths import CONF, REPROS
 
 pytest_plugins = ["cpu"]
-# Property tests: half as many examples in the gate as hypothesis takes by itself, twice as many in `make test-slow`.
-for profile, examples in (("gate", 50), ("many", 200)):
+# Property tests: a quarter of the examples in the gate that hypothesis takes by itself, twice as many in `make
+# test-slow`. Fifteen are what `make mutants` needs to see a changed judge.
+for profile, examples in (("gate", 25), ("many", 200)):
     settings.register_profile(
         profile, max_examples=examples, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

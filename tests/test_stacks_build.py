@@ -160,7 +160,9 @@ def test_a_build_that_fails_leaves_nothing(conf: Path, monkeypatch: pytest.Monke
     assert [path for path in build.stacks_dir().iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.parametrize("damage", ["package", "module", "python", "marker"])
+@pytest.mark.parametrize(
+    "damage", ["module", "marker", *(pytest.param(name, marks=pytest.mark.slow) for name in ("package", "python"))]
+)
 def test_a_damaged_cache_is_repaired(conf: Path, damage: str) -> None:
     folder = folder_of(resolve("small", conf=conf))
     env = next(folder.glob("env-*"))
