@@ -111,6 +111,11 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "if rank.signal or rank.exit_code is None or rank.exit_code >= 0:",
     ): "exit code 0: Signals(0) is none, which is said likewise",
     (
+        "harness/verbs/accept.py",
+        "filter left out",
+        "held = [d for d in kept.documents(cases=names) if _usable(d)]",
+    ): "only accept writes there, and it writes what is usable; who edits it by hand is caught by what is judged anew",
+    (
         "harness/judge/expect.py",
         "2 -> 3",
         r'scores.append(1 if re.search(r"[*?\[]", pattern) else 2)',

@@ -23,10 +23,10 @@ torch = pytest.importorskip("torch", reason="needs the stack `current`")
 sys.path.insert(0, str(REPROS))
 
 from kit import proof, saving, stored  # noqa: E402
-from kit.alone import Copied, Perturbed, train_alone  # noqa: E402
+from kit.alone import Copied, Perturbed, stepped, train_alone, unit, updated_at_once  # noqa: E402
 from kit.record import Record  # noqa: E402
 from kit.run import Run, float32_facts, pin_float32  # noqa: E402
-from kit.worst import all_apart, apart, worst  # noqa: E402
+from kit.worst import all_apart, apart, looked_at, worst  # noqa: E402
 
 BAD = [math.nan, math.inf, -math.inf]
 NUMBER = st.floats(allow_nan=True, allow_infinity=True)
@@ -70,6 +70,128 @@ def test_tensors_apart(bad: float) -> None:
     assert apart(torch.ones(2), torch.ones(3)) == math.inf
     assert apart(torch.ones(2, device="meta"), torch.ones(2)) == math.inf
     assert all_apart(one, {"a": one["a"]}) == math.inf and all_apart({}, {}) == math.inf
+
+
+def test_what_was_looked_at_is_said() -> None:
+    assert looked_at(["a", "b"]) == "2 tensors" and looked_at("ab", "a") == "2 tensors; wrong: a"
+    assert looked_at("abcdef", "abcd") == "6 tensors; wrong: a, b, c, d"
+    assert looked_at("abcdef", "abcde") == "6 tensors; wrong: a, b, c, d ..."
+    assert apart(torch.empty(0), torch.empty(0)) == 0.0 and apart(3 * torch.ones(2), torch.ones(2)) == 2.0
+
+
+# --- how far apart
+
+
+def compared(now: dict[str, Any], moved: float = 3.0) -> tuple[float, float, str]:
+    """``a`` may be off by FACTOR x 0.1, ``b`` by FACTOR x 0.05, ``c`` by nothing; the whole moved by 5."""
+    want = {name: torch.zeros(2) for name in "abc"}
+    noise, stored = {"a": 0.1, "b": 0.03, "c": 0.0}, {"a": 0.0, "b": 0.04, "c": 0.0}
+    went = {"a": moved, "b": moved and 4.0, "c": 0.0}
+    found = proof.compare({k: torch.tensor([v, 0.0]) for k, v in now.items()}, want, went, noise, stored, "ab")
+    assert found["want"] == 0.0
+    return found["got"], found["tolerance"], found["looked_at"]
+
+
+def test_the_tensor_that_is_worst_for_what_it_is_allowed_is_said() -> None:
+    factor = proof.FACTOR
+    got, tolerance, said = compared({"a": 0.2, "b": 0.11, "c": 0.0})
+    assert (got, tolerance) == (pytest.approx(0.11 / 5), pytest.approx(factor * 0.05 / 5))
+    assert said == "3 tensors, as parts of the whole update; the worst: b"
+    assert compared({"a": 0.3, "b": 0.11})[:2] == (pytest.approx(0.3 / 5), pytest.approx(factor * 0.1 / 5))
+    assert compared({"a": 0.0, "b": 0.0, "c": 0.1})[1:] == (
+        0.0,
+        "3 tensors, as parts of the whole update; the worst: c",
+    )
+    assert compared({"a": 0.1, "b": math.nan, "c": 0.1})[2].endswith("worst: b"), "a NaN before an infinity"
+    assert compared({"a": 0.1, "b": 0.1, "other": 9.0})[2].startswith("2 tensors")
+    assert compared({"a": 0.0}) == (math.inf, 0.0, "missing: b")
+    assert math.isnan(compared({"a": 0.0, "b": 0.0}, moved=0.0)[0]), "nothing moved: nothing is proven"
+    many = proof.compare({}, {}, {}, {}, {}, "dcab")
+    assert many["looked_at"] == "missing: a, b, c" and many["tolerance"] == 0.0
+
+
+def test_the_whole_is_judged_beside_its_tensors() -> None:
+    names = [f"t{number}" for number in range(4)]
+    ones = dict.fromkeys(names, 1.0)
+    now = {name: torch.tensor([proof.FACTOR * 0.9]) for name in names}
+    found = proof.compare(now, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names)
+    assert found["got"] / found["tolerance"] == pytest.approx(0.9), "each is within, and so is the whole"
+    last = {**now, "t3": torch.tensor([1.1 * proof.FACTOR])}
+    found = proof.compare(last, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names)
+    assert found["got"] / found["tolerance"] == pytest.approx(1.1) and found["looked_at"].endswith("the worst: t3")
+
+
+def test_one_unit_in_the_last_place_is_of_the_wider_spaced_dtype() -> None:
+    fine, coarse = (torch.finfo(kind).eps for kind in (torch.float32, torch.bfloat16))
+    assert unit(torch.float32) == unit(torch.float32, torch.float32) == fine
+    assert unit(torch.float32, torch.bfloat16) == unit(torch.bfloat16, torch.float32) == unit(torch.bfloat16) == coarse
+
+
+def test_a_parameter_is_updated_as_soon_as_its_gradient_is_there_and_only_then() -> None:
+    moved, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    with updated_at_once([moved, frozen], 0.5):
+        (2 * moved + frozen).sum().backward()
+    assert moved.tolist() == [0.0, 0.0] and moved.grad is None and frozen.tolist() == [1.0, 1.0]
+    (2 * moved).sum().backward()
+    assert moved.tolist() == [0.0, 0.0] and moved.grad.tolist() == [2.0, 2.0], "the hook is gone"
+    optimizer = torch.optim.SGD([moved], lr=0.5)
+    with stepped(optimizer):
+        assert moved.tolist() == [0.0, 0.0]
+    assert moved.tolist() == [-1.0, -1.0] and moved.grad is None
+
+
+def test_what_a_rank_saw_is_of_its_first_step() -> None:
+    run, model = a_run(), Tiny()
+    own = proof.Own(model)
+    assert all(map(math.isnan, own.seen())) and own.calls == 0
+    first = proof.batch(run, 0, 0)
+    model(**first).loss.backward()
+    ids = first["input_ids"].flatten().double()
+    seen = own.seen()
+    assert seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
+    model(**proof.batch(run, 0, 1)).loss.backward()
+    assert own.seen() == seen and own.calls == 2
+    silent = proof.Own(other := Tiny())
+    with torch.no_grad():
+        other(**first)
+    assert silent.seen()[0] == seen[0] and math.isnan(silent.seen()[1]), "nothing went back"
+
+
+@pytest.mark.parametrize(
+    ("shared", "seen", "state"),
+    [
+        (False, [[1.0, 2.0], [3.0, 4.0]], "passed"), (False, [[1.0, 2.0], [1.0, 4.0]], "failed"),
+        (False, [[1.0, 2.0], [3.0, 2.0]], "failed"), (False, [[1.0, 2.0], [3.0, math.nan]], "failed"),
+        (True, [[1.0, 2.0], [1.0, 4.0]], "passed"), (True, [[1.0, 2.0], [3.0, 2.0]], "failed"),
+        (True, [[math.nan, 2.0]] * 2, "failed"),
+    ],
+)  # fmt: skip
+def test_ranks_differ_or_share_a_batch(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, seen: list[list[float]], state: str
+) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    reference = proof.Reference(run, Tiny(), same_batch=shared)
+    run.world_size = 2
+    monkeypatch.setattr(proof, "gather", lambda of, mine: seen)
+    reference.check_batches(run)
+    assert checks_of(run)["batches"].state == state
+
+
+def test_losses_are_meant_over_the_ranks_and_a_step_that_was_not_made_is_none(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def states(mine: list[float], others: float) -> list[str]:
+        run = a_run(work_dir=str(tmp_path))
+        run.world_size = 2
+        monkeypatch.setattr(proof, "gather", lambda of, padded: [padded, [loss + others for loss in truth]])
+        reference.check_losses(run, mine)
+        return [checks_of(run)[name].state for name in ("steps", "loss")]
+
+    reference = proof.Reference(a_run(work_dir=str(tmp_path)), Tiny())
+    truth = reference.truth()["losses"]
+    assert states([loss - 0.5 for loss in truth], 0.5) == ["passed", "passed"], "the mean is the reference's"
+    assert states(truth, 0.5) == ["passed", "failed"]
+    assert states(truth[:1], 0.0) == ["failed", "failed"] and states([*truth, 1.0], 0.0) == ["failed", "passed"]
 
 
 # --- training

@@ -125,6 +125,44 @@ def test_a_named_folder_knows_its_own_selection(tmp_path: Path) -> None:
     assert going_on.resumed(["results=/nowhere/at/all"]) == (["results=/nowhere/at/all"], None)
 
 
+def test_going_on_is_said_and_what_is_given_anew_counts(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = run(scratch, "case=b", "jobs=2", state=runs.UNFINISHED)
+    assert going_on.resumed(["jobs=5"]) == (["case=b", "jobs=5"], wanted)
+    assert capsys.readouterr().err == f"repro: going on with {wanted}: case=b jobs=2\n"
+    every = run(scratch, state=runs.UNFINISHED)
+    assert going_on.resumed([]) == ([], every) and capsys.readouterr().err.endswith(": everything\n")
+    alike = [run(scratch, "case=c", state=state) for state in (runs.ENDED, runs.UNFINISHED)]
+    run(scratch, "case=d")
+    assert going_on.resumed(["case=c", "jobs=1"]) == (["case=c", "jobs=1"], alike[1]), "the last of that selection"
+    assert going_on.resumed(["case=c", f"results='{scratch}'"])[1] is None, "a folder that was named is its own"
+
+
+def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> None:
+    def state(folder: Path) -> str:
+        found = runs.read(folder)
+        assert found is not None
+        return found.state
+
+    named, before = tmp_path / "mine", run(scratch, "case=a")
+    run(scratch, "case=b")
+    for asked, where in ((str(named), None), (None, before), (None, None)):
+        settings = RunSettings(results=asked)
+        with going_on.folder(Namespace(settings=settings), ["case=a"], where) as ended:  # type: ignore[arg-type]
+            used = Path(str(settings.results))
+            assert used == (named if asked else where or used) and used.is_dir() and state(used) == runs.UNFINISHED
+            assert (runs.of(scratch).resolve() == used.resolve()) is (asked is None), "it is the last one now"
+            ended(used != named)
+        let_go()
+        assert state(used) == (runs.UNFINISHED if used == named else runs.ENDED)
+    assert len(runs.listed(scratch)) == 3, "two there were, and a new one"
+    for asked, where in ((str(named), None), (None, before)):
+        settings = RunSettings(results=asked)
+        with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings), [], where):  # type: ignore[arg-type]
+            raise ZeroDivisionError
+        assert Path(str(settings.results)).is_dir(), "what was there before is not taken back"
+        let_go()
+
+
 def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
     before = run(scratch, "case=a")
     settings = RunSettings()

@@ -34,7 +34,7 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
         raise ConfigError(f"--resume: {why}; with a selection (case=...) it goes on with what is recorded of that")
     if found is None:
         return list(texts), None
-    print(f"repro: going on with {found.folder}: {' '.join(found.texts) or 'everything'}", file=sys.stderr, flush=True)
+    print(f"repro: going on with {found.folder}: {' '.join(found.texts) or 'everything'}", file=sys.stderr)
     given = {text.partition("=")[0] for text in texts}
     kept = [text for text in found.texts if text.partition("=")[0] not in given]
     return [*kept, *texts], None if named else found.folder
