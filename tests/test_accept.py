@@ -1,18 +1,10 @@
-"""What `repro accept` publishes, refuses and says; it names no machine's own folders."""
+"""What `repro accept` publishes names no machine's own folders."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
-
-from repro_matrix.cli import main
-from repro_matrix.paths import BASELINE, ROOT, cache_dir
-from repro_matrix.results.store import Store
-from repro_matrix.verbs import accept
+from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.verbs.accept import _portable, _usable
 
 
@@ -45,58 +37,3 @@ def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was()
     document = {"command": ["python", "/disk/a/harness/worker/warm_server.py"], "file": "/disk/a/repros/kit/run.py"}
     shown = {"command": ["python", "/checkout/harness/worker/warm_server.py"], "file": "/checkout/repros/kit/run.py"}
     assert _portable(document) == shown
-
-
-SLUG = "fsdp2-mixed-dtensor"
-
-
-def put(folder: Path, **changes: Any) -> Path:
-    """A published document, as if it had been measured into ``folder``."""
-    (document,) = Store(BASELINE).documents(cases=[SLUG])
-    path = folder.joinpath(*Path(document["path"]).relative_to(BASELINE).parts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {key: value for key, value in {**document, **changes}.items() if key != "path"}
-    path.write_text(json.dumps(kept), encoding="utf-8")
-    return path
-
-
-def test_what_is_accepted_and_what_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = SimpleNamespace(
-        baseline=tmp_path / "baseline", expected=tmp_path / "expected", is_shipped=True, folder=tmp_path
-    )
-    monkeypatch.setattr(accept, "project", SimpleNamespace(current=lambda: own))
-
-    def accepted(source: str) -> tuple[int, str, str]:
-        code = main(["accept", f"case={SLUG}", "--reason", "measured anew", "--from", str(tmp_path / source)])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    (tmp_path / "empty").mkdir()
-    code, _, err = accepted("empty")
-    assert code == 2 and "holds no complete measurement of the selected cases" in err
-    (published,) = Store(BASELINE).documents(cases=[SLUG])
-    arms = dict(list(published["arms"].items())[:2])
-    put(tmp_path / "part", arms=arms, verdicts={arm: v for arm, v in published["verdicts"].items() if arm in arms})
-    assert "holds no complete measurement" in accepted("part")[2] and not own.baseline.exists()
-    put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
-    assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
-    put(tmp_path / "measured")
-    code, out, _ = accepted("measured")
-    assert (
-        code == 0 and "1 documents to publish" in out and f"review and commit: the documents in {own.baseline}" in out
-    )
-    assert "until now" not in out, "what is expected of it is what it shows"
-    (written,) = own.baseline.rglob("*.json")
-    assert f"case: {SLUG}" in (own.expected / f"{SLUG}.yaml").read_text(encoding="utf-8")
-    code, out, _ = accepted("measured")
-    assert code == 0 and "1 documents say what is published" in out and "to publish" not in out
-    monkeypatch.setenv("REPRO_CONFIG_PATH", str(tmp_path / "conf"))
-    (tmp_path / "conf" / "case").mkdir(parents=True)
-    (tmp_path / "conf" / "case" / "bad.yaml").write_text("slug: bad\ntilte: x\n")
-    assert "note: left out: " in (said := accepted("measured")[2]) and "bad.yaml" in said
-    written.write_text("{")
-    code, _, err = accepted("measured")
-    assert code == 2 and "what is published is damaged: restore it first" in err and written.name in err
-    assert written.read_text() == "{", "and nothing was written"
