@@ -45,11 +45,14 @@ def test_results_predict_themselves(one: list[Brief]) -> None:
 
 def test_a_gpu_against_a_cpu_is_counted_case_by_case() -> None:
     cpu = [cell(broken=FIRES, fix=HOLDS, never=arm(kinds={}, skipped="needs 2 GPUs"))]
-    gpu = [replace(cell(broken=FIRES, fix=BOOM, never=HOLDS), hardware="a100x8")]
+    boom = BOOM._replace(error_at="torch/nn/modules/module.py:7")
+    gpu = [replace(cell(broken=FIRES, fix=boom, never=HOLDS), hardware="a100x8", path="gpu/m.json")]
     gpu += [replace(cell(control=arm()), case="d", key="d/m", hardware="a100x8")]
     (row,), across = agree(cpu, gpu, PARTS)
     assert (row.case, row.k, row.n, row.alone) == ("c", 1, 2, 1) and across == {"hardware": ("cpu", "a100x8")}
-    assert row.otherwise[0][1] == "fix"
+    assert row.otherwise[0].arm == "fix"
+    (said,) = as_json([row], across)["cases"][0]["otherwise"]
+    assert said["error_at"] == [None, "torch/nn/modules/module.py:7"] and said["documents"][1] == "gpu/m.json"
     told = "\n".join(lines([row]))
     assert "1 of    2  (9 to 91 %); 1 measured by one only" in told and "second: other_error 3/3" in told
     with pytest.raises(ConfigError, match="no cell in common"):

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judging import failed, observation
 from probing import CASE, World, world
 
-from repro_matrix.bisection.labels import answer, plain
+from repro_matrix.bisection.labels import answer, of_cell, plain
 from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
 from repro_matrix.cell.older import skip_of
 from repro_matrix.conf import overrides
@@ -20,7 +21,8 @@ __all__ = ["world"]
 
 def attempt(name: str, message: str = "", **more: Any) -> dict[str, Any]:
     primary = {"rank": 0, "type": "ValueError", "message": message, "where": ""} if message else None
-    return {"outcome": {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognised": [], **more}}
+    outcome = {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognised": [], **more}
+    return {"outcome": outcome, "observation": observation(failed(0))}
 
 
 def arm(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def arm(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]
     ],
 )  # fmt: skip
 def test_labels(attempts: tuple[dict[str, Any], ...], label: str | None) -> None:
-    assert answer("a", arm(*attempts)).label == label
+    found = of_cell("a", arm(*attempts))
+    assert found.label == label
+    assert bool(found.error_at) == (label not in (None, "clean")), "where it was raised"
 
 
 def test_a_skip_says_the_same_on_every_stack() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from judging import failed, observation
 from probing import BASE, CASE, World, before, world
 
 from repro_matrix.bisection.upgrade import compare
@@ -25,7 +26,7 @@ def document(stack: str, **arms: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for arm, how in arms.items():
         name, _, message = how.partition(":")
-        attempts = [{"outcome": outcome(name, message or "m"), "observation": {}}]
+        attempts = [{"outcome": outcome(name, message or "m"), "observation": observation(failed(0))}]
         skipped = "needs 2 GPUs" if name == "skipped" else None
         made[arm] = {"skipped": skipped, "stack": stack, "settings": {}, "attempts": [] if skipped else attempts}
     return {"case": "a", "key": "a/m-s", "stack": {"name": stack}, "arms": made}
@@ -50,6 +51,8 @@ def test_the_broken_arm(old: str, new: str, kind: str | None) -> None:
     found = compare([document("old", broken=old)], [document("new", broken=new)])
     assert [change.kind for change in found.changes] == ([kind] if kind else [])
     assert found.same == (kind is None)
+    for change in found.changes:
+        assert bool(change.before.error_at) == (old != "clean") and bool(change.after.error_at) == (new != "clean")
 
 
 @pytest.mark.parametrize(

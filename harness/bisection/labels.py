@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from repro_matrix.cell.types import Arm
 from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.results.rows import error_at
 
 FIRES, CLEAN, OTHER = "fires", "clean", "other error"
 TEXT = 160  # characters of a message that a label keeps
@@ -36,6 +38,7 @@ class Answer:
     counted: int = 0  # attempts that ran, of which ``fired`` fired
     brief: str = ""  # the label without its text, where that stands elsewhere: ``other error: Type [known case]``
     skipped: bool = False  # a declared need is not met
+    error_at: str | None = field(default=None, compare=False)  # file:line of the failure that came first
 
     @property
     def whole(self) -> str | None:
@@ -73,6 +76,12 @@ def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
     if not outcomes:
         return Answer(None, "not run")
     return Answer(CLEAN, text(outcomes[0].get("reason")), 0, counted)
+
+
+def of_cell(case: str, arm: Arm | None) -> Answer:
+    """The same of an arm of a cell's document, with the place of its failure."""
+    found = answer(case, arm)
+    return found if arm is None or found.label in (None, CLEAN) else replace(found, error_at=error_at(arm))
 
 
 # A set of names as Python prints it: in an order that differs from process to process.

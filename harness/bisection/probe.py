@@ -229,7 +229,7 @@ class Prober:
         arms = document["arms"]
         return Point(
             target,
-            {arm: labels.answer(self.case.slug, arms.get(arm)) for arm in self.arms},
+            {arm: labels.of_cell(self.case.slug, arms.get(arm)) for arm in self.arms},
             dict(stack.versions),
             dict(stack.moved),
             str(path),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from repro_matrix.bisection.labels import CLEAN, FIRES, Answer, answer
+from repro_matrix.bisection.labels import CLEAN, FIRES, Answer, of_cell
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.evidence import mapping
 
@@ -37,6 +37,7 @@ class Change:
     arm: str
     before: Answer
     after: Answer
+    documents: tuple[str | None, str | None] = (None, None)  # before and after
 
 
 class Unknown(NamedTuple):
@@ -81,7 +82,7 @@ def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Chan
     """Arm -> its change, None where it answers alike, or why that cannot be known."""
     case, key, out = str(after["case"]), str(after["key"]), {}
     old, new = _answers(case, before), _answers(case, after)
-    first = next(iter(after["arms"]), "")
+    first, paths = next(iter(after["arms"]), ""), (before.get("path"), after.get("path"))
     for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
         found: Change | Unknown | None = None
         unlike = comparable(before["arms"][arm]["settings"], after["arms"][arm]["settings"])
@@ -93,7 +94,7 @@ def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Chan
         else:
             broken = (old[first], new[first]) if arm != first and first in old else None
             kind = kind_of(one, other) if broken is None else _fix_kind(one, other, *broken)
-            found = Change(kind, case, key, arm, one, other) if kind else None
+            found = Change(kind, case, key, arm, one, other, paths) if kind else None
         out[arm] = found
     return out
 
@@ -101,7 +102,7 @@ def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Chan
 def _answers(case: str, document: Mapping[str, Any]) -> dict[str, Answer]:
     stack = mapping(document.get("stack")).get("name")
     return {
-        name: answer(case, arm) for name, arm in document["arms"].items() if mapping(arm).get("stack", stack) == stack
+        name: of_cell(case, arm) for name, arm in document["arms"].items() if mapping(arm).get("stack", stack) == stack
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.diff.brief import ArmBrief, Brief, Parts, placed, unlike
@@ -20,6 +20,15 @@ from repro_matrix.terminal.summary import plain, wrapped
 SHOWN = 12  # disagreements of a case
 
 
+class Otherwise(NamedTuple):
+    axes: tuple[str, ...]
+    arm: str
+    first: str
+    second: str
+    error_at: tuple[str | None, str | None]  # file:line, on both sides
+    documents: tuple[str, str]
+
+
 @dataclass
 class Agreement:
     """Of one case: ``k`` of ``n`` arms that both measured came out alike. ``otherwise``: where, and both answers."""
@@ -29,7 +38,7 @@ class Agreement:
     n: int = 0
     alone: int = 0  # arms that only one side measured
     unlike: int = 0  # and arms that were measured with other settings
-    otherwise: list[tuple[tuple[str, ...], str, str, str]] = field(default_factory=list)
+    otherwise: list[Otherwise] = field(default_factory=list)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -57,7 +66,9 @@ def agree(
                 row.n += 1
                 row.k += alike(was, now)
                 if not alike(was, now):
-                    row.otherwise.append((here.axes, arm, told(was), told(now)))
+                    places = (was.error_at, now.error_at)
+                    both = (here.path, there.path)
+                    row.otherwise.append(Otherwise(here.axes, arm, told(was), told(now), places, both))
     if not any(row.n for row in found.values()):
         raise ConfigError(
             f"nothing that both have measured: {len(mine)} and {len(theirs)} cells, {len(found)} cases in common"
@@ -85,10 +96,10 @@ def lines(rows: Iterable[Agreement], every: bool = False) -> Iterator[str]:
         more += f"; {row.unlike} with other settings" if row.unlike else ""
         yield from wrapped(f"{row.case.ljust(width)}  {share}{more}", "", width + 2)
         shown = row.otherwise if every else row.otherwise[:SHOWN]
-        for axes, arm, was, now in shown:
-            yield from wrapped(f"{' '.join(axes)} {arm}", "    ", 4)
-            yield from wrapped(f"first:  {was}", "      ", 8)
-            yield from wrapped(f"second: {now}", "      ", 8)
+        for each in shown:
+            yield from wrapped(f"{' '.join(each.axes)} {each.arm}", "    ", 4)
+            yield from wrapped(f"first:  {each.first}", "      ", 8)
+            yield from wrapped(f"second: {each.second}", "      ", 8)
         if len(shown) < len(row.otherwise):
             yield f"    and {len(row.otherwise) - len(shown)} more: --all"
     k, n = sum(row.k for row in listed), sum(row.n for row in listed)
@@ -107,8 +118,11 @@ def as_json(rows: Iterable[Agreement], across: Mapping[str, tuple[str, str]]) ->
                 "case": row.case, "agree": row.k, "both": row.n, "interval": list(row.interval), "one_only": row.alone,
                 "other_settings": row.unlike,
                 "otherwise": [
-                    {"where": placed(row.case, axes), "arm": arm, "first": was, "second": now}
-                    for axes, arm, was, now in row.otherwise
+                    {
+                        "where": placed(row.case, each.axes), "arm": each.arm, "first": each.first,
+                        "second": each.second, "error_at": list(each.error_at), "documents": list(each.documents),
+                    }
+                    for each in row.otherwise
                 ],
             }
             for row in rows

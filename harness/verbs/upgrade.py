@@ -204,7 +204,8 @@ def describe(
 ) -> dict[str, Any]:
     changes = [
         {"change": c.kind, "case": c.case, "cell": c.key, "arm": c.arm, "before": c.before.whole,
-         "after": c.after.whole, "cause": causes.get((c.key, c.arm))}
+         "after": c.after.whole, "error_at": [c.before.error_at, c.after.error_at], "documents": list(c.documents),
+         "cause": causes.get((c.key, c.arm))}
         for c in found.changes
     ]  # fmt: skip
     counts: dict[str, int] = {}

@@ -131,7 +131,8 @@ def describe(
     def edge(found: Boundary, arm: str) -> dict[str, Any]:
         sides = {
             side: {"release": names[i], "answer": points[i].arms[arm].label, "short": points[i].arms[arm].short,
-                   "detail": points[i].arms[arm].detail, "document": points[i].document}
+                   "detail": points[i].arms[arm].detail, "error_at": points[i].arms[arm].error_at,
+                   "document": points[i].document}
             for side, i in (("before", found.before), ("after", found.after))
         }  # fmt: skip
         return {**sides, "adjacent": found.exact, "unknown": [names[i] for i in found.unknown],
