@@ -187,7 +187,8 @@ def test_an_error_before_the_record_is_read_from_the_log(text: str, found: str) 
 @pytest.mark.ranks
 def test_a_real_rank_that_raises_by_itself(tmp_path: Path, warm: WarmLauncher) -> None:
     attempt = attempt_of(tmp_path / "a", "raises", world_size=1)
-    attempt.settings.update(case="a-control", arm="control")
+    promised = {"slug": "none", "options": {}, "promises": {"parameters": "whole"}}
+    attempt.settings.update(case="a-control", arm="control", strategy=promised)
     seen = launched(warm, attempt)
     found = grade(control(), "control", seen, [])
     assert found.outcome == "infra" and "misbehave.py:" in found.reason and "does not want to" in found.reason

@@ -124,7 +124,7 @@ def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_com
             if why:
                 differing[f"{after.where} {name}"] = why
                 continue
-            kind = _answer(name == after.first and not (before.control or after.control), was, now)
+            kind = _answer(name == before.first == after.first and not (before.control or after.control), was, now)
             if kind:
                 changes.append(_change(kind, after, name, was, now))
             if was.steady and now.steady and was.kinds.keys() == now.kinds.keys() and "hang" not in was.kinds:
