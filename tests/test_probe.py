@@ -15,6 +15,7 @@ from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
 from repro_matrix.cell.older import skip_of
 from repro_matrix.conf import overrides
 from repro_matrix.conf.overrides import parse
+from repro_matrix.running.request import ask
 
 __all__ = ["world"]
 
@@ -130,7 +131,8 @@ def test_a_probe_replaces_fields_of_what_was_read_once(world: World, monkeypatch
 
 def prober(world: World, *texts: str, **more: Any) -> Prober:
     said: list[str] = []
-    return Prober(CASE, [f"results={world.folder / 'r'}", *texts], said.append, threading.Event(), **more)
+    asked = ask([f"case={CASE}", f"results={world.folder / 'r'}", *texts])
+    return Prober(asked, said.append, threading.Event(), **more)
 
 
 def target(release: str) -> Target:
@@ -163,7 +165,7 @@ def test_what_cannot_be_installed_is_unknown_with_its_reason(world: World) -> No
 
 
 def test_arms_on_a_stack_of_their_own_are_left_out(world: World) -> None:
-    made = Prober("qwen15-fsdp-kv-cache", [], print, threading.Event())
+    made = Prober(ask(["case=qwen15-fsdp-kv-cache"]), print, threading.Event())
     assert made.own_stack == {"newer-transformers": "current"}
     assert "newer-transformers" not in made.arms and made.arms[0] == "broken"
 

@@ -74,8 +74,9 @@ def test_what_is_left_is_the_same_cell_when_pasted(tmp_path: Path) -> None:
     """The command's overrides give the settings that were asked."""
     from repro_matrix import stacks
     from repro_matrix.running import session
+    from repro_matrix.running.request import ask
 
-    asker = cases.open_case("ddp-ready-once", None, [], stacks.resolve("current"), print, threading.Event())
+    asker = cases.open_case(None, ask(["case=ddp-ready-once"]), stacks.resolve("current"), print, threading.Event())
     simplest = tuple(each.knob.simplest for each in asker.varied)
     prepared = session.prepare(["case=ddp-ready-once", *asker.command(simplest)[3:]])
     settings = prepared.plans[0].arms[0].settings

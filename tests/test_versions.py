@@ -18,6 +18,7 @@ from repro_matrix.bisection.maps import maps
 from repro_matrix.bisection.probe import Prober, Target
 from repro_matrix.conf import project
 from repro_matrix.running import session
+from repro_matrix.running.request import ask
 
 __all__ = ["world"]
 REAL_HISTORY = session.history
@@ -202,8 +203,8 @@ def test_what_is_published_is_read_and_graded_once_a_search(
     monkeypatch.setattr(project, "published", lambda: [])
 
     def probing(folder: Path) -> Prober:
-        texts = ["stack=base", f"results={folder}"]
-        return Prober(CASE, texts, lambda text: None, threading.Event(), ["broken"])
+        asked = ask([f"case={CASE}", "stack=base", f"results={folder}"])
+        return Prober(asked, lambda text: None, threading.Event(), ["broken"])
 
     with probing(baseline) as prober:
         prober.probe(Target("4.40.0", "base+transformers@4.40.0"))

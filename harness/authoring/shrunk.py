@@ -105,7 +105,7 @@ def _of_case(slug: str, found: Json, path: str) -> Files:
     known = catalogue.load()
     if name not in known.cases:
         raise unknown("case", name, known.cases, f"--from-shrink {path}")
-    selection = overrides.parse([f"case={name}", *map(str, found["overrides"])])
+    selection = overrides.parse(map(str, found["overrides"]))
     laid = catalogue.load(patches=selection.patches, cases=[name])
     shape = copy.deepcopy(laid.raw["case"][name])
     for flag, values in selection.flags.items():

@@ -27,7 +27,7 @@ from repro_matrix.conf.schema import Case
 from repro_matrix.planning import matrix
 from repro_matrix.results.store import Document, Store
 from repro_matrix.running import session
-from repro_matrix.running.request import ask
+from repro_matrix.running.request import Request
 from repro_matrix.stacks import Stack, StackError
 
 Say = Callable[[str], None]
@@ -146,20 +146,20 @@ class Prober:
 
     def __init__(
         self,
-        case: str,
-        texts: Sequence[str],
+        asked: Request,
         say: Say,
         stop: threading.Event,
         arms: Sequence[str] | None = None,
     ) -> None:
-        self.request = ask([f"case={case}", *texts])
-        self.settings: RunSettings = self.request.settings
+        self.request = asked
+        self.settings: RunSettings = asked.settings
+        case = asked.selections[0].case[0]
         if case not in self.request.catalogue.cases:
             raise unknown("case", case, self.request.catalogue.cases)
         self.case = self.request.catalogue.cases[case]
         self.cell = _one_cell(self.request.cells, self.request.selections[0])
-        asked = overrides.expand("arm", arms or self.settings.arms or self.case.arms, self.case.arms)
-        wanted = matrix.arms_of(self.case, asked)
+        named = overrides.expand("arm", arms or self.settings.arms or self.case.arms, self.case.arms)
+        wanted = matrix.arms_of(self.case, named)
         self.own_stack = {arm: spec.stack for arm, spec in self.case.arms.items() if spec.stack and arm in wanted}
         self.arms = [arm for arm in wanted if arm not in self.own_stack]
         self.repeat = self.settings.repeat or self.case.repeat

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from repro_matrix.conf.errors import ConfigError, unknown
@@ -32,6 +34,38 @@ class Selection:
     # Of a named matrix: which block it is, and the axes of the command line that only narrow what its cases list.
     source: str = ""
     narrows: frozenset[str] = frozenset()
+
+    def having(self, key: str, value: Any) -> Selection:
+        """The same, and what an override of this key would say with a value at hand (a list: of an axis, several)."""
+        group, _, rest = key.partition(".")
+        more: dict[str, Any] = {"words": [*self.words, (key, said(key, value))]}
+        if key in (*GROUPS, "ranks"):
+            given = self.given | {key}
+            more |= {key: value if isinstance(value, list) else [value], "given": given}
+            if self.source:  # a block of a named matrix, as named.blocks lays the line over it
+                more["narrows"] = frozenset() if "case" in given else frozenset(given)
+        elif group == "flags":
+            more["flags"] = {**self.flags, rest: [value]}
+        elif group in GROUPS:
+            more["patches"] = {**self.patches, group: [*self.patches.get(group, []), (rest.split("."), value)]}
+        return replace(self, **more)
+
+    def less(self, dropped: Callable[[str], bool]) -> Selection:
+        """The same without what was said of these keys."""
+        axes = {axis: getattr(Selection(), axis) for axis in (*GROUPS, "ranks") if axis in self.given and dropped(axis)}
+        patches = {
+            group: [change for change in changes if not dropped(".".join([group, *change[0]]))]
+            for group, changes in self.patches.items()
+        }
+        return replace(
+            self,
+            **axes,
+            given={axis for axis in self.given if not dropped(axis)},
+            flags={name: values for name, values in self.flags.items() if not dropped(f"flags.{name}")},
+            patches={group: changes for group, changes in patches.items() if changes},
+            added=[key for key in self.added if not dropped(key)],
+            words=[(key, text) for key, text in self.words if not dropped(key)],
+        )
 
 
 def parse(overrides: Iterable[str]) -> Selection:
@@ -108,6 +142,24 @@ def _plain(value: Any) -> Any:
 def quoted(value: str) -> str:
     """A value as Hydra's grammar takes it (a backslash says something only before a quote)."""
     return "'" + value.replace("'", "\\'") + "'"
+
+
+def said(key: str, value: Any) -> str:
+    """An override to be pasted; a plain word needs no quotes, and a variable's value is text as it stands."""
+    if key.startswith("env."):
+        return f"{key}={value}"
+    if isinstance(value, list):
+        return f"{key}={','.join(map(_said, value))}"
+    return f"{key}={_said(value)}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Enum):
+        value = value.value
+    if not isinstance(value, str):
+        return json.dumps(value)
+    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf")
+    return value if plain else quoted(value)
 
 
 def expand(what: str, patterns: Iterable[str], known: Collection[str], where: str = "") -> list[str]:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from repro_matrix.conf import overrides
+from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results import runs
 from repro_matrix.running import session
@@ -19,7 +21,8 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     Without a selection that is the last interrupted run; with one the last run of that selection, or the last of all,
     for what it has recorded. Raises ConfigError: no run was interrupted.
     """
-    named = next((text.partition("=")[2].strip("'\"") for text in reversed(texts) if text.startswith("results=")), None)
+    line = overrides.parse(texts)
+    named = compose_run(line.run).results
     root = Path(named).expanduser() if named else session.scratch()
     chosen = selection(texts)
     runs.sound(root)
@@ -35,8 +38,8 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     if found is None:
         return list(texts), None
     print(f"repro: going on with {found.folder}: {' '.join(found.texts) or 'everything'}", file=sys.stderr)
-    given = {text.partition("=")[0] for text in texts}
-    kept = [text for text in found.texts if text.partition("=")[0] not in given]
+    given = {key for key, _ in line.words}
+    kept = [text for key, text in overrides.parse(found.texts).words if key not in given]
     return [*kept, *texts], None if named else found.folder
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ from repro_matrix.conf.errors import ConfigError, nearest, unknown
 from repro_matrix.conf.overrides import Selection
 from repro_matrix.planning import matrix
 from repro_matrix.planning.matrix import Cell
+
+_SETTINGS = tuple(each.name for each in fields(RunSettings))
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,34 @@ class Request:
             settings=replace(self.settings, arms=list(arms), repeat=repeat),
             selections=[replace(each, stack=[stack], given=each.given | {"stack"}) for each in self.selections],
         )
+
+    def having(self, values: Mapping[str, Any]) -> Request:
+        """The same with these values, each by the key that an override has: ``model``, ``ranks``, ``flags.<name>``,
+        ``case.options.<name>``, ``env.<NAME>``, ``steps``. Raises ConfigError: a file of conf/ does not take one."""
+        selections = list(self.selections)
+        settings = {}
+        env = dict(self.settings.env)
+        for key, value in values.items():
+            selections = [each.having(key, value) for each in selections]
+            if key.startswith("env."):
+                env[key.removeprefix("env.")] = value
+            elif key in _SETTINGS:
+                settings[key] = value
+        return self._of(selections, replace(self.settings, **{"env": env, **settings}))
+
+    def less(self, dropped: Callable[[str], bool]) -> Request:
+        """The same without what the overrides of these keys say."""
+        usual = RunSettings()
+        settings = {name: getattr(usual, name) for name in _SETTINGS if dropped(name)}
+        env = {name: value for name, value in self.settings.env.items() if not dropped(f"env.{name}")}
+        return self._of(
+            [each.less(dropped) for each in self.selections], replace(self.settings, **{"env": env, **settings})
+        )
+
+    def _of(self, selections: Sequence[Selection], settings: RunSettings) -> Request:
+        names = [name for each in selections for name in each.case]
+        catalogue = catalogues.load(patches=selections[0].patches, cases=names)
+        return replace(self, catalogue=catalogue, settings=settings, selections=selections)
 
     def said(self, without: Collection[str]) -> list[str]:
         """The overrides as they were written, to be pasted, but for these keys."""

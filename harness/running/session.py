@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def prepare(
     ``known``: what is kept of cells elsewhere than in the results folder, for a run with a budget.
     """
     asked = texts if isinstance(texts, Request) else ask(texts)
-    catalogue, settings = asked.catalogue, asked.settings
+    catalogue, settings = asked.catalogue, replace(asked.settings)  # what follows changes it, and not what was asked
     not_believed = unshown.dropped(catalogue, {cell.case for cell in asked.cells})
     machine = hardware.detect()
     planned = False

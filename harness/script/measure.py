@@ -31,6 +31,9 @@ from repro_matrix.stacks.stack import short_hash
 START_S = 180.0  # for a launcher to begin its ranks: it imports torch first
 
 
+DEADLINE_S = 300.0
+
+
 @dataclass(frozen=True)
 class Script:
     """What is measured: the command, what counts as its failure, and how it is launched."""
@@ -38,7 +41,7 @@ class Script:
     command: Command
     failure: Failure
     results: Path
-    deadline_s: float = 300.0
+    deadline_s: float = DEADLINE_S
     env: dict[str, str] = field(default_factory=dict, hash=False)
     patience_s: float = math.inf  # less than the deadline where what takes longer cannot be what is looked for
     keep_text: bool = False  # the script's text goes into the document: its file will not stay

@@ -12,10 +12,9 @@ from repro_matrix.conf.errors import ConfigError
 from repro_matrix.script import command as commands
 from repro_matrix.script import failure as failures
 from repro_matrix.script.failure import Failure
-from repro_matrix.script.measure import Script
+from repro_matrix.script.measure import DEADLINE_S, Script
 
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that mean something for a script
-DEADLINE_S = 300.0
 _KINDS = ("error", "log", "exit", "hang", "metric", "like")
 
 

@@ -10,7 +10,6 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,12 @@ from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer
 from repro_matrix.bisection.probe import Point, Say, Stopped, Target
 from repro_matrix.conf.errors import ConfigError, MeasureError
+from repro_matrix.conf.overrides import said as written
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.script import failure as failures
 from repro_matrix.script.failure import judge
 from repro_matrix.script.forked import Forked, lines
-from repro_matrix.script.measure import Script, measure, once
+from repro_matrix.script.measure import DEADLINE_S, Script, measure, once
 from repro_matrix.stacks import Stack, StackError
 
 ARM = "script"  # the one arm that a script has
@@ -37,7 +37,6 @@ TRIED = 2  # probes that are launched both ways
 @dataclass
 class ScriptProber:
     script: Script
-    texts: Sequence[str]
     say: Say
     stop: threading.Event
     repeat: int = 1
@@ -76,7 +75,9 @@ class ScriptProber:
 
     def words(self, spec: str, arm: str) -> list[str]:
         """`repro run` of the same on a stack."""
-        texts = [text for text in self.texts if text.partition("=")[0] in ("deadline",) or text.startswith("env.")]
+        script = self.script
+        texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
+        texts += [written(f"env.{name}", value) for name, value in script.env.items()]
         return ["repro", "run", *texts, f"stack={spec}", "--", *_command(self.script)]
 
     # -- what is learned at the ends

@@ -1,13 +1,12 @@
 """A case's failure on one stack, asked in ever smaller configurations: each question is a launched, stored attempt.
 
-A question is one cell of the case's first arm (overrides say which), measured through the ordinary engine and judged by
+A question is one cell of the case's first arm, measured through the ordinary engine and judged by
 the case's own signature. What is stored is read, not launched again: a search goes on by being started again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from repro_matrix.bisection import labels
@@ -15,9 +14,9 @@ from repro_matrix.bisection.labels import Answer as Said
 from repro_matrix.bisection.probe import Say, Stopped, one_case, one_cell
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, MeasureError, unknown
-from repro_matrix.conf.overrides import quoted
 from repro_matrix.hardware import Gpu
 from repro_matrix.running import session
+from repro_matrix.running.request import Request
 from repro_matrix.running.session import Session, Workplace
 from repro_matrix.shrink import vary
 from repro_matrix.shrink.asked import Asked
@@ -30,7 +29,7 @@ from repro_matrix.stacks import Stack
 class CaseAsker:
     case: str
     first: str  # the case's first arm, under whose name everything is launched
-    base: list[str]  # overrides that never vary
+    base: Request  # what never varies
     varied: tuple[Varied, ...]
     stack: Stack
     settings: RunSettings
@@ -41,12 +40,16 @@ class CaseAsker:
     asked: dict[Config, Asked] = field(default_factory=dict)
 
     def overrides(self, config: Config) -> list[str]:
-        return [*self.base, *vary.overrides_of(self.varied, config)]
+        """To be pasted: what a configuration asks for."""
+        return self._request(config).said(without=("case",))
+
+    def _request(self, config: Config) -> Request:
+        return self.base.having(vary.values_of(self.varied, config))
 
     def command(self, config: Config) -> list[str]:
         """What shows it, to be pasted."""
         plain = self.stack.name.replace("==", "@")
-        texts = [text for text in self.overrides(config) if text.partition("=")[0] not in ("results", "jobs", "keep")]
+        texts = self._request(config).said(without=("case", "results", "jobs", "keep"))
         return ["repro", "run", self.case, *texts, f"stack={plain}", f"arms=[{self.first}]"]
 
     def ask(self, config: Config, repeat: int) -> Asked:
@@ -58,7 +61,7 @@ class CaseAsker:
 
     def _measure(self, config: Config, repeat: int) -> Asked:
         try:
-            prepared = _prepared(self.case, self.overrides(config), self.stack, self.first, repeat)
+            prepared = _prepared(self._request(config), self.stack, self.first, repeat)
         except ConfigError as error:  # more ranks than this machine holds, an option that the strategy refuses
             return Asked(Said(None, f"no such cell: {labels.plain(str(error))}"))
         plan = prepared.plans[0].arms[0]
@@ -70,16 +73,14 @@ class CaseAsker:
         return Asked(said, str(path), summary.attempts)
 
 
-def _prepared(case: str, texts: Sequence[str], stack: Stack, arm: str, repeat: int) -> Session:
-    own = [f"stack={quoted(stack.name)}", f"arms=[{arm}]", f"repeat={repeat}"]
-    return session.prepare([f"case={case}", *texts, *own], given={stack.name: stack})
+def _prepared(asked: Request, stack: Stack, arm: str, repeat: int) -> Session:
+    return session.prepare(asked.but(stack.name, [arm], repeat), given={stack.name: stack})
 
 
-def open_case(
-    name: str, arm: str | None, texts: Sequence[str], stack: Stack, say: Say, stop: threading.Event
-) -> CaseAsker:
+def open_case(arm: str | None, asked: Request, stack: Stack, say: Say, stop: threading.Event) -> CaseAsker:
     """What varies in an arm as it is given. Raises ConfigError: no such case or arm, more than one cell, or one that
     cannot run here."""
+    name = asked.selections[0].case[0]
     case = one_case(name)
     first = next(iter(case.arms))
     arm = arm or first
@@ -87,14 +88,14 @@ def open_case(
         raise unknown("arm", arm, case.arms, f"case {name}")
     if case.arms[arm].stack:
         raise ConfigError(f"arm {arm} of {name} runs on a stack of its own ({case.arms[arm].stack}): stack=... says it")
-    given = _prepared(name, texts, stack, arm, 1)
+    given = _prepared(asked, stack, arm, 1)
     if len(given.plans) != 1:
         raise ConfigError(f"{name} has {len(given.plans)} cells here: choose one by model=, strategy=, flags.<name>=")
     plan = next(each for each in given.plans[0].arms if each.arm == arm)
     if plan.skipped:
         raise MeasureError(f"{name}, arm {arm}: {plan.skipped}")
-    base = vary.base(given.catalogue.cases[name], arm, texts, plan.cell)
-    usual = _prepared(name, base, stack, first, 1).plans[0].arms[0]
+    base = vary.base(given.catalogue.cases[name], arm, asked, plan.cell)
+    usual = _prepared(base, stack, first, 1).plans[0].arms[0]
     env = dict(given.settings.env)
     varied = vary.vary(given.catalogue, given.catalogue.cases[name], arm, plan.settings, usual.settings, env)
     gpus = [gpu for profile in given.profiles for gpu in profile.gpus]

@@ -1,19 +1,18 @@
 """What varies in a case: its flags, its strategy's options, the model's size, ranks, steps and variables. Pure.
 
-An override's text says each value (``flags.mixed=bf16``), so that what is found is a command to paste.
+Each value goes by the key that an override has (``flags.mixed``), so that what is found is a command to paste.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from repro_matrix.conf.catalogue import Catalogue
-from repro_matrix.conf.overrides import quoted
 from repro_matrix.conf.schema import Case, Flag
 from repro_matrix.planning.matrix import Cell
+from repro_matrix.running.request import Request
 from repro_matrix.shrink.knobs import Config, Knob, Value
 from repro_matrix.shrink.words import OUT
 
@@ -25,24 +24,28 @@ MOST_OPTION = 1000  # times a number among the options
 
 @dataclass(frozen=True)
 class Varied:
-    """A knob, what is written on the command line for each of its values, and the value where nothing is written."""
+    """A knob, what is asked for with each of its values (by key), and the value where nothing is asked for."""
 
     knob: Knob
-    texts: Callable[[Value], list[str]]
+    asks: Callable[[Value], dict[str, Any]]
     usual: Value
 
 
-def overrides_of(varied: Sequence[Varied], config: Config) -> list[str]:
-    return [text for each, value in zip(varied, config) if value != each.usual for text in each.texts(value)]
+def values_of(varied: Sequence[Varied], config: Config) -> dict[str, Any]:
+    """By key, what a configuration asks for."""
+    found = (each.asks(value) for each, value in zip(varied, config) if value != each.usual)
+    return {key: value for asked in found for key, value in asked.items()}
 
 
-def base(case: Case, arm: str, texts: Sequence[str], cell: Cell) -> list[str]:
-    """The overrides that stay: what was given less what varies, and the axes that the arm changes."""
-    kept = [text for text in texts if not _varies(text.lstrip("+~").partition("=")[0])]
+def base(case: Case, arm: str, given: Request, cell: Cell) -> Request:
+    """What stays: what was given less what varies, and the axes that the arm changes."""
     spec = case.arms[arm]
-    kept += [f"model={spec.model or cell.model}", f"strategy={spec.strategy or cell.strategy}"]
-    kept += [f"tp_size={spec.tp_size}"] if spec.tp_size else []
-    return [*kept, "case.launch.env={}"] if case.launch.env else kept  # each is a variable of its own
+    axes: dict[str, Any] = {"model": spec.model or cell.model, "strategy": spec.strategy or cell.strategy}
+    if spec.tp_size:
+        axes["tp_size"] = spec.tp_size
+    if case.launch.env:
+        axes["case.launch.env"] = {}  # each is a variable of its own
+    return given.less(_varies).having(axes)
 
 
 def _varies(name: str) -> bool:
@@ -71,20 +74,12 @@ def vary(
         found.append(_number("ranks", ranks, least, usual["world_size"], (ranks * MOST_RANKS,)))
     found.append(_number("steps", given["steps"], 1, usual["steps"]))
     for name, value in {**case.launch.env, **env, **case.arms[arm].env}.items():
-        found.append(Varied(Knob(f"env.{name}", value, OUT, (OUT, value)), _writes(f"env.{name}", str), OUT))
+        found.append(Varied(Knob(f"env.{name}", value, OUT, (OUT, value)), _asks(f"env.{name}"), OUT))
     return tuple(each for each in found if each is not None and len(each.knob.values) > 1)
 
 
-def hydra(value: Any) -> str:
-    """A value in Hydra's grammar, which a plain word needs no quotes in."""
-    if not isinstance(value, str):
-        return json.dumps(value)
-    plain = value.replace("-", "").replace("_", "").isalnum() and value.lower() not in ("null", "true", "false")
-    return value if plain else quoted(value)
-
-
-def _writes(name: str, written: Callable[[Value], str] = hydra) -> Callable[[Value], list[str]]:
-    return lambda value: [f"{name}={written(value)}"]
+def _asks(name: str) -> Callable[[Value], dict[str, Any]]:
+    return lambda value: {name: value}
 
 
 def _is_number(value: Any) -> TypeGuard[int]:
@@ -93,7 +88,7 @@ def _is_number(value: Any) -> TypeGuard[int]:
 
 def _number(name: str, given: int, least: int, usual: int, beyond: tuple[int, ...] = ()) -> Varied:
     values = tuple(sorted({*range(least, given + 1), *beyond}))
-    return Varied(Knob(name, given, least, values, ordered=True), _writes(name), usual)
+    return Varied(Knob(name, given, least, values, ordered=True), _asks(name), usual)
 
 
 def _powers(given: int, most: int) -> tuple[int, ...]:
@@ -107,11 +102,11 @@ def _flag(name: str, flag: Flag, given: Value, usual: Value) -> Varied | None:
     if flag.choices is not None:
         values = _hashable(flag.choices)
         simplest = next((plain for plain in (None, False) if any(each is plain for each in flag.choices)), given)
-        return None if values is None else Varied(Knob(key, given, simplest, values), _writes(key), usual)
+        return None if values is None else Varied(Knob(key, given, simplest, values), _asks(key), usual)
     if _is_number(given) and given > 1:
         return _number(key, given, 1, usual)
     if given is not None and flag.default is None and isinstance(given, (str, int, float)):
-        return Varied(Knob(key, given, None, (None, given)), _writes(key), usual)
+        return Varied(Knob(key, given, None, (None, given)), _asks(key), usual)
     return None
 
 
@@ -122,10 +117,10 @@ def _option(name: str, default: Value, choices: list[Value] | None, given: Value
         choices = [False, True]
     if choices is not None:
         values = _hashable(choices)
-        return None if values is None else Varied(Knob(key, given, default, values), _writes(key), usual)
+        return None if values is None else Varied(Knob(key, given, default, values), _asks(key), usual)
     if _is_number(default) and given > 0 and default > 0:
         values = tuple(sorted({default, *_powers(given, max(given, default)), given * 10, given * MOST_OPTION}))
-        return Varied(Knob(key, given, default, values, ordered=True), _writes(key), usual)
+        return Varied(Knob(key, given, default, values, ordered=True), _asks(key), usual)
     return None
 
 
@@ -157,18 +152,20 @@ def _sizes(given: Settings, usual: Settings, published: Settings) -> list[Varied
         if _is_number(given.get(key)) and given[key] > least:
             values = tuple(value for value in _powers(given[key], given[key]) if value >= least)
             knob = Knob(f"model.config.{key}", given[key], values[0], values, ordered=True)
-            found.append(Varied(knob, _writes(knob.name), usual[key]))
+            found.append(Varied(knob, _asks(knob.name), usual[key]))
     return found
 
 
-def _heads(given: int, kv: Any) -> Callable[[Value], list[str]]:
+def _heads(given: int, kv: Any) -> Callable[[Value], dict[str, Any]]:
     """Key-value heads stay the same part of all heads, one at the least."""
 
-    def texts(value: Value) -> list[str]:
-        told = [f"model.config.{HEADS}={value}"]
-        return [*told, f"model.config.{KV}={max(1, kv * value // given)}"] if _is_number(kv) else told
+    def asks(value: Value) -> dict[str, Any]:
+        told = {f"model.config.{HEADS}": value}
+        if _is_number(kv) and _is_number(value):
+            told[f"model.config.{KV}"] = max(1, kv * value // given)
+        return told
 
-    return texts
+    return asks
 
 
 def wrong_shape(config: Settings) -> str | None:

@@ -21,6 +21,7 @@ from repro_matrix.conf.catalogue import load
 from repro_matrix.conf.errors import ConfigError, unknown
 from repro_matrix.results import provenance
 from repro_matrix.running import session
+from repro_matrix.running.request import ask
 from repro_matrix.script import options
 from repro_matrix.stacks import releases, spec
 from repro_matrix.stacks.stack import canonical
@@ -70,7 +71,12 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"arm {arm} of {case.slug} runs on a stack of its own ({case.arms[arm].stack})")
     stop = threading.Event()
     _check_ends(good, bad)
-    return _search(args, Prober(args.case, texts, _say, stop, arms=[arm]), arm, base or case.needs.stack or "current")
+    return _search(
+        args,
+        Prober(ask([f"case={args.case}", *texts]), _say, stop, arms=[arm]),
+        arm,
+        base or case.needs.stack or "current",
+    )
 
 
 def _of_script(args: argparse.Namespace) -> int:
@@ -83,7 +89,7 @@ def _of_script(args: argparse.Namespace) -> int:
     script, base, settings = options.script_of(args, search=True)
     _check_ends(args.good, args.bad)
     how = settings.launcher.value
-    prober = probers.ScriptProber(script, args.overrides, _say, threading.Event(), settings.repeat or 1, launcher=how)
+    prober = probers.ScriptProber(script, _say, threading.Event(), settings.repeat or 1, launcher=how)
     if not _is_release(args.good):
         args.good, args.bad, notes = ends_of(args.good, args.bad, script.results)
         prober.notes += notes

@@ -13,6 +13,7 @@ from repro_matrix.hardware import HardwareError, Machine, around, nvml
 from repro_matrix.paths import cache_dir
 from repro_matrix.running import session
 from repro_matrix.running.probe import Prober, problem
+from repro_matrix.running.request import ask
 from repro_matrix.terminal import listing
 from repro_matrix.terminal.report import columns, named, print_json, print_lines, print_table
 
@@ -30,8 +31,7 @@ def main(args: argparse.Namespace) -> int:
         prepared = session.prepare(args.overrides, build_stacks=False)
     except HardwareError as error:  # what a run would end with; the rest is told for the CPU
         problems.append(str(error))
-        others = [text for text in args.overrides if not text.startswith("hardware=")]
-        prepared = session.prepare([*others, "hardware=cpu"], build_stacks=False)
+        prepared = session.prepare(ask(args.overrides).having({"hardware": "cpu"}), build_stacks=False)
     machine, profile = prepared.machine, prepared.profile
     if machine.nvml_error and not problems:
         problems.append(machine.nvml_error)

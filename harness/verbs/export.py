@@ -109,12 +109,13 @@ def exported(slug: str, arm: str, overrides: Iterable[str] = (), stack: str | No
 def _prepared(slug: str, overrides: list[str], stack: str | None) -> tuple[Session, str | None]:
     """The case's plan, and why the stack is not here: then the plan is this environment's, its versions are not."""
     from repro_matrix.running import session
+    from repro_matrix.running.request import ask
 
-    asked = [f"case={slug}", *overrides]
+    asked = ask([f"case={slug}", *overrides])
     if stack is None:
         return session.prepare(asked, build_stacks=False), None
     try:
-        return session.prepare([*asked, f"stack={stack}"], build_stacks=False), None
+        return session.prepare(asked.having({"stack": stack}), build_stacks=False), None
     except ReproError as error:
         return session.prepare(asked, build_stacks=False), str(error)
 

@@ -22,12 +22,14 @@ from typing import Any
 
 from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments, project
+from repro_matrix.conf.config import LauncherName
 from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.hardware import around, states
 from repro_matrix.results import rows
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE, exit_code
 from repro_matrix.results.store import stack_label, write_json
 from repro_matrix.running import session
+from repro_matrix.running.request import Request, ask
 from repro_matrix.terminal import proof as terminal
 from repro_matrix.terminal import summary as summaries
 from repro_matrix.terminal.report import columns, print_json, print_lines, print_table
@@ -35,25 +37,24 @@ from repro_matrix.terminal.report import columns, print_json, print_lines, print
 Json = dict[str, Any]
 SHARES = {"cells": 0.6, "cold": 0.7, "hang": 0.8}  # of the time that is left; the other steps take seconds
 ASK_S = 60.0  # what is left for asking stacks what their models need; less is not begun
-COLD = ("case=train-step", "model=qwen1.5-0.5b")  # one attempt of each strategy that these cards can run
-HANG = ("case=fsdp-rank0-state-dict", "arms=[broken]")  # a collective that one rank never enters
+# One attempt of each strategy that these cards can run.
+COLD = {"case": "train-step", "model": "qwen1.5-0.5b", "launcher": LauncherName.torchrun}
+HANG = {"case": "fsdp-rank0-state-dict", "arms": ["broken"]}  # a collective that one rank never enters
 
 
 @dataclass
 class Proof:
     """One run of all steps. ``ends``, by the monotonic clock, says how long each may take."""
 
-    texts: list[str]
+    asked: Request
     ends: float
     out: Path
     steps: dict[str, Json] = field(default_factory=dict)
     documents: list[Document] = field(default_factory=list)  # of the step `cells`
 
-    def prepare(self, *more: str, memory: bool = False) -> session.Session:
-        """The cells of a step that run on GPUs, and no others."""
-        own = {text.partition("=")[0] for text in more}
-        kept = [text for text in self.texts if text.partition("=")[0] not in own]
-        prepared = prepare([*kept, "repeat=1", *more], memory)
+    def prepare(self, more: Mapping[str, Any] | None = None, memory: bool = False) -> session.Session:
+        """The cells of a step that run on GPUs, and no others. ``more``: what the step asks for, by key."""
+        prepared = prepare(self.asked.having({"repeat": 1, **(more or {})}), memory)
         return replace(prepared, plans=[plan for plan in prepared.plans if plan.profile.accelerator == "cuda"])
 
     def measure(self, step: str, prepared: session.Session) -> tuple[list[Document], Json]:
@@ -87,24 +88,23 @@ class Proof:
         }
 
 
-def prepare(texts: list[str], memory: bool = False) -> session.Session:
+def prepare(asked: Request, memory: bool = False) -> session.Session:
     """What can be measured without building anything first; only where that is nothing it is built. ``memory``: with
     what every arm is planned to need, for which the stacks are asked once."""
-    return replace(session.prepare(texts, overlap=True, plan_memory=memory), later=[])
+    return replace(session.prepare(asked, overlap=True, plan_memory=memory), later=[])
 
 
 def main(args: argparse.Namespace) -> int:
     if args.minutes <= 0:
         raise ConfigError(f"--minutes {args.minutes:g}: must be more than 0")
     began, ends = time.time(), time.monotonic() + args.minutes * 60
-    first = prepare(list(args.overrides))  # whatever is wrong with the machine or the words is said here
+    asked = ask(args.overrides)
+    first = prepare(asked)  # whatever is wrong with the machine or the words is said here
     if first.profile.accelerator != "cuda":
         raise MeasureError("gpu-proof: there is no GPU here (`repro doctor` says what is)")
     stack = first.stacks[first.plans[0].cell.stack]
     name = f"{first.profile.name}-{stack_label(stack.versions, stack.label_key)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    proof = Proof(
-        list(args.overrides), ends, Path(args.out) if args.out else project.current().results / "gpu-proof" / name
-    )
+    proof = Proof(asked, ends, Path(args.out) if args.out else project.current().results / "gpu-proof" / name)
     proof.out.mkdir(parents=True, exist_ok=True)
     print(f"repro: {first.headline()}", file=sys.stderr, flush=True)
     steps: dict[str, Callable[[], Json]] = {
@@ -145,7 +145,7 @@ def main(args: argparse.Namespace) -> int:
 def _summary(proof: Proof, first: session.Session, began: float, minutes: float) -> Json:
     return {
         "schema": 1,
-        "command": " ".join(["repro gpu-proof", *proof.texts]),
+        "command": " ".join(["repro gpu-proof", *proof.asked.texts]),
         "started": began,
         "seconds": round(time.time() - began, 1),
         "minutes": minutes,
@@ -182,7 +182,7 @@ def cells(proof: Proof) -> Json:
 
 def cold(proof: Proof) -> Json:
     """The same attempts from fresh interpreters: what a warm server shows must be what torchrun shows."""
-    documents, said = proof.measure("cold", proof.prepare(*COLD, "launcher=torchrun"))
+    documents, said = proof.measure("cold", proof.prepare(COLD))
     warm = {_attempt(d, name): outcome for d in proof.documents for name, outcome in _outcomes(d, warm=True).items()}
     compared, differ = 0, []
     for document in documents:
@@ -210,7 +210,7 @@ def cold(proof: Proof) -> Json:
 
 def hang(proof: Proof) -> Json:
     """A real hang: was it recognised, how soon, and what is known of where each rank stood."""
-    prepared = proof.prepare(*HANG)
+    prepared = proof.prepare(HANG)
     if not [plan for plan in prepared.plans if not plan.skipped]:
         return {"skipped": [plan.skipped for plan in prepared.plans] or ["no profile of one card shows a hang"]}
     documents, said = proof.measure("hang", prepared)

@@ -14,6 +14,7 @@ from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results import provenance
 from repro_matrix.running import session
+from repro_matrix.running.request import ask
 from repro_matrix.script import options
 from repro_matrix.shrink import report
 from repro_matrix.shrink.knobs import Shrunk
@@ -58,7 +59,7 @@ def _of_case(args: argparse.Namespace) -> int:
     case = one_case(args.case)
     stack = stacks.resolve(spec or case.needs.stack or "current", say=_say)
     stop = threading.Event()
-    asker = open_case(args.case, args.arm, texts, stack, _say, stop)
+    asker = open_case(args.arm, ask([f"case={args.case}", *texts]), stack, _say, stop)
     knobs = tuple(each.knob for each in asker.varied)
     search = Search(asker, knobs, _say, args.budget, asker.settings.repeat or case.repeat)
     launcher = asker.settings.launcher.value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,13 @@ from typing import Any
 from repro_matrix import stacks
 from repro_matrix.bisection import blame as blames
 from repro_matrix.bisection.hunt import Hunt, Roles
-from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
+from repro_matrix.bisection.probe import Prober, Stopped, Target
 from repro_matrix.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, Unknown, compare, kind_of
 from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.running import session
+from repro_matrix.running.request import Request, ask
 from repro_matrix.script import options
 from repro_matrix.stacks import Stack
 from repro_matrix.terminal.report import print_json, print_table
@@ -53,16 +53,16 @@ def main(args: argparse.Namespace) -> int:
         return _of_script(args)
     if options.given(args):
         raise ConfigError(f"--{options.given(args)[0]} is for a script of your own: --script ./train.py")
-    specs, why = (args.source, args.target), args.why
+    specs, why, asked = (args.source, args.target), args.why, ask(texts)
     one, other = (stacks.resolve(spec, say=_say) for spec in specs)
     if specs[0] == specs[1] or one.key == other.key:
         raise ConfigError(f"--from and --to are the same stack, {specs[0]}")
     stop = threading.Event()
     stopped: Stopped | None = None
     with session.interruptible(stop, _say):
-        documents = _measure(texts, {specs[0]: one, specs[1]: other}, stop)
+        documents = _measure(asked, {specs[0]: one, specs[1]: other}, stop)
         found = compare(*([d for d in documents if d["stack"]["name"] == spec] for spec in specs))
-        search = Causes(texts, specs, (one, other), stop, args.releases, args.budget)
+        search = Causes(asked, specs, (one, other), stop, args.releases, args.budget)
         try:
             search.of([c for c in found.changes if why == "all" or (why == "worse" and c.kind in WORSE)], documents)
         except Stopped as error:
@@ -90,8 +90,8 @@ def _of_script(args: argparse.Namespace) -> int:
     if source == target or ends[0].key == ends[1].key:
         raise ConfigError(f"--from and --to are the same stack, {source}")
     how = settings.launcher.value
-    prober = probers.ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1, launcher=how)
-    search = Causes((), specs, ends, stop, args.releases, args.budget)
+    prober = probers.ScriptProber(script, _say, stop, settings.repeat or 1, launcher=how)
+    search = Causes(None, specs, ends, stop, args.releases, args.budget)
     with session.interruptible(stop, _say), prober:
         try:
             prober.learn(Target(source, source), Target(target, target))
@@ -115,10 +115,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.Event) -> list[Document]:
+def _measure(asked: Request, given: Mapping[str, Stack], stop: threading.Event) -> list[Document]:
     from repro_matrix.running.progress import Progress
 
-    prepared = session.prepare([*texts, f"stack={','.join(map(quoted, given))}"], given=given)
+    prepared = session.prepare(asked.having({"stack": list(given)}), given=given)
     with Progress() as progress:
         summary = session.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
     if summary.problem:
@@ -132,7 +132,7 @@ def _measure(texts: Sequence[str], given: Mapping[str, Stack], stop: threading.E
 class Causes:
     """The package (and the release) responsible for each change, or why it is not known."""
 
-    texts: Sequence[str]
+    asked: Request | None  # None: of a script
     specs: tuple[str, str]
     ends: tuple[Stack, Stack]
     stop: threading.Event
@@ -146,8 +146,9 @@ class Causes:
         for key in dict.fromkeys(change.key for change in searched):
             of_key = [change for change in searched if change.key == key]
             arms = [change.arm for change in of_key]  # a probe measures every arm of the cell that is searched
-            selected = _only(of_cell[key], self.texts)
-            with Prober(of_key[0].case, selected, _say, self.stop, arms=arms) as prober:
+            assert self.asked is not None
+            selected = _only(of_cell[key], self.asked)
+            with Prober(selected, _say, self.stop, arms=arms) as prober:
                 for change in of_key:
                     _say(f"{key} {change.arm} {change.kind}: which package?")
                     self.found[key, change.arm] = self._cause(Hunt(prober, change.arm), change)
@@ -182,13 +183,13 @@ class Causes:
         return {"first": first, "last": last, "exact": hunted.exact, "text": text}
 
 
-def _only(document: Mapping[str, Any], texts: Sequence[str]) -> list[str]:
-    """The overrides that select just this cell, with the run's other settings."""
-    chosen = ("case", "model", "strategy", "arms")
-    named = [(text.partition("=")[0], text) for text in texts]
-    kept = [text for name, text in named if name not in chosen and not name.startswith("flags.")]
-    flags = [f"flags.{name}={json.dumps(value)}" for name, value in document["flags"].items()]
-    return [*kept, f"model={document['model']}", f"strategy={document['strategy']}", *flags]
+def _only(document: Mapping[str, Any], asked: Request) -> Request:
+    """Just this cell, with the run's other settings."""
+    kept = asked.less(lambda key: key in ("case", "model", "strategy", "arms", "ranks") or key.startswith("flags."))
+    axes = {axis: document[axis] for axis in ("case", "model", "strategy")}
+    if asked.selections[0].ranks:
+        axes["ranks"] = document["ranks"]
+    return kept.having({**axes, **{f"flags.{name}": value for name, value in document["flags"].items()}})
 
 
 def _infra(found: Compared) -> bool:

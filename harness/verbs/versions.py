@@ -15,6 +15,7 @@ from repro_matrix.bisection.search import Boundary
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.running import session
+from repro_matrix.running.request import ask
 from repro_matrix.script import options
 from repro_matrix.stacks import Stack, releases
 from repro_matrix.stacks.releases import Release
@@ -54,12 +55,14 @@ def main(args: argparse.Namespace) -> int:
                 f"--metric {args.metric!r}: write NAME > NUMBER (a bisection compares its ends by itself)"
             )
         how = settings.launcher.value
-        prober = ScriptProber(script, args.overrides, _say, stop, settings.repeat or 1, launcher=how)
+        prober = ScriptProber(script, _say, stop, settings.repeat or 1, launcher=how)
         return _draw(args, prober, base, stop)
     options.refuse(args)
     given, texts = arguments.one_stack(args)
     case = one_case(args.case)
-    return _draw(args, Prober(args.case, texts, _say, stop), given or case.needs.stack or "current", stop)
+    return _draw(
+        args, Prober(ask([f"case={args.case}", *texts]), _say, stop), given or case.needs.stack or "current", stop
+    )
 
 
 def _draw(args: argparse.Namespace, prober: Probing, base: str, stop: threading.Event) -> int:
