@@ -24,6 +24,7 @@ from repro_matrix.export.script import values, written
 from repro_matrix.export.source import ExportError
 from repro_matrix.paths import REPROS
 from repro_matrix.running import session
+from repro_matrix.running.request import Request
 
 CATALOGUE = catalogue.load()
 KIT = {f"kit.{p.stem}": p.read_text() for p in sorted((REPROS / "kit").glob("*.py"))}
@@ -196,10 +197,10 @@ def test_a_stack_that_is_not_here_is_taken_from_what_is_stored(
 ) -> None:
     prepare = session.prepare
 
-    def absent(texts: list[str], **options: Any) -> Any:
-        if any(text.startswith("stack=") for text in texts):
+    def absent(asked: Request, **options: Any) -> Any:
+        if "stack" in asked.selections[0].given:
             raise ConfigError("no index to build it from")
-        return prepare(texts, **options)
+        return prepare(asked, **options)
 
     monkeypatch.setattr(session, "prepare", absent)
     assert cli.main(["export", "qwen15-fsdp-kv-cache", "--stack", "torch2.2-tf4.39+transformers@4.43.4"]) == 0
