@@ -378,7 +378,14 @@ def test_a_document_that_was_edited_is_named_in_every_format(stored: Path, capsy
     write_json(path, {**honest, "verdicts": {"control": {**verdict, "name": "HEALTHY", "measured": True}}})
     for name in ("junit", "markdown", "json", "csv"):
         assert main(["report", str(stored), "--format", name]) == 0
-        assert "arm control: it says HEALTHY, its outcomes INCONCLUSIVE" in capsys.readouterr().err, name
+        said = capsys.readouterr()
+        assert "arm control: it says HEALTHY, its outcomes INCONCLUSIVE" in said.err, name
+        if name in ("junit", "json"):  # what a machine keeps
+            assert "arm control: it says HEALTHY, its outcomes INCONCLUSIVE" in said.out, name
+    (stored / "torn.jsonl").write_text("<<<<<<< HEAD\n")
+    assert main(["report", str(stored), "--format", "junit"]) == 0
+    assert '<error message="' in (said := capsys.readouterr().out) and "torn.jsonl:1: damaged" in said
+    (stored / "torn.jsonl").unlink()
     write_json(path, {**honest, "arms": {"control": {**honest["arms"]["control"], "fingerprint": "edited"}}})
     assert main(["report", str(stored), "--format", "csv"]) == 0, "its attempts were made under none"
     assert "edited" not in capsys.readouterr().err

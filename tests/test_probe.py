@@ -181,3 +181,16 @@ def test_a_set_is_the_same_text_in_whatever_order_it_is_printed() -> None:
     one, other = (plain(f"parameters locate in {{{names}}}.") for names in ("'cpu', 'meta'", "'meta', 'cpu'"))
     assert one == other == "parameters locate in {'cpu', 'meta'}."
     assert plain("got {'a': 'b', 'c': 'd'}") == "got {'a': 'b', 'c': 'd'}", "a dictionary has an order"
+
+
+def test_which_rank_was_first_does_not_change_the_words() -> None:
+    """Of three ranks each says the size of its own shard: the type stood before it only where the first was first."""
+    own = {"case": "a", "kind": "exception", "ranks": [0, 1, 2], "message": "The size of tensor a (342)"}
+    told = [
+        answer("a", {"attempts": [{"outcome": {
+            "outcome": "fires", "reason": "x", "recognised": [own],
+            "primary": {"rank": rank, "type": "RuntimeError", "message": f"The size of tensor a ({size})", "where": ""},
+        }}]}).detail
+        for rank, size in ((0, 342), (2, 340))
+    ]  # fmt: skip
+    assert told == ["RuntimeError: The size of tensor a (342)"] * 2

@@ -100,6 +100,7 @@ DAMAGED = {
     "of a newer schema": (
         lambda lines: [*lines[:2], lines[2].replace(b'"cell":{', b'"cell":{"schema":[99],'), *lines[3:]],
         ["a", "c"], ":3: schema 99: a newer repro-matrix wrote it"),
+    "its first line gone": (lambda lines: lines[1:], [], ":1: damaged"),
     "its first line": (lambda lines: [b"{", *lines[1:]], [], ":1: damaged"),
     "a newer file": (lambda lines: [lines[0].replace(b'"published":1', b'"published":2'), *lines[1:]],
                      [], ":1: published 2: a newer repro-matrix wrote it"),

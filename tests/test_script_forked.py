@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import pytest
 from probing import world
 from test_script import FINE
-from test_script_bisect import BISECT, Lab, error, found, lab
+from test_script_bisect import BISECT, Lab, before, error, found, lab
 
 from repro_matrix import stacks
 from repro_matrix.cli import main
 from repro_matrix.script import command
 from repro_matrix.script.failure import Failure, log
 from repro_matrix.script.forked import Forked, lines
-from repro_matrix.script.measure import Script, once
+from repro_matrix.script.measure import Script, beside, once
 from repro_matrix.script.prefix import imports
 
 __all__ = ["lab", "world"]
@@ -44,6 +44,21 @@ __all__ = ["lab", "world"]
 )  # fmt: skip
 def test_what_a_script_imports_before_it_does_anything(text: str, wanted: list[str]) -> None:
     assert list(imports(text, {"mine", "data"})) == wanted
+
+
+def test_what_lies_beside_a_script_is_part_of_what_was_measured(tmp_path: Path) -> None:
+    """A helper module was edited, and the search read what was stored before."""
+    folder = tmp_path / "mine"
+    (folder / "pack" / "deep").mkdir(parents=True)
+    for name in ("train.py", "helper.py", "pack/__init__.py", "pack/deep/more.py"):
+        (folder / name).write_text("x = 1\n")
+    seen = [beside(folder / "train.py")]
+    for name in ("helper.py", "pack/deep/more.py", "new.py"):
+        (folder / name).write_text("x = 2\n")
+        seen.append(beside(folder / "train.py"))
+    (folder / "data.txt").write_text("nobody looks at it\n")
+    assert beside(folder / "train.py") == seen[-1] and beside(None) == []
+    assert len({tuple(each) for each in seen}) == 4
 
 
 def test_what_has_to_start_from_cold(tmp_path: Path) -> None:
@@ -82,7 +97,13 @@ def two(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
     def measure(script: Any, stack: Any, repeat: int, stop: Any, forked: Any = None) -> Any:
         asked.append((stack.versions["transformers"], forked is not None))
-        return cold(script, stack, repeat, stop)
+        as_is = lab.observe
+        if forked is not None and hasattr(lab, "between"):
+            lab.observe = lab.between
+        try:
+            return cold(script, stack, repeat, stop)
+        finally:
+            lab.observe = as_is
 
     def again(script: Any, stack: Any, device: str, stop: Any, forked: Any) -> dict[str, Any]:
         asked.append((stack.versions["transformers"], True))
@@ -103,9 +124,22 @@ def test_the_ends_of_a_search_are_launched_both_ways_and_the_rest_is_forked(
     assert data["stages"][0]["bad"]["name"] == "transformers 4.40.0"
     for end in ("4.37.0", "4.45.0"):
         assert {(end, True), (end, False)} <= set(two)
-    between = [forked for release, forked in two if release not in ("4.37.0", "4.45.0")]
-    assert between and all(between)
+    rests_on = {data["stages"][0][side]["name"].removeprefix("transformers ") for side in ("good", "bad")}
+    assert {(release, forked) for release in rests_on for forked in (True, False)} <= set(two), "from cold, too"
+    between = [forked for release, forked in two if release not in {"4.37.0", "4.45.0", *rests_on}]
+    assert all(between)
     assert [each.share for each in Servers.opened] == [True] and Servers.opened[0].closed
+
+
+def test_what_only_a_forked_rank_answers_is_no_answer(
+    lab: Lab, two: list[tuple[str, bool]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forked ranks share a hash seed: an order that differs between real ranks was the same, and a release clean."""
+    lab.between = lambda v: FINE if before(v, "4.43") else error("IndexError", "list index 3")  # type: ignore[attr-defined]
+    data = found(lab, capsys, *BISECT, "--error", "IndexError: list index")
+    assert data["stages"][0]["bad"]["name"] == "transformers 4.40.0", "as torchrun answers"
+    assert "the search was made again, every probe from cold" in data["report"]
+    assert Servers.opened[0].closed
 
 
 def test_a_script_that_is_another_one_when_it_is_forked_starts_from_cold(

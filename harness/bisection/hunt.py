@@ -142,7 +142,10 @@ class Hunt:
         try:
             result = search.bisect(len(targets), probe, known=known, budget=left, confirm=probe)
             if result.status == "found":
-                return Hunted(self.arm, roles, tuple(targets), result, points)
+                found = Hunted(self.arm, roles, tuple(targets), result, points)
+                if self.prober.confirmed(found.good.target, found.bad.target):
+                    return found
+                return self.search(targets, roles, budget)  # each of its probes is launched another way now
             ends = "; ".join(f"{targets[i].name}: {shown(points[i].arms[self.arm])}" for i in (0, last))
             raise ConfigError(f"asked more often, the endpoints no longer differ as they did ({ends})")
         except Stopped as stopped:

@@ -108,7 +108,10 @@ def _fired(case: str, outcome: Mapping[str, Any]) -> str:
     own = next((seen for seen in items(outcome.get("recognised")) if seen.get("case") == case), {})
     primary = mapping(outcome.get("primary"))
     message = text(own.get("message")) or text(primary.get("message")) or text(outcome.get("reason"))
-    same = bool(primary) and text(primary.get("message"))[:TEXT] == message[:TEXT]
+    # Ranks say it with sizes of their own, and which of them was first is chance.
+    same = bool(primary) and (
+        text(primary.get("message"))[:TEXT] == message[:TEXT] or primary.get("rank") in (own.get("ranks") or ())
+    )
     return plain(f"{text(primary.get('type'))}: {message}" if same else message)
 
 

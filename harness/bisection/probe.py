@@ -130,6 +130,8 @@ class Probing(Protocol):
 
     def probe(self, target: Target, repeat: int | None = None) -> Point: ...
 
+    def confirmed(self, *targets: Target) -> bool: ...  # what the answer rests on; False: search again, it is not so
+
     def words(self, spec: str, arm: str) -> list[str]: ...  # the command that shows it on one stack
 
 
@@ -205,6 +207,8 @@ class Prober:
         try:
             stack, settled = target.settle(self.say)
         except StackError as error:
+            if self.stop.is_set():
+                raise Stopped("interrupted", 130) from None
             if error.infra:
                 raise Stopped(str(error), error.exit_code) from None
             # No such release, nothing for this Python, requirements that contradict each other: it cannot be known.
@@ -217,6 +221,10 @@ class Prober:
         self.points[target.spec] = point
         self._tell(point)
         return point
+
+    def confirmed(self, *targets: Target) -> bool:
+        """A case's attempts are forked from warm servers in every run, and compared with cold ones there."""
+        return True
 
     def _measure(self, target: Target, stack: Stack, repeat: int, began: float) -> Point:
         built = time.monotonic() - began

@@ -44,8 +44,10 @@ def as_json(
     sources: Sequence[str],
     made: str,
     unjudged: Mapping[str, str] = MappingProxyType({}),
+    notes: Sequence[str] = (),
 ) -> str:
-    """By results/schema/report-v1.schema.json. ``unjudged``: case -> why none of its documents is judged."""
+    """By results/schema/report-v1.schema.json. ``unjudged``: case -> why none of its documents is judged. ``notes``:
+    what was left out of the results, or says another thing than it shows."""
     rows = list(arm_rows(cells))
     claims = [
         {"case": row.case, "id": row.id, "text": row.text, "source": row.source, "status": row.status,
@@ -55,7 +57,8 @@ def as_json(
     counts = Counter(arm.mark.name for cell in cells for arm in cell.arms)
     value = {"schema": SCHEMA, "made": made, "results": list(sources), "counts": dict(counts.most_common()),
              "rows": rows, "claims": claims,
-             "unjudged": [{"case": case, "reason": reason} for case, reason in unjudged.items()]}  # fmt: skip
+             "unjudged": [{"case": case, "reason": reason} for case, reason in unjudged.items()],
+             "notes": [line(note, 1000) for note in notes]}  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
 
 
@@ -81,9 +84,15 @@ def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
-def as_junit(cells: Sequence[Cell], unjudged: Mapping[str, str] = MappingProxyType({})) -> str:
+def as_junit(
+    cells: Sequence[Cell],
+    unjudged: Mapping[str, str] = MappingProxyType({}),
+    notes: Sequence[str] = (),
+    damaged: Sequence[str] = (),
+) -> str:
     """A suite for each case, a test case for each arm: unexpected is a failure, infrastructure an error, and so is a
-    case that nobody can judge (``unjudged``: case -> why)."""
+    case that nobody can judge (``unjudged``: case -> why), and evidence that cannot be read (``damaged``). ``notes``
+    stand in the output of the suite ``results``."""
     from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
     suites: dict[str, Any] = {}
@@ -110,6 +119,15 @@ def as_junit(cells: Sequence[Cell], unjudged: Mapping[str, str] = MappingProxyTy
         test.result = [Error(reason, "unjudged")]
         suites[case] = TestSuite(case)
         suites[case].add_testcase(test)
+    if notes or damaged:
+        suites["results"] = TestSuite("results")
+        for number, told in enumerate(damaged, 1):
+            test = TestCase(f"damaged {number}", "results")
+            test.result = [Error(line(told, 1000), "damaged")]
+            suites["results"].add_testcase(test)
+        test = TestCase("notes", "results")
+        test.system_err = "\n".join(line(note, 1000) for note in notes)
+        suites["results"].add_testcase(test)
     xml = JUnitXml("repro-matrix")
     for suite in suites.values():
         xml.add_testsuite(suite)

@@ -30,13 +30,14 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 @dataclass
 class Results:
     """``sources``: the names of the results, where there are several. ``unjudged``: of what cases there are documents
-    that nobody can judge here, and why not."""
+    that nobody can judge here, and why not. ``damaged``: those of the notes that name evidence which cannot be read."""
 
     cells: list[Cell] = field(default_factory=list)
     ledger: list[ClaimRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     unjudged: dict[str, str] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -61,6 +62,7 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
             part = stored.part()
             found.cells += part.cells
             found.notes += [*part.notes, *part.damaged]
+            found.damaged += part.damaged
             kept += stored.documents() if part.documents is None else part.documents
             unknown |= part.unknown
     found.unjudged = _unjudged(unknown, catalogue)

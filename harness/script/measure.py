@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
@@ -29,6 +31,7 @@ from repro_matrix.stacks import Stack
 from repro_matrix.stacks.stack import short_hash
 
 START_S = 180.0  # for a launcher to begin its ranks: it imports torch first
+MOST_BESIDE = 1000  # files that lie beside a script
 
 
 DEADLINE_S = 300.0
@@ -55,12 +58,30 @@ class Script:
         text = self.command.script.read_bytes().decode("utf-8", "replace") if self.command.script else ""
         # Of the definition only what is read off an attempt while its logs are there; the rest is judged again.
         read = f"{self.failure.kind}: {self.failure.pattern}" if self.failure.kind in ("log", "metric") else ""
-        what = [*self.command.argv, text, read, json.dumps(self.env), str(self.limit_s)]
+        what = [*self.command.argv, text, *beside(self.command.script), read, json.dumps(self.env), str(self.limit_s)]
         return short_hash(stack.key, os.getcwd(), *what)
 
     def path(self, stack: Stack) -> Path:
         label = stack_label(stack.versions, stack.label_key)
         return self.results / SCRIPTS / self.command.name / label / f"{self.key(stack)}.json"
+
+
+def beside(script: Path | None) -> list[str]:
+    """The names and contents of what a script can import from its own folder: modules, and packages with all of theirs.
+
+    Its data and the shell's environment are not looked at: what they decide is asked anew with another ``results=``.
+    """
+    if script is None:
+        return []
+    folder = script.resolve().parent
+    found = [path for path in folder.glob("*.py") if path.name != script.name]
+    for package in folder.glob("*/__init__.py"):
+        found += package.parent.rglob("*.py")
+    told = []
+    for path in sorted(found)[:MOST_BESIDE]:
+        with contextlib.suppress(OSError):
+            told.append(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return told
 
 
 def stored(script: Script, stack: Stack) -> Json | None:

@@ -140,6 +140,8 @@ class ScriptProber:
         try:
             document, launched = self._document(target, wanted)
         except StackError as error:
+            if self.stop.is_set():
+                raise Stopped("interrupted", 130) from None
             if error.infra:
                 raise Stopped(str(error), error.exit_code) from None
             why = labels.plain(str(error).removeprefix(f"stack {target.spec}: "))
@@ -163,6 +165,32 @@ class ScriptProber:
         said = f"{answer.label}: {answer.detail}" if answer.label == labels.FIRES else answer.label
         self.say(f"{target.name}: {said or f'unknown ({answer.detail})'} ({how})")
         return point
+
+    def confirmed(self, *targets: Target) -> bool:
+        """The releases that an answer rests on, launched from cold where they were only forked: forked ranks share what
+        their server was started with, a hash seed among others. False: one answers otherwise, and from now on every
+        probe starts from cold."""
+        for target in targets:
+            if self.forked is None or target.spec in self.tried:
+                continue
+            point = self.points[target.spec]
+            stack, _ = target.settle(self.say)
+            document, launched = measure(self.script, stack, max(1, point.arms[ARM].counted), self.stop)
+            if self.stop.is_set():
+                raise Stopped("interrupted", 130)
+            cold, warm = self._answer(document), point.arms[ARM]
+            if (cold.label, cold.whole) == (warm.label, warm.whole):
+                self.points[target.spec] = replace(point, attempts=point.attempts + launched)
+                self.tried.append(target.spec)
+                continue
+            told = f"from cold {target.name} is {cold.label or cold.detail}, and forked from a server {warm.label}"
+            self.say(f"{told}: every probe starts from cold")
+            self.notes.append(f"{told[0].upper()}{told[1:]}: the search was made again, every probe from cold.")
+            self.forked.close()
+            self.forked = None
+            self.points = {spec: each for spec, each in self.points.items() if spec in self.tried}
+            return False
+        return True
 
     def _answer(self, document: dict[str, Any]) -> Answer:
         arm = {"attempts": document["attempts"]}

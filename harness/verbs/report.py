@@ -87,11 +87,12 @@ def main(args: argparse.Namespace) -> int:
         print(f"{len(pages)} pages: {Path(args.site) / 'index.html'}")
         return 0
     elif args.format == "json":
-        text = formats.as_json(found.cells, found.ledger, [str(folder) for folder in folders], made, found.unjudged)
+        told = [str(folder) for folder in folders]
+        text = formats.as_json(found.cells, found.ledger, told, made, found.unjudged, found.notes)
     elif args.format == "csv":
         text = formats.as_csv(found.cells)
     elif args.format == "junit":
-        text = formats.as_junit(found.cells, found.unjudged)
+        text = formats.as_junit(found.cells, found.unjudged, found.notes, found.damaged)
     else:
         text = formats.as_markdown(found.cells, title_of(folders), unjudged=found.unjudged)
     if target is None:
