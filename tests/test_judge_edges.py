@@ -485,7 +485,7 @@ def test_where_a_file_lies() -> None:
     packages = {"torch": f"{SITE}/torch", "tool": f"{SITE}/tool.py"}
     assert lies_in(f"{SITE}/torch/nn/functional.py", packages) == "torch.nn.functional"
     assert lies_in(f"{SITE}/torch/__init__.py", packages) == "torch" and lies_in(f"{SITE}/tool.py", packages) == "tool"
-    assert lies_in("/work/site-packages/torch/nn.py", packages) == "", "it only looks like it"
+    assert lies_in("/data/site-packages/torch/nn.py", packages) == "", "it only looks like it"
     assert lies_in(f"{SITE}/other/x.py", packages) == "other.x" and lies_in("/home/me/x.py", packages) == ""
     assert lies_in("/home/me/repros/x.py", packages) is None
     assert lies_in(f"{SITE}/torchvision/x.py", packages) == "torchvision.x"
