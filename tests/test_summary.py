@@ -83,6 +83,21 @@ def test_news_is_listed_before_the_cases_and_by_its_verdicts() -> None:
     assert "  some-case m/fsdp, n/fsdp: CHANGED: fix" in said
 
 
+def test_a_catalogue_that_is_wholly_new_is_told_by_case() -> None:
+    """It was a line for each cell: 187 of the catalogue's first night on another machine."""
+    wholly = [cell("FIX_HOLDS" if n % 2 else "CHANGED", "unset", case=f"c{n}", model=m) for n in range(40) for m in "ab"]
+    for number, one in enumerate(wholly):
+        one["arms"][f"only-{number}"] = one["arms"].pop("fix")  # no two cells say the same
+        one["verdicts"][f"only-{number}"] = one["verdicts"].pop("fix")
+    in_part = [cell("FIX_BROKEN", "unset", case="known", model="x"), cell(case="known", model="y")]
+    said = shown(*wholly, *in_part)
+    assert said[1] == "NEW, nothing is expected of them yet: 81 arms"
+    assert said[2] == "  all of 40 cases, marked + below; `--all` prints every arm"
+    assert said[3:6] == ["  known in 1 cell: 1 fix broken", "", "CASES measured (+: all of it is new)"]
+    assert [line[0] for line in said[6:]] == [*"+" * 40, " "] and len(said) == 6 + 41
+    assert "+ c0      2 cells  fires: 2 fail otherwise" in said
+
+
 def test_what_came_in_between_is_read_where_a_launched_arm_gave_no_answer() -> None:
     """It was "NEW: INCONCLUSIVE", and its reason in the documents only."""
     said = shown(cell("INCONCLUSIVE", "unset"), cell("INCONCLUSIVE", "unset", case="other"), cell(case="quiet"))

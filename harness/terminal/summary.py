@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 LOG_LINES = 4
+FEW = 16  # lines in which what is new is told cell by cell; of more, case by case
 # A verdict in a line that counts: one, several.
 WORDS = {
     "FIX_HOLDS": ("fix holds", "fixes hold"), "FIX_BROKEN": ("fix broken", "fixes broken"),
@@ -56,11 +57,13 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
     new = [r for r in rows if r["expected"] == "unset" and r["attempts"] and r["verdict"] and not _no_answer(r)]
     if new:
         yield from ("", f"NEW, nothing is expected of them yet: {_arms(len(new))}")
-        yield from _listed(new, width)
     measured = [row for row in rows if row["attempts"]]
+    listed = list(_listed(new, width))
+    wholly = _wholly_new(new, measured) if len(listed) > FEW else set()
+    yield from _new_by_case(new, wholly, width) if len(listed) > FEW else listed
     if measured:
-        yield from ("", "CASES measured")
-        yield from _cases(measured, width)
+        yield from ("", "CASES measured" + (" (+: all of it is new)" if wholly else ""))
+        yield from _cases(measured, wholly, width)
     missing = [row for row in rows if not row["attempts"] and row["reason"]]
     if missing:
         yield from ("", f"NOT MEASURED: {_arms(len(missing))}")
@@ -147,7 +150,28 @@ def _listed(rows: Iterable[Row], width: int) -> Iterator[str]:
         yield from wrapped(f"{first} {cells}: {told}", "  ", 4, width)
 
 
-def _cases(rows: Sequence[Row], width: int) -> Iterator[str]:
+def _wholly_new(new: Iterable[Row], measured: Iterable[Row]) -> set[str]:
+    """The cases of which nothing that has a verdict is known."""
+    all_of_it = Counter(row["case"] for row in measured if row["verdict"])
+    return {case for case, count in Counter(row["case"] for row in new).items() if count == all_of_it[case]}
+
+
+def _new_by_case(new: Iterable[Row], wholly: set[str], width: int) -> Iterator[str]:
+    """A catalogue that was never measured here is not told arm by arm: its cases' own lines count its verdicts."""
+    if wholly:
+        told = f"all of {counted(len(wholly), 'case')}, marked + below; `--all` prints every arm"
+        yield from wrapped(told, "  ", 4, width)
+    by_case: dict[str, list[Row]] = {}
+    for row in new:
+        by_case.setdefault(row["case"], []).append(row)
+    for case, own in by_case.items():
+        if case not in wholly:
+            found = Counter(row["verdict"] for row in own)
+            seen = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
+            yield from wrapped(f"{case} in {counted(len({row['where'] for row in own}), 'cell')}: {seen}", "  ", 4, width)
+
+
+def _cases(rows: Sequence[Row], wholly: set[str], width: int) -> Iterator[str]:
     by_case: dict[str, list[Row]] = {}
     for row in rows:
         by_case.setdefault(row["case"], []).append(row)
@@ -160,9 +184,9 @@ def _cases(rows: Sequence[Row], width: int) -> Iterator[str]:
         first = [row["outcome"] for row in own if not row["verdict"]]
         fires = Counter(first)
         seen = ", ".join(f"{kind}" if count == len(first) else f"{kind} in {count}" for kind, count in fires.items())
-        mark = "!" if odd else " "
+        mark = "!" if odd else "+" if name in wholly else " "
         simulated = " [simulated]" if own[0]["simulated"] else ""
-        count = f"{cells} cell{'s' if cells > 1 else ''}"
+        count = counted(cells, "cell")
         head = f"{mark} {name.ljust(names)}  {count:>8}  "
         yield from wrapped(
             head + (f"{seen}: " if seen else "") + told + simulated, "", min(len(head), width // 2), width
