@@ -29,7 +29,7 @@ from repro_matrix.terminal import summary
 
 HERE = Path(__file__).resolve().parent
 STORED = 10_000
-PROMISED = {"report_s": 5, "report_mb": 1000, "diff_s": 2, "summary_s": 2, "browser_ms": 100}
+PROMISED = {"report_s": 5, "report_mb": 1000, "diff_s": 2, "summary_s": 2, "open_ms": 100, "filter_ms": 100}
 
 
 def stored(folder: Path, count: int) -> list[Path]:
@@ -71,13 +71,30 @@ STEPS = (
     ("verdict", "FIX_BROKEN"), ("q", "fsdp"), ("q", "fsdp summon"), ("verdict", ""), ("q", ""), ("strategy", "ddp"),
     ("strategy", ""), ("q", "zero3 newest"), ("q", ""),
 )  # fmt: skip
+# Put into the page before anything of it runs: when its filters are there and painted, how long its thread was not free
+# (pieces of more than 50 ms), and from a key to what was painted for it.
+WATCH = """(() => {
+  const seen = window.__seen = {blocked: 0, longest: 0, keys: []};
+  new PerformanceObserver(list => { for (const one of list.getEntries()) {
+    seen.blocked += one.duration - 50; seen.longest = Math.max(seen.longest, one.duration);
+  } }).observe({type: "longtask", buffered: true});
+  const painted = then => requestAnimationFrame(() => { const {port1, port2} = new MessageChannel();
+    port1.onmessage = () => then(performance.now()); port2.postMessage(0); });
+  const look = () => document.getElementById("filters")?.hidden === false ? painted(t => seen.usable = t)
+    : requestAnimationFrame(look);
+  look();
+  document.addEventListener("keydown", event => painted(t => seen.keys.push(t - event.timeStamp)), true);
+})()"""
+TYPED = "fsdp summon"
 
 
 def in_browser(page: Path) -> dict[str, Any]:
-    """Milliseconds of the page's own thread (its CPU time: a busy machine adds nothing) until the page is there, until
-    all of its cells can be filtered, and of the slowest of filters and searches, style and layout included."""
+    """Milliseconds. ``usable``: from asking for the file until its filters are there and painted; ``blocked``: of all
+    that was done until every cell can be filtered, what pieces took beyond 50 ms; ``thread``: CPU of the page's own
+    thread (a busy machine adds nothing); ``key``: from a key to what was painted for it, the slowest."""
     with Browser() as browser:
         browser.call("Performance.enable", timeDomain="threadTicks")
+        browser.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
 
         def spent() -> float:
             listed = browser.call("Performance.getMetrics")["metrics"]
@@ -89,15 +106,44 @@ def in_browser(page: Path) -> dict[str, Any]:
             return round(spent() - before)
 
         opened = took(lambda: browser.open(page))
-        total = browser.js("+document.getElementById('shown').value.split(' of ')[1].split(' ')[0]")
-        ready = took(lambda: browser.until(f"document.getElementById('shown').value.startsWith('{total} of')"))
+        total = browser.js("[...document.querySelectorAll('.case')].reduce((sum, one) => sum + +one.dataset.count, 0)")
+        every = f"document.getElementById('shown').value === '{total} of {total} cells'"
+        ready = took(lambda: browser.until(every))
+        began = browser.js("window.__seen")
         script = """(() => { const f = document.getElementById('filters'); f[%r].value = %r;
             f.dispatchEvent(new Event('input')); document.body.getBoundingClientRect(); })()"""
         steps = {f"{name}={value}": took(partial(browser.js, script % (name, value))) for name, value in STEPS}
+        browser.js("window.__seen.keys.length = 0; document.getElementById('filters').q.focus()")
+        for number, character in enumerate(TYPED, 1):
+            browser.key(character)
+            browser.until(f"window.__seen.keys.length === {number}")
+        keys = [round(ms) for ms in browser.js("window.__seen.keys")]
+        assert browser.js("document.getElementById('filters').q.value") == TYPED
         return {
-            "cells": total, "bytes": page.stat().st_size, "opened_ms": opened, "then_all_cells_ms": ready,
-            "slowest_filter_ms": max(steps.values()), "filters_ms": steps,
+            "cells": total, "bytes": page.stat().st_size, "usable_ms": round(began["usable"]),
+            "blocked_ms": round(began["blocked"]), "longest_piece_ms": round(began["longest"]),
+            "thread_until_loaded_ms": opened, "thread_then_all_cells_ms": ready, "slowest_key_ms": max(keys),
+            "keys_ms": keys, "slowest_filter_thread_ms": max(steps.values()), "filters_thread_ms": steps,
         }  # fmt: skip
+
+
+TAKE = """import sys
+from pathlib import Path
+from repro_matrix.conf import catalogue
+from repro_matrix.judge.again import judged_again, with_expectations
+from repro_matrix.page import read
+from repro_matrix.results.store import Store
+known, folder = catalogue.load(), Path(sys.argv[1])
+documents = judged_again(Store(folder).documents(), known.cases).documents
+documents = [with_expectations(one, known.cases[one["case"]]) for one in documents]
+assert read.take(documents, folder, known), "it is not what the run judged"
+"""
+
+
+def taken(folder: Path, cache: Path) -> None:
+    """As a run ends: what it has judged is kept for who reads its folder."""
+    environ = os.environ | {"REPRO_CACHE": str(cache)}
+    subprocess.run([sys.executable, "-c", TAKE, str(folder)], cwd=ROOT, env=environ, check=True)
 
 
 def summarised(count: int) -> dict[str, Any]:
@@ -116,18 +162,20 @@ def main() -> None:
         "machine": machine(), "commit": commit.strip(), "cells": count, "promised": PROMISED
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
-        cache, one, other, page = (Path(name) / part for part in ("cache", "one", "other", "page.html"))
+        cache, own, one, other, page = (Path(name) / part for part in ("cache", "own", "one", "other", "page.html"))
         made = stored(one, count)
-        report = ["report", str(one), "--output", str(page)]
-        result["report, first"] = verb(*report, cache=cache)
-        result["report, again"] = verb(*report, cache=cache)
-        made[0].touch()
-        result["report, one document written again"] = verb(*report, cache=cache)
         stored(other, count)
-        compare = ["diff", str(one), str(other)]
-        result["diff, first"] = verb(*compare, cache=cache)
-        result["diff, again"] = verb(*compare, cache=cache)
+        report, compare = ["report", str(one), "--output", str(page)], ["diff", str(one), str(other)]
+        result["report, first of foreign results"] = verb(*report, cache=cache)
+        result["report, again"] = verb(*report, cache=cache)
+        result["diff, first of foreign results"] = verb(*compare, cache=cache)
         result["cache_mb"] = round(sum(f.stat().st_size for f in cache.rglob("*") if f.is_file()) / 1e6)
+        for folder in (one, other):
+            taken(folder, own)
+        result["report, first of a run's own"] = verb(*report, cache=own)
+        result["diff, first of runs' own"] = verb(*compare, cache=own)
+        made[0].touch()
+        result["report, one document written again"] = verb(*report, cache=own)
         if program():
             result["in the browser"] = in_browser(page)
     result["summary"] = summarised(count)  # last: a verb's memory is at least that of who started it

@@ -277,3 +277,23 @@ def test_two_runs_that_measured_nothing_have_no_answer_to_compare(
     write(tmp_path / "one", "a.json", {**document({"broken": "needs 2 GPUs"}), "key": "some-case/a"})
     assert cli.main(["diff", str(tmp_path / "one"), str(tmp_path / "one")]) == 2
     assert "measured anything" in capsys.readouterr().err
+
+
+def test_a_folder_beside_one_that_lies_in_it_is_said_to_be_compared_with_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`repro diff results results/scratch` was quiet, and found the same answers."""
+    write(tmp_path / "one", "m.json", MADE)
+    write(tmp_path / "two", "m.json", MADE)
+    assert cli.main(["diff", str(tmp_path), str(tmp_path / "one")]) == 0
+    assert "note: all documents of" in capsys.readouterr().err
+    assert cli.main(["diff", str(tmp_path / "one"), str(tmp_path)]) == 0
+    assert "note: 1 of the 2 documents of" in capsys.readouterr().err
+    assert cli.main(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    said = capsys.readouterr()
+    assert "with themselves" not in said.err and "1 cell in both" in said.out and "1 cells" not in said.out
+
+
+def test_a_second_side_that_is_missing_is_said_to_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["diff", "results"]) == 2
+    assert "the following arguments are required: B (" in capsys.readouterr().err

@@ -204,6 +204,34 @@ def test_nights_one_after_another(
     assert [(n.name, n.code) for n in kept.ledger(nights, [])][-2:] == [("wed", 0), ("thu", 3)]
 
 
+def test_a_runner_that_dies_between_upload_and_summary(
+    results: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its results are there, and its night was never told: the next one is compared with the night before it, and its
+    own is told as well as ever from what was uploaded, also when later nights are kept."""
+    nights = results / "nights"
+    for name, value in (("TOKEN", "secret"), ("REPOSITORY", "me/it"), ("API_URL", fake.base)):
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+
+    def run(name: str) -> int:
+        return cli.main(["nightly", str(results / name), "--nights", str(nights), "--name", name, "--code", "0"])
+
+    write(results / "mon", {"broken": FIRED}, 1.0)
+    write(results / "tue", {"broken": CLEAN}, 2.0)
+    write(results / "wed", {"broken": FIRED}, 3.0)
+    assert run("mon") == 0
+    with monkeypatch.context() as dying:  # the issue is opened, the night not kept
+        dying.setattr(kept, "keep", lambda *told: (_ for _ in ()).throw(KeyboardInterrupt))
+        run("tue")
+    assert [night.name for night in kept.ledger(nights, [])] == ["mon"] and len(fake.issues) == 1
+    assert run("wed") == 0, "it is as on monday"
+    capsys.readouterr()
+    assert run("tue") == 1, "compared with monday, not with the night that came after it"
+    assert "against mon" in (nights / "issues" / "tue" / "some-case.md").read_text()
+    assert len(fake.issues) == 1 and "says so already" in capsys.readouterr().out, "and no second issue"
+    assert [(night.name, night.code) for night in kept.ledger(nights, [])] == [("mon", 0), ("tue", 1), ("wed", 0)]
+
+
 def test_what_is_no_night_is_an_error(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "empty").mkdir()
     nights = ["--nights", str(results / "nights"), "--code", "0"]
@@ -213,7 +241,7 @@ def test_what_is_no_night_is_an_error(results: Path, capsys: pytest.CaptureFixtu
     write(results / "a", {"broken": FIRED}, 1.0)
     assert cli.main(["nightly", str(results / "a"), *nights, "--lock", "newest=nowhere"]) == 2
     assert cli.main(["nightly", str(results / "a"), *nights, "--name", "a/b"]) == 2
-    with pytest.raises(ResultsError, match=r"several commits: aaaa \(1 cells\), bbbb"):
+    with pytest.raises(ResultsError, match=r"several commits: aaaa \(1 cell\), bbbb"):
         tonight.one_commit([replace(cell(a=arm()), commit=name) for name in ("aaaa", "bbbb")])
 
 

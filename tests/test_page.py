@@ -67,9 +67,14 @@ def html(*cells: Cell, **more: Any) -> str:
 def whole(*cells: Cell, **more: Any) -> str:
     """The page with what it unpacks when a part is opened."""
     written = html(*cells, **more)
-    packed = re.findall(r'class="(?:pack|later)"[^>]*>([^<]+)</script>', written)
-    found = [json.loads(gzip.decompress(base64.b64decode(unescape(pack)))) for pack in packed]
-    return written + "".join("".join(p.values() if isinstance(p, dict) else [c[-1] for c in p]) for p in found)
+    packs = [unpacked(pack) for pack in re.findall(r'class="pack"[^>]*>([^<]+)</script>', written)]
+    later = [unpacked(pack) for pack in re.findall(r'id="later">([^<]+)</script>', written)]
+    drawn = [f'id="{data[0]}"' for cases in later for one in cases for data in one["cells"]]
+    return "".join([written, *(body for pack in packs for body in pack.values()), *drawn])
+
+
+def unpacked(pack: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(unescape(pack))))
 
 
 def nights() -> list[Night]:
@@ -301,6 +306,14 @@ def test_markdown_says_what_it_leaves_out_and_keeps_what_follows() -> None:
 
 
 # -- other programs
+
+
+def test_junit_says_a_tolerance_only_where_there_is_one() -> None:
+    seen = observation(ok(0))
+    check = {"name": "loss", "passed": True, "got": 1.0, "want": 1.0}
+    seen["ranks"][0]["record"]["checks"] = [{**check, "tolerance": 0.1}, {**check, "name": "steps", "tolerance": None}]
+    told = formats.as_junit([cell(document({"broken": [("clean", seen)]}, {}))])
+    assert "loss: passed, got 1, want 1, tolerance 0.1\n" in told and "steps: passed, got 1, want 1\n" in told
 
 
 def test_junit_has_a_failure_an_error_and_a_skip_and_numbers_for_what_passed() -> None:

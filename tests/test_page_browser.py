@@ -6,6 +6,7 @@ The accessibility checker is axe-core; `make page-check` fetches it (nothing her
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,6 +115,46 @@ def test_cells_that_are_packed_are_found_linked_to_and_listed(browser: Browser, 
     browser.open(path.resolve().as_uri() + f"#{last.id}")
     browser.until(f"document.getElementById('{last.id}')?.querySelector('table.arms tbody')?.rows.length === 2")
     assert not browser.errors
+
+
+def test_a_line_that_the_script_draws_is_the_template_s(browser: Browser, tmp_path: Path) -> None:
+    """The same cells, with the first of them written out and packed as data."""
+    told = [made("FIX_BROKEN", "unexpected", model=HOSTILE, flags={"use_cache": "<b>"}), made(variant=["ranks=4"])]
+    shown = [cell({**one, "case": "many"}, source="of <one>") for one in told]
+    every = [*(cell(made("FIX_BROKEN", "unexpected", case="many", model=f"a{n:02}")) for n in range(FIRST + 1)), *shown]
+    path, drawn = tmp_path / "page.html", []
+    for cells_ in (shown, every):
+        path.write_text(html(*cells_), encoding="utf-8")
+        browser.look(1280, 900)
+        browser.errors.clear()
+        browser.open(path)
+        browser.until(f"document.getElementById('shown').value === '{len(cells_)} of {len(cells_)} cells'")
+        browser.js("document.querySelector('button[data-more]')?.click()")
+        lines = [browser.js(f"document.getElementById('{one.id}').outerHTML") for one in shown]
+        drawn.append([re.sub(r"\s+", " ", re.sub(r' data-p="[^"]*"', "", text)) for text in lines])
+    assert drawn[0] == drawn[1] and "1 not as expected" in drawn[0][0] and "use_cache" in drawn[0][0]
+    assert not browser.errors
+
+
+def test_paper_says_what_is_on_it(shown: Browser, address: Path) -> None:
+    shown.open(address.resolve().as_uri() + f"#{cells()[0].id}")
+    shown.until("document.querySelector('details.cell[open] table.arms') !== null")
+    shown.look(1280, 900, media="print")
+    shown.js("window.dispatchEvent(new Event('beforeprint'))")
+    assert "5 of 5 cells; 1 of them with what they hold" in shown.js("document.getElementById('paper').innerText")
+    shown.look(1280, 900)
+    assert not shown.js("document.getElementById('paper').checkVisibility()")
+
+
+def test_without_its_script_a_page_says_what_differs_and_what_it_lacks(browser: Browser, address: Path) -> None:
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(address)
+        told = browser.js("document.body.innerText")
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert "repro run loud" in told and "arms=[fix]" in told, "what differs, and the command"
+    assert "need the script of this page" in told and browser.js(VISIBLE) == 5
 
 
 def test_every_link_of_the_page_leads_somewhere(shown: Browser) -> None:

@@ -34,24 +34,24 @@ def test_three_clean_attempts_of_committed_code_are_published() -> None:
 
 def test_a_changed_tree_is_refused() -> None:
     (dirty,) = refusals([cell(**provenance(git_dirty=True))])
-    assert dirty == "some-case/m-fsdp on current: measured on a tree with changes that are not committed"
+    assert str(dirty) == "some-case/m-fsdp on current: measured on a tree with changes that are not committed"
     (outside,) = refusals([cell(**provenance(git_commit=None))])
-    assert "outside a checkout" in outside
+    assert "outside a checkout" in outside.why
     assert len(refusals([cell(**provenance(git_dirty=None))])) == 1, "nobody looked"
 
 
 @pytest.mark.parametrize("attempts", [0, 1, 2])
 def test_fewer_than_three_attempts_of_an_arm_are_refused(attempts: int) -> None:
     found = refusals([cell(attempts=attempts)])
-    assert [line.split(": ")[1] for line in found] == ["arm broken", "arm fix"]
-    assert "3 are the floor (repeat=3)" in found[0]
+    assert [one.arm for one in found] == ["broken", "fix"]
+    assert "3 are the floor (repeat=3)" in found[0].why
 
 
 def test_only_attempts_that_count_are_counted_and_a_skip_needs_none() -> None:
     lost = cell()
     lost["arms"]["fix"]["attempts"][0]["outcome"] = {"outcome": "infra"}
     (found,) = refusals([lost])
-    assert "arm fix: 2 attempts that count" in found
+    assert "arm fix: 2 attempts that count" in str(found)
     skipped = cell()
     skipped["arms"]["fix"] = {"skipped": "needs 2 GPUs", "settings": {}, "attempts": []}
     assert refusals([skipped]) == []
@@ -60,7 +60,7 @@ def test_only_attempts_that_count_are_counted_and_a_skip_needs_none() -> None:
 @pytest.mark.parametrize("verdict", ["CHANGED", "FIX_HARMFUL"])
 def test_what_may_be_a_mistake_is_published_only_when_it_is_named(verdict: str) -> None:
     (found,) = refusals([cell(verdict)])
-    assert f"arm fix is {verdict}: because (--take {verdict} if so)" in found
+    assert f"arm fix: {verdict}: because (--take {verdict} if so)" in str(found)
     other = {"CHANGED": "FIX_HARMFUL", "FIX_HARMFUL": "CHANGED"}[verdict]
     assert refusals([cell(verdict)], [other]) == refusals([cell(verdict)])
     assert refusals([cell(verdict)], [verdict]) == []
@@ -71,7 +71,7 @@ def test_one_profile_is_one_machine() -> None:
         return cell(hardware={**cell()["hardware"], "cpu": cpu, "profile": profile, **more})
 
     (found,) = refusals([on("a"), on("b"), on("a")])
-    assert "another machine than" in found and "under profile cpu: cpu b against a" in found
+    assert "another machine than" in found.why and "under profile cpu: cpu b against a" in found.why
     assert refusals([on("a"), on("b", "gpu1")]) == []
     assert refusals([on("a"), on("a", os="newer", memory_gb=1.0)]) == []
 

@@ -152,10 +152,28 @@ def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Ca
 
     before = state()
     assert main(["accept", f"case={slug}", "--plan", "--from", str(tmp_path)]) == 0
-    assert "1 documents to publish" in capsys.readouterr().out
+    assert "1 document to publish" in capsys.readouterr().out
     assert state() == before
     assert main(["accept", f"case={slug}", "--from", str(tmp_path)]) == 2
     assert "--reason" in capsys.readouterr().err and state() == before
+
+
+def test_a_plan_of_what_is_refused_is_shown_with_the_reasons_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one attempt an arm it was a line of refusal for each arm, and no plan."""
+    slug = "fsdp2-mixed-dtensor"
+    (stored,) = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents
+    path = tmp_path / f"{place(stored)}.json"
+    path.parent.mkdir(parents=True)
+    for arm in stored["arms"].values():
+        arm["attempts"] = arm["attempts"][:1]
+    path.write_text(json.dumps({key: value for key, value in stored.items() if key != "path"}))
+    assert main(["accept", f"case={slug}", "--plan", "--from", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "1 document to publish" in told.out
+    reasons = told.err[told.err.index("would not be published:") :].splitlines()[1:]
+    assert len(reasons) == 1 and f"{len(stored['arms'])} arms of 1 cell: 1 attempt that counts; 3 are" in reasons[0]
 
 
 def _cases() -> dict[str, Case]:

@@ -95,7 +95,7 @@ def test_a_missing_part_and_a_missing_cell_are_named(tmp_path: Path, capsys: pyt
     assert merge(one, to=tmp_path / "all") == 3
     said = capsys.readouterr().out
     assert "missing: shard 2 of 2; it is made by: repro matrix case=c* shard=2/2" in said
-    assert "incomplete: shard 1/2 lacks 1 cells: cpu current b/m-ddp" in said
+    assert "incomplete: shard 1/2 lacks 1 cell: cpu current b/m-ddp" in said
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_an_earlier_run_left_in_the_folder_is_not_the_parts(
     edit(wrote)
     path.write_text(json.dumps(wrote), encoding="utf-8")
     assert merge(one, other, to=tmp_path / "all") == 3
-    assert f"incomplete: shard 2/2 lacks 1 cells: cpu current b/m-ddp ({told}" in capsys.readouterr().out
+    assert f"incomplete: shard 2/2 lacks 1 cell: cpu current b/m-ddp ({told}" in capsys.readouterr().out
 
 
 def test_a_part_that_was_asked_for_three_attempts_is_not_whole_with_one(tmp_path: Path) -> None:

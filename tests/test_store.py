@@ -54,6 +54,16 @@ def test_two_runs_in_one_folder(store: Store) -> None:
     again.close()
 
 
+def test_what_is_no_document_is_said_in_words(store: Store) -> None:
+    """It was "KeyError: 'provenance'", of a JSON Schema too."""
+    store.root.mkdir()
+    (store.root / "a.json").write_text('{"$schema": "https://json-schema.org/draft/2020-12/schema"}')
+    (store.root / "b.json").write_text('{"schema": 1, "arms": {}}')
+    assert list(store.documents()) == []
+    first, second = store.damaged
+    assert "(a JSON Schema, no cell document)" in first and "(not a cell document: it has no 'provenance')" in second
+
+
 NEWER = '{"schema": 2, "arms": {}, "provenance": {"started": 1}}'
 
 

@@ -85,7 +85,8 @@ def test_news_is_listed_before_the_cases_and_by_its_verdicts() -> None:
 
 def test_a_catalogue_that_is_wholly_new_is_told_by_case() -> None:
     """It was a line for each cell: 187 of the catalogue's first night on another machine."""
-    wholly = [cell("FIX_HOLDS" if n % 2 else "CHANGED", "unset", case=f"c{n}", model=m) for n in range(40) for m in "ab"]
+    verdicts = ["CHANGED", "FIX_HOLDS"] * 20
+    wholly = [cell(told, "unset", case=f"c{n}", model=m) for n, told in enumerate(verdicts) for m in "ab"]
     for number, one in enumerate(wholly):
         one["arms"][f"only-{number}"] = one["arms"].pop("fix")  # no two cells say the same
         one["verdicts"][f"only-{number}"] = one["verdicts"].pop("fix")

@@ -7,7 +7,7 @@ from typing import Any
 
 from repro_matrix.diff.brief import ArmBrief, Brief
 from repro_matrix.diff.compare import KINDS, Change, Diff
-from repro_matrix.terminal.summary import plain, wrapped
+from repro_matrix.terminal.summary import counted, plain, wrapped
 
 SHOWN = 12  # changes of a kind; all with --all
 COST = ("slower", "faster", "more memory", "less memory")
@@ -24,7 +24,7 @@ def described(name: str, briefs: Iterable[Brief]) -> str:
     hardware = ", ".join(sorted({each.hardware for each in found}))
     shown = list(stacks.values())[:3] + ([f"{len(stacks) - 3} more"] if len(stacks) > 3 else [])
     commit = commits[0] if len(commits) == 1 else f"{len(commits)} commits"
-    return f"{name}: {len(found)} cells; {hardware}; {', '.join(shown)}; {commit}"
+    return f"{name}: {counted(len(found), 'cell')}; {hardware}; {', '.join(shown)}; {commit}"
 
 
 def lines(found: Diff, every: bool = False) -> Iterator[str]:
@@ -50,7 +50,7 @@ def lines(found: Diff, every: bool = False) -> Iterator[str]:
     yield ""
     told = len({(c.where, c.stack, c.hardware, c.arm) for c in found.changes if c.arm and c.before and c.after})
     same = found.arms - told - len(found.unlike)
-    yield f"{found.cells} cells in both: {_arms(same)} the same, {told} not"
+    yield f"{counted(found.cells, 'cell')} in both: {_arms(same)} the same, {told} not"
     if abs(found.slower - 1) >= 0.1:
         words = f"{found.slower:.2f} times as long as" if found.slower > 1 else f"{found.slower:.2f} of the time of"
         yield f"as a whole the second took {words} the first; that is taken out of each arm's time above"

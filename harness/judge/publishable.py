@@ -7,7 +7,7 @@ from enough attempts to be more than chance, and from one machine.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from repro_matrix.cell.types import Cell, Made
 from repro_matrix.judge.comparable import machine
@@ -18,31 +18,42 @@ ATTEMPTS = 3  # of each arm that ran; with fewer, what came out once or twice ma
 SUSPICIOUS = ("CHANGED", "FIX_HARMFUL")
 
 
-def refusals(documents: Iterable[Cell], named: Collection[str] = ()) -> list[str]:
-    """One line per reason. ``named``: the suspicious verdicts that the user said are to be published."""
+class Refusal(NamedTuple):
+    """``arm``: "" where it is the whole cell that is refused."""
+
+    cell: str
+    arm: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.cell}: " + (f"arm {self.arm}: " if self.arm else "") + self.why
+
+
+def refusals(documents: Iterable[Cell], named: Collection[str] = ()) -> list[Refusal]:
+    """One per reason. ``named``: the suspicious verdicts that the user said are to be published."""
     documents = list(documents)
-    found = [f"{_where(document)}: {why}" for document in documents for why in _of_one(document, named)]
-    return found + _machines(documents)
+    found = [Refusal(_where(d), arm, why) for d in documents for arm, why in _of_one(d, named)]
+    return found + list(_machines(documents))
 
 
-def _of_one(document: Cell, named: Collection[str]) -> Iterable[str]:
+def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]:
     provenance = document["provenance"]
     if not provenance["git_commit"]:
-        yield "measured outside a checkout: no commit says which code it was"
+        yield "", "measured outside a checkout: no commit says which code it was"
     elif provenance["git_dirty"] is not False:
-        yield "measured on a tree with changes that are not committed"
+        yield "", "measured on a tree with changes that are not committed"
     for name, arm in document["arms"].items():
         counts = [attempt for attempt in arm["attempts"] if attempt["outcome"]["outcome"] not in NO_EVIDENCE]
         counted = len({_identity(attempt, number) for number, attempt in enumerate(counts)})
         if counted < len(counts):
-            yield f"arm {name}: an attempt is there more than once"
+            yield name, "an attempt is there more than once"
         if not arm["skipped"] and counted < ATTEMPTS:
             made = f"{counted} attempt that counts" if counted == 1 else f"{counted} attempts that count"
-            yield f"arm {name}: {made}; {ATTEMPTS} are the floor (repeat={ATTEMPTS})"
+            yield name, f"{made}; {ATTEMPTS} are the floor (repeat={ATTEMPTS})"
     for name, verdict in document["verdicts"].items():
         said = verdict["name"]
         if said in SUSPICIOUS and said not in named:
-            yield f"arm {name} is {said}: {verdict['reason']} (--take {said} if so)"
+            yield name, f"{said}: {verdict['reason']} (--take {said} if so)"
 
 
 def _identity(attempt: Made, number: int) -> tuple[Any, ...]:
@@ -51,18 +62,16 @@ def _identity(attempt: Made, number: int) -> tuple[Any, ...]:
     return (made["id"], made["started"]) if made["id"] else (number,)
 
 
-def _machines(documents: Iterable[Cell]) -> list[str]:
+def _machines(documents: Iterable[Cell]) -> Iterable[Refusal]:
     """Under one profile's name, the measurements of one machine."""
     seen: dict[str, tuple[dict[str, Any], Cell]] = {}
-    found = []
     for document in documents:
         profile, here = document["hardware"]["profile"], machine(document)
         first, where = seen.setdefault(profile, (here, document))
         differs = next((key for key in here if here[key] != first[key]), None)
         if differs:
             what = f"{differs} {here[differs]} against {first[differs]}"
-            found.append(f"{_where(document)}: another machine than {_where(where)} under profile {profile}: {what}")
-    return found
+            yield Refusal(_where(document), "", f"another machine than {_where(where)} under profile {profile}: {what}")
 
 
 def _where(document: Cell) -> str:

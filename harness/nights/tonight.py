@@ -16,6 +16,7 @@ from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff.brief import Brief, latest
 from repro_matrix.diff.compare import ANSWERS, Change, compare
 from repro_matrix.nights.night import Night, briefs_of
+from repro_matrix.terminal.summary import counted
 
 At = tuple[str, str]  # a cell's key, and its hardware
 
@@ -58,7 +59,7 @@ def one_commit(briefs: Iterable[Brief]) -> None:
         name = (brief.commit or "no commit")[:12]
         found[name] = found.get(name, 0) + 1
     if len(found) > 1:
-        told = ", ".join(f"{name} ({count} cells)" for name, count in sorted(found.items()))
+        told = ", ".join(f"{name} ({counted(count, 'cell')})" for name, count in sorted(found.items()))
         raise ResultsError(f"tonight's results are of several commits: {told} (`repro merge` says which shard)")
 
 
@@ -80,7 +81,8 @@ def since_green(
             last = greens[0].name
             found.notes.append(f"stack {stack}: no cell in common with the last green night, {last}, nor an older one")
         elif new:
-            found.notes.append(f"stack {stack}: {new} cells were measured in no green night: nothing to compare with")
+            of = counted(new, "cell")
+            found.notes.append(f"stack {stack}: {of} measured in no green night: nothing to compare with")
         keys = {(brief.where, brief.hardware): brief.key for brief in now}
         answers = [
             (green, change)

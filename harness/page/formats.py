@@ -110,8 +110,10 @@ def as_junit(
                 test.result = [result]
             said = [f"verdict: {arm.mark.name}", f"compared: {row['expected'] or 'nothing is expected of it'}"]
             said += [f"reason: {arm.reason}", f"numbers: {arm.counts}; {arm.numbers}"]
-            said += [f"{proof.name}: {proof.state}, got {proof.got}, want {proof.want}, tolerance {proof.tolerance}"
-                     for proof in arm.proofs]  # fmt: skip
+            said += [", ".join(filter(None, (
+                f"{proof.name}: {proof.state}", f"got {proof.got}", f"want {proof.want}",
+                proof.tolerance and f"tolerance {proof.tolerance}")))
+                for proof in arm.proofs]  # fmt: skip
             test.system_out = "\n".join([*said, f"document: {cell.path}", f"command: {arm.command}"])
             suite.add_testcase(test)
     for case, reason in unjudged.items():

@@ -11,6 +11,7 @@ from repro_matrix.diff.show import told
 from repro_matrix.nights.host import Issue
 from repro_matrix.nights.tonight import Changed
 from repro_matrix.page.formats import code, plain
+from repro_matrix.terminal.summary import counted
 
 MOST = 40  # changes that are listed
 LONGEST = 60_000  # bytes of a body: hosts take 65,536
@@ -24,8 +25,10 @@ def issue(
     changes = [change for one in found for change in one.changes]
     kinds = list(dict.fromkeys(change.kind for change in sorted(changes, key=lambda c: list(KINDS).index(c.kind))))
     title = f"{first.case}: {kinds[0]}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
-    about = f"Night {plain(night)}: {len(changes)} answers of **{plain(first.case)}**"
-    out = [f"{about} are not those of the last green night that has them."]
+    few = len(changes) == 1
+    about = f"Night {plain(night)}: {counted(len(changes), 'answer')} of **{plain(first.case)}**"
+    out = [f"{about} {'is' if few else 'are'} not {'that' if few else 'those'} of the last green night that has "
+           f"{'it' if few else 'them'}."]  # fmt: skip
     out += [f"[The whole page]({link})"] if link else []
     for one in found:
         out.append(f"### Stack {plain(one.stack)}, against {plain(one.green.name)}")

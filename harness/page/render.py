@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from html import unescape
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,7 +17,7 @@ from markupsafe import Markup
 
 from repro_matrix.nights.strip import Strip
 from repro_matrix.page.case import CaseView, facets, link
-from repro_matrix.page.marks import MARKS
+from repro_matrix.page.marks import MARKS, Mark
 from repro_matrix.page.page import Page
 from repro_matrix.page.safe import line
 from repro_matrix.page.view import numbered
@@ -57,9 +58,9 @@ def environment() -> Environment:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A case's cells as they stand in the one file. ``first``: HTML of so many as a page may show; ``later``: packed,
-    what filters and links need of all but the LEAST, and their HTML; ``bodies``: packed, what is unpacked when a part
-    is opened."""
+    """A case's cells as they stand in the one file. ``first``: HTML of so many as a page may show; ``later``: JSON,
+    what filters need of all but the LEAST, and what page.js draws their lines from; ``bodies``: packed, what is
+    unpacked when a part is opened."""
 
     first: tuple[Markup, ...]
     later: str
@@ -80,12 +81,22 @@ def drawn(view: CaseView) -> Drawn:
         packs |= dict.fromkeys(names[start : start + PACK], name)
         bodies[name] = _packed({key: str(made[key]()) for key in names[start : start + PACK]})
     first = tuple(parts.cell(cell, packs[cell.id]) for cell in view.cells[:FIRST])
-    later = [
-        [cell.id, cell.model, cell.strategy, cell.stack, cell.hardware, cell.source, [m.name for m, _ in cell.groups],
-         cell.states, Markup(parts.cell_summary(cell)).striptags(), str(parts.cell(cell, packs[cell.id]))]
+    later = json.dumps(_later(view, packs), separators=(",", ":")) if view.count > LEAST else ""
+    return Drawn(first, later, bodies)
+
+
+def _later(view: CaseView, packs: Mapping[str, str]) -> dict[str, Any]:
+    """Data, not HTML: of ten thousand cells their lines would be ten megabytes, which a browser reads in half a
+    second. The order of a cell's values is page.js'."""
+    parts: Any = environment().get_template("parts.html").module
+    seen: dict[Mark, int] = {}
+    cells = [
+        [cell.id, packs[cell.id], cell.model, cell.strategy, cell.stack, cell.hardware, cell.source, cell.also,
+         cell.ranks, len(cell.odd), list(cell.states),
+         [[seen.setdefault(m, len(seen)), unescape(parts.names(arms, 3))] for m, arms in cell.groups]]
         for cell in view.cells[LEAST:]
     ]  # fmt: skip
-    return Drawn(first, _packed(later) if later else "", bodies)
+    return {"case": view.slug, "marks": [[m.name, m.symbol, m.word, m.tone] for m in seen], "cells": cells}
 
 
 def one_file(page: Page, kept: Mapping[str, Drawn] | None = None) -> str:
@@ -103,7 +114,9 @@ def one_file(page: Page, kept: Mapping[str, Drawn] | None = None) -> str:
         packs["claims"] = _packed(sources)
         at_pack |= dict.fromkeys(sources, "claims")
     first = max(LEAST, min(FIRST, TOGETHER // max(1, len(cases))))
-    return _made("page.html", page, page.title, _here, packed=packs, packs=at_pack, drawn=cases, first=first)
+    later = ",".join(cases[view.slug].later for view in page.cases if view.count > first)
+    return _made("page.html", page, page.title, _here, _gzipped(f"[{later}]") if later else "", packs, packs=at_pack,
+                 drawn=cases, first=first)  # fmt: skip
 
 
 def _here(name: str) -> str:
@@ -139,19 +152,24 @@ def _made(
     page: Page,
     title: str,
     at: Callable[[str], str],
+    later: str = "",
     packed: Mapping[str, str] | None = None,
     **more: Any,
 ) -> str:
     css, script = _asset("page.css"), _asset("page.js")
     return environment().get_template(template).render(
         page=page, title=title, at=at, css=Markup(css), script=Markup(script), policy=_policy(css, script),
-        packed=packed or {}, **more,
+        later=later, packed=packed or {}, **more,
     )  # fmt: skip
 
 
 def _packed(bodies: Any) -> str:
+    return _gzipped(json.dumps(bodies))
+
+
+def _gzipped(text: str) -> str:
     """Cells say much alike: a twentieth of the bytes is left."""
-    return base64.b64encode(gzip.compress(json.dumps(bodies).encode(), 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def _asset(name: str) -> str:

@@ -211,13 +211,17 @@ def document_of(written: str) -> Document:
 def _checked(held: Any) -> Document:
     try:
         found: Any = expanded(held)
+        if "$schema" in found:
+            raise ValueError("a JSON Schema, no cell document")
         schema = found["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
         if schema != SCHEMA or not isinstance(found["arms"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
         return older.filled(doubt.cell(older.with_ranks(found)))
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise ValueError(f"not a cell document: it has no {error}") from None
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"not a cell document: {type(error).__name__}: {error}") from None
 
 

@@ -168,7 +168,8 @@ def _new_by_case(new: Iterable[Row], wholly: set[str], width: int) -> Iterator[s
         if case not in wholly:
             found = Counter(row["verdict"] for row in own)
             seen = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
-            yield from wrapped(f"{case} in {counted(len({row['where'] for row in own}), 'cell')}: {seen}", "  ", 4, width)
+            cells = counted(len({row["where"] for row in own}), "cell")
+            yield from wrapped(f"{case} in {cells}: {seen}", "  ", 4, width)
 
 
 def _cases(rows: Sequence[Row], wholly: set[str], width: int) -> Iterator[str]:

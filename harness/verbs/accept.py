@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from repro_matrix.conf.project import Project
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.foreign import too_wide
-from repro_matrix.judge.publishable import refusals
+from repro_matrix.judge.publishable import Refusal, refusals
 from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.results import published, runs
 from repro_matrix.results.publishing import Publication, publication
@@ -32,6 +32,7 @@ from repro_matrix.results.ranges import whole
 from repro_matrix.results.store import Store, write_text
 from repro_matrix.running import session
 from repro_matrix.terminal.report import print_json, print_notes, print_table
+from repro_matrix.terminal.summary import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +78,8 @@ def main(args: argparse.Namespace) -> int:
     if not documents:
         raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
     refused = refusals(documents, args.take)
-    if refused:
-        raise ResultsError("\n  ".join([f"{source}: not published:", *refused[:SHOWN], *_more(refused)]))
+    if refused and not args.plan:
+        raise ResultsError("\n  ".join([f"{source}: not published:", *_grouped(refused)]))
     for name in sorted({str(d["case"]) for d in documents}):
         _refuse(catalogue.cases[name], [d for d in (*held, *documents) if d["case"] == name])
     found = publication(catalogue.cases, held, documents, args.reason or "")
@@ -87,7 +88,9 @@ def main(args: argparse.Namespace) -> int:
     else:
         _show(found)
         if len(stored) > len(documents):
-            print(f"left out {len(stored) - len(documents)} cells of which only some arms were measured")
+            print(f"left out {counted(len(stored) - len(documents), 'cell')} of which only some arms were measured")
+    if refused:  # the plan is seen first: what would be new is the reason to measure once more
+        raise ResultsError("\n  ".join([f"{source}: would not be published:", *_grouped(refused)]))
     if not args.plan:
         _publish(found, own)
         if not args.json:
@@ -106,7 +109,7 @@ def _show(found: Publication) -> None:
         ("were published and lie between two such releases now: to remove", found.dropped),
     ):
         if places:
-            print(f"{len(places)} documents {text}")
+            print(f"{counted(len(places), 'document')} {text}")
 
 
 def _publish(found: Publication, own: Project) -> None:
@@ -120,11 +123,21 @@ def _publish(found: Publication, own: Project) -> None:
             write_text(path, table)
 
 
-SHOWN = 20  # refusals
+SHOWN = 20  # reasons
 
 
-def _more(refused: list[str]) -> list[str]:
-    return [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
+def _grouped(refused: Sequence[Refusal]) -> list[str]:
+    """A line for each reason; those that are said of one arm, or one cell, name it."""
+    by_why: dict[str, list[Refusal]] = {}
+    for one in refused:
+        by_why.setdefault(one.why, []).append(one)
+    told = []
+    for why, found in by_why.items():
+        cells, arms = list(dict.fromkeys(one.cell for one in found)), sum(bool(one.arm) for one in found)
+        of = f"{counted(arms, 'arm')} of {counted(len(cells), 'cell')}" if arms else counted(len(cells), "cell")
+        names = ", ".join(cells[:3]) + (", ..." if len(cells) > 3 else "")
+        told.append(str(found[0]) if len(found) == 1 else f"{of}: {why} [{names}]")
+    return told[:SHOWN] + ([f"and {counted(len(told) - SHOWN, 'more reason')}"] if len(told) > SHOWN else [])
 
 
 def _refuse(case: Case, documents: list[Document]) -> None:

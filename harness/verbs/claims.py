@@ -9,7 +9,7 @@ from pathlib import Path
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf import overrides, project
 from repro_matrix.conf.config import compose_run
-from repro_matrix.conf.errors import ResultsError, unknown
+from repro_matrix.conf.errors import ConfigError, ResultsError, unknown
 from repro_matrix.judge import claims as ledger
 from repro_matrix.judge.again import judged_again
 from repro_matrix.results import runs, unshown
@@ -48,6 +48,8 @@ def main(args: argparse.Namespace) -> int:
     if named:
         known = {row.id: row for row in found}
         wrong = next((name for name in named if name not in known), None)
+        if wrong and Path(wrong).is_dir():
+            raise ConfigError(f"repro claims takes claims by their ids; a folder of results: --from {wrong}")
         if wrong:
             raise unknown("claim", wrong, known, "repro claims")
         found = [known[name] for name in dict.fromkeys(named)]

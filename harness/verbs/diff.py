@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gc
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("one", metavar="A", help="what is compared with")
     parser.add_argument("other", metavar="B", help="what is compared")
     parser.add_argument(
-        "overrides", nargs="*", metavar="NAME=VALUE", help="compare only these: case='fsdp*' stack=current"
+        "overrides", nargs="*", default=[], metavar="NAME=VALUE", help="compare only these: case='fsdp*' stack=current"
     )
     parser.add_argument("--all", action="store_true", help="every change, also of a kind that has many")
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     gc.freeze()  # the small objects of many thousand cells are all kept: looking for garbage takes as long as reading
     gc.disable()
     one, other = (selected(side(name), args.overrides) for name in (args.one, args.other))
-    print_notes([*one.notes, *other.notes])
+    print_notes([*_in_both(one, other), *one.notes, *other.notes])
     if not any(arm.measured for each in (one, other) for brief in each.briefs for arm in brief.arms.values()):
         raise ConfigError(f"neither {args.one} nor {args.other} measured anything: there is no answer to compare")
     found = between(one, other)
@@ -55,6 +56,16 @@ def main(args: argparse.Namespace) -> int:
     print_lines(show.lines(found, args.all))
     print(ending(found))
     return found.exit_code
+
+
+def _in_both(one: Side, other: Side) -> list[str]:
+    """Documents that both sides hold, as a folder and one that lies in it do: of those nothing can differ."""
+    found = [{os.path.realpath(brief.path) for brief in each.briefs if brief.path} for each in (one, other)]
+    both = len(found[0] & found[1])
+    if not both:
+        return []
+    told = "all" if both == len(found[1]) else f"{both} of the {len(found[1])}"
+    return [f"{told} documents of {other.name} are documents of {one.name}, too: they are compared with themselves"]
 
 
 def between(one: Side, other: Side) -> Diff:

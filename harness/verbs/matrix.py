@@ -141,7 +141,7 @@ def measure(
             f"({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s; documents in {totals['results']}"
         )
         for why, count in prepared.elsewhere.items():
-            print(f"{count} cells measured elsewhere than on {prepared.profiles[0].name}: {why}")
+            print(f"{summaries.counted(count, 'cell')} measured elsewhere than on {prepared.profiles[0].name}: {why}")
         if prepared.left:
             print(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
         for why, count in summary.cold.most_common():
@@ -173,7 +173,7 @@ def measure(
         print(f"repro: {muted.file()}: its day is over: {mute.told()}: mend it, renew or remove it", file=sys.stderr)
     code = code or (ConfigError.exit_code if told.expired else 0)
     if not args.json:
-        left = f"; {len(prepared.left)} cells were not asked (budget)" if prepared.left else ""
+        left = f"; not asked (budget): {summaries.counted(len(prepared.left), 'cell')}" if prepared.left else ""
         print(summaries.ending(code, found, len(changed.answers) if changed else 0) + left)
     return code
 
@@ -189,7 +189,8 @@ def of_cases(cells: Sequence[Cell]) -> str:
     """So many cells, and of which cases the most."""
     most = Counter(cell.case for cell in cells).most_common()
     shown = ", ".join(f"{count} of {case}" for case, count in most[:5])
-    return f"{len(cells)} cells ({shown}{f', {len(most) - 5} more cases' if len(most) > 5 else ''})"
+    of = summaries.counted(len(cells), "cell")
+    return f"{of} ({shown}{f', {len(most) - 5} more cases' if len(most) > 5 else ''})"
 
 
 def _against(before: Side, documents: Sequence[Document]) -> Diff:
@@ -244,5 +245,6 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
     if prepared.left:
         print(f"no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
     for why, count in prepared.elsewhere.items():
-        print(f"{count} cells would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
+        of = summaries.counted(count, "cell")
+        print(f"{of} would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
     return 0

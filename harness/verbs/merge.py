@@ -10,6 +10,7 @@ from repro_matrix.conf.errors import ResultsError
 from repro_matrix.results import runs
 from repro_matrix.running import shards
 from repro_matrix.terminal.report import print_json
+from repro_matrix.terminal.summary import counted
 
 EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
 selections, a shard given twice and a cell in two shards are refused by name.
@@ -54,9 +55,10 @@ def main(args: argparse.Namespace) -> int:
         print(f"missing: shard {number} of {count}; it is made by: repro matrix {selection} shard={number}/{count}")
     for shard, cells in lacking.items():
         few = "; ".join(cells[:SHOWN]) + (f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else "")
-        print(f"incomplete: shard {shard} lacks {len(cells)} cells: {few} (the same command with --resume goes on)")
+        lacks = counted(len(cells), "cell")
+        print(f"incomplete: shard {shard} lacks {lacks}: {few} (the same command with --resume goes on)")
     if next(iter(parts.values()))["changed"]:
         print("note: measured on a changed tree: `repro accept` will not take it")
-    print(f"{merged} cells of {len(parts)} shards (of {count}) in {target}")
+    print(f"{counted(merged, 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
     print(f"exit code {code}: " + ("not all of it is there" if code else "every shard is there and whole"))
     return code

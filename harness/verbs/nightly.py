@@ -58,6 +58,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.results.exit_code import TOO_LITTLE
     from repro_matrix.running import budget
     from repro_matrix.terminal.report import print_notes
+    from repro_matrix.terminal.summary import counted
 
     name = _name(args.name)
     folder = Path(args.nights).expanduser()
@@ -74,7 +75,9 @@ def main(args: argparse.Namespace) -> int:
     _make(folder)
     with FileLock(str(folder / ".lock")):
         _keep_locks(folder, name, locks)
-        ledger = [night for night in kept.ledger(folder, []) if night.name != name]  # it may be told once more
+        # It may be told once more, or days later, from what a runner had uploaded before it was lost.
+        own = of_briefs(name, briefs).started
+        ledger = [night for night in kept.ledger(folder, []) if night.name != name and night.started <= own]
         compared = tonight.since_green(briefs, ledger, lambda key, arm: any(m.covers(key, arm) for m in mutes))
     print_notes(compared.notes)
     search = Searches(folder, name, seconds)
@@ -93,11 +96,11 @@ def main(args: argparse.Namespace) -> int:
     with FileLock(str(folder / ".lock")):
         kept.keep(folder, of_briefs(name, briefs, code))
     told = (
-        f"{len(open_)} cases changed since the last green night"
+        f"{counted(len(open_), 'case')} changed since the last green night"
         if open_
         else "no answer changed that is not dealt with"
     )
-    print(f"night {name}: {len(briefs)} cells; {told}; kept in {folder / kept.FILE}")
+    print(f"night {name}: {counted(len(briefs), 'cell')}; {told}; kept in {folder / kept.FILE}")
     why = "" if open_ or not code else ": that of the runs" if args.code else f": {len(unread)} files could not be read"
     print(f"exit code {code}{why}")
     return code

@@ -1,14 +1,15 @@
 "use strict";
-// Filters that live in the address, and cells that are unpacked when they are opened. All HTML was escaped when it was made.
+// Filters that live in the address, and cells that are drawn when they are listed and unpacked when they are opened. What
+// is packed as HTML was escaped when it was made; what is data becomes text nodes, never HTML.
 (() => {
-  const form = document.getElementById("filters"), shown = document.getElementById("shown");
-  const packs = new Map([...document.querySelectorAll("script.pack")].map(node => [node.dataset.pack, node]));
+  const form = document.getElementById("filters"), shown = document.getElementById("shown"), paper = document.getElementById("paper");
   const keys = ["model", "strategy", "stack", "hardware", "source"];
   const sections = [...document.querySelectorAll(".case")].map(node => ({node, data: node.dataset, cells: [], listed: [],
     more: node.querySelector("p.more"), first: +node.dataset.first || Infinity, limit: +node.dataset.first || Infinity}));
   const bySlug = new Map(sections.map(section => [section.data.case, section]));
   for (const section of sections) section.words = (section.data.case + " " + section.node.querySelector("h2, h3").textContent + " ").toLowerCase();
 
+  const whole = new Promise(done => document.readyState === "loading" ? document.addEventListener("DOMContentLoaded", done) : done());
   const unpacked = new Map();
   const unpack = async node => {
     if (!unpacked.has(node)) unpacked.set(node, (async () => {
@@ -18,8 +19,13 @@
     })());
     return unpacked.get(node);
   };
+  const pack = async name => {
+    const found = () => document.querySelector(`script.pack[data-pack="${CSS.escape(name)}"]`);
+    if (!found()?.nextSibling) await whole;  // the end of the file may not be there yet
+    return unpack(found());
+  };
 
-  // A cell: what filters ask for, and its node, which is made when it is shown first.
+  // A cell: what filters ask for, and its node, which is made when it is listed first.
   const cells = [];
   const add = (section, cell) => { section.cells.push(cell); cells.push(cell); };
   for (const section of sections) for (const node of section.node.querySelectorAll("details.cell")) {
@@ -27,30 +33,48 @@
     add(section, {section, id: node.id, node, of: [d.m, d.s, d.k, d.h, d.r || ""], verdicts: d.v.split(" "), states: d.e.split("|")});
     section.listed.push(node);
   }
-  const rest = [...document.querySelectorAll("script.later")];
-  const total = cells.length + rest.reduce((sum, node) => sum + +node.dataset.count, 0);
-  const later = (async () => {
-    for (const node of rest) {
-      const section = bySlug.get(node.dataset.case);
-      const here = new Set(section.cells.map(cell => cell.id));  // packed as well
-      for (const [id, m, s, k, h, r, verdicts, states, said, html] of await unpack(node)) if (!here.has(id)) add(section, {section, id, html, said, of: [m, s, k, h, r], verdicts, states});
+  const total = sections.reduce((sum, section) => sum + +section.data.count, 0);
+  const packed = document.getElementById("later");
+  const later = packed && (async () => {
+    for (const {case: slug, marks, cells: data} of await unpack(packed)) {
+      const section = bySlug.get(slug), here = new Set(section.cells.map(cell => cell.id));  // packed as well
+      const looks = marks.map(([name, symbol, word, tone]) => ({name, symbol, word, tone}));
+      for (const [id, pack, m, s, k, h, r, also, ranks, odd, states, seen] of data) if (!here.has(id)) {
+        const groups = seen.map(([look, arms]) => ({look: looks[look], arms}));
+        add(section, {section, id, pack, also, ranks, odd, groups, of: [m, s, k, h, r], verdicts: groups.map(one => one.look.name), states});
+      }
     }
   })();
-  const made = cell => {
-    if (!cell.node) {
-      const box = document.createElement("template");
-      box.innerHTML = cell.html;
-      cell.node = box.content.firstElementChild;
-    }
-    return cell.node;
+
+  // The line of a cell: as parts.html draws it (cell, cell_summary).
+  const el = (tag, name, ...inside) => { const node = document.createElement(tag); if (name) node.className = name; node.append(...inside); return node; };
+  const badge = ({symbol, tone}, said) => {
+    const sign = el("b", "", symbol);
+    sign.setAttribute("aria-hidden", "true");
+    return el("span", "m " + tone, sign, " " + said);
   };
-  const text = cell => cell.text ??= cell.section.words + (cell.said ?? cell.node.firstElementChild.textContent).toLowerCase();
+  const where = ({of: [m, s, k, h, r], also, ranks}) => [m, also ? `${s} ${also}` : s, [`${ranks} ranks`, h, k, ...r ? [r] : []].join(" · ")];
+  const grouped = ({look, arms}) => `${look.word}: ${arms}`;
+  const unlike = cell => `${cell.odd} not as expected`;
+  const draw = cell => {
+    const [model, strategy, small] = where(cell), [m, s, k, h, r] = cell.of, seen = el("span", "seen");
+    if (cell.odd) seen.append(badge({symbol: form.dataset.odd, tone: "bad"}, unlike(cell)), " ");
+    for (const group of cell.groups) seen.append(badge(group.look, grouped(group)), " ");
+    const axes = el("span", "axes", el("strong", "", model), " ", el("span", "", strategy), " ", el("small", "", small));
+    const node = el("details", "cell", el("summary", "", axes, "\n", seen, "\n"));
+    node.id = cell.id;
+    Object.assign(node.dataset, {m, s, k, h, ...r ? {r} : {}, v: cell.verdicts.join(" "), e: cell.states.join("|"), p: cell.pack});
+    return node;
+  };
+  const made = cell => cell.node ??= draw(cell);
+  const text = cell => cell.text ??= cell.section.words + (cell.node ? cell.node.firstElementChild.textContent
+    : [...where(cell), ...cell.odd ? [unlike(cell)] : [], ...cell.groups.map(grouped)].join(" ")).toLowerCase();
 
   const fill = async node => {
     if (node.dataset.p === undefined || node.dataset.filled) return;
     node.dataset.filled = "yes";
     try {
-      node.insertAdjacentHTML("beforeend", (await unpack(packs.get(node.dataset.p)))[node.id]);
+      node.insertAdjacentHTML("beforeend", (await pack(node.dataset.p))[node.id]);
     } catch (error) {
       node.append("What this cell holds could not be unpacked: " + error);
     }
@@ -63,11 +87,12 @@
   let fitting = [];
   const apply = () => {
     const now = wanted(), words = (now.q || "").toLowerCase().split(/\s+/).filter(Boolean);
+    const on = keys.map((key, index) => [index, now[key]]).filter(([, value]) => value);
     fitting = [];
     const bySection = new Map();
     for (const cell of cells) {
       if (now.case && cell.section.data.case !== now.case) continue;
-      if (keys.some((key, index) => now[key] && cell.of[index] !== now[key])) continue;
+      if (on.some(([index, value]) => cell.of[index] !== value)) continue;
       if (now.verdict && !cell.verdicts.includes(now.verdict)) continue;
       if (now.state && !cell.states.includes(now.state)) continue;
       if (words.length && !words.every(word => text(cell).includes(word))) continue;
@@ -76,7 +101,9 @@
       bySection.get(cell.section).push(cell);
     }
     for (const section of sections) list(section, bySection.get(section) || []);
-    shown.value = `${fitting.length} of ${total} cells`;
+    const some = cells.length < total;  // the others are being unpacked
+    shown.value = some && !on.length && !words.length && !now.case && !now.verdict && !now.state ? `${total} of ${total} cells`
+      : `${fitting.length} of ${some ? cells.length : total} cells${some ? ", more to come" : ""}`;
   };
   const list = (section, fits) => {
     const nodes = fits.slice(0, section.limit).map(made), left = fits.length - nodes.length;
@@ -129,6 +156,12 @@
     shown.value = found.length === 200 ? "the first 200 are open" : `${found.length} are open`;
   });
   window.addEventListener("hashchange", arrive);
+  window.addEventListener("beforeprint", () => {
+    const listed = sections.filter(section => !section.node.hidden).flatMap(section => section.listed);
+    const open = listed.filter(node => node.open).length, chosen = new URLSearchParams(wanted());
+    paper.textContent = `On paper: ${listed.length} of ${total} cells${String(chosen) ? `, chosen by ${chosen}` : ""}; `
+      + `${open} of them with what they hold (those that were open), of the others their line.`;
+  });
   document.addEventListener("click", event => {
     const section = bySlug.get(event.target.closest?.("button[data-more]")?.dataset.more);
     if (!section) return;
@@ -138,8 +171,7 @@
     next?.node.querySelector("summary").focus();
   });
   form.hidden = false;
-  apply();
   arrive();
-  if (rest.length) later.then(() => { if (location.hash) arrive(); else apply(); });
+  later?.then(() => { if (location.hash) arrive(); else apply(); });
   window.addEventListener("load", () => { if (location.hash) arrive(); });  // the browser takes the focus away when it gets there itself
 })();
