@@ -10,6 +10,8 @@ from typing import Any
 
 import judging
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.results import store as stores
@@ -52,6 +54,37 @@ def test_two_runs_in_one_folder(store: Store) -> None:
     again = Store(store.root)
     again.open()
     again.close()
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON, st.booleans())
+def test_a_file_is_read_as_json_reads_it(value: Any, spelled: bool) -> None:
+    """Half a character and a number beyond 64 bits, too."""
+    text = json.dumps(value, ensure_ascii=spelled)
+    assert repr(stores._loaded(text)) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1,]", "01", "'a'", "\ufeff1", "NaN1", '"\x01"', '"\\ud800"', "-Infinity", "1e999"]
+)
+def test_what_is_no_json_is_refused_with_the_same_words(text: str) -> None:
+    told = []
+    for read in (stores._loaded, json.loads):
+        try:
+            told.append(repr(read(text)))
+        except ValueError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
 
 
 def test_what_is_no_document_is_said_in_words(store: Store) -> None:

@@ -135,9 +135,9 @@ def grade(
     failures = failures_of(attempt)
     primary = _primary(failures.first)
     recognised = _recognise(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
-    infra = (
-        _infra(case, arm, attempt) or _stack_changed(attempt, attempt.planned) or _stack_changed(attempt, planned or {})
-    )
+    infra = _infra(case, arm, attempt) or _stack_changed(attempt, attempt.planned)
+    if infra is None and planned and planned != attempt.planned:
+        infra = _stack_changed(attempt, planned)
     mistake = None if infra else script_fails(attempt, failures)
     if mistake:
         infra = _no_evidence("script", mistake, [failures.primary[0].rank])
