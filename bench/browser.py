@@ -132,8 +132,8 @@ class Browser:
         """Press a key: Tab, Enter, Escape, or a character."""
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
         told: dict[str, Any] = {"key": name, "windowsVirtualKeyCode": codes.get(name, 0)}
-        if name in ("Enter", " "):
-            told["text"] = "\r" if name == "Enter" else " "
+        if name == "Enter" or len(name) == 1:
+            told["text"] = "\r" if name == "Enter" else name
         self.call("Input.dispatchKeyEvent", type="keyDown", **told)
         self.call("Input.dispatchKeyEvent", type="keyUp", **told)
 
