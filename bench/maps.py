@@ -42,7 +42,7 @@ def again(case: str, documents: list[Json], arms: list[str], results: str) -> li
         for document in documents:
             spec, began = document["stack"]["name"], time.monotonic()
             point = prober.probe(Target(spec, spec))
-            stored = {arm: labels.answer(case, document["arms"].get(arm)).label for arm in prober.arms}
+            stored = {arm: labels.of_cell(case, document["arms"].get(arm)).label for arm in prober.arms}
             seen = {arm: answer.label for arm, answer in point.arms.items()}
             made = json.loads(Path(str(point.document)).read_text(encoding="utf-8"))["arms"] if point.document else {}
             attempts = [each["observation"]["attempt"] for arm in made.values() for each in arm["attempts"]]

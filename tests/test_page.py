@@ -192,7 +192,11 @@ def test_a_hang_is_a_tree_of_its_ranks() -> None:
     assert [(part.ranks, part.frames) for part in nodes[0].parts] == [
         ([0, 1], ["all_reduce (torch/x.py:1)"]), ([2], ["barrier (torch/x.py:1)"]),
     ]  # fmt: skip
-    hung = observation(ended(0, "deadline", stack=stack.format("barrier")), timed_out=True, hang={"limit_s": 20})
+    hung = observation(
+        ended(0, "deadline", stack=stack.format("barrier")),
+        timed_out=True,
+        hang={"starting": False, "never_meet": None, "limit_s": 20},
+    )
     arm = cell(document({"broken": [("hang", hung)]}, {})).arms[0]
     assert arm.why_hang == "still at work after 20 s" and arm.hang[0].ranks == [0]
 

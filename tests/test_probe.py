@@ -10,7 +10,7 @@ import pytest
 from judging import failed, observation
 from probing import CASE, World, world
 
-from repro_matrix.bisection.labels import answer, of_cell, plain
+from repro_matrix.bisection.labels import of_cell, plain
 from repro_matrix.bisection.probe import Prober, Stopped, Target, quoted
 from repro_matrix.cell.older import skip_of
 from repro_matrix.conf import overrides
@@ -56,10 +56,10 @@ def test_labels(attempts: tuple[dict[str, Any], ...], label: str | None) -> None
 def test_a_skip_says_the_same_on_every_stack() -> None:
     text = "stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.{n}, y>=1, which it does not have"
     text += "; needs stack other (why not)"
-    details = {answer("a", arm(skipped=text.format(n=n))).detail for n in (1, 2)}
+    details = {of_cell("a", arm(skipped=text.format(n=n))).detail for n in (1, 2)}
     assert details == {"skipped: needs torch>=2.6, y>=1"}
-    assert answer("a", arm(skipped="needs 2 GPUs; hardware cpu has none")).detail.endswith("hardware cpu has none")
-    assert answer("a", None).label is None
+    assert of_cell("a", arm(skipped="needs 2 GPUs; hardware cpu has none")).detail.endswith("hardware cpu has none")
+    assert of_cell("a", None).label is None
 
 
 def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
@@ -67,10 +67,10 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
         return f"silent: check logits failed on rank {n} (got 0.{n}, want 0)"
 
     labels = {
-        answer(
-            "a", arm({"outcome": {"outcome": "other_error", "reason": reason(n), "primary": None, "recognised": [],
-                                  "ranks": [n], "check": "logits"}})
-        ).label
+        of_cell("a", arm({**attempt("other_error"), "outcome": {
+            "outcome": "other_error", "reason": reason(n), "primary": None, "recognised": [], "ranks": [n],
+            "check": "logits",
+        }})).label
         for n in (0, 1)
     }  # fmt: skip
     assert labels == {"other error: silent: check logits failed"}
@@ -79,9 +79,9 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
 def test_a_crash_is_no_other_one_for_what_was_logged_last() -> None:
     crash = attempt("other_error", "some warning")
     crash["outcome"]["primary"] |= {"type": "SIGSEGV", "kind": "signal"}
-    found = answer("a", arm(crash))
+    found = of_cell("a", arm(crash))
     assert found.label == found.short == "other error: SIGSEGV"
-    assert answer("a", arm(attempt("fires", "x"))).short == "fires"
+    assert of_cell("a", arm(attempt("fires", "x"))).short == "fires"
 
 
 def test_another_known_failure_is_named() -> None:
@@ -89,7 +89,7 @@ def test_another_known_failure_is_named() -> None:
         {"case": "other", "signature": "s", "ranks": [0], "kind": "exception", "message": "m"},
         {"case": "remark", "signature": "s", "ranks": [0], "kind": "log", "message": "m"},
     ]
-    found = answer("a", arm(attempt("other_error", "m: b [c] d", recognised=seen)))
+    found = of_cell("a", arm(attempt("other_error", "m: b [c] d", recognised=seen)))
     assert found.label == "other error: ValueError: m: b [c] d [other]"
     assert found.short == "other error: ValueError [other]"
 
@@ -187,10 +187,10 @@ def test_which_rank_was_first_does_not_change_the_words() -> None:
     """Of three ranks each says the size of its own shard: the type stood before it only where the first was first."""
     own = {"case": "a", "kind": "exception", "ranks": [0, 1, 2], "message": "The size of tensor a (342)"}
     told = [
-        answer("a", {"attempts": [{"outcome": {
+        of_cell("a", arm({"observation": observation(failed(0)), "outcome": {
             "outcome": "fires", "reason": "x", "recognised": [own],
             "primary": {"rank": rank, "type": "RuntimeError", "message": f"The size of tensor a ({size})", "where": ""},
-        }}]}).detail
+        }})).detail
         for rank, size in ((0, 342), (2, 340))
     ]  # fmt: skip
     assert told == ["RuntimeError: The size of tensor a (342)"] * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from repro_matrix import cli
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.script import command, failure, launch, options
 from repro_matrix.script.failure import Failure, judge
+from repro_matrix.script.measure import Script, stored
 from repro_matrix.script.traceback_text import tracebacks
 
 WHERE = {"file": "/home/a/train.py", "line": 3, "function": "step", "module": "__main__", "place": "", "code": "x"}
@@ -86,7 +89,9 @@ def test_what_is_learned_of_one_error_is_no_other() -> None:
 def test_exit_codes_hangs_and_lines() -> None:
     assert outcome(Failure("exit", code=3), seen(rank(0, 3), command_exit=1)) == "fires"
     assert outcome(Failure("exit", code=3), seen(rank(0, 4), command_exit=1)) == "other_error"
-    late = seen(rank(0, None, ended_by="deadline", signal="SIGKILL"), timed_out=True, infra={"kind": "too slow"})
+    late = seen(
+        rank(0, None, ended_by="deadline", signal="SIGKILL"), timed_out=True, infra={"kind": "too slow", "message": ""}
+    )
     assert outcome(Failure("hang", seconds=60), late) == "fires"
     assert outcome(failure.error("IndexError"), late) == "infra"
     assert outcome(failure.error("IndexError"), {**late, "infra": None}) == "hang"
@@ -244,3 +249,24 @@ def test_a_command_line_keeps_its_own_options_and_overrides_stand_before_it() ->
     assert (args.case, args.words[-3:]) == ("repeat=2", ["exit=3", "--", "y"])
     assert options.asked(args)
     assert not options.asked(argparse.Namespace(command=(), module=False, case="train-step"))
+
+
+def test_what_is_stored_and_is_no_measurement_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank that did not finish, by a text that looks like yes: it had been taken for clean."""
+    file = tmp_path / "stored.json"
+    monkeypatch.setattr(Script, "path", lambda self, stack: file)
+    script = Script(command.of_script(__file__, 2, "", False), Failure(), tmp_path)
+    stack: Any = None
+    document: dict[str, Any] = {
+        "schema": 1, "kind": "script", "script": "x", "command": "x", "failure": {}, "env": {}, "nproc": 2, "stack": {},
+        "hardware": {}, "provenance": {},
+        "attempts": [{"observation": copy.deepcopy(FINE), "outcome": judge(Failure(), FINE, "x").to_json()}],
+    }  # fmt: skip
+    file.write_text(json.dumps(document))
+    found = stored(script, stack)
+    assert found and found["attempts"][0]["outcome"]["outcome"] == "clean"
+    document["attempts"][0]["observation"]["ranks"][0]["record"]["done"] = "no"
+    file.write_text(json.dumps(document))
+    assert stored(script, stack) is None

@@ -199,7 +199,7 @@ class Fake:
             "outcome": "fires" if fires else "clean", "reason": "", "recognised": seen if fires else [],
             "primary": primary if fires else None, "failed": [], "otherwise": None,
         }  # fmt: skip
-        attempt = {"outcome": outcome, "observation": {"attempt": {"wall_s": 1.0}}}
+        attempt = {"outcome": outcome, "observation": {"attempt": {"wall_s": 1.0}, "ranks": []}}
         self.stored[key] = {"attempts": [attempt] * repeat}
         return self.stored[key], 1
 

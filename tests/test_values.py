@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, check, document, ended, exception, failed, observation, ok, record
 
-from repro_matrix.bisection.labels import answer
+from repro_matrix.bisection.labels import answer, of_cell
 from repro_matrix.cell import older
 from repro_matrix.judge import verdict
 from repro_matrix.judge.again import judged_again
@@ -49,7 +49,10 @@ def test_what_is_met_does_not_depend_on_what_a_failure_is_called() -> None:
     crash = graded(ok(0, exit_code=-11, signal="SIGSEGV", record=record(0, done=False)), ended(1))
     assert crash.primary and crash.primary.kind == "signal"
     assert met_in(CASE.slug, crash) == (Met(type="SIGSEGV"),)
-    assert answer("x", {"attempts": [{"outcome": raised.to_json()}]}).short == "other error: SIGNAL9"
+    assert (
+        answer("x", [{"observation": observation(failed(0)), "outcome": raised.to_json()}]).short
+        == "other error: SIGNAL9"
+    )
 
 
 def test_a_reason_in_other_words_changes_no_reader() -> None:
@@ -68,7 +71,7 @@ def test_a_reason_in_other_words_changes_no_reader() -> None:
             attempt["outcome"]["reason"] = "said otherwise"
     for said in found["verdicts"].values():
         said["reason"] = "said otherwise"
-    assert answer(CASE.slug, found["arms"]["other-fix"]).label == "other error: silent: check logits failed"
+    assert of_cell(CASE.slug, found["arms"]["other-fix"]).label == "other error: silent: check logits failed"
     rows = {row["arm"]: row for row in arm_rows(found)}
     assert rows["fix"]["infra"] and not rows["other-fix"]["infra"] and rows["broken"]["kinds"] == ["fires"]
     assert as_junit([cell(found, CASE)]).count("<error") == 1
@@ -77,9 +80,9 @@ def test_a_reason_in_other_words_changes_no_reader() -> None:
 def test_a_skip_has_a_kind_and_its_needs() -> None:
     planned = Skip("packages", "stack old: on cpu needs torch>=2.6, and it has 2.2.2", ("torch>=2.6",))
     arm = {"skipped": planned.reason, "skip": planned.to_json(), "attempts": []}
-    told = answer("x", arm)
+    told = of_cell("x", arm)
     assert told.skipped and told.detail == "skipped: needs torch>=2.6"
-    assert answer("x", {**arm, "skipped": "said otherwise"}) == told
+    assert of_cell("x", {**arm, "skipped": "said otherwise"}) == told
 
 
 # What was stored before skips had kinds; the sentences are those of results/baseline and of the releases before.

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from repro_matrix.cell.types import Document, Outcome
 from repro_matrix.conf.arms import changes
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import foreign, grade
 
-Document = Mapping[str, Any]
 _TODO = re.compile(r"\bTODO\b")
 
 
@@ -91,10 +91,10 @@ def of_others(file: str, case: Case, cases: Mapping[str, Case], documents: Itera
     """Stored evidence of other cases' broken arms that this case's signatures match, undeclared."""
     found: dict[str, Finding] = {}
     for document in documents:
-        other = cases.get(str(document.get("case")))
+        other = cases.get(document["case"])
         if other is None or other.slug == case.slug or other.slug in case.occurs_with or case.slug in other.occurs_with:
             continue
-        for attempt in (document["arms"].get("broken") or {}).get("attempts") or []:
+        for attempt in document["arms"]["broken"]["attempts"] if "broken" in document["arms"] else ():
             seen = grade.grade(other, "broken", attempt["observation"], {other.slug: other, case.slug: case})
             for item in seen.recognised:
                 if item.case == case.slug and other.slug not in found:
@@ -110,10 +110,10 @@ def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iter
     for launcher, measured in documents.items():
         for document in measured:
             for name, arm in document["arms"].items():
-                outcomes = [attempt["outcome"] for attempt in arm.get("attempts") or []]
-                kinds = {outcome["outcome"] for outcome in outcomes}
+                outcomes = [attempt["outcome"] for attempt in arm["attempts"]]
+                kinds: set[str] = {outcome["outcome"] for outcome in outcomes}
                 seen.setdefault(name, {})[launcher] = kinds
-                found += _of_arm(file, script, case, name, outcomes, arm.get("skipped"), launcher)
+                found += _of_arm(file, script, case, name, outcomes, arm["skipped"], launcher)
     for name, by in seen.items():
         if len({frozenset(kinds) for kinds in by.values()}) > 1:
             said = ", ".join(f"{launcher}: {' and '.join(sorted(kinds))}" for launcher, kinds in by.items())
@@ -126,17 +126,17 @@ def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iter
 
 
 def _of_arm(
-    file: str, script: str, case: Case, name: str, outcomes: list[Mapping[str, Any]], skipped: Any, launcher: str
+    file: str, script: str, case: Case, name: str, outcomes: list[Outcome], skipped: str | None, launcher: str
 ) -> Iterable[Finding]:
     where = f"arms.{name}"
-    kinds = sorted({str(outcome["outcome"]) for outcome in outcomes})
+    kinds = sorted({outcome["outcome"] for outcome in outcomes})
     if skipped or not outcomes:
         yield Finding(file, where, f"could not be measured: {skipped or 'no attempt'}")
         return
     if len(kinds) > 1:
         yield Finding(file, where, f"not deterministic ({launcher}): {' and '.join(kinds)} in {len(outcomes)} attempts")
     for outcome in outcomes:
-        reason = str(outcome.get("reason") or "").strip().partition("\n")[0][:200]
+        reason = outcome["reason"].strip().partition("\n")[0][:200]
         if outcome["outcome"] == "infra":
             its_own = outcome.get("infra") == "script"
             told = "raises its own error" if its_own else "no verdict (a proof is missing?)"
@@ -146,7 +146,7 @@ def _of_arm(
             if outcome["outcome"] != wanted:
                 yield Finding(file, where, f"is {outcome['outcome']} instead of {wanted}: {reason}")
         elif outcome["outcome"] == "fires" and "non-fix" not in case.arms[name].help:
-            names = ", ".join(item["signature"] for item in outcome.get("recognised") or [])
+            names = ", ".join(item["signature"] for item in outcome["recognised"])
             what = (
                 f"the signature {names} matches this arm too: {reason} (a fix that is none says `non-fix` in its help)"
             )

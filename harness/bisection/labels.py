@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from repro_matrix.cell.types import Arm
-from repro_matrix.judge.evidence import items, mapping, text
+from repro_matrix.cell.types import Arm, Made, Outcome
 from repro_matrix.results.rows import error_at
 
 FIRES, CLEAN, OTHER = "fires", "clean", "other error"
@@ -54,34 +52,36 @@ class Answer:
         return 0 < self.fired < self.counted
 
 
-def answer(case: str, arm: Mapping[str, Any] | None) -> Answer:
-    """Judge an arm of a stored document over all its attempts."""
+def answer(case: str, attempts: Sequence[Made]) -> Answer:
+    """Judge the attempts that were made of one thing."""
+    found = _answer(case, [attempt["outcome"] for attempt in attempts])
+    return found if found.label in (None, CLEAN) else replace(found, error_at=error_at(attempts))
+
+
+def of_cell(case: str, arm: Arm | None) -> Answer:
+    """Judge an arm of a cell's document."""
     if arm is None:
         return Answer(None, "not run")
-    if arm.get("skipped"):
-        return Answer(None, f"skipped: {_need(arm)}", skipped=True)
-    outcomes = [mapping(attempt.get("outcome")) for attempt in items(arm.get("attempts"))]
-    named = [(text(outcome.get("outcome")), outcome) for outcome in outcomes]
-    fired = [outcome for name, outcome in named if name == "fires"]
-    counted = sum(name in ("fires", "clean", "other_error") for name, _ in named)
+    if arm["skipped"]:
+        return Answer(None, f"skipped: {_need(arm, arm['skipped'])}", skipped=True)
+    return answer(case, arm["attempts"])
+
+
+def _answer(case: str, outcomes: Sequence[Outcome]) -> Answer:
+    fired = [outcome for outcome in outcomes if outcome["outcome"] == "fires"]
+    counted = sum(outcome["outcome"] in ("fires", "clean", "other_error") for outcome in outcomes)
     if fired:
         return Answer(FIRES, _fired(case, fired[0]), len(fired), counted)
-    for name, outcome in named:
-        if name not in ("clean", "other_error"):
-            return Answer(None, f"{name or 'damaged'}: {text(outcome.get('reason'))}", 0, counted)
-    errors = [_error(case, outcome) for name, outcome in named if name == "other_error"]
+    for outcome in outcomes:
+        if outcome["outcome"] not in ("clean", "other_error"):
+            return Answer(None, f"{outcome['outcome']}: {outcome['reason']}", 0, counted)
+    errors = [_error(case, outcome) for outcome in outcomes if outcome["outcome"] == "other_error"]
     if errors:
         brief, usual = Counter(errors).most_common(1)[0][0]
         return Answer(f"{OTHER}: {usual}", usual, 0, counted, f"{OTHER}: {brief}")
     if not outcomes:
         return Answer(None, "not run")
-    return Answer(CLEAN, text(outcomes[0].get("reason")), 0, counted)
-
-
-def of_cell(case: str, arm: Arm | None) -> Answer:
-    """The same of an arm of a cell's document, with the place of its failure."""
-    found = answer(case, arm)
-    return found if arm is None or found.label in (None, CLEAN) else replace(found, error_at=error_at(arm))
+    return Answer(CLEAN, outcomes[0]["reason"], 0, counted)
 
 
 # A set of names as Python prints it: in an order that differs from process to process.
@@ -97,35 +97,33 @@ def plain(message: str) -> str:
     return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
 
 
-def _need(arm: Mapping[str, Any]) -> str:
+def _need(arm: Arm, reason: str) -> str:
     """Declared needs in the same words on every stack: without the stack's name, and what it has instead."""
-    skip = mapping(arm.get("skip"))
-    return f"needs {', '.join(skip['needs'])}" if skip.get("kind") in ("packages", "build") else str(arm["skipped"])
+    skip = arm.get("skip")
+    return f"needs {', '.join(skip['needs'])}" if skip and skip["kind"] in ("packages", "build") else reason
 
 
-def _fired(case: str, outcome: Mapping[str, Any]) -> str:
+def _fired(case: str, outcome: Outcome) -> str:
     """The known failure's own words, with the type where it was an exception."""
-    own = next((seen for seen in items(outcome.get("recognised")) if seen.get("case") == case), {})
-    primary = mapping(outcome.get("primary"))
-    message = text(own.get("message")) or text(primary.get("message")) or text(outcome.get("reason"))
+    own = next((seen for seen in outcome["recognised"] if seen["case"] == case), None)
+    primary = outcome["primary"]
+    message = (own["message"] if own else "") or (primary["message"] if primary else "") or outcome["reason"]
     # Ranks say it with sizes of their own, and which of them was first is chance.
-    same = bool(primary) and (
-        text(primary.get("message"))[:TEXT] == message[:TEXT] or primary.get("rank") in (own.get("ranks") or ())
-    )
-    return plain(f"{text(primary.get('type'))}: {message}" if same else message)
+    same = primary and (primary["message"][:TEXT] == message[:TEXT] or (own and primary["rank"] in own["ranks"]))
+    return plain(f"{primary['type']}: {message}" if primary and same else message)
 
 
-def _error(case: str, outcome: Mapping[str, Any]) -> tuple[str, str]:
+def _error(case: str, outcome: Outcome) -> tuple[str, str]:
     """Another error in a word and in a line; named where it is another known failure."""
-    others = [s for s in items(outcome.get("recognised")) if s.get("case") != case and s.get("kind") != "log"]
-    known = f" [{text(others[0].get('case'))}]" if others else ""
-    primary = mapping(outcome.get("primary"))
+    others = [seen for seen in outcome["recognised"] if seen["case"] != case and seen["kind"] != "log"]
+    known = f" [{others[0]['case']}]" if others else ""
+    primary = outcome["primary"]
     if primary:
-        name = text(primary.get("type"))
+        name = primary["type"]
         # A signal or an exit code has no message: what stands there is the last line of the log.
-        said = plain(text(primary.get("message"))) if primary.get("kind", "exception") == "exception" else ""
+        said = plain(primary["message"]) if primary.get("kind", "exception") == "exception" else ""
         return name + known, (f"{name}: {said}" if said else name) + known
     # No failure of a rank: the proof. What was got instead differs from run to run, and which ranks say so may.
     check = outcome.get("check")
-    said = (f"silent: check {check} failed" if check else plain(text(outcome.get("reason")))) + known
+    said = (f"silent: check {check} failed" if check else plain(outcome["reason"])) + known
     return said, said

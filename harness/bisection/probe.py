@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from repro_matrix import stacks
 from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer
+from repro_matrix.cell.types import Arm
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf import overrides
 from repro_matrix.conf.config import RunSettings
@@ -263,9 +264,8 @@ def _attempts(point: Point) -> int:
     return min((answer.counted for answer in point.arms.values() if answer.counted), default=10**9)
 
 
-def _torchrun(arm: Mapping[str, Any] | None) -> str | None:
-    attempts = (arm or {}).get("attempts") or []
-    return attempts[0]["observation"]["attempt"].get("torchrun") if attempts else None
+def _torchrun(arm: Arm | None) -> str | None:
+    return arm["attempts"][0]["observation"]["attempt"].get("torchrun") if arm and arm["attempts"] else None
 
 
 def _one_cell(cells: list[matrix.Cell], selection: Selection) -> matrix.Cell:

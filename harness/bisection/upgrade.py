@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from repro_matrix.bisection.labels import CLEAN, FIRES, Answer, of_cell
+from repro_matrix.cell.types import Document
 from repro_matrix.judge.comparable import comparable
-from repro_matrix.judge.evidence import mapping
 
 # For the worse, for the better, neither: in the order in which a reader wants them.
 WORSE = ("enters", "breaks", "stops working", "is needed now")
@@ -56,7 +56,7 @@ class Compared:
     same: int
 
 
-def compare(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]) -> Compared:
+def compare(before: Iterable[Document], after: Iterable[Document]) -> Compared:
     """``before`` and ``after``: the documents of the two stacks. Arms on a stack of their own are left out."""
     older = {document["key"]: document for document in before}
     changes: list[Change] = []
@@ -78,9 +78,10 @@ def compare(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, An
     return Compared(tuple(changes), tuple(unknown), same)
 
 
-def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Change | Unknown | None]:
+def _cell(before: Document, after: Document) -> dict[str, Change | Unknown | None]:
     """Arm -> its change, None where it answers alike, or why that cannot be known."""
-    case, key, out = str(after["case"]), str(after["key"]), {}
+    case, key = after["case"], after["key"]
+    out: dict[str, Change | Unknown | None] = {}
     old, new = _answers(case, before), _answers(case, after)
     first, paths = next(iter(after["arms"]), ""), (before.get("path"), after.get("path"))
     for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
@@ -99,11 +100,9 @@ def _cell(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Chan
     return out
 
 
-def _answers(case: str, document: Mapping[str, Any]) -> dict[str, Answer]:
-    stack = mapping(document.get("stack")).get("name")
-    return {
-        name: of_cell(case, arm) for name, arm in document["arms"].items() if mapping(arm).get("stack", stack) == stack
-    }
+def _answers(case: str, document: Document) -> dict[str, Answer]:
+    stack = document["stack"]["name"]
+    return {name: of_cell(case, arm) for name, arm in document["arms"].items() if arm.get("stack", stack) == stack}
 
 
 def kind_of(one: Answer, other: Answer) -> str | None:

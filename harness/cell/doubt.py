@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from repro_matrix.cell.types import Cell, Document, Record
 
+T = TypeVar("T")
 SHOWN = 3  # of what is wrong with one value
 
 
@@ -20,19 +21,22 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def cell(value: Any) -> Document:
     """The same value, known to be a cell's document. Raises ValueError, which names what is wrong by its place."""
-    wrong = _wrong(Cell, value)
-    if wrong:
-        raise ValueError(wrong)
+    known(Cell, value)
     _consistent(value)
     return cast(Document, value)
 
 
 def record(value: Any) -> Record:
     """The same value, known to be a rank's record. Raises ValueError likewise."""
-    wrong = _wrong(Record, value)
+    return known(Record, value)
+
+
+def known(kind: type[T], value: Any) -> T:
+    """The same value, known to be of this type. Raises ValueError likewise."""
+    wrong = _wrong(kind, value)
     if wrong:
         raise ValueError(wrong)
-    return cast(Record, value)
+    return cast(T, value)
 
 
 def _wrong(kind: Any, value: Any) -> str:

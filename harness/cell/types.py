@@ -302,6 +302,23 @@ class Infra(TypedDict):
 
 
 @_open
+class Line(TypedDict):
+    """A line that the definition of a script's failure looks for."""
+
+    rank: Annotated[int, Field(ge=-1, description="-1: of the launcher's own log")]
+    line: str
+    value: NotRequired[Annotated[float, Field(description="of a metric")]]
+
+
+@_open
+class Printed(TypedDict):
+    log: list[Line]
+    metric: list[Line]
+    by_rank: NotRequired[Annotated[dict[str, float], Field(description="the last value that each rank printed")]]
+    cut: Annotated[bool, Field(description="a log was too long to be kept whole")]
+
+
+@_open
 class Observation(TypedDict):
     """docs/observation.md; what is not named here is kept as it is."""
 
@@ -309,6 +326,8 @@ class Observation(TypedDict):
     attempt: Attempt
     infra: Infra | None
     ranks: list[Rank]
+    printed: NotRequired[Annotated[Printed, Field(description="of somebody's own script: what is read of its logs")]]
+    command_exit: NotRequired[Annotated[int | None, Field(description="of somebody's own script: its command's")]]
 
 
 # -- what was judged of it

@@ -112,7 +112,7 @@ def _arm(document: Document, name: str, arm: Arm, parts: Parts) -> ArmBrief:
     outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in attempts]
     pairs = [(a, o) for a, o in zip(attempts, outcomes) if o.outcome not in NO_EVIDENCE]
     met = {str(item) for item in all_met(case, outcomes)} | {HANG for _, o in pairs if o.outcome == HANG}
-    told = answer(case, arm)
+    told = answer(case, attempts)
     verdict = document["verdicts"].get(name)
     lost = [o.reason for o in outcomes if o.outcome == "infra"]
     peaks = [_peak(attempt) for attempt, _ in pairs]
@@ -126,7 +126,7 @@ def _arm(document: Document, name: str, arm: Arm, parts: Parts) -> ArmBrief:
         settings=_settings(arm["settings"], parts),
         skipped=arm["skipped"],
         expected=verdict.get("expected") if verdict else None,
-        error_at=error_at(arm),
+        error_at=error_at(arm["attempts"]),
     )
 
 

@@ -59,12 +59,12 @@ def _expected(stored: Measured | None) -> list[str]:
     outcome = stored.outcome
     means = _MEANS.get(outcome["outcome"], outcome["outcome"])
     said = [f"Expected ({stored.alike} of {len(stored.outcomes)} stored attempts with these versions): {means}"]
-    primary = outcome.get("primary") or {}
-    if primary.get("type"):
-        message = str(primary.get("message") or "").partition("\n")[0][:300]
+    primary = outcome["primary"]
+    if primary and primary["type"]:
+        message = primary["message"].partition("\n")[0][:300]
         said.append(f"    {primary['type']}: {message}")
-        if primary.get("where"):
+        if primary["where"]:
             said.append(f"    raised in {primary['where']}")
     elif outcome["outcome"] != "clean":
-        said.append(f"    {str(outcome.get('reason') or '')[:300]}".replace("\n", " "))
+        said.append(f"    {outcome['reason'][:300]}".replace("\n", " "))
     return said

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from repro_matrix.cell.types import Document, Outcome
 from repro_matrix.planning.plan import ArmPlan
 
 _OF_STACK = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
@@ -16,10 +17,10 @@ class Measured:
     """The attempts of one stored document's arm."""
 
     versions: Mapping[str, str]
-    outcomes: list[dict[str, Any]]
+    outcomes: list[Outcome]
 
     @property
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         return self.outcomes[0]
 
     @property
@@ -29,15 +30,14 @@ class Measured:
     @property
     def fails_by_itself(self) -> bool:
         """Whether what is seen does not depend on what the script checks: an error, a warning, a hang, a crash."""
-        kinds = {item.get("kind") for item in self.outcome.get("recognised") or []}
-        raised = self.outcome["outcome"] in ("other_error", "hang") or bool(
-            (self.outcome.get("primary") or {}).get("type")
-        )
+        kinds = {item["kind"] for item in self.outcome["recognised"]}
+        primary = self.outcome["primary"]
+        raised = self.outcome["outcome"] in ("other_error", "hang") or bool(primary and primary["type"])
         return raised or bool(kinds & {"exception", "log", "hang", "signal"})
 
 
 def measured(
-    documents: Iterable[Mapping[str, Any]],
+    documents: Iterable[Document],
     arm: ArmPlan,
     stack: str,
     versions: Mapping[str, str],
@@ -49,16 +49,16 @@ def measured(
     """
     found: list[Measured] = []
     for document in documents:
-        stored = document["arms"].get(arm.arm) or {}
-        attempts = stored.get("attempts") or []
+        stored = document["arms"].get(arm.arm)
         have = document["stack"]["versions"]
         same = all(have.get(name) == versions.get(name) for name in _OF_STACK)
         if (
-            attempts
+            stored
+            and stored["attempts"]
             and _alike(stored["settings"], arm.settings, defaults)
             and (same if versions else document["stack"]["name"] == stack)
         ):
-            found.append(Measured(have, [attempt["outcome"] for attempt in attempts]))
+            found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))
     return max(found, key=lambda each: len(each.outcomes), default=None)
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.types import Arm, Document, Frame, Made, Observation, Rank, Record, Settings, Verdict
 from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import checks
-from repro_matrix.judge.evidence import items, mapping, number, text
+from repro_matrix.judge.evidence import NO_RECORD, number, text
 from repro_matrix.page import change, hangs
 from repro_matrix.page.marks import Mark, mark, of_row
 from repro_matrix.page.safe import harmless, line
@@ -144,47 +144,44 @@ WORST = ("bad", "warn", "fire", "good", "info", "none")
 def cell(document: Document, case: Case | None = None, source: str = "") -> Cell:
     """``case``: its arms' help, where the catalogue has it. ``source``: which results these are."""
     listed = rows.arm_rows(document)
-    arms = mapping(document.get("arms"))
-    base = mapping(mapping(arms.get("broken")).get("settings"))
-    stack, hardware = mapping(document.get("stack")), mapping(document.get("hardware"))
-    versions = mapping(stack.get("versions"))
-    told = mapping(document.get("provenance"))
-    started = number(told.get("started")) or 0.0
-    also = [f"{name}={_value(value)}" for name, value in mapping(document.get("flags")).items()]
-    also += [text(word) for word in document.get("variant") or ()]
-    gpus = [text(gpu.get("name")) for gpu in items(hardware.get("gpus"))]
+    arms, stack, hardware = document["arms"], document["stack"], document["hardware"]
+    base = arms["broken"]["settings"] if "broken" in arms else None
+    versions = stack["versions"]
+    told = document["provenance"]
+    started = number(told["started"]) or 0.0
+    also = [f"{name}={_value(value)}" for name, value in document["flags"].items()]
+    also += document["variant"]
+    gpus = [gpu["name"] for gpu in hardware["gpus"]]
     machine = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
-    machine += [text(hardware.get("cpu")), f"{hardware.get('cores')} cores", f"{hardware.get('memory_gb')} GiB"]
-    machine += [f"driver {hardware['driver']}"] if hardware.get("driver") else []
-    commit = text(told.get("git_commit"))[:12] + (" with changes" if told.get("git_dirty") else "")
-    key = repr(
-        [rows.where_of(document), stack.get("label") or sorted(versions.items()), hardware.get("profile"), source]
-    )
+    machine += [hardware["cpu"], f"{hardware['cores']} cores", f"{hardware['memory_gb']} GiB"]
+    machine += [f"driver {hardware['driver']}"] if hardware["driver"] else []
+    commit = (told["git_commit"] or "")[:12] + (" with changes" if told["git_dirty"] else "")
+    key = repr([rows.where_of(document), stack.get("label") or sorted(versions.items()), hardware["profile"], source])
     return Cell(
         id="c" + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:10],
-        case=line(text(document.get("case"))),
-        title=line(text(document.get("title"))),
-        kind=text(document.get("kind")),
-        simulated=line(text(document.get("simulated"))),
-        model=line(text(document.get("model"))),
-        strategy=line(text(document.get("strategy"))),
+        case=line(document["case"]),
+        title=line(document["title"]),
+        kind=document["kind"],
+        simulated=line(document["simulated"] or ""),
+        model=line(document["model"]),
+        strategy=line(document["strategy"]),
         also=line(" ".join(also)),
-        ranks=int(number(document.get("ranks")) or 0),
-        stack=line(text(stack.get("name"))),
-        versions=tuple((name, line(str(versions[name]), 40)) for name in ("python", *PACKAGES) if name in versions),
-        hardware=line(text(hardware.get("profile"))),
-        machine=line(", ".join([*machine, text(hardware.get("os"))])),
+        ranks=document["ranks"],
+        stack=line(stack["name"]),
+        versions=tuple((name, line(versions[name], 40)) for name in ("python", *PACKAGES) if name in versions),
+        hardware=line(hardware["profile"]),
+        machine=line(", ".join([*machine, hardware["os"]])),
         when=day(started),
         started=started,
         commit=line(commit),
-        ran=line(text(told.get("command")), 400),
+        ran=line(told["command"], 400),
         where=line(rows.where_of(document), 400),
         axes=line(rows.axes_of(document), 400),
         path=line(_path(document), 300),
-        scale=text(document.get("scale")),
-        weights=text(document.get("weights")),
+        scale=document["scale"],
+        weights=document["weights"],
         source=source,
-        arms=tuple(_arm(document, row, mapping(arms.get(row["arm"])), base, case) for row in listed),
+        arms=tuple(_arm(document, row, arms[row["arm"]], base, case) for row in listed),
         rows=tuple(listed),
         spans=tuple(_spans(arms)),
         states=tuple(dict.fromkeys(str(row["expected"]) for row in listed if row["expected"])),
@@ -201,39 +198,34 @@ def day(seconds: float) -> str:
 
 def _path(document: Document) -> str:
     """Where it is stored, from the results folder on."""
-    path = text(document.get("path"))
+    path = document.get("path")
     if not path:  # a run's own, still in memory
-        stack, hardware = mapping(document.get("stack")), mapping(document.get("hardware"))
-        parts = (text(hardware.get("profile")), text(stack.get("label")), text(document.get("key")))
-        return "/".join(parts) + ".json" if all(parts) else ""
+        parts = (document["hardware"]["profile"], document["stack"].get("label"), document.get("key"))
+        return "/".join(part for part in parts if part) + ".json" if all(parts) else ""
     return path.partition("/results/")[2] or path
 
 
-def _spans(arms: Mapping[str, Any]) -> Iterable[Span]:
+def _spans(arms: Mapping[str, Arm]) -> Iterable[Span]:
     for name, arm in arms.items():
-        for attempt in items(mapping(arm).get("attempts")):
-            made = mapping(mapping(attempt.get("observation")).get("attempt"))
-            began, over = number(made.get("started")), number(made.get("ended"))
+        for attempt in arm["attempts"]:
+            made = attempt["observation"]["attempt"]
+            began, over = number(made["started"]), number(made["ended"])
             if began is not None and over is not None and over >= began:
-                listed = made.get("gpus")
-                devices = tuple(line(str(gpu), 60) for gpu in listed) if isinstance(listed, list) else ()
-                outcome = text(mapping(attempt.get("outcome")).get("outcome"))
-                run = text(made.get("id")).rpartition("-")[0]  # an attempt's name begins with its run's
-                yield Span(began, over, devices, outcome, line(str(name)), line(run, 60))
+                devices = tuple(line(gpu, 60) for gpu in made.get("gpus", ()))
+                run = made["id"].rpartition("-")[0]  # an attempt's name begins with its run's
+                yield Span(began, over, devices, attempt["outcome"]["outcome"], line(name), line(run, 60))
 
 
-def _arm(
-    document: Document, row: Mapping[str, Any], arm: Mapping[str, Any], base: Mapping[str, Any], case: Case | None
-) -> ArmView:
-    attempts = items(arm.get("attempts"))
-    told = next((a for a in attempts if mapping(a.get("outcome")).get("outcome") != "clean"), None)
-    shown = told or (attempts[0] if attempts else {})
-    seen = mapping(shown.get("observation"))
-    ranks = items(seen.get("ranks"))
+def _arm(document: Document, row: rows.Row, arm: Arm, base: Settings | None, case: Case | None) -> ArmView:
+    attempts = arm["attempts"]
+    told = next((attempt for attempt in attempts if attempt["outcome"]["outcome"] != "clean"), None)
+    shown = told or (attempts[0] if attempts else None)
+    seen = shown["observation"] if shown else None
+    ranks = seen["ranks"] if seen else []
     name = str(row["arm"])
     known = case.arms.get(name) if case else None
-    hung = mapping(shown.get("outcome")).get("outcome") == "hang" or mapping(seen.get("attempt")).get("timed_out")
-    stacks = {int(number(r.get("rank")) or 0): text(r.get("stack")) for r in ranks if r.get("stack")} if told else {}
+    hung = shown is not None and (shown["outcome"]["outcome"] == "hang" or shown["observation"]["attempt"]["timed_out"])
+    stacks = {rank["rank"]: rank["stack"] for rank in ranks if rank["stack"]} if told else {}
     expected = mark(str(row["expected"])) if row["expected"] and row["attempts"] else None
     odd = expected is not None and expected.name in ("unexpected", "differs from cpu", "muted") and row["expectation"]
     return ArmView(
@@ -247,95 +239,93 @@ def _arm(
         kinds=tuple(row["kinds"]),
         infra=row["infra"],
         attempts=len(attempts),
-        counts=_counts(row, mapping(mapping(document.get("verdicts")).get(name))),
+        counts=_counts(row, document["verdicts"].get(name)),
         numbers=_numbers(attempts),
         changes=tuple(_changes(base, arm, row)),
         said=tuple(_said(ranks)) if told else (),
         hang=tuple(hangs.tree(stacks)) if hung or stacks else (),
-        why_hang=line(_why_hang(seen), 300) if hung else "",
+        why_hang=line(_why_hang(seen), 300) if hung and seen else "",
         proofs=tuple(_proofs(ranks)),
         metrics=tuple(_metrics(attempts)),
         command=line(rows.again(row), 600),
         torchrun=line(_by_hand(str(row["torchrun"] or "")), 1200),
-        skipped=line(str(arm.get("skipped") or ""), 400),
-        muted=line(_muted(mapping(row.get("muted"))), 300),
+        skipped=line(arm["skipped"] or "", 400),
+        muted=line(_muted(row.get("muted") or {}), 300),
     )
 
 
-def _changes(base: Mapping[str, Any], arm: Mapping[str, Any], row: Mapping[str, Any]) -> Iterable[change.Change]:
+def _changes(base: Settings | None, arm: Arm, row: rows.Row) -> Iterable[change.Change]:
     if not base or row["arm"] == "broken":
         return
-    found = change.changes(base, mapping(arm.get("settings")))
-    held = text(arm.get("stack"))
+    found = change.changes(base, arm["settings"])
+    held = arm.get("stack")
     found += [change.Change("stack", row["stack"], held)] if held and held != row["stack"] else []
     for key, before, after in found:
         yield change.Change(line(key, 160), before and line(before, 160), after and line(after, 160))
 
 
-def _counts(row: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
+def _counts(row: rows.Row, verdict: Verdict | None) -> str:
     if not row["attempts"]:
         return ""
-    share = verdict.get("interval")
     if not verdict:
         return f"fires {row['fires']} of {row['attempts']}"
-    told = f"clean {verdict.get('fix_k')} of {verdict.get('fix_n')}"
-    if isinstance(share, (list, tuple)) and len(share) == 2:
-        told += f" (95 %: {100 * share[0]:.0f} to {100 * share[1]:.0f} %)"
-    return told
+    share = verdict["interval"]
+    told = f"clean {verdict['fix_k']} of {verdict['fix_n']}"
+    return told + (f" (95 %: {100 * share[0]:.0f} to {100 * share[1]:.0f} %)" if share else "")
 
 
-def _numbers(attempts: Sequence[Mapping[str, Any]]) -> str:
+def _numbers(attempts: Sequence[Made]) -> str:
     """Medians of the attempts: wall and CPU seconds, and the peaks of the rank that had the highest."""
-    made = [mapping(mapping(a.get("observation")).get("attempt")) for a in attempts]
-    records = [
-        [mapping(rank.get("record")) for rank in items(mapping(a.get("observation")).get("ranks"))] for a in attempts
-    ]
-    parts = []
-    for key, unit in (("wall_s", "s"), ("cpu_s", "CPU s")):
-        values = [value for one in made if (value := number(one.get(key))) is not None]
-        parts += [f"{statistics.median(values):.1f} {unit}"] if values else []
-    for key, unit in (("peak_rss_mb", "MiB a rank"), ("peak_gpu_mb", "MiB on a GPU")):
-        peaks = [max(found) for one in records if (found := [v for r in one if (v := number(r.get(key))) is not None])]
+    made = [attempt["observation"]["attempt"] for attempt in attempts]
+    records = [[_record(rank) for rank in attempt["observation"]["ranks"]] for attempt in attempts]
+    walls, cpu = [one["wall_s"] for one in made], [took for one in made if (took := one["cpu_s"]) is not None]
+    parts = [f"{statistics.median(walls):.1f} s"] if walls else []
+    parts += [f"{statistics.median(cpu):.1f} CPU s"] if cpu else []
+    resident = [[record.get("peak_rss_mb") for record in one] for one in records]
+    on_gpu = [[record.get("peak_gpu_mb") for record in one] for one in records]
+    for unit, held in (("MiB a rank", resident), ("MiB on a GPU", on_gpu)):
+        peaks = [max(found) for one in held if (found := [v for each in one if (v := number(each)) is not None])]
         parts += [f"{statistics.median(peaks):.0f} {unit}"] if peaks else []
     return ", ".join(parts)
 
 
-def _said(ranks: Sequence[Mapping[str, Any]]) -> Iterable[RankSaid]:
+def _record(rank: Rank) -> Record:
+    return rank["record"] or NO_RECORD
+
+
+def _said(ranks: Sequence[Rank]) -> Iterable[RankSaid]:
     """The error of every rank; those that say the same are one entry."""
     found: dict[tuple[str, str, str, tuple[str, ...]], list[tuple[int, str]]] = {}
-    for position, rank in enumerate(ranks):
-        record = mapping(rank.get("record"))
-        error = mapping(record.get("exception"))
-        how = _ended(rank, record)
+    for rank in ranks:
+        error = _record(rank)["exception"]
+        how = _ended(rank)
         if not error and how == "finished":
             continue
-        frames = tuple(_frame(frame) for frame in items(error.get("frames"))[-FRAMES:])
-        kind, message = line(text(error.get("type"))), harmless(text(error.get("message")), MESSAGE)
-        log = text(rank.get("log_tail"))
-        which = int(number(rank.get("rank")) or position)
-        found.setdefault((how, kind, message, frames), []).append((which, log))
+        frames = tuple(_frame(frame) for frame in error["frames"][-FRAMES:]) if error else ()
+        kind, message = (line(error["type"]), harmless(error["message"], MESSAGE)) if error else ("", "")
+        found.setdefault((how, kind, message, frames), []).append((rank["rank"], rank["log_tail"]))
     for (how, kind, message, frames), members in list(found.items())[:MOST_RANKS]:
         log = next((log for _, log in members if log), "")
         said = "" if kind else harmless(log[-LOG:], LOG).strip()  # an exception's frames are the end of its log
         yield RankSaid(numbered([r for r, _ in members]), how, kind, message, frames, said)
 
 
-def _ended(rank: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    by = text(rank.get("ended_by"))
-    phase = f" in {line(text(record.get('phase')), 60)}" if record.get("phase") and not record.get("done") else ""
-    if by not in ("", "self"):
-        return f"ended by the {line(by, 40)}{phase}"
-    if rank.get("signal"):
-        return f"died of {line(text(rank.get('signal')), 40)}{phase}"
-    if rank.get("exit_code") not in (0, None):
-        return f"exit code {rank.get('exit_code')}{phase}"
-    return "finished" if record.get("done") else f"did not finish{phase}"
+def _ended(rank: Rank) -> str:
+    record = _record(rank)
+    phase = f" in {line(record['phase'], 60)}" if record["phase"] and not record["done"] else ""
+    if rank["ended_by"] != "self":
+        return f"ended by the {line(rank['ended_by'], 40)}{phase}"
+    if rank["signal"]:
+        return f"died of {line(rank['signal'], 40)}{phase}"
+    if rank["exit_code"] not in (0, None):
+        return f"exit code {rank['exit_code']}{phase}"
+    return "finished" if record["done"] else f"did not finish{phase}"
 
 
-def _frame(frame: Mapping[str, Any]) -> str:
-    where = ".".join(filter(None, (text(frame.get("module")), text(frame.get("function")))))
-    code = text(frame.get("code"))
-    return line(f"{where}:{frame.get('line')}" + (f"  {code}" if code else ""), 200)
+def _frame(frame: Frame) -> str:
+    where = ".".join(filter(None, (frame["module"], frame["function"])))
+    code = frame.get("code")
+    return line(f"{where}:{frame['line']}" + (f"  {code}" if code else ""), 200)
 
 
 def numbered(ranks: Iterable[int]) -> str:
@@ -349,41 +339,43 @@ def numbered(ranks: Iterable[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
 
 
-def _why_hang(seen: Mapping[str, Any]) -> str:
-    hang = mapping(mapping(seen.get("attempt")).get("hang"))
-    if hang.get("never_meet"):
-        return text(hang.get("never_meet"))
-    limit = number(hang.get("limit_s"))
+def _why_hang(seen: Observation) -> str:
+    hang = seen["attempt"].get("hang")
+    if not hang:
+        return ""
+    if hang["never_meet"]:
+        return hang["never_meet"]
+    limit = number(hang["limit_s"])
     return f"still at work after {limit:.0f} s" if limit else ""
 
 
-def _proofs(ranks: Sequence[Mapping[str, Any]]) -> Iterable[Proof]:
+def _proofs(ranks: Sequence[Rank]) -> Iterable[Proof]:
     found: dict[tuple[str, str, str, str, str, str], list[int]] = {}
-    for position, rank in enumerate(ranks):
-        record = mapping(rank.get("record"))
-        schema = 1 if record.get("schema") in (1, None) else 2
-        for check in items(record.get("checks")):
+    for rank in ranks:
+        record = _record(rank)
+        schema = 1 if record.get("schema", 1) == 1 else 2
+        for check in record["checks"]:
             state: str = checks.judged(check, schema, number(record.get("done_at"))).state
             said = (
-                line(text(check.get("name")), 60), state, _short(check.get("got")), _short(check.get("want")),
+                line(check["name"], 60), state, _short(check.get("got")), _short(check.get("want")),
                 "" if check.get("tolerance") is None else _short(check.get("tolerance")),
                 line(text(check.get("looked_at")), 160),
             )  # fmt: skip
-            found.setdefault(said, []).append(int(number(rank.get("rank")) or position))
+            found.setdefault(said, []).append(rank["rank"])
     order = sorted(found.items(), key=lambda item: item[0][1] == "passed")  # what failed first
     for shown, which in order[:MOST_PROOFS]:
         name, state, got, want, tolerance, looked_at = shown
         yield Proof(name, state, got, want, tolerance, looked_at, numbered(which))
 
 
-def _metrics(attempts: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+def _metrics(attempts: Sequence[Made]) -> Iterable[tuple[str, str]]:
     """What the first rank measured, the median of the attempts."""
     found: dict[str, list[float]] = {}
     for attempt in attempts:
-        for rank in items(mapping(attempt.get("observation")).get("ranks"))[:1]:
-            for name, value in mapping(mapping(rank.get("record")).get("metrics")).items():
+        for rank in attempt["observation"]["ranks"][:1]:
+            for name, value in _record(rank)["metrics"].items():
                 if (measured := number(value)) is not None:
-                    found.setdefault(line(str(name), 60), []).append(measured)
+                    found.setdefault(line(name, 60), []).append(measured)
     for name, values in list(found.items())[:12]:
         yield name, f"{statistics.median(values):.4g}"
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.schema import Case, Expectation
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.met import Met
 from repro_matrix.results.ranges import upstream
-
-Document = Mapping[str, Any]
 
 
 def unbacked(case: Case, documents: Iterable[Document]) -> list[str]:
@@ -24,7 +22,7 @@ def unbacked(case: Case, documents: Iterable[Document]) -> list[str]:
     """
     of_cell: dict[str, list[Document]] = {}
     for document in documents:
-        of_cell.setdefault(str(document.get("where")), []).append(document)
+        of_cell.setdefault(document.get("where", ""), []).append(document)
     found = []
     for entry in case.expect:
         seen: dict[str, list[Version]] = {}
@@ -70,9 +68,9 @@ def _beyond(specifier: str | None, low: Version, high: Version) -> bool:
 
 def _said(document: Document, arm: str, met: bool) -> tuple[str, tuple[str, ...]]:
     """An arm's verdict, and what it met, where that is asked for."""
-    verdict = document["verdicts"].get(arm) or {}
-    items = tuple(sorted(str(Met(**item)) for item in verdict.get("met") or ())) if met else ()
-    return as_expected(str(verdict.get("name", "nothing"))), items
+    verdict = document["verdicts"].get(arm)
+    items = tuple(sorted(str(Met(**item)) for item in verdict.get("met", ()))) if verdict and met else ()
+    return as_expected(verdict["name"]) if verdict else "nothing", items
 
 
 def _told(name: str, met: Iterable[str]) -> str:
@@ -81,7 +79,7 @@ def _told(name: str, met: Iterable[str]) -> str:
 
 def _is_of(document: Document, entry: Expectation, end: Mapping[str, str]) -> bool:
     have, hardware = document["stack"]["versions"], document["hardware"]
-    facts = hardware.get("facts") or {}
+    facts = hardware.get("facts", {})
     same = hardware["profile"] == entry.hardware and all(
         facts.get(name) == value for name, value in entry.facts.items()
     )

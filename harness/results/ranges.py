@@ -15,6 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from repro_matrix.cell.types import Cell
 from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case, Expectation
 from repro_matrix.judge.expect import as_expected
@@ -42,16 +43,16 @@ class Measured:
         return sorted(self.verdicts.items()), sorted(self.met.items()), sorted(self.facts.items())
 
 
-def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measured]:
+def measured(case: Case, document: Cell, path: str) -> list[Measured]:
     """What a document shows: of the arms that follow the stack, and apart from them of those that name their own, which
     a version map leaves out."""
     versions = upstream(document)
     verdicts = {arm: as_expected(v["name"]) for arm, v in document["verdicts"].items() if v["name"] in STABLE}
     own = {arm: name for arm, name in verdicts.items() if arm in case.arms and case.arms[arm].stack}
     following = {arm: name for arm, name in verdicts.items() if arm not in own}
-    met = {arm: tuple(str(Met(**item)) for item in document["verdicts"][arm].get("met") or ()) for arm in verdicts}
+    met = {arm: tuple(str(Met(**item)) for item in document["verdicts"][arm].get("met", ())) for arm in verdicts}
     where, hardware = document["where"], document["hardware"]["profile"]
-    said = document["hardware"].get("facts") or {}
+    said = document["hardware"].get("facts", {})
 
     def item(of: Mapping[str, str], own_stack: bool) -> Measured:
         seen = {arm: met[arm] for arm in of if met[arm]}
@@ -62,13 +63,13 @@ def measured(case: Case, document: Mapping[str, Any], path: str) -> list[Measure
     return [item(following, False), *([item(own, True)] if own else [])]
 
 
-def upstream(document: Mapping[str, Any]) -> dict[str, Version]:
+def upstream(document: Cell) -> dict[str, Version]:
     """The releases of the packages that answers are ranged over."""
     have = document["stack"]["versions"]
     return {package: Version(have[package]) for package in UPSTREAM if package in have}
 
 
-def whole(case: Case, document: Mapping[str, Any]) -> bool:
+def whole(case: Case, document: Cell) -> bool:
     """All arms that follow the stack were measured, or skipped with a reason: not a search for one arm's answer."""
     return all(arm in document["arms"] for arm, found in case.arms.items() if not found.stack)
 

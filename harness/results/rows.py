@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the tables of cells need no document
-    from repro_matrix.cell.types import Arm, Cell, Outcome
+    from repro_matrix.cell.types import Arm, Cell, Made, Outcome, Verdict
 
 Row = dict[str, Any]
 
@@ -40,7 +40,7 @@ def arm_rows(document: Cell) -> list[Row]:
     return [
         {
             **cell,
-            **_arm_row(dict(said.get(name, {})), name, arm),
+            **_arm_row(said.get(name), name, arm),
             "document": document.get("path"),
             "torchrun": _by_hand(arm),
         }
@@ -48,7 +48,8 @@ def arm_rows(document: Cell) -> list[Row]:
     ]
 
 
-def _arm_row(verdict: Mapping[str, Any], name: str, arm: Arm) -> Row:
+def _arm_row(verdict: Verdict | None, name: str, arm: Arm) -> Row:
+    told: Mapping[str, Any] = verdict or {}  # a broken arm has none; ``muted`` is only ever shown (results/muted.py)
     attempts = arm["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     kinds = kinds_of(outcomes)
@@ -60,14 +61,14 @@ def _arm_row(verdict: Mapping[str, Any], name: str, arm: Arm) -> Row:
         "fires": sum(outcome["outcome"] == "fires" for outcome in outcomes),
         "clean": sum(outcome["outcome"] == "clean" for outcome in outcomes),
         "attempts": len(outcomes),
-        "verdict": verdict.get("name"),
+        "verdict": told.get("name"),
         "expected": verdict.get("expected", "unset") if verdict else None,
-        "expectation": verdict.get("expectation"),
-        "infra": bool(verdict.get("infra")) or kinds[:1] == ["infra"],
+        "expectation": told.get("expectation"),
+        "infra": bool(told.get("infra")) or kinds[:1] == ["infra"],
         "skip": arm.get("skip"),
-        "reason": arm["skipped"] or _with_note(verdict) or _reason(outcomes),
-        "error_at": error_at(arm),
-        "muted": verdict.get("muted"),
+        "reason": arm["skipped"] or (verdict and _with_note(verdict)) or _reason(outcomes),
+        "error_at": error_at(arm["attempts"]),
+        "muted": told.get("muted"),
         "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
 
@@ -78,9 +79,9 @@ def again(row: Mapping[str, Any]) -> str:
     return f"repro run {row['case']} {row['axes']}{stack} arms=[{row['arm']}]"
 
 
-def error_at(arm: Arm) -> str | None:
+def error_at(attempts: Iterable[Made]) -> str | None:
     """``file:line`` of the innermost frame of the failure that came first, in the first attempt that has one."""
-    for attempt in arm["attempts"]:
+    for attempt in attempts:
         primary = attempt["outcome"]["primary"]
         if primary is None:
             continue
@@ -131,10 +132,10 @@ def kinds_of(outcomes: Iterable[Outcome]) -> list[str]:
     return sorted(set(names), key=lambda kind: (-names.count(kind), kind))
 
 
-def _with_note(verdict: Mapping[str, Any]) -> str:
+def _with_note(verdict: Verdict) -> str:
     """A verdict's reason, and what its name does not say of its expectation."""
-    reason, note = verdict.get("reason") or "", verdict.get("met_note")
-    return f"{reason} [{note}]" if note else str(reason)
+    note = verdict.get("met_note")
+    return f"{verdict['reason']} [{note}]" if note else verdict["reason"]
 
 
 def by_attention(rows: Iterable[Row]) -> list[Row]:

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from repro_matrix.cell.types import Again
+from repro_matrix.cell.types import Again, Attempt, Infra, Observation
 from repro_matrix.launch.device_errors import EITHER
 
-LOST_CARD = "card"  # the kind of infra that a failed card is
+LOST_CARD: Final = "card"  # the kind of infra that a failed card is
 CARDS = (LOST_CARD, "device", EITHER)  # other cards may give an answer
 TOO_SLOW = "too slow"  # ranks were still at work when time was over
 LONGER = 3.0  # what its deadline is multiplied with
 
 
-def again(observation: Mapping[str, Any], cards: Sequence[str] = ()) -> dict[str, Any] | None:
+def again(observation: Observation, cards: Sequence[str] = ()) -> dict[str, Any] | None:
     """Changes to the task (schedule.Task), or None: its answer stands. Nothing is made more often than once again.
 
     ``cards``: those that it was made on.
     """
-    infra = observation.get("infra") or {}
-    if observation["attempt"].get("again") or not isinstance(infra, Mapping):
+    infra, made = observation["infra"], observation["attempt"]
+    if infra is None or made.get("again"):
         return None
-    if infra.get("kind") in CARDS:
-        return {"again": _why(infra), "avoid": tuple(cards)}
-    if infra.get("kind") == TOO_SLOW and not observation["attempt"].get("interrupted"):
-        deadline = LONGER * float(observation["attempt"]["deadline_s"])
-        return {"again": _why(infra), "deadline": deadline}
-    return None
+    if infra["kind"] == TOO_SLOW and not made["interrupted"]:
+        return {"again": _why(infra), "deadline": LONGER * made["deadline_s"]}
+    return elsewhere(infra, cards)
 
 
-def _why(infra: Mapping[str, Any]) -> Again:
-    return {"kind": infra["kind"], "message": str(infra.get("message"))}
+def elsewhere(infra: Infra, cards: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The same of what cards may be to blame for, and of nothing else."""
+    return {"again": _why(infra), "avoid": tuple(cards)} if infra["kind"] in CARDS else None
+
+
+def _why(infra: Infra) -> Again:
+    return {"kind": infra["kind"], "message": infra["message"]}
 
 
 def told(changes: Mapping[str, Any]) -> str:
@@ -40,14 +42,14 @@ def told(changes: Mapping[str, Any]) -> str:
     return f"{why['kind']}: {why['message']}" + (f"; deadline {deadline:g} s" if deadline else "")
 
 
-def settled(observation: dict[str, Any]) -> dict[str, Any]:
+def settled(observation: Observation) -> Observation:
     """What may have been a card's failure or the program's, and came again, is the program's: it is judged."""
-    infra, before = observation.get("infra") or {}, observation["attempt"].get("again") or {}
-    own = infra.get("kind") == before.get("kind") == EITHER
+    infra, before = observation["infra"], observation["attempt"].get("again")
+    own = infra and isinstance(before, dict) and infra["kind"] == before["kind"] == EITHER
     return {**observation, "infra": None} if own else observation
 
 
-def lost(observation: Mapping[str, Any], why: str) -> dict[str, Any]:
+def lost(observation: Observation, why: str) -> Observation:
     """The observation of an attempt whose card failed: whatever its ranks said, it is no answer."""
-    about = {**observation["attempt"], "interrupted": False}
+    about: Attempt = {**observation["attempt"], "interrupted": False}
     return {**observation, "attempt": about, "infra": {"kind": LOST_CARD, "message": why}}

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from packaging.requirements import Requirement
 
+from repro_matrix.cell.types import InfraKind, Observation, Settings
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.conf.schema import Case
@@ -31,7 +32,7 @@ REFERENCES = "references"  # in a run's folder: what its attempts leave each oth
 class Made:
     """An attempt that has ended. ``troubles``: which of its cards cannot be used any more, and why."""
 
-    observation: dict[str, Any]
+    observation: Observation
     wall_s: float
     troubles: Mapping[str, Trouble]
 
@@ -52,7 +53,7 @@ class Attempts:
         began = time.monotonic()
         try:
             attempt = self._attempt(self.catalogue.cases[plan.cell.case], plan, gpus)
-            observation = self.launcher.launch(attempt, stop)
+            observation = cast(Observation, self.launcher.launch(attempt, stop))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
             text = "".join(traceback.format_exception_only(type(error), error)).strip()
             observation = fault(plan, "launch", f"the harness could not launch it: {text}")
@@ -95,17 +96,17 @@ class Attempts:
         return {**stack.environment({}), **case.launch.env, **plan.settings.get("env", {}), **case.arms[plan.arm].env}
 
 
-def failed_cards(observation: Mapping[str, Any], gpus: Sequence[str]) -> dict[str, Trouble]:
+def failed_cards(observation: Observation, gpus: Sequence[str]) -> dict[str, Trouble]:
     """Cards that a rank's own error says have failed: NVML does not tell in every container. A rank that has several
     says nothing of which."""
     if len(gpus) not in (1, observation["attempt"]["world_size"]):
         return {}
     found = {}
     for rank in observation["ranks"]:
-        record = rank["record"] or {}
-        error = record.get("exception")
-        if error and of_device(error, str(record.get("phase"))) == "card":
-            said = (str(error["message"]).splitlines() or ["?"])[0]
+        record = rank["record"]
+        error = record["exception"] if record else None
+        if record and error and of_device(error, record["phase"]) == "card":
+            said = (error["message"].splitlines() or ["?"])[0]
             found[gpus[rank["rank"] % len(gpus)]] = Trouble("lost", f"rank {rank['rank']}: {said}")
     return found
 
@@ -123,7 +124,7 @@ def arm_of(plan: CellPlan, name: str) -> ArmPlan:
     return next(arm for arm in plan.arms if arm.arm == name)
 
 
-def fault(plan: ArmPlan, kind: str, message: str) -> dict[str, Any]:
+def fault(plan: ArmPlan, kind: InfraKind, message: str) -> Observation:
     """The observation of an attempt that could not be made, by no fault of what was to be measured."""
     now = time.time()
     return {
@@ -132,7 +133,7 @@ def fault(plan: ArmPlan, kind: str, message: str) -> dict[str, Any]:
             "id": "none", "launcher": "none", "command": [], "torchrun": "", "backend": plan.settings["backend"],
             "world_size": plan.world_size, "started": now, "ended": now, "wall_s": 0.0, "cpu_s": 0.0,
             "deadline_s": plan.deadline, "timed_out": False, "interrupted": False, "leftover": [],
-            "seed": plan.settings["seed"], "settings": plan.settings,
+            "seed": plan.settings["seed"], "settings": cast(Settings, plan.settings),
         },
         "infra": {"kind": kind, "message": message},
         "ranks": [],

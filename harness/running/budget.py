@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.judge.evidence import items, mapping
 from repro_matrix.planning.matrix import Cell
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -71,33 +71,30 @@ def choose(
     return [cell for cell in cells if cell in chosen], [cell for cell in cells if cell not in chosen]
 
 
-def known(documents: Iterable[Mapping[str, Any]]) -> dict[At, Known]:
+def known(documents: Iterable[Document]) -> dict[At, Known]:
     """What stored documents (older ones too) say of each cell, by its two newest."""
-    by_cell: dict[At, list[Mapping[str, Any]]] = {}
+    by_cell: dict[At, list[Document]] = {}
     for document in documents:
-        if any(mapping(arm).get("attempts") for arm in mapping(document.get("arms")).values()):
-            at = (document["hardware"]["profile"], document["stack"]["name"], str(document.get("key")))
+        if any(arm["attempts"] for arm in document["arms"].values()):
+            at = (document["hardware"]["profile"], document["stack"]["name"], document.get("key", ""))
             by_cell.setdefault(at, []).append(document)
     found = {}
     for at, own in by_cell.items():
-        *_, before, last = [None, *sorted(own, key=lambda document: float(document["provenance"]["started"]))]
+        *_, before, last = [None, *sorted(own, key=lambda document: document["provenance"]["started"])]
         assert last is not None
-        odd = any(
-            mapping(said).get("expected") in ("unexpected", "differs from cpu")
-            for said in mapping(last.get("verdicts")).values()
-        )
+        odd = any(said.get("expected") in ("unexpected", "differs from cpu") for said in last["verdicts"].values())
         flaky = any(len(kinds) > 1 for kinds in _kinds(last).values())
         changed = odd or (before is not None and _kinds(before) != _kinds(last))
-        found[at] = Known(float(last["provenance"]["started"]), changed, flaky)
+        found[at] = Known(last["provenance"]["started"], changed, flaky)
     return found
 
 
-def _kinds(document: Mapping[str, Any]) -> dict[str, set[str]]:
+def _kinds(document: Document) -> dict[str, set[str]]:
     """Arm -> what its attempts came out as."""
     return {
-        name: {str(attempt["outcome"]["outcome"]) for attempt in items(mapping(arm).get("attempts"))}
-        for name, arm in mapping(document.get("arms")).items()
-        if mapping(arm).get("attempts")
+        name: {attempt["outcome"]["outcome"] for attempt in arm["attempts"]}
+        for name, arm in document["arms"].items()
+        if arm["attempts"]
     }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf.catalogue import Catalogue, parse, read_yaml
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.schema import Case, Model, Strategy
@@ -81,15 +82,16 @@ def usual_imports(of: Catalogue, among: Iterable[CellPlan]) -> tuple[str, ...]:
     return found.most_common(1)[0][0] if found else ()
 
 
-def wrong(documents: Iterable[Mapping[str, Any]]) -> list[str]:
+def wrong(documents: Iterable[Document]) -> list[str]:
     """What did not come out as it was planted, in words. Pure."""
     found = []
     for document in documents:
         for arm, (verdict, met) in PLANTED[document["case"]].items():
-            judged = document["verdicts"].get(arm) or {"name": "nothing", "met": [], "reason": "not judged"}
-            if judged["name"] != verdict or [str(Met(**item)) for item in judged["met"]] != met:
+            judged = document["verdicts"].get(arm)
+            name, why = (judged["name"], judged["reason"]) if judged else ("nothing", "not judged")
+            if judged is None or name != verdict or [str(Met(**item)) for item in judged.get("met", ())] != met:
                 where = f"stack {document['stack']['name']} on {document['hardware']['profile']}"
-                came = f"came out as {judged['name']}: {judged['reason']}"
+                came = f"came out as {name}: {why}"
                 found.append(f"{document['case']}/{arm}, {where}: planted {verdict}, {came}")
     return found
 

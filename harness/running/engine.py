@@ -236,7 +236,7 @@ class Engine:
         observation = lost(made.observation, failed) if failed else made.observation
         self._keep(running.placed.task, observation, made.wall_s, running.placed.cards)
 
-    def _keep(self, task: Task, observation: dict[str, Any], wall_s: float, cards: Sequence[str] = ()) -> None:
+    def _keep(self, task: Task, observation: Observation, wall_s: float, cards: Sequence[str] = ()) -> None:
         """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
         if task.again:
             observation["attempt"]["again"] = task.again
@@ -249,15 +249,14 @@ class Engine:
             self.on_event(Event("more", cell.plan, task.arm, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1
-        if observation["attempt"].get("interrupted"):
+        if observation["attempt"]["interrupted"]:
             return  # not an answer; --resume makes the attempt again
         cases = self.given.catalogue.cases
-        seen = cast(Observation, observation)
-        documents.add_attempt(cell.document, task.arm, seen, cases[cell.plan.cell.case], cases)
+        documents.add_attempt(cell.document, task.arm, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
         if observation["attempt"].get("cold"):
-            self._summary.cold[str(observation["attempt"]["cold"]).splitlines()[0]] += 1
-        self._summary.cpu_s += float(observation["attempt"].get("cpu_s") or 0)
+            self._summary.cold[observation["attempt"]["cold"].splitlines()[0]] += 1
+        self._summary.cpu_s += observation["attempt"]["cpu_s"] or 0.0
         shown = cell.document["arms"][task.arm]["attempts"][-1]["outcome"]
         self.on_event(
             Event("attempt", cell.plan, task.arm, task.index, outcome=shown, wall_s=wall_s, seconds=task.seconds)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from repro_matrix.cell.types import Document, Made
 from repro_matrix.memory.arithmetic import GIB
 from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, ArmPlan
 
@@ -24,29 +24,29 @@ class Took:
 Recorded = Mapping[tuple[str, str], Took]
 
 
-def recorded(documents: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Took]:
+def recorded(documents: Iterable[Document]) -> dict[tuple[str, str], Took]:
     """(cell key, arm) -> what its attempts took, by the latest of the documents."""
     found: dict[tuple[str, str], Took] = {}
-    for document in sorted(documents, key=lambda document: document["provenance"].get("started") or 0):
+    for document in sorted(documents, key=lambda document: document["provenance"]["started"]):
         for name, arm in document["arms"].items():
-            seen = [attempt["observation"] for attempt in arm["attempts"]]
-            if seen:
-                seconds = statistics.median(float(each["attempt"].get("wall_s") or 0) for each in seen)
-                found[document["key"], name] = Took(seconds, _memory(seen))
+            if arm["attempts"]:
+                seconds = statistics.median(made["observation"]["attempt"]["wall_s"] for made in arm["attempts"])
+                found[document["key"], name] = Took(seconds, _memory(arm["attempts"]))
     return found
 
 
-def peak_rss_mb(attempts: Iterable[Mapping[str, Any]]) -> float | None:
+def peak_rss_mb(attempts: Iterable[Made]) -> float | None:
     """The fullest rank's peak over these attempts of an arm."""
-    ranks = [rank for attempt in attempts for rank in attempt["observation"]["ranks"]]
-    return max((float((rank.get("record") or {}).get("peak_rss_mb") or 0) for rank in ranks), default=0.0) or None
+    return max((peak for made in attempts for peak in _peaks(made)), default=0.0) or None
 
 
-def _memory(seen: list[Mapping[str, Any]]) -> float | None:
-    sums = [
-        sum(float((rank.get("record") or {}).get("peak_rss_mb") or 0) for rank in each["ranks"]) / 1024 for each in seen
-    ]
-    return max(sums, default=0.0) or None
+def _peaks(made: Made) -> list[float]:
+    """Of each rank that said it, in MiB."""
+    return [rank["record"].get("peak_rss_mb", 0.0) for rank in made["observation"]["ranks"] if rank["record"]]
+
+
+def _memory(attempts: Sequence[Made]) -> float | None:
+    return max(sum(_peaks(made)) / 1024 for made in attempts) or None
 
 
 def expect(known: Recorded, key: str, arm: ArmPlan) -> Took:

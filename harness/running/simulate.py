@@ -12,7 +12,7 @@ from typing import Literal
 
 from repro_matrix.hardware import Gpu
 from repro_matrix.hardware.gpus import Seen
-from repro_matrix.running.again import again, lost
+from repro_matrix.running.again import LOST_CARD, elsewhere
 from repro_matrix.running.board import Board, Kept, Placed
 from repro_matrix.running.cards import LOOK_S, Cards
 from repro_matrix.running.schedule import Capacity, Task
@@ -142,8 +142,7 @@ class Run:
     def _end(self, placed: Placed, now: float, failed: str | None) -> None:
         self.board.end(placed)
         self.view.give(placed.cards)
-        observed = {"attempt": {"again": placed.task.again}, "infra": None}
-        changes = again(lost(observed, failed)) if failed else None
+        changes = elsewhere({"kind": LOST_CARD, "message": failed}) if failed and not placed.task.again else None
         if changes:
             self.board.again(placed.task, changes)
         self.ended.append(Ended(self.name, placed.task, placed.cards, self.began[placed.task], now, failed))

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from repro_matrix.bisection.labels import plain
-from repro_matrix.cell.types import Observation
+from repro_matrix.cell.types import Infra, Line, Observation
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.schema import Signature, SignatureKind
-from repro_matrix.judge.evidence import Attempt, items, mapping, number, raised_chain, text
+from repro_matrix.judge.evidence import Attempt, raised_chain
 from repro_matrix.judge.grade import SHOWN, Outcome, Primary, Recognised
 from repro_matrix.judge.peers import Failure as RankFailure
 from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
@@ -153,18 +152,18 @@ def _package(place: Any) -> str:
 # -- judging
 
 
-def judge(failure: Failure, observation: Mapping[str, Any], name: str) -> Outcome:
+def judge(failure: Failure, observation: Observation, name: str) -> Outcome:
     """``name``: of the script, which stands where a case's slug would."""
-    attempt = Attempt(cast(Observation, observation))
+    attempt = Attempt(observation)
     failures = failures_of(attempt)
     first = next((each for each in failures.primary if each.kind != "left"), None)
     primary = (
         None if first is None else Primary(first.rank, first.type, first.message[:SHOWN], _where(first), first.kind)
     )
-    infra = mapping(attempt.infra)
+    infra = attempt.infra
     if attempt.interrupted:
         return Outcome("infra", "interrupted", (), primary, infra="interrupted")
-    if infra.get("kind") in NOTHING_RAN or not attempt.ranks:
+    if (infra and infra["kind"] in NOTHING_RAN) or not attempt.ranks:
         return _lost(infra, primary)
     seen = _seen(failure, attempt, failures, first, observation)
     if seen is not None:
@@ -179,29 +178,35 @@ def judge(failure: Failure, observation: Mapping[str, Any], name: str) -> Outcom
     if bad:
         return Outcome("other_error", bad, (), primary)
     if failure.kind == "metric":
-        values = items(mapping(observation.get("printed")).get("metric"))
+        values = printed_values(observation)
         if not values:
             said = f"no-proof: no line of any rank had a number for {failure.text!r}"
             return Outcome("infra", said, (), primary, infra="no-proof")
-        if not math.isfinite(values[-1]["value"]):
-            said = f"{failure.names_metric} is {values[-1]['value']}"
-            return Outcome("other_error", said, (), Primary(values[-1]["rank"], "metric", said, ""))
-        return Outcome("clean", f"{failure.names_metric} is {values[-1]['value']:g}")
+        rank, value = values[-1]
+        if not math.isfinite(value):
+            said = f"{failure.names_metric} is {value}"
+            return Outcome("other_error", said, (), Primary(rank, "metric", said, ""))
+        return Outcome("clean", f"{failure.names_metric} is {value:g}")
     return Outcome("clean", "every rank ended with exit code 0")
 
 
-def _lost(infra: Mapping[str, Any], primary: Primary | None) -> Outcome:
-    kind: Any = infra.get("kind") or "lost"
-    return Outcome("infra", f"{kind}: {text(infra.get('message'))}", (), primary, infra=kind)
+def _lost(infra: Infra | None, primary: Primary | None) -> Outcome:
+    told = infra or Infra(kind="lost", message="")
+    return Outcome("infra", f"{told['kind']}: {told['message']}", (), primary, infra=told["kind"])
 
 
-Seen = tuple[tuple[int, ...], SignatureKind, str]
+def printed_values(observation: Observation) -> list[tuple[int, float]]:
+    """(the rank that printed it, the value), the last one last."""
+    printed = observation.get("printed")
+    return [(item["rank"], item["value"]) for item in printed["metric"] if "value" in item] if printed else []
+
+
+Shown = tuple[tuple[int, ...], SignatureKind, str]
 
 
 def _seen(
-    failure: Failure, attempt: Attempt, failures: Failures, first: RankFailure | None, observation: Mapping[str, Any]
-) -> Seen | None:
-    printed = mapping(observation.get("printed"))
+    failure: Failure, attempt: Attempt, failures: Failures, first: RankFailure | None, observation: Observation
+) -> Shown | None:
     if failure.kind == "hang":
         return (tuple(range(len(attempt.ranks))), "hang", f"not ended within {failure.seconds:g} s") \
             if attempt.timed_out else None  # fmt: skip
@@ -217,7 +222,9 @@ def _seen(
             return match.ranks, "exception", f"{failure.type}: {match.message}"
         return _in_thread(failure, attempt)
     if failure.kind == "log":
-        lines = [(item["rank"], text(item.get("line"))) for item in items(printed.get("log"))]
+        printed = observation.get("printed")
+        found: list[Line] = printed["log"] if printed else []
+        lines = [(item["rank"], item["line"]) for item in found]
         for rank in attempt.ranks:
             lines += [(rank.rank, note.message) for note in rank.notes if re.search(failure.pattern, note.message)]
         return None if not lines else (tuple(sorted({rank for rank, _ in lines})), "log", lines[0][1])
@@ -225,14 +232,15 @@ def _seen(
         ranks = tuple(rank.rank for rank in attempt.ranks if rank.exit_code == failure.code and rank.ended_by == "self")
         return None if not ranks else (ranks, "exception", f"exit code {failure.code}")
     if failure.kind == "metric":
-        values = items(printed.get("metric"))
-        if not values or not failure.op or not _compare(values[-1]["value"], failure.op, failure.limit):
+        values = printed_values(observation)
+        if not values or not failure.op or not _compare(values[-1][1], failure.op, failure.limit):
             return None
-        return (values[-1]["rank"],), "oracle", f"{failure.names_metric} is {values[-1]['value']:g}"
+        rank_of, value = values[-1]
+        return (rank_of,), "oracle", f"{failure.names_metric} is {value:g}"
     return _as_learned(failure, attempt, failures, first)
 
 
-def _in_thread(failure: Failure, attempt: Attempt) -> Seen | None:
+def _in_thread(failure: Failure, attempt: Attempt) -> Shown | None:
     """The failure that was asked for, where it ended a thread of a rank and not the rank."""
     for rank in attempt.ranks:
         for note in rank.notes:
@@ -245,7 +253,7 @@ def _in_thread(failure: Failure, attempt: Attempt) -> Seen | None:
 
 def _as_learned(
     failure: Failure, attempt: Attempt, failures: Failures, first: RankFailure | None
-) -> Seen | None:  # fmt: skip
+) -> Shown | None:  # fmt: skip
     for rank in attempt.ranks:
         for raised in rank.chain if rank.rank in failures.ranks else ():
             same = raised.type == failure.type and normal(raised.message) == failure.pattern
@@ -255,15 +263,15 @@ def _as_learned(
     return ((first.rank,), "signal", first.type) if ended and first else None
 
 
-def _bad_end(first: RankFailure | None, attempt: Attempt, observation: Mapping[str, Any]) -> str:
+def _bad_end(first: RankFailure | None, attempt: Attempt, observation: Observation) -> str:
     """What went wrong although nobody asked for it; "" when every rank and the command ended with 0."""
     if first is not None:
         return f"rank {first.rank}: {_line(first)}" + (f" in {_where(first)}" if first.where else "")
     for rank in attempt.ranks:
         if rank.exit_code not in (0, None) or rank.signal:
             return f"rank {rank.rank} ended with {rank.signal or f'exit code {rank.exit_code}'}"
-    code = number(observation.get("command_exit"))
-    return f"the command ended with exit code {code:g}" if code else ""
+    code = observation.get("command_exit")
+    return f"the command ended with exit code {code}" if code else ""
 
 
 def _line(failure: RankFailure) -> str:

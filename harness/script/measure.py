@@ -13,11 +13,13 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from repro_matrix import hardware
+from repro_matrix.cell.types import Made, Observation
+from repro_matrix.cell.types import Outcome as Judged
 from repro_matrix.conf.errors import ResultsError
-from repro_matrix.launch.attempt import Attempt, Json
+from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.server import Refused
 from repro_matrix.paths import cache_dir
 from repro_matrix.results import provenance
@@ -25,6 +27,7 @@ from repro_matrix.results.store import SCRIPTS, stack_label, write_json
 from repro_matrix.script import forked as forking
 from repro_matrix.script import launch as launching
 from repro_matrix.script.command import Command
+from repro_matrix.script.document import Document, read
 from repro_matrix.script.failure import Failure, judge
 from repro_matrix.script.forked import Forked
 from repro_matrix.stacks import Stack
@@ -84,15 +87,20 @@ def beside(script: Path | None) -> list[str]:
     return told
 
 
-def stored(script: Script, stack: Stack) -> Json | None:
-    """The document of an earlier measurement; its attempts are judged again, by today's judge."""
+def stored(script: Script, stack: Stack) -> Document | None:
+    """The document of an earlier measurement; its attempts are judged again, by today's judge. None where there is
+    none, or what is there is not one."""
     try:
-        document = json.loads(script.path(stack).read_text(encoding="utf-8"))
-        for attempt in document["attempts"]:
-            attempt["outcome"] = judge(script.failure, attempt["observation"], script.command.name).to_json()
-    except (OSError, ValueError, KeyError, TypeError):
+        document = read(json.loads(script.path(stack).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return None
-    return dict(document)
+    for attempt in document["attempts"]:
+        attempt["outcome"] = _judged(script, attempt["observation"])
+    return document
+
+
+def _judged(script: Script, observation: Observation) -> Judged:
+    return judge(script.failure, observation, script.command.name).to_json()
 
 
 def measure(
@@ -102,11 +110,12 @@ def measure(
     stop: threading.Event,
     fresh: bool = False,
     forked: Forked | None = None,
-) -> tuple[Json, int]:
+) -> tuple[Document, int]:
     """(the document, attempts launched now). What is stored is not launched again, but for infra, or when ``fresh``.
     ``forked``: ranks are forked from its servers, where the script allows that."""
     document = None if fresh else stored(script, stack)
-    kept = [each for each in (document or {}).get("attempts", []) if each["outcome"]["outcome"] != "infra"]
+    known: list[Made] = document["attempts"] if document else []
+    kept = [each for each in known if each["outcome"]["outcome"] != "infra"]
     if forked is None:  # a start from cold is asked for: what was forked does not count
         kept = [each for each in kept if each["observation"]["attempt"]["launcher"] != Forked.name]
     launched = 0
@@ -114,9 +123,9 @@ def measure(
     while len(kept) < repeat and not stop.is_set():
         observation = once(script, stack, "cuda" if machine.gpus else "cpu", stop, forked)
         launched += 1
-        outcome = judge(script.failure, observation, script.command.name)
-        kept.append({"observation": observation, "outcome": outcome.to_json()})
-        if outcome.outcome == "infra":
+        outcome = _judged(script, observation)
+        kept.append({"observation": observation, "outcome": outcome})
+        if outcome["outcome"] == "infra":
             break  # the machine's, or nothing to be judged by: more of the same says no more
     commit, dirty = provenance.git_state()
     document = {
@@ -138,9 +147,7 @@ def measure(
     return document, launched
 
 
-def once(
-    script: Script, stack: Stack, device: str, stop: threading.Event, forked: Forked | None = None
-) -> dict[str, Any]:
+def once(script: Script, stack: Stack, device: str, stop: threading.Event, forked: Forked | None = None) -> Observation:
     command = script.command
     state = cache_dir() / "state" / "scripts"
     state.mkdir(parents=True, exist_ok=True)
@@ -165,10 +172,12 @@ def once(
             begins, why = (forked.begins, "") if forked.begins else forking.lines(command, script.failure, device)
             if begins:
                 try:
-                    return forked.attempt(replace(attempt, imports=begins), command, script.failure, stop)
+                    return cast(
+                        Observation, forked.attempt(replace(attempt, imports=begins), command, script.failure, stop)
+                    )
                 except Refused as refused:
                     why = f"no warm server ({refused.kind}): {refused}"
         found = launching.launch(attempt, command, script.failure, os.pathsep.join(stack.path), stop)
-        return {**found, "attempt": {**found["attempt"], "cold": why}} if why else found
+        return cast(Observation, {**found, "attempt": {**found["attempt"], "cold": why}} if why else found)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,16 +12,19 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from repro_matrix import hardware, stacks
 from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer
 from repro_matrix.bisection.probe import Point, Say, Stopped, Target
+from repro_matrix.cell.types import Made
+from repro_matrix.cell.types import Outcome as Judged
 from repro_matrix.conf.errors import ConfigError, MeasureError
 from repro_matrix.conf.overrides import said as written
 from repro_matrix.judge.grade import Outcome
 from repro_matrix.script import failure as failures
+from repro_matrix.script.document import Document
 from repro_matrix.script.failure import judge
 from repro_matrix.script.forked import Forked, lines
 from repro_matrix.script.measure import DEADLINE_S, Script, measure, once
@@ -30,8 +33,17 @@ from repro_matrix.stacks import Stack, StackError
 ARM = "script"  # the one arm that a script has
 NOISE = 3.0  # the ends' means lie at least so many times their own spread apart
 REPEAT = 3  # of an end whose metric may drift
-WHAT = ("kind", "type", "where")  # of a failure
 TRIED = 2  # probes that are launched both ways
+
+
+class Measured(NamedTuple):
+    """``target``: with the releases that were taken. ``stack_s``: seconds until the stack was there."""
+
+    document: Document
+    target: Target
+    stack: Stack
+    stack_s: float
+    launched: int
 
 
 @dataclass
@@ -97,7 +109,7 @@ class ScriptProber:
             self._divide(good, bad)
 
     def _learned(self, end: Target) -> failures.Failure | None:
-        for attempt in self._document(end, self.repeat)[0]["attempts"]:
+        for attempt in self._document(end, self.repeat).document["attempts"]:
             known = failures.learned(Outcome.from_json(attempt["outcome"]))
             if attempt["outcome"]["outcome"] == "fires" and known is not None:
                 return known
@@ -121,12 +133,12 @@ class ScriptProber:
         self.notes.append(f"Bad is {name} {op} {limit:g}, halfway between the ends ({told}; noise {noise:g}).")
 
     def _values(self, end: Target) -> list[float]:
-        document, _ = self._document(end, max(self.repeat, REPEAT))
-        found = [each["observation"]["printed"]["metric"] for each in document["attempts"]]
+        made = self._document(end, max(self.repeat, REPEAT)).document["attempts"]
+        found = [failures.printed_values(each["observation"]) for each in made]
         if not all(found):
-            reason = next(each["outcome"]["reason"] for each, had in zip(document["attempts"], found) if not had)
+            reason = next(each["outcome"]["reason"] for each, had in zip(made, found) if not had)
             raise MeasureError(f"{end.name}: {reason}")
-        return [lines[-1]["value"] for lines in found]
+        return [values[-1][1] for values in found]
 
     # -- probes
 
@@ -138,7 +150,7 @@ class ScriptProber:
             return before.under(target)
         began = time.monotonic()
         try:
-            document, launched = self._document(target, wanted)
+            made = self._document(target, wanted)
         except StackError as error:
             if self.stop.is_set():
                 raise Stopped("interrupted", 130) from None
@@ -147,17 +159,16 @@ class ScriptProber:
             why = labels.plain(str(error).removeprefix(f"stack {target.spec}: "))
             point = Point(target, {ARM: Answer(None, f"cannot be installed: {why}")})
         else:
-            stack: Stack = document["of"]
             point = Point(
-                document["target"],
-                {ARM: self._answer(document)},
-                dict(stack.versions),
-                dict(stack.moved),
-                str(self.script.path(stack)),
+                made.target,
+                {ARM: self._answer(made.document)},
+                dict(made.stack.versions),
+                dict(made.stack.moved),
+                str(self.script.path(made.stack)),
                 {ARM: self.script.command.shown},
                 time.monotonic() - began,
-                document["stack_s"],
-                launched,
+                made.stack_s,
+                made.launched,
             )
         self.points[target.spec] = point
         answer = point.arms[ARM]
@@ -192,13 +203,13 @@ class ScriptProber:
             return False
         return True
 
-    def _answer(self, document: dict[str, Any]) -> Answer:
-        arm = {"attempts": document["attempts"]}
+    def _answer(self, document: Document) -> Answer:
+        made = document["attempts"]
         if self.script.failure.kind == "any":  # each error is an answer of its own, and not one failure
-            arm = {"attempts": [{"outcome": _as_other(each["outcome"])} for each in document["attempts"]]}
-        return labels.answer(self.script.command.name, arm)
+            made = [Made(observation=each["observation"], outcome=_as_other(each["outcome"])) for each in made]
+        return labels.answer(self.script.command.name, made)
 
-    def _document(self, target: Target, repeat: int) -> tuple[dict[str, Any], int]:
+    def _document(self, target: Target, repeat: int) -> Measured:
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         began = time.monotonic()
@@ -207,26 +218,26 @@ class ScriptProber:
         document, launched = self._measured(settled, stack, repeat)
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
-        return {**document, "of": stack, "target": settled, "stack_s": built}, launched
+        return Measured(document, settled, stack, built, launched)
 
-    def _measured(self, target: Target, stack: Stack, repeat: int) -> tuple[dict[str, Any], int]:
+    def _measured(self, target: Target, stack: Stack, repeat: int) -> tuple[Document, int]:
         """The first probes (the ends, of most searches) start from cold and are forked, too; where that is not the same
         answer, all others start from cold."""
         if self.forked is None or (len(self.tried) >= TRIED and target.spec not in self.tried):
             return measure(self.script, stack, repeat, self.stop, forked=self.forked)
         document, launched = measure(self.script, stack, 1, self.stop)
-        outcome = document["attempts"][-1]["outcome"] if document["attempts"] else {"outcome": "infra"}
-        if launched and outcome["outcome"] != "infra" and not self.stop.is_set():
+        outcome = document["attempts"][-1]["outcome"] if document["attempts"] else None
+        if launched and outcome and outcome["outcome"] != "infra" and not self.stop.is_set():
             self._both_ways(target, stack, outcome)
             launched += 1
         document, more = measure(self.script, stack, repeat, self.stop, forked=self.forked)
         return document, launched + more
 
-    def _both_ways(self, target: Target, stack: Stack, outcome: dict[str, Any]) -> None:
+    def _both_ways(self, target: Target, stack: Stack, outcome: Judged) -> None:
         assert self.forked is not None
         found = once(self.script, stack, "cpu", self.stop, self.forked)
         attempt = found["attempt"]
-        again = judge(self.script.failure, found, self.script.command.name).to_json()
+        again: Judged = judge(self.script.failure, found, self.script.command.name).to_json()
         if attempt["launcher"] != Forked.name:
             self.say(f"every probe starts from cold: {attempt.get('cold')}")
         elif not _alike(outcome, again):
@@ -241,17 +252,21 @@ class ScriptProber:
         self.forked = None
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: Judged, other: Judged) -> bool:
     """Whether two ways to launch agree: in what failed and where, not in which of several ranks was first."""
-    failed = [outcome.get("primary") or {} for outcome in (one, other)]
-    return bool(one["outcome"] == other["outcome"] and all(failed[0].get(k) == failed[1].get(k) for k in WHAT))
+    return one["outcome"] == other["outcome"] and _failed(one) == _failed(other)
 
 
-def _said(outcome: Any) -> str:
-    return str(outcome["reason"] or outcome["outcome"])
+def _failed(outcome: Judged) -> tuple[str | None, str, str] | None:
+    primary = outcome["primary"]
+    return (primary.get("kind"), primary["type"], primary["where"]) if primary else None
 
 
-def _as_other(outcome: dict[str, Any]) -> dict[str, Any]:
+def _said(outcome: Judged) -> str:
+    return outcome["reason"] or outcome["outcome"]
+
+
+def _as_other(outcome: Judged) -> Judged:
     return {**outcome, "outcome": "other_error", "recognised": []} if outcome["outcome"] == "fires" else outcome
 
 

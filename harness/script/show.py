@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator
 
-from repro_matrix.cell.types import Observation
-from repro_matrix.judge.evidence import Attempt, items, mapping, text, threads_of
+from repro_matrix.cell.types import Made, Observation
+from repro_matrix.judge.evidence import Attempt, threads_of
 from repro_matrix.judge.peers import failures_of
+from repro_matrix.script.document import Document
 from repro_matrix.script.failure import normal
 from repro_matrix.script.traceback_text import tracebacks
 from repro_matrix.terminal.summary import plain
@@ -17,11 +17,11 @@ FRAMES = 4  # of a hung rank, the innermost first
 TAIL = 6  # lines of a rank's log
 
 
-def lines(document: Mapping[str, Any]) -> Iterator[str]:
+def lines(document: Document) -> Iterator[str]:
     attempts = document["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     count = Counter(outcome["outcome"] for outcome in outcomes)
-    asked = text(mapping(document["failure"]).get("text"))
+    asked = document["failure"].get("text")
     yield f"{document['command']}" + (f"   (the failure: {asked})" if asked else "")
     yield ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in count.most_common())
     shown = next((a for a in attempts if a["outcome"]["outcome"] != "clean"), attempts[0] if attempts else None)
@@ -29,45 +29,47 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"  {shown['outcome']['reason'].splitlines()[0]}"
     yield from _where(shown)
-    if shown["observation"]["attempt"].get("timed_out"):
+    if shown["observation"]["attempt"]["timed_out"]:
         yield from _stood(shown["observation"])
     for item in dict.fromkeys(_notes(shown["observation"])):
         yield f"  note: {item}"
 
 
-def _where(shown: Mapping[str, Any]) -> Iterator[str]:
+def _where(shown: Made) -> Iterator[str]:
     """The innermost frames, the rank's last lines, and how the same failure is asked for on another stack."""
     primary = shown["outcome"]["primary"]
     if not primary:
         return
     observation = shown["observation"]
     rank = next(each for each in observation["ranks"] if each["rank"] == primary["rank"])
-    frames = items(mapping(mapping(rank["record"]).get("exception")).get("frames"))
+    raised = rank["record"]["exception"] if rank["record"] else None
+    frames = raised["frames"] if raised else []
     for frame in frames[-3:]:
-        yield f"    {frame.get('file')}:{frame.get('line')} {frame.get('function')}: {frame.get('code', '')}"
+        yield f"    {frame['file']}:{frame['line']} {frame['function']}: {frame.get('code', '')}"
     if not frames:
         yield from (f"    {line}" for line in rank["log_tail"].splitlines()[-TAIL:])
     first = f"  first: rank {primary['rank']}: {primary['type']}: {normal(primary['message'])}"
     yield first + (f" ({primary['where']})" if primary["where"] else "")
 
 
-def _printed(observation: Mapping[str, Any]) -> Iterator[str]:
+def _printed(observation: Observation) -> Iterator[str]:
     """What ranks printed that nobody's record has: tracebacks of ranks that ended well, metrics that differ."""
     for rank in observation["ranks"]:
-        if rank["exit_code"] == 0 and not mapping(rank["record"]).get("exception"):
-            for one in tracebacks(text(rank["log_tail"]))[-1:]:
+        if rank["exit_code"] == 0 and not (rank["record"] and rank["record"]["exception"]):
+            for one in tracebacks(rank["log_tail"])[-1:]:
                 said = plain(one["message"])
                 yield f"rank {rank['rank']} printed a traceback of {one['type']}: {said} and ended with exit code 0"
-    values = mapping(mapping(observation.get("printed")).get("by_rank"))
+    printed = observation.get("printed")
+    values = printed.get("by_rank", {}) if printed else {}
     if len(set(values.values())) > 1:
         told = ", ".join(f"rank {rank}: {value:g}" for rank, value in sorted(values.items()))
         yield f"the ranks do not agree on the metric: {told}; the first that prints it was taken"
 
 
-def _stood(observation: Mapping[str, Any]) -> Iterator[str]:
+def _stood(observation: Observation) -> Iterator[str]:
     """Of a hang: the innermost frames of each rank's main thread; ranks that stood alike in a line."""
     places: dict[tuple[str, ...], list[int]] = {}
-    for rank in Attempt(cast(Observation, observation)).ranks:
+    for rank in Attempt(observation).ranks:
         threads = threads_of(rank.stack) if rank.stack else []
         frames = tuple(" ".join(line.split()) for line in threads[0].lines[:FRAMES]) if threads else ()
         places.setdefault(frames, []).append(rank.rank)
@@ -77,8 +79,8 @@ def _stood(observation: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"    {frame}" for frame in frames)
 
 
-def _notes(observation: Mapping[str, Any]) -> Iterator[str]:
-    attempt = Attempt(cast(Observation, observation))
+def _notes(observation: Observation) -> Iterator[str]:
+    attempt = Attempt(observation)
     failures = failures_of(attempt)
     follow = sorted(rank for rank in failures.excused if failures.primary)
     if follow:
@@ -88,7 +90,8 @@ def _notes(observation: Mapping[str, Any]) -> Iterator[str]:
     if observation["attempt"]["leftover"]:
         left = ", ".join(observation["attempt"]["leftover"])
         yield f"it left processes behind, which were ended: {left} (what they would have done is not known)"
-    if mapping(observation.get("printed")).get("cut"):
+    printed = observation.get("printed")
+    if printed and printed["cut"]:
         yield "a log of more than 64 MiB was cut; what stood in the part that is gone was not looked at"
     yield from _printed(observation)
     for rank in attempt.ranks:

@@ -69,7 +69,7 @@ class CaseAsker:
         if wrong:
             return Asked(Said(None, f"no such cell: {wrong}"))
         document, path, summary = one_cell(prepared, self.stop, self.say, self.at)
-        said = labels.answer(self.case, document["arms"].get(self.first))
+        said = labels.of_cell(self.case, document["arms"].get(self.first))
         return Asked(said, str(path), summary.attempts)
 
 

@@ -97,7 +97,7 @@ class ScriptAsker:
         document, launched = measure(script, self.stack, repeat, self.stop, forked=self.forked)
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
-        said = labels.answer(script.command.name, {"attempts": document["attempts"]})
+        said = labels.answer(script.command.name, document["attempts"])
         return Asked(said, str(script.path(self.stack)), launched)
 
 

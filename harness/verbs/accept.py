@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments, overrides, project
@@ -160,7 +159,7 @@ _CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/worker/")  # what started the ran
 _ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
 
 
-def _portable(document: Mapping[str, Any]) -> Document:
+def _portable(document: Document) -> Document:
     """The document without this machine's own paths: what is published says nothing of whose disk it was."""
     text = json.dumps(document)
     mine = project.current().folder
@@ -173,12 +172,12 @@ def _portable(document: Mapping[str, Any]) -> Document:
     return portable
 
 
-def _usable(document: Mapping[str, Any]) -> bool:
+def _usable(document: Document) -> bool:
     """Complete, something was measured (infra is none), and on releases: a commit between two is no range's."""
     attempts = [attempt for arm in document["arms"].values() for attempt in arm["attempts"]]
     ran = any(attempt["outcome"]["outcome"] != "infra" for attempt in attempts)
-    return bool(document["complete"]) and ran and "#" not in document["stack"]["name"]
+    return document["complete"] and ran and "#" not in document["stack"]["name"]
 
 
-def _within(folder: Path, document: Mapping[str, Any]) -> bool:
+def _within(folder: Path, document: Document) -> bool:
     return Path(document["path"]).is_relative_to(folder)

@@ -275,7 +275,7 @@ def beside(documents: Sequence[Document], plans: Mapping[str, Json]) -> Json:
     }
 
 
-def _outcomes(document: Mapping[str, Any], warm: bool = False) -> dict[str, str]:
+def _outcomes(document: Document, warm: bool = False) -> dict[str, str]:
     """Arm -> the outcome of its attempt, infra apart: what the machine did is no answer. ``warm``: where it did come
     from a warm server, and was not started from cold for want of one."""
     first = {name: arm["attempts"][0] for name, arm in document["arms"].items() if arm["attempts"]}
@@ -286,7 +286,7 @@ def _outcomes(document: Mapping[str, Any], warm: bool = False) -> dict[str, str]
     }
 
 
-def _attempt(document: Mapping[str, Any], arm: str) -> str:
+def _attempt(document: Document, arm: str) -> str:
     return json.dumps([document["hardware"]["profile"], document["key"], arm])
 
 

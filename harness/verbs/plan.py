@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from repro_matrix.cell.types import Document
 from repro_matrix.conf import arguments
 from repro_matrix.memory.arithmetic import GIB, MemoryPlan, Phase
 from repro_matrix.planning.fit import words
@@ -60,12 +61,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(documents: Sequence[Mapping[str, Any]], arm: ArmPlan) -> float | None:
+def _measured(documents: Sequence[Document], arm: ArmPlan) -> float | None:
     """The largest recorded peak of a rank (MiB) on the host, of the latest document of this stack."""
-    own = [d for d in documents if d["stack"]["name"] == arm.stack and d["arms"].get(arm.arm, {}).get("attempts")]
+    own = [d for d in documents if d["stack"]["name"] == arm.stack and arm.arm in d["arms"]]
+    own = [d for d in own if d["arms"][arm.arm]["attempts"]]
     if not own:
         return None
-    latest = max(own, key=lambda document: document["provenance"].get("started") or 0)
+    latest = max(own, key=lambda document: document["provenance"]["started"])
     return recorded.peak_rss_mb(latest["arms"][arm.arm]["attempts"])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from repro_matrix.conf import arguments
 from repro_matrix.conf.overrides import expand
-from repro_matrix.conf.schema import Case
+from repro_matrix.conf.schema import Arm, Case
 from repro_matrix.judge.expect import expected
 from repro_matrix.judge.facts import depends_on
 from repro_matrix.launch.attempt import Attempt, torchrun_line
@@ -111,7 +111,7 @@ def _expected(case: Case, plan: CellPlan, arm: str, versions: dict[str, str]) ->
     return entry.verdicts[arm] if entry else ""
 
 
-def _change(arm: Any) -> str:
+def _change(arm: Arm) -> str:
     parts = [f"{name}={value}" for name, value in {**arm.flags, **arm.options}.items()]
     for axis in ("model", "strategy", "stack", "world_size", "tp_size", "devices"):
         if getattr(arm, axis) is not None:

@@ -140,7 +140,7 @@ class Causes:
     budget: int | None
     found: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # (cell, arm) -> cause
 
-    def of(self, changes: Sequence[Change], documents: Sequence[Mapping[str, Any]]) -> None:
+    def of(self, changes: Sequence[Change], documents: Sequence[Document]) -> None:
         of_cell = {document["key"]: document for document in documents}
         searched = [change for change in changes if change.kind not in CAUSED_ELSEWHERE]
         for key in dict.fromkeys(change.key for change in searched):
@@ -183,10 +183,10 @@ class Causes:
         return {"first": first, "last": last, "exact": hunted.exact, "text": text}
 
 
-def _only(document: Mapping[str, Any], asked: Request) -> Request:
+def _only(document: Document, asked: Request) -> Request:
     """Just this cell, with the run's other settings."""
     kept = asked.less(lambda key: key in ("case", "model", "strategy", "arms", "ranks") or key.startswith("flags."))
-    axes = {axis: document[axis] for axis in ("case", "model", "strategy")}
+    axes: dict[str, Any] = {"case": document["case"], "model": document["model"], "strategy": document["strategy"]}
     if asked.selections[0].ranks:
         axes["ranks"] = document["ranks"]
     return kept.having({**axes, **{f"flags.{name}": value for name, value in document["flags"].items()}})
