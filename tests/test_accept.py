@@ -1,11 +1,27 @@
-"""What `repro accept` publishes names no machine's own folders."""
+"""What `repro accept` publishes, refuses and says; it names no machine's own folders."""
 
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from repro_matrix.paths import ROOT, cache_dir
+import pytest
+
+from repro_matrix.cli import main
+from repro_matrix.conf import catalogue
+from repro_matrix.conf.errors import ResultsError
+from repro_matrix.paths import BASELINE, ROOT, cache_dir
+from repro_matrix.results.publishing import place, publication
+from repro_matrix.results.store import Store
+from repro_matrix.verbs import accept
 from repro_matrix.verbs.accept import _portable, _usable
+
+
+SLUG = "fsdp2-mixed-dtensor"
 
 
 def test_own_folders_are_not_published_and_all_else_is() -> None:
@@ -24,12 +40,16 @@ def test_own_folders_are_not_published_and_all_else_is() -> None:
     assert str(ROOT) not in json.dumps(shown)
 
 
-def test_what_only_infrastructure_answered_is_not_published() -> None:
-    def document(*outcomes: str) -> dict[str, object]:
-        attempts = [{"outcome": {"outcome": outcome}} for outcome in outcomes]
-        return {"complete": True, "stack": {"name": "current"}, "arms": {"broken": {"attempts": attempts}}}
+def measured(*outcomes: str, stack: str = "current", complete: bool = True) -> dict[str, Any]:
+    attempts = [{"outcome": {"outcome": outcome, "reason": "because"}} for outcome in outcomes]
+    return {"complete": complete, "stack": {"name": stack}, "arms": {"broken": {"attempts": attempts}}}
 
+
+def test_what_only_infrastructure_answered_is_not_published() -> None:
+    document = measured
     assert _usable(document("infra", "fires"))
+    assert not _usable(document("fires", stack="current+transformers#0123456789ab")), "a commit is no release"
+    assert not _usable(document("fires", complete=False))
     assert not _usable(document("infra", "infra")) and not _usable(document())
 
 
@@ -37,3 +57,86 @@ def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was()
     document = {"command": ["python", "/disk/a/harness/worker/warm_server.py"], "file": "/disk/a/repros/kit/run.py"}
     shown = {"command": ["python", "/checkout/harness/worker/warm_server.py"], "file": "/checkout/repros/kit/run.py"}
     assert _portable(document) == shown
+
+
+def test_a_failure_that_was_never_seen_is_refused_and_a_control_has_none() -> None:
+    known = catalogue.load().cases
+    failure = known[SLUG]
+    control = next(case for case in known.values() if case.kind != "failure")
+    accept._refuse(failure, [measured("clean"), measured("fires")])
+    accept._refuse(control, [measured("clean")])
+    with pytest.raises(ResultsError, match=r"fired in none of 2 attempts, here and in the baseline; last: because"):
+        accept._refuse(failure, [measured("clean", "other_error")])
+    with pytest.raises(ResultsError, match=r"fired in none of 0 attempts, here and in the baseline$"):
+        accept._refuse(failure, [{"arms": {"fix": {"attempts": [{"outcome": {"outcome": "fires"}}]}}}])
+
+
+def test_a_table_of_which_nothing_is_left_goes(tmp_path: Path) -> None:
+    own = SimpleNamespace(baseline=tmp_path / "baseline", expected=tmp_path / "deep" / "expected")
+    found = publication({}, [], [], "")
+    accept._publish(replace(found, tables={"gone": None, "kept": "case: kept\n"}), own)  # type: ignore[arg-type]
+    assert [path.name for path in own.expected.iterdir()] == ["kept.yaml"]
+    accept._publish(replace(found, tables={"kept": None}), own)  # type: ignore[arg-type]
+    assert not list(own.expected.iterdir())
+
+
+def put(folder: Path, **changes: Any) -> Path:
+    """A published document, as if it had been measured into ``folder``."""
+    (document,) = Store(BASELINE).documents(cases=[SLUG])
+    path = folder / f"{place(document)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in {**document, **changes}.items() if key != "path"}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    return path
+
+
+def test_what_is_accepted_and_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = SimpleNamespace(
+        baseline=tmp_path / "baseline", expected=tmp_path / "expected", is_shipped=True, folder=tmp_path
+    )
+    monkeypatch.setattr(accept, "project", SimpleNamespace(current=lambda: own))
+
+    def accepted(source: str, *more: str) -> tuple[int, str, str]:
+        code = main(["accept", f"case={SLUG}", "--reason", "measured anew", "--from", str(tmp_path / source), *more])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    (tmp_path / "empty").mkdir()
+    code, _, err = accepted("empty")
+    assert code == 2 and "holds no complete measurement of the selected cases" in err
+    (published,) = Store(BASELINE).documents(cases=[SLUG])
+    arms = dict(list(published["arms"].items())[:2])
+    put(tmp_path / "part", arms=arms, verdicts={arm: v for arm, v in published["verdicts"].items() if arm in arms})
+    assert "holds no complete measurement" in accepted("part")[2] and not own.baseline.exists()
+    put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
+    assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
+    put(tmp_path / "measured")
+    code, out, _ = accepted("measured", "--plan")
+    assert code == 0 and "1 documents to publish" in out and "review and commit" not in out
+    assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"
+    code, out, _ = accepted("measured")
+    assert (
+        code == 0 and "1 documents to publish" in out and f"review and commit: the documents in {own.baseline}" in out
+    )
+    assert "until now" not in out, "what is expected of it is what it shows"
+    (written,) = own.baseline.rglob("*.jsonl")
+    table = own.expected / f"{SLUG}.yaml"
+    said = table.read_text(encoding="utf-8")
+    assert f"case: {SLUG}" in said
+    os.utime(table, ns=(1, 1))
+    code, out, _ = accepted("measured")
+    assert code == 0 and "1 documents say what is published" in out and "to publish" not in out
+    assert table.stat().st_mtime_ns == 1, "what says the same is not written again"
+    table.write_text("somebody else's")
+    accepted("measured")
+    assert table.read_text(encoding="utf-8") == said, "and what somebody made of it is"
+    monkeypatch.setenv("REPRO_CONFIG_PATH", str(tmp_path / "conf"))
+    (tmp_path / "conf" / "case").mkdir(parents=True)
+    (tmp_path / "conf" / "case" / "bad.yaml").write_text("slug: bad\ntilte: x\n")
+    assert "note: left out: " in (said := accepted("measured")[2]) and "bad.yaml" in said
+    written.write_text("{")
+    code, _, err = accepted("measured")
+    assert code == 2 and "what is published is damaged: restore it first" in err and written.name in err
+    assert written.read_text() == "{", "and nothing was written"

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_engine import CATALOGUE, PROVENANCE, STACK
 
 from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import MeasureError
+from repro_matrix.hardware import Gpu, Machine, Profile
 from repro_matrix.judge.grade import Outcome
+from repro_matrix.planning.matrix import Cell
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.results.store import Store
 from repro_matrix.running import canary, session
+from repro_matrix.running.events import Summary
+from repro_matrix.running.given import Given
 
 
 def came_out(**changed: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -21,6 +30,7 @@ def came_out(**changed: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]
     return [
         {
             "case": case, "stack": {"name": "current"}, "hardware": {"profile": "cpu"},
+            "arms": {},
             "verdicts": {arm: {"name": found[arm][0], "met": found[arm][1], "reason": "because"} for arm in arms},
         }
         for case, arms in canary.PLANTED.items()
@@ -62,6 +72,84 @@ def test_they_are_not_of_the_catalogue() -> None:
         case = planted.cases[slug]
         assert case.launch.imports == ["torch", "transformers"] and planted.script(case).is_file()
         assert {*arms, "broken"} >= case.arms.keys() >= arms.keys()
+
+
+CARDS = tuple(Gpu(i, "NVIDIA A100-SXM4-80GB", f"GPU-{i}", 81920) for i in range(8))
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("cpu", "cpu", "gloo"),
+        Profile("gpu1", "cuda", "nccl", CARDS[:1]),
+        Profile("gpu1-shared", "cuda", "gloo", CARDS[:1], shared=True),
+        Profile("gpu2", "cuda", "nccl", CARDS[:2]),
+        Profile("a100x8", "cuda", "nccl", CARDS),
+    )
+}
+
+
+def given(*names: str) -> Given:
+    profiles = [PROFILES[name] for name in names]
+    machine = Machine(CARDS, None, "580.65.06", 8, 256.0, "linux")
+    return Given(CATALOGUE, RunSettings(), profiles, machine, {"current": STACK}, PROVENANCE, {})
+
+
+def asked(about: Given, ranks: dict[str, int]) -> list[CellPlan]:
+    """Something to launch on every profile."""
+    cells = [Cell("train-step", "qwen1.5-0.5b", "ddp", (), "current", name, count) for name, count in ranks.items()]
+    profiles = {profile.name: profile for profile in about.profiles}
+    return Planner(CATALOGUE, about.settings, profiles, about.machine, dict(about.stacks), {}).plan(cells)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("cpu", 2), ("gpu1-shared", 2), ("gpu2", 2), ("a100x8", 2), ("gpu1", 1)])
+def test_wherever_something_is_launched_they_can_be_launched_too(name: str, ranks: int) -> None:
+    """Two ranks on one card were skipped: every run on a machine with one GPU ended as if the harness were broken."""
+    about = given(name)
+    (plan,) = asked(about, {name: 2})
+    seen = []
+
+    def run(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+        seen.extend(plans)
+        return Summary(documents=came_out())
+
+    some = replace(plan, arms=[replace(arm, skip=None) for arm in plan.arms])  # what it is does not matter here
+    assert canary.look(about, [some], run, Store(Path("nowhere")), threading.Event()) is None
+    assert {each.cell.case for each in seen} == canary.PLANTED.keys()
+    assert [arm.skip for each in seen for arm in each.arms] == [None] * 4
+    assert {each.cell.ranks for each in seen} == {ranks}
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_cards_that_others_use_are_no_broken_harness(free: int) -> None:
+    about = given("cpu", "gpu2")
+    looked: list[set[tuple[str, int]]] = []
+
+    def run(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+        looked.append({(plan.cell.hardware, int(plan.cell.ranks)) for plan in plans})
+        documents = []
+        for plan in plans:
+            documents += [one for one in came_out() if one["case"] == plan.cell.case]
+            documents[-1]["hardware"] = {"profile": plan.cell.hardware}
+            if plan.cell.hardware == "gpu2" and plan.cell.ranks > free:
+                documents[-1] |= lacking(documents[-1], "cards")
+        return Summary(documents=documents)
+
+    plans = asked(about, {"cpu": 2, "gpu2": 2})
+    assert canary.look(about, plans, run, Store(Path("nowhere")), threading.Event()) is None
+    assert looked[0] == {("cpu", 2), ("gpu2", 2)}
+    assert looked[1:] == ([] if free == 2 else [{("gpu2", 1)}])
+
+    def broken(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+        return Summary(documents=[one | lacking(one, "device") for one in came_out()])
+
+    told = canary.look(about, plans, broken, Store(Path("nowhere")), threading.Event())
+    assert told and told.count("planted") == 3, "any other kind is"
+
+
+def lacking(document: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What a document says where no attempt could be launched."""
+    attempt = {"outcome": {"outcome": "infra", "reason": "because", "infra": kind}}
+    nothing = {"name": "INCONCLUSIVE", "met": [], "reason": "infra"}
+    return {"arms": {"any": {"attempts": [attempt]}}, "verdicts": dict.fromkeys(document["verdicts"], nothing)}
 
 
 @pytest.mark.ranks

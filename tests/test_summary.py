@@ -102,7 +102,7 @@ def test_a_catalogue_that_is_wholly_new_is_told_by_case() -> None:
 def test_what_came_in_between_is_read_where_a_launched_arm_gave_no_answer() -> None:
     """It was "NEW: INCONCLUSIVE", and its reason in the documents only."""
     said = shown(cell("INCONCLUSIVE", "unset"), cell("INCONCLUSIVE", "unset", case="other"), cell(case="quiet"))
-    assert said[1:3] == ["NO ANSWER, though it was launched: 2 arms", "   2  because [2 cases]"]
+    assert said[1:3] == ["NO ANSWER: 2 arms", "   2  because [2 cases]"]
     assert not [line for line in said if line.startswith("NEW")]
     assert "NO ANSWER" not in "".join(shown(cell("INCONCLUSIVE", "expected")))
 

@@ -30,7 +30,7 @@ from repro_matrix.running.given import Given
 
 NONE: dict[str, dict[str, Any]] = {
     "model": {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}},
-    "strategy": {"slug": "none", "title": "no strategy", "promises": {"collectives": ["reduce"]}},
+    "strategy": {"slug": "none", "title": "no strategy", "shared": True, "promises": {"collectives": ["reduce"]}},
 }
 # case -> arm -> (verdict, what it must have met)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
@@ -53,13 +53,15 @@ def catalogue(of: Catalogue, imports: Sequence[str] = ()) -> Catalogue:
     return Catalogue(cases, models, strategies, of.stacks, of.hardware, raw_of, REPROS)
 
 
-def plans(planted: Catalogue, given: Given, of: Iterable[CellPlan]) -> list[CellPlan]:
-    """The planted cells on every stack and profile that the run launches something on."""
+def plans(planted: Catalogue, given: Given, of: Iterable[CellPlan], ranks: Mapping[str, int]) -> list[CellPlan]:
+    """The planted cells on every stack and profile of ``ranks`` (profile -> how many) that the run launches something
+    on."""
     used = dict.fromkeys((arm.stack, plan.profile.name) for plan in of for arm in plan.arms if not arm.skipped)
     profiles: dict[str, Profile] = {profile.name: profile for profile in given.profiles}
     cells = [
-        Cell(case, "none", "none", (), stack, name, 2 if _two(profiles[name]) else 1)
+        Cell(case, "none", "none", (), stack, name, ranks[name])
         for stack, name in used
+        if name in ranks
         for case in planted.cases
     ]
     settings = RunSettings(env=dict(given.settings.env))
@@ -108,11 +110,22 @@ def look(
     ``store``: of their documents, which nobody keeps. Nothing is planted where nothing is launched.
     """
     planted = catalogue(given.catalogue, usual_imports(given.catalogue, of))
-    own = plans(planted, given, of)
-    if not own:
-        return None
-    summary = run(replace(given, catalogue=planted, history={}), own, store, lambda event: None)
-    if stop.is_set():
-        return None
-    found = wrong(summary.documents) or ([summary.problem] if summary.problem else [])
-    return "the harness itself is broken here, nothing was measured: " + "; ".join(found) if found else None
+    given = replace(given, catalogue=planted, history={})
+    ranks = {profile.name: 2 if _two(profile) else 1 for profile in given.profiles}
+    while own := plans(planted, given, of, ranks):
+        summary = run(given, own, store, lambda event: None)
+        if stop.is_set():
+            return None
+        lacking = [document for document in summary.documents if _lacks_cards(document)]
+        found = wrong(document for document in summary.documents if document not in lacking)
+        if found or summary.problem:
+            return "the harness itself is broken here, nothing was measured: " + "; ".join(found or [str(summary.problem)])
+        # Others are on the cards. What needs as many will say so; what needs fewer is planted with fewer.
+        fewer = {document["hardware"]["profile"] for document in lacking}
+        ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
+    return None
+
+
+def _lacks_cards(document: Mapping[str, Any]) -> bool:
+    attempts = (attempt for arm in document["arms"].values() for attempt in arm["attempts"])
+    return any((attempt.get("outcome") or {}).get("infra") == "cards" for attempt in attempts)

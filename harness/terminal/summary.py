@@ -52,7 +52,7 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
     silent = [row for row in rows if _no_answer(row)]
     if silent:
         yield ""
-        yield f"NO ANSWER, though it was launched: {_arms(len(silent))}"
+        yield f"NO ANSWER: {_arms(len(silent))}"
         yield from _reasons(silent, width)
     new = [r for r in rows if r["expected"] == "unset" and r["attempts"] and r["verdict"] and not _no_answer(r)]
     if new:
