@@ -20,7 +20,6 @@ from repro_matrix.results.store import Store
 from repro_matrix.verbs import accept
 from repro_matrix.verbs.accept import _portable, _usable
 
-
 SLUG = "fsdp2-mixed-dtensor"
 
 

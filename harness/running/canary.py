@@ -119,7 +119,9 @@ def look(
         lacking = [document for document in summary.documents if _lacks_cards(document)]
         found = wrong(document for document in summary.documents if document not in lacking)
         if found or summary.problem:
-            return "the harness itself is broken here, nothing was measured: " + "; ".join(found or [str(summary.problem)])
+            return "the harness itself is broken here, nothing was measured: " + "; ".join(
+                found or [str(summary.problem)]
+            )
         # Others are on the cards. What needs as many will say so; what needs fewer is planted with fewer.
         fewer = {document["hardware"]["profile"] for document in lacking}
         ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
