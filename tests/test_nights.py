@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import document, exception, failed, observation, ok
+from judging import NORM, document, exception, failed, observation, ok
 
 from repro_matrix import cli
 from repro_matrix.conf.errors import ResultsError
@@ -108,6 +108,11 @@ def write(root: Path, arms: dict[str, Any], started: float, **changes: Any) -> P
     made["provenance"]["started"] = started
     path = root / "cpu" / "s" / made["case"] / f"{made['model']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in made["arms"]["broken"]["attempts"]:
+        raised = attempt["observation"]["ranks"][0]["record"]["exception"]
+        if raised:
+            first = {"rank": 0, "type": raised["type"], "message": raised["message"], "where": ""}
+            attempt["outcome"]["primary"] = first
     path.write_text(json.dumps(made))
     return root
 
@@ -133,6 +138,13 @@ def test_a_case_is_a_strip_in_the_order_of_its_nights(folder: Path, capsys: pyte
     told = json.loads(capsys.readouterr().out)
     assert [n["name"] for n in told["nights"]] == ["monday", "thursday"] and told["strips"][0]["letters"] == "fe"
     assert told["strips"][0]["changes"] == [{"night": "thursday", "before": "monday"}]
+    monday, thursday = told["strips"][0]["entries"]
+    assert monday["document"] == str(folder / "monday/cpu/s/some-case/m.json")
+    assert thursday["error_at"] == f"{NORM['file']}:1" and Path(thursday["document"]).is_file()
+    assert cli.main(["history", "--compact", "0", str(folder)]) == 0 and capsys.readouterr()
+    assert cli.main(["history", "some-case", str(folder), "--json"]) == 0
+    (strip,) = json.loads(capsys.readouterr().out)["strips"]
+    assert {(entry["document"], entry["error_at"]) for entry in strip["entries"]} == {(None, None)}, "it is gone"
 
 
 def test_a_folder_without_results_is_no_night(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

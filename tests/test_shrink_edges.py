@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from judging import NORM, failed
 
 from repro_matrix import cli
 from repro_matrix.bisection.labels import Answer as Said
@@ -199,7 +200,7 @@ class Fake:
             "outcome": "fires" if fires else "clean", "reason": "", "recognised": seen if fires else [],
             "primary": primary if fires else None, "failed": [], "otherwise": None,
         }  # fmt: skip
-        attempt = {"outcome": outcome, "observation": {"attempt": {"wall_s": 1.0}, "ranks": []}}
+        attempt = {"outcome": outcome, "observation": {"attempt": {"wall_s": 1.0}, "ranks": [failed(0)]}}
         self.stored[key] = {"attempts": [attempt] * repeat}
         return self.stored[key], 1
 
@@ -223,6 +224,10 @@ def test_a_script_becomes_a_smaller_file_beside_it(
     kept = [line for line in data["lines"]["text"].splitlines() if line.strip()]
     assert kept == ["import sys", 'raise ValueError("no")']
     assert [each["answer"] for each in data["lines"]["alone"]] == ["clean", "clean"]  # leaving out either makes it go
+    at = f"{NORM['file']}:1"
+    assert data["error_at"] == at and data["document"], "of what is left"
+    for asked in (*data["questions"], *data["lines"]["questions"], *data["lines"]["alone"]):
+        assert asked["document"] and asked["error_at"] == (at if asked["answer"].startswith("fires") else None)
     assert (here / "s.py").read_text() == SCRIPT
     assert sorted(path.name for path in here.iterdir()) == ["s.py", "s.shrunk.py"]  # nothing else stays
     before = fake.launched

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from repro_matrix.conf.schema import OutcomeName, VerdictName
 from repro_matrix.diff.brief import ArmBrief, Brief, latest
@@ -19,10 +19,18 @@ SCHEMA = 2  # 1: a cell was said in a sentence, where, and not by its axes
 _ARM = ("verdict", "kinds", "met", "text", "skipped", "expected")  # of an ArmBrief, in this order
 
 
+class Evidence(NamedTuple):
+    """``error_at``: arm -> file:line of its failure."""
+
+    document: str
+    error_at: Mapping[str, str | None]
+
+
 @dataclass(frozen=True)
 class Night:
     """``stacks``: name -> versions. ``cells``: "hardware stack key" -> case, axes, control and arms. ``code``: the
-    exit code of its run, where that is known: 0 is green."""
+    exit code of its run, where that is known: 0 is green. ``evidence``: of these cells, while their documents are
+    there; it is not kept with the night."""
 
     name: str
     started: float
@@ -30,6 +38,7 @@ class Night:
     code: int | None = None
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    evidence: Mapping[str, Evidence] = field(default_factory=dict, compare=False)
 
     @property
     def green(self) -> bool:
@@ -53,7 +62,11 @@ def of_briefs(name: str, briefs: Iterable[Brief], code: int | None = None) -> Ni
     stacks = {b.stack: dict(b.versions) for b in found}
     commits = {b.commit for b in found}
     started = max((b.started for b in found), default=0.0)
-    return Night(name, started, commits.pop() if len(commits) == 1 else None, code, stacks, cells)
+    evidence = {
+        f"{b.hardware} {b.stack} {b.key}": Evidence(b.path, {name: arm.error_at for name, arm in b.arms.items()})
+        for b in found
+    }
+    return Night(name, started, commits.pop() if len(commits) == 1 else None, code, stacks, cells, evidence)
 
 
 def _told(arm: ArmBrief) -> list[Any]:
@@ -98,7 +111,7 @@ def briefs_of(night: Night) -> list[Brief]:
 
 
 def to_json(night: Night) -> dict[str, Any]:
-    return {"schema": SCHEMA, **vars(night)}
+    return {"schema": SCHEMA, **{key: value for key, value in vars(night).items() if key != "evidence"}}
 
 
 def _first(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +132,8 @@ def from_json(data: Mapping[str, Any]) -> Night:
         raise ValueError(f"schema {data['schema']}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
     try:
         said = {key: value for key, value in data.items() if key != "schema"}
+        if "evidence" in said:
+            raise ValueError("evidence: lies in a night's own folder, and nowhere else")
         made = Night(**(_first(said) if data["schema"] == 1 else said))
         for at, cell in made.cells.items():
             for name, told in cell["arms"].items():

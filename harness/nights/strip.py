@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from repro_matrix.diff.brief import ArmBrief, placed
@@ -34,6 +34,8 @@ class Entry:
     attempts: int = 0
     otherwise: int = 0
     told: str = ""
+    document: str | None = None  # while it is there
+    error_at: str | None = None  # file:line
 
     @property
     def letter(self) -> str:
@@ -114,9 +116,18 @@ def strips(nights: Sequence[Night], case: str | None = None) -> list[Strip]:
     for at, cell in sorted(cells.items(), key=lambda item: (item[1]["case"], item[0])):
         for arm in arms[at]:
             told = [n.cells.get(at, {}).get("arms", {}).get(arm) for n in nights]
-            entries = tuple(ABSENT if one is None else entry(arm_of(one)) for one in told)
+            entries = tuple(
+                ABSENT if one is None else _placed(entry(arm_of(one)), night, at, arm)
+                for one, night in zip(told, nights)
+            )
             found.append(Strip(cell["case"], tuple(cell["axes"]), cell["hardware"], cell["stack"], arm, entries))
     return found
+
+
+def _placed(entry: Entry, night: Night, at: str, arm: str) -> Entry:
+    """The same with its evidence, where the night still has it."""
+    seen = night.evidence.get(at)
+    return replace(entry, document=seen.document or None, error_at=seen.error_at.get(arm)) if seen else entry
 
 
 def lines(nights: Sequence[Night], found: Sequence[Strip]) -> Iterator[str]:
@@ -183,7 +194,8 @@ def as_json(nights: Sequence[Night], found: Iterable[Strip]) -> dict[str, Any]:
                 "case": s.case, "where": s.where, "hardware": s.hardware, "stack": s.stack, "arm": s.arm,
                 "letters": s.letters, "otherwise": s.flaky[0], "attempts": s.flaky[1],
                 "entries": [
-                    {"verdict": e.name, "met": list(e.met), "attempts": e.attempts, "otherwise": e.otherwise}
+                    {"verdict": e.name, "met": list(e.met), "attempts": e.attempts, "otherwise": e.otherwise,
+                     "error_at": e.error_at, "document": e.document}
                     for e in s.entries
                 ],
                 "changes": [{"night": nights[t.night].name, "before": nights[t.before].name} for t in s.turns],

@@ -23,7 +23,8 @@ def settings(search: Search, shrunk: Shrunk) -> Json:
         "questions": [
             {
                 "changed": {k.name: value for k, value in zip(search.knobs, config) if value != k.given},
-                "answer": found.words, "document": found.document, "attempts": found.attempts,
+                "answer": found.words, "error_at": found.said.error_at, "document": found.document,
+                "attempts": found.attempts,
             }
             for config, found in search.asked.items()
         ],
@@ -55,9 +56,10 @@ def _varied(search: Search, shrunk: Shrunk, index: int) -> Json:
 
 def _evidence(found: Asked | None) -> Json:
     if found is None:
-        return {"answer": "not asked", "brief": "not asked", "known": None, "document": None}
+        return {"answer": "not asked", "brief": "not asked", "known": None, "error_at": None, "document": None}
     return {
-        "answer": found.words, "brief": found.brief, "known": found.answer is not None, "document": found.document,
+        "answer": found.words, "brief": found.brief, "known": found.answer is not None,
+        "error_at": found.said.error_at, "document": found.document,
     }  # fmt: skip
 
 

@@ -329,6 +329,7 @@ def _told(
     env = [f"env.{name}={value}" for name, value in made.env.items()]
     data |= {
         "command": ["repro", "run", *env, f"stack={stack.name}", *options_, "--", *shlex.split(shown)],
+        "error_at": final.said.error_at,
         "document": final.document,
         "confirmed": f"{final.said.fired} of {final.said.counted}",
     }
@@ -348,13 +349,13 @@ def _lines(found: Lines, pruned: Pruned, text: str, out: Path | None) -> dict[st
             {
                 "line": found.source.elements[node].first,
                 "text": every[found.source.elements[node].first - 1].strip(),
-                "answer": found.asked[found.source.tree.closed(pruned.kept - {node})].words,
-                "document": found.asked[found.source.tree.closed(pruned.kept - {node})].document,
+                "answer": each.words, "error_at": each.said.error_at, "document": each.document,
             }
             for node in alone.values()
+            if (each := found.asked[found.source.tree.closed(pruned.kept - {node})])
         ],
         "questions": [
-            {"elements": len(kept), "answer": each.words, "document": each.document}
+            {"elements": len(kept), "answer": each.words, "error_at": each.said.error_at, "document": each.document}
             for kept, each in found.asked.items()
         ],
     }  # fmt: skip

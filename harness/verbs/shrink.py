@@ -74,7 +74,7 @@ def _of_case(args: argparse.Namespace) -> int:
         "what": f"{args.case} on {stack.name}", "failure": first.said.detail, "references": case.references,
         "stack": {"name": stack.name, "versions": dict(stack.versions)},
         "command": asker.command(shrunk.config),
-        "overrides": asker.overrides(shrunk.config), "document": final.document,
+        "overrides": asker.overrides(shrunk.config), "error_at": final.said.error_at, "document": final.document,
         "confirmed": f"{final.said.fired} of {final.said.counted}",
     }  # fmt: skip
     return finish(args, search, shrunk, data)
