@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from judging import document, observation, ok
 
 from repro_matrix import cli
+from repro_matrix.conf import overrides
 from repro_matrix.conf.errors import ConfigError, ResultsError
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.running import session, shards
@@ -56,7 +57,10 @@ def test_a_session_has_its_part_of_the_selection() -> None:
     assert sorted(keys[0]) == sorted(keys[1] + keys[2]) and keys[1] and keys[2]
     for number, each in enumerate(parts, 1):
         assert each.shard and (each.shard["shard"], each.shard["selection"]) == (number, sorted(texts))
+        assert each.shard["repeat"] == {plan.cell.case: 1 for plan in each.plans}
     assert whole.shard is None
+    nightly = session.prepare([*texts, "+matrix=nightly", "shard=1/2"], build_stacks=False).shard
+    assert nightly and set(nightly["repeat"].values()) == {3}, "as the named matrix says"
 
 
 def made(root: Path, number: int, cells: list[str], complete: bool = True, **changed: Any) -> Path:
@@ -64,7 +68,8 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     folder = root / f"part-{number}"
     listed = [Cell(name, "m", "ddp", (), "current", "cpu") for name in cells]
     stack = SimpleNamespace(versions={"torch": changed.get("torch", "2.13.0")})
-    said = shards.manifest((number, changed.get("of", 2)), [*changed.get("texts", ["case=c*"]), "jobs=3"], listed)
+    line = overrides.parse([*changed.get("texts", ["case=c*"]), "jobs=3"])
+    said = shards.manifest((number, changed.get("of", 2)), line, dict.fromkeys(cells, changed.get("repeat", 1)), listed)
     said_commit = changed.get("commit", "c0ffee")
     shards.write(folder, said, {"current": stack}, (said_commit, changed.get("dirty", False)))
     for cell in listed[: None if complete else -1]:
@@ -121,7 +126,7 @@ def test_what_an_earlier_run_left_in_the_folder_is_not_the_parts(
 
 
 def test_a_part_that_was_asked_for_three_attempts_is_not_whole_with_one(tmp_path: Path) -> None:
-    asked = {"texts": ["case=c*", "repeat=3"]}
+    asked = {"texts": ["case=c*"], "repeat": 3}
     assert merge(made(tmp_path, 1, ["a"], **asked), made(tmp_path, 2, ["b"], **asked), to=tmp_path / "all") == 3
 
 

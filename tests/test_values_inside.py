@@ -102,6 +102,41 @@ def test_what_reads_overrides_is_a_door() -> None:
     assert {name for name in found if not name.startswith("verbs/")} == DOORS
 
 
+# -- nor takes one apart
+
+TAKEN = {  # NAME=VALUE that is no override
+    "judge/expect.py",  # a cell of results/expected: model/strategy/flag=value
+    "shrink/words.py",  # the arguments of somebody's own script
+}
+
+
+def taken_apart(source: str) -> list[str]:
+    """Where a text is split at its ``=``, or asked which key it begins with."""
+    found = []
+    for each in ast.walk(ast.parse(source)):
+        if not isinstance(each, ast.Call) or not isinstance(each.func, ast.Attribute) or not each.args:
+            continue
+        first = each.args[0].value if isinstance(each.args[0], ast.Constant) else None
+        splits = each.func.attr in ("partition", "rpartition", "split", "rsplit") and first == "="
+        begins = (
+            each.func.attr in ("startswith", "removeprefix") and isinstance(first, str) and WRITTEN.fullmatch(first)
+        )
+        if splits or begins:
+            found.append(f"{each.lineno}: {ast.unparse(each)}")
+    return found
+
+
+def test_no_module_takes_an_override_apart() -> None:
+    """But for the verbs, whose words they are, and what reads the files and options of conf/."""
+    found = {name for name, text in _modules() if not name.startswith("verbs/") and taken_apart(text)}
+    assert found == TAKEN
+
+
+@pytest.mark.parametrize("code", ["text.partition('=')[2]", "t.startswith('repeat=')", "x.split('=', 1)"])
+def test_such_a_module_is_seen_too(code: str) -> None:
+    assert taken_apart(code)
+
+
 # -- those that ask again
 
 

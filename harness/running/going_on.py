@@ -24,11 +24,11 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     line = overrides.parse(texts)
     named = compose_run(line.run).results
     root = Path(named).expanduser() if named else session.scratch()
-    chosen = selection(texts)
+    chosen = selection(line)
     runs.sound(root)
     if chosen:
         known = runs.listed(root)
-        alike = [run for run in known if selection(run.texts) == chosen] or known
+        alike = [run for run in known if _selection(run.texts) == chosen] or known
         return list(texts), None if named or not alike else alike[-1].folder
     found = runs.read(root) if named else runs.unfinished(root)
     if found is None and not named:
@@ -41,6 +41,14 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     given = {key for key, _ in line.words}
     kept = [text for key, text in overrides.parse(found.texts).words if key not in given]
     return [*kept, *texts], None if named else found.folder
+
+
+def _selection(texts: Sequence[str]) -> list[str] | None:
+    """Of a run's stored command line; None where today's grammar does not take it."""
+    try:
+        return selection(overrides.parse(texts))
+    except ConfigError:
+        return None
 
 
 @contextlib.contextmanager

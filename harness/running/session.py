@@ -164,7 +164,8 @@ def prepare(
     prepared.unusable = wanted.unusable
     prepared.planned, prepared.unplanned = planned, wanted.unplanned
     if part:
-        prepared.shard = shards.manifest(part, asked.texts, cells)
+        repeat = {slug: settings.repeat or catalogue.cases[slug].repeat for slug in {cell.case for cell in cells}}
+        prepared.shard = shards.manifest(part, asked.selections[0], repeat, cells)
     prepared.left = left
     prepared.left_out = [*asked.left_out, *not_believed]
     prepared.elsewhere = {why: len(found) for why, found in placed.elsewhere.items()}

@@ -18,12 +18,14 @@ from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.conf.overrides import Selection
 from repro_matrix.planning.matrix import Cell, arms_of
 from repro_matrix.results.store import Document, Store, document_of, write_text
 from repro_matrix.running.recorded import UNKNOWN_S, Recorded, recorded
 
 # What may differ between the parts of one run: where the results go, and how a machine works.
 OF_THE_MACHINE = ("shard", "results", "jobs", "keep", "launcher", "order", "min_measured")
+KEYS = ("shard", "of", "selection", "repeat", "cells", "commit", "changed", "stacks")  # of a part's file
 SUFFIX = ".manifest"  # of a part's file in its results folder
 
 
@@ -73,15 +75,20 @@ def part(cells: Sequence[Cell], shard: tuple[int, int], seconds: Mapping[Cell, f
     return [cell for cell in cells if cell in mine]
 
 
-def selection(texts: Iterable[str]) -> list[str]:
-    """Of a command line's overrides: what says what is measured, and not where or how."""
-    return sorted(text for text in texts if text.partition("=")[0] not in OF_THE_MACHINE)
+def selection(line: Selection) -> list[str]:
+    """Of a command line what says what is measured, and not where or how: as it was written, to be pasted."""
+    return sorted(text for key, text in line.words if key not in OF_THE_MACHINE)
 
 
-def manifest(shard: tuple[int, int], texts: Sequence[str], cells: Iterable[Cell]) -> dict[str, Any]:
-    """What a part says of itself: which it is, of what, and its cells."""
+def manifest(
+    shard: tuple[int, int], line: Selection, repeat: Mapping[str, int], cells: Iterable[Cell]
+) -> dict[str, Any]:
+    """What a part says of itself: which it is, of what, and its cells. ``repeat``: case -> attempts of an arm."""
     names = sorted([cell.hardware, cell.stack, cell.key] for cell in cells)
-    return {"schema": 1, "shard": shard[0], "of": shard[1], "selection": selection(texts), "cells": names}
+    return {
+        "schema": 1, "shard": shard[0], "of": shard[1], "selection": selection(line), "repeat": dict(repeat),
+        "cells": names,
+    }  # fmt: skip
 
 
 def write(root: Path, found: Mapping[str, Any], stacks: Mapping[str, Any], commit: tuple[str | None, bool]) -> None:
@@ -109,8 +116,9 @@ def read(root: Path) -> dict[str, Any]:
         found["shard"], found["of"] = int(found["shard"]), int(found["of"])
         if any(len(cell) != 3 for cell in found["cells"]):
             raise ValueError("a cell is no hardware, stack and key")
-        return {key: found[key] for key in ("shard", "of", "selection", "cells", "commit", "changed", "stacks")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found["repeat"] = {str(case): int(count) for case, count in found["repeat"].items()}
+        return {key: found[key] for key in KEYS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(f"{files[0]}: damaged: {type(error).__name__}: {error}") from None
 
 
@@ -189,8 +197,7 @@ def _not_of(document: Document, part: Mapping[str, Any]) -> str:
         return f"measured at another commit: {made['git_commit']}"
     if document["stack"]["versions"] != part["stacks"].get(document["stack"]["name"]):
         return "measured with other versions"
-    asked = [text.partition("=")[2] for text in part["selection"] if text.startswith("repeat=")]
-    least = int(asked[-1]) if asked else 1
+    least = part["repeat"].get(document["case"], 1)
     arms = document["arms"].values()
     if not document["complete"] or any(not arm["skipped"] and len(arm["attempts"]) < least for arm in arms):
         return "not complete"
