@@ -49,15 +49,15 @@ SLOW = (
 # Module -> its fast tests, those that see most first.
 _GRADE = ("test_judge_edges", "test_own_mistakes", "test_grade", "test_checks", "test_place")
 MODULES: dict[str, tuple[str, ...]] = {
-    "harness/judge/again.py": ("test_again", "test_facts", "test_comparable"),
+    "harness/judge/again.py": ("test_judge_edges", "test_again", "test_facts", "test_comparable"),
     "harness/judge/checks.py": ("test_judge_edges", "test_checks", "test_grade"),
     "harness/judge/claims.py": ("test_claims", "test_comparable"),
     "harness/judge/collectives.py": (
         "test_judge_edges",
         "test_hang",
     ),
-    "harness/judge/comparable.py": ("test_comparable", "test_facts"),
-    "harness/judge/conditions.py": ("test_conditions", "test_claims"),
+    "harness/judge/comparable.py": ("test_judge_edges", "test_comparable", "test_facts"),
+    "harness/judge/conditions.py": ("test_judge_edges", "test_conditions", "test_claims"),
     "harness/judge/evidence.py": (
         "test_judge_edges",
         "test_place",
@@ -66,9 +66,12 @@ MODULES: dict[str, tuple[str, ...]] = {
         "test_grade",
         "test_hang",
     ),
-    "harness/judge/expect.py": ("test_expect", "test_met", "test_facts"),
+    "harness/judge/expect.py": ("test_judge_edges", "test_expect", "test_met", "test_facts"),
     "harness/judge/facts.py": ("test_facts",),
-    "harness/judge/foreign.py": ("test_signature_parts",),
+    "harness/judge/foreign.py": (
+        "test_judge_edges",
+        "test_signature_parts",
+    ),
     "harness/judge/genuine.py": ("test_judge_edges", "test_lies", "test_checks"),
     "harness/judge/grade.py": _GRADE,
     "harness/judge/in_force.py": ("test_judge_edges", "test_in_force", "test_own_mistakes"),
@@ -77,11 +80,14 @@ MODULES: dict[str, tuple[str, ...]] = {
         "test_hang",
     ),
     "harness/judge/met.py": ("test_met", "test_expect"),
-    "harness/judge/metrics.py": ("test_claims",),
+    "harness/judge/metrics.py": (
+        "test_judge_edges",
+        "test_claims",
+    ),
     "harness/judge/own.py": ("test_own_mistakes", "test_grade"),
     "harness/judge/peers.py": ("test_judge_edges", "test_signature", "test_grade"),
     "harness/judge/publishable.py": ("test_publishable", "test_accept"),
-    "harness/judge/runs_here.py": ("test_in_force", "test_claims"),
+    "harness/judge/runs_here.py": ("test_judge_edges", "test_in_force", "test_claims"),
     "harness/judge/signature.py": (
         "test_judge_edges",
         "test_signature",
@@ -105,6 +111,12 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 # (module, what the mutant does, the line's text) -> why nothing can, or need, notice it.
 EXPLAINED: dict[tuple[str, str, str], str] = {
+    ("harness/judge/signature.py", "returns None", "return False"): "only whether it is true is looked at",
+    (
+        "harness/judge/conditions.py",
+        "LtE -> Lt",
+        "if version <= low[1]:",
+    ): "the end of the first range is in it: the line below says the same of it",
     (
         "harness/judge/peers.py",
         "0 -> 1",

@@ -25,11 +25,12 @@ from judging import (
 )  # fmt: skip
 
 from repro_matrix.cell import doubt as doubt_of
-from repro_matrix.conf.schema import Signature
-from repro_matrix.judge import genuine, in_force, looks
+from repro_matrix.conf.schema import Signature, Strategy
+from repro_matrix.judge import again, foreign, genuine, in_force, looks, metrics
 from repro_matrix.judge.checks import judged, same
 from repro_matrix.judge.collectives import Entry, Standing, family, mismatches, never_meet, standing
 from repro_matrix.judge.comparable import comparable
+from repro_matrix.judge.conditions import Point, rules
 from repro_matrix.judge.evidence import (
     NO_RECORD,
     Attempt,
@@ -44,6 +45,8 @@ from repro_matrix.judge.evidence import (
 )
 from repro_matrix.judge.grade import Outcome, failed_checks, grade, same_release
 from repro_matrix.judge.peers import died_of, failure_of, failures_of, is_peer_error
+from repro_matrix.judge.expect import _value
+from repro_matrix.judge.runs_here import Grounds
 from repro_matrix.judge.signature import matches, near_misses
 
 # -- checks
@@ -993,3 +996,102 @@ def test_measurements_are_alike_in_what_was_set() -> None:
     assert comparable(one, dict(one)) is None
     assert comparable(one, {**one, "strategy": {"slug": "ddp", "options": {}}}) is not None
     assert comparable(one, {**one, "steps": 4}) is not None
+
+
+# -- the rest, a place each
+
+
+def test_what_was_judged_before_is_only_this_very_documents() -> None:
+    """``id`` is used again as soon as a document is gone."""
+    one = document({"broken": [("fires", observation(failed(0)))], "fix": [("clean", observation(ok(0), ok(1)))]}, {})
+    cases = {one["case"]: CASE}
+    mine = again.outcomes_of(one, CASE, cases)  # type: ignore[arg-type]
+    kept: again.Graded = {id(one): (one, None)}  # type: ignore[dict-item]
+    assert again._once(one, CASE, cases, kept) == mine and kept[id(one)] == (one, mine)  # type: ignore[arg-type]
+    kept = {id(one): (one, {"fix": []})}  # type: ignore[dict-item]
+    assert again._once(one, CASE, cases, kept) == {"fix": []}, "what is kept is taken"  # type: ignore[arg-type]
+    kept = {id(one): ({**one}, {"fix": []})}  # type: ignore[dict-item, typeddict-item]
+    assert again._once(one, CASE, cases, kept) == mine  # type: ignore[arg-type]
+    assert again._plain("2.2.0+cu118 (x/y)") == "2.2.0+cu118__x_y_"
+
+
+def test_a_recorder_is_not_taken_for_complete() -> None:
+    """Then a rank whose record nobody has would be "at collective 0", and every other one ahead of it."""
+    assert Standing(0, entries=()).last(("default",)) is None  # type: ignore[arg-type]
+    assert Standing(0, entries=(), complete=True).last(("default",)) == 0  # type: ignore[arg-type]
+
+
+def test_other_weights_are_called_so() -> None:
+    theirs = {"model": {"slug": "m", "weights": "hub"}}
+    assert str(comparable({"model": {"slug": "m", "weights": "random"}}, theirs)).startswith("weights ")  # type: ignore[typeddict-item, arg-type]
+    assert str(comparable({"model": {"slug": "n", "weights": "hub"}}, theirs)).startswith("model slug ")  # type: ignore[typeddict-item, arg-type]
+
+
+def test_one_rank_calls_no_collectives() -> None:
+    assert force({"collectives": {"got": {}}}, {"parameters": "whole", "collectives": ["all_reduce"]}, ranks=1) is None
+
+
+def test_just_what_was_promised_is_enough() -> None:
+    shares = in_force._shares
+    assert shares("gradients", "shard", [0.4, 0.5], 2, 2) is None, "the whole is nine tenths"
+    assert "hold 89%" in str(shares("gradients", "shard", [0.4, 0.49], 2, 2))
+    bound = in_force.SHARE / 2 + in_force.SPARE
+    assert shares("gradients", "shard", [bound, bound], 2, 2) is None
+    assert "was promised" in str(shares("gradients", "shard", [bound, bound + 0.01], 2, 2))
+
+
+@pytest.mark.parametrize(("key", "told"), [("stack", "stuck"), ("entered", "stuck"), ("other", "unknown")])
+def test_a_hang_is_known_by_a_backtrace_or_by_collectives(key: str, told: str) -> None:
+    look = {"at_s": 1.0, "io": 0, "cpu_s": 1.0, key: []}
+    assert looks.of_rank(look, {**look, "at_s": 21.0}) == told  # type: ignore[arg-type]
+
+
+def test_a_skipped_arm_has_no_figure_and_says_why() -> None:
+    cell: Any = {"arms": {"fix": {"skipped": "no card", "attempts": []}}}
+    assert metrics.figure(cell, "fix", "loss") == (None, "arm fix skipped: no card")
+    assert metrics.figure(cell, "other", "loss") == (None, "arm other was not run")
+
+
+def test_a_control_that_fails_is_never_excused() -> None:
+    """What it cannot run on is said by its own verdict; else no control would ever be unhealthy."""
+    arm = {"attempts": [{"outcome": {"outcome": "other_error"}}], "settings": {"strategy": {"slug": "s"}}}
+    here = {
+        "kind": "control", "strategy": "s", "model": "m", "case": "c", "key": "",
+        "stack": {"name": "current", "versions": {"torch": "2.13.0"}, "label": "l"}, "arms": {"control": arm},
+        "hardware": {"accelerator": "cpu", "profile": "cpu"},
+    }  # fmt: skip
+    needs = Strategy(slug="s", title="s", requires=["torch>=99"], promises={"parameters": "whole"})
+    grounds = Grounds([], {"s": needs})  # type: ignore[arg-type]
+    assert grounds.cannot_run("control", here) is None  # type: ignore[arg-type]
+    assert grounds.cannot_run("control", {**here, "kind": "failure"})  # type: ignore[arg-type]
+
+
+def test_a_file_on_windows_is_in_a_package_too() -> None:
+    assert dotted("C:\\env\\Lib\\site-packages\\torch\\nn\\functional.py") == ("torch.nn.functional",)
+
+
+def test_a_message_is_quoted_by_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = foreign.foreign_messages()[0]
+    monkeypatch.setattr(foreign, "matched", lambda case, signature: [f"first\nsecond{item.message}"])
+    assert str(foreign.too_wide(CASE)).endswith("that are not its failure: 'first'")
+
+
+def test_flags_with_several_values_are_the_same_in_any_order() -> None:
+    assert _value("{b: 1, a: 2}") == _value('{"a": 2, "b": 1}') != _value("{b: 2, a: 1}")
+
+
+def test_a_release_between_two_ranges_is_of_neither() -> None:
+    points = [Point(holds, {}, {"torch": version}) for version, holds in (("2.0", True), ("2.2", False), ("2.4", True))]
+    (rule, *_) = rules(points)
+    said = {version: rule.says(Point(True, {}, {"torch": version})) for version in ("1.9", "2.0", "2.1", "2.2", "2.5")}
+    assert said == {"1.9": True, "2.0": True, "2.1": None, "2.2": False, "2.5": True}
+
+
+def test_attempts_that_never_ended_are_of_no_time() -> None:
+    one = document({"broken": [("fires", observation(failed(0)))], "fix": [("clean", observation(ok(0), ok(1)))]}, {})
+    for arm in one["arms"].values():
+        for attempt in arm["attempts"]:
+            attempt["observation"]["attempt"]["ended"] = None
+    assert genuine.contradiction(one, CASE) is None  # type: ignore[arg-type]
+    one["provenance"]["started"] = 9e12
+    assert genuine.contradiction(one, CASE) is None  # type: ignore[arg-type]

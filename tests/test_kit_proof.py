@@ -391,6 +391,47 @@ def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monk
         assert checks_of(run)["checkpoint"].state == state
 
 
+def test_what_a_rank_does_is_named_while_it_does_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error's phase says whether the training failed or only its yardstick."""
+    run = a_run(work_dir=str(tmp_path))
+    during: list[tuple[str, str]] = []
+
+    class Watched:
+        def save(self, folder: Any) -> None:
+            during.append((run.record.data["phase"], folder.name))
+            assert folder.is_dir() and folder.parent == tmp_path and not list(folder.iterdir())
+
+        def load(self, folder: Any) -> None:
+            during.append((run.record.data["phase"], folder.name))
+
+        def each(self) -> Any:
+            yield "a", torch.ones(2)
+
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "of the attempt before").touch()
+    monkeypatch.setattr(proof.dist, "barrier", lambda: None)
+    proof.check_checkpoint(run, Watched(), Watched)  # type: ignore[arg-type]
+    assert during == [("save", "checkpoint"), ("load", "checkpoint")]
+
+    monkeypatch.setattr(proof, "Runs", lambda run, *_: during.append((run.record.data["phase"], "runs")) or _Runs)
+    proof.Reference(run, Tiny())
+    assert during[-1] == ("reference", "runs")
+
+
+class _Runs:
+    truth = noise = after = None
+
+
+@pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
+def test_the_reference_is_drawn_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
+    run, drawn = a_run(reference=where), []
+    monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU
+    monkeypatch.setattr(proof, "Drawn", lambda model, weights, device: drawn.append(str(device)))
+    monkeypatch.setattr(proof, "Runs", lambda *_: _Runs)
+    proof.Reference(run, Tiny(), weights=object())  # type: ignore[arg-type]
+    assert drawn == [on]
+
+
 # --- how float32 is computed
 
 
