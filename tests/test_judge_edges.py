@@ -43,9 +43,9 @@ from repro_matrix.judge.evidence import (
     threads_of,
     within,
 )
+from repro_matrix.judge.expect import _value
 from repro_matrix.judge.grade import Outcome, failed_checks, grade, same_release
 from repro_matrix.judge.peers import died_of, failure_of, failures_of, is_peer_error
-from repro_matrix.judge.expect import _value
 from repro_matrix.judge.runs_here import Grounds
 from repro_matrix.judge.signature import matches, near_misses
 
