@@ -136,6 +136,30 @@ def test_a_line_that_the_script_draws_is_the_template_s(browser: Browser, tmp_pa
     assert not browser.errors
 
 
+def test_of_hundreds_of_stacks_a_filter_s_choices_are_written_when_it_is_used(browser: Browser, tmp_path: Path) -> None:
+    def on(number: int) -> Cell:
+        return cell(made(case="many", stack={"name": f"s{number:03}", "versions": {"torch": f"2.13.{number}"}}))
+
+    every = [on(number) for number in range(120)]
+    path = tmp_path / "page.html"
+    path.write_text(html(*every), encoding="utf-8")
+    browser.look(1280, 900)
+    browser.open(path)
+    browser.until("document.getElementById('shown').value === '120 of 120 cells'")
+    stacks = "document.getElementById('filters').stack"
+    assert browser.js(f"{stacks}.options.length") == 1
+    browser.call("Emulation.setFocusEmulationEnabled", enabled=True)
+    browser.js(f"{stacks}.focus()")
+    browser.until(f"{stacks}.options.length === 121")
+    assert browser.js(f"{stacks}.value") == ""
+    browser.key("s")  # to choose with the keyboard
+    browser.until("document.getElementById('shown').value === '1 of 120 cells'")
+    assert browser.js("location.hash") == "#stack=s000"
+    browser.open(path.resolve().as_uri() + "#stack=s077")
+    browser.until("document.getElementById('shown').value === '1 of 120 cells'")
+    assert browser.js(f"{stacks}.value") == "s077" and browser.js(VISIBLE) == 1
+
+
 def test_paper_says_what_is_on_it(shown: Browser, address: Path) -> None:
     shown.open(address.resolve().as_uri() + f"#{cells()[0].id}")
     shown.until("document.querySelector('details.cell[open] table.arms') !== null")

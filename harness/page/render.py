@@ -115,8 +115,10 @@ def one_file(page: Page, kept: Mapping[str, Drawn] | None = None) -> str:
         at_pack |= dict.fromkeys(sources, "claims")
     first = max(LEAST, min(FIRST, TOGETHER // max(1, len(cases))))
     later = ",".join(cases[view.slug].later for view in page.cases if view.count > first)
-    return _made("page.html", page, page.title, _here, _gzipped(f"[{later}]") if later else "", packs, packs=at_pack,
+    text = _made("page.html", page, page.title, _here, _gzipped(f"[{later}]") if later else "", packs, packs=at_pack,
                  drawn=cases, first=first)  # fmt: skip
+    # Plain ASCII: of megabytes that hold one other character a browser makes as many that are twice as wide.
+    return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _here(name: str) -> str:

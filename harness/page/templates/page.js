@@ -46,6 +46,18 @@
     }
   })();
 
+  // Of what there are hundreds (stacks) the filter's choices are written when somebody comes to choose.
+  const choose = field => {
+    if (field.dataset.filled === String(cells.length)) return;
+    field.dataset.filled = cells.length;
+    const index = keys.indexOf(field.name), now = field.value;
+    const values = [...new Set(cells.map(cell => cell.of[index]))].sort();
+    field.replaceChildren(field.options[0], ...values.map(value => new Option(value, value)));
+    field.value = now;
+  };
+  const late = [...form.querySelectorAll("select[data-late]")];
+  for (const field of late) for (const kind of ["focus", "pointerdown"]) field.addEventListener(kind, () => choose(field));
+
   // The line of a cell: as parts.html draws it (cell, cell_summary).
   const el = (tag, name, ...inside) => { const node = document.createElement(tag); if (name) node.className = name; node.append(...inside); return node; };
   const badge = ({symbol, tone}, said) => {
@@ -53,7 +65,7 @@
     sign.setAttribute("aria-hidden", "true");
     return el("span", "m " + tone, sign, " " + said);
   };
-  const where = ({of: [m, s, k, h, r], also, ranks}) => [m, also ? `${s} ${also}` : s, [`${ranks} ranks`, h, k, ...r ? [r] : []].join(" · ")];
+  const where = ({of: [m, s, k, h, r], also, ranks}) => [m, also ? `${s} ${also}` : s, [`${ranks} ranks`, h, k, ...r ? [r] : []].join(" \u00b7 ")];
   const grouped = ({look, arms}) => `${look.word}: ${arms}`;
   const unlike = cell => `${cell.odd} not as expected`;
   const draw = cell => {
@@ -141,6 +153,7 @@
       if (target.matches("details")) target.querySelector("summary").focus({preventScroll: true});
     } else {
       const given = new URLSearchParams(location.hash.slice(1));
+      for (const field of late) if (given.get(field.name)) choose(field);
       for (const field of form.elements) if (field.name) field.value = given.get(field.name) || "";
       for (const field of form.elements) if (field.tagName === "SELECT" && field.selectedIndex < 0) field.value = "";
       apply();
@@ -172,6 +185,9 @@
   });
   form.hidden = false;
   arrive();
-  later?.then(() => { if (location.hash) arrive(); else apply(); });
+  later?.then(() => {
+    if (location.hash) arrive(); else apply();
+    if (late.includes(document.activeElement)) choose(document.activeElement);
+  });
   window.addEventListener("load", () => { if (location.hash) arrive(); });  // the browser takes the focus away when it gets there itself
 })();
