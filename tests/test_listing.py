@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from repro_matrix.conf.schema import VerdictName
 from repro_matrix.judge.claims import ClaimRow, Evidence
+from repro_matrix.results.rows import ATTENTION
 from repro_matrix.terminal import listing, report
 
 ODD = st.text(max_size=300)
@@ -112,3 +115,19 @@ def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("COLUMNS", "80")
     report.print_lines(["CASES measured", "! loud  1 cell  FIX_BROKEN", "  upheld       1a  it helps"])
     assert "\x1b[3" not in capsys.readouterr().out
+
+
+def test_no_word_has_a_colour_that_vanishes_on_somebody_s_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Yellow and cyan did on white, dim on black."""
+    out = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard", highlight=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(report, "console", lambda stderr=False: out)
+    words = [*VerdictName.__args__, *listing.STATUSES, *ATTENTION, "fires", "clean", "hang", "infra", "skipped"]  # type: ignore[attr-defined]
+    report.print_table(
+        "all", ["case", "verdict", "reason"], [["a", word, "because " * 20] for word in words], ("reason",)
+    )
+    report.print_lines([*words, *(f"  {word}  it" for word in words), "NEW: one", "! a case"])
+    told = out.file.getvalue()  # type: ignore[attr-defined]
+    used = {code for found in re.findall(r"\x1b\[([0-9;]*)m", told) for code in found.split(";")}
+    assert {"1", "31", "32"} <= used <= {"0", "1", "31", "32", "35"}, "bold, red, green, magenta"
+    assert all(word in told for word in words)

@@ -83,7 +83,7 @@ class Progress:
         return [*lines, *(f"building: {what}" for what in self.building), *filter(None, [self.held])]
 
     def warn(self, text: str) -> None:
-        self.out.print(f"note: {text}", style="yellow", markup=False, soft_wrap=True)
+        self.out.print(f"note: {text}", style="magenta", markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
         what = (f"{event.plan.cell.key} {event.arm}" if event.plan else "", event.index)

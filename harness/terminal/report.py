@@ -13,12 +13,13 @@ from repro_matrix.results.rows import Row, counts, figures, without_expectation
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Every word is said in letters; a colour only helps to find it. Those that vanish on somebody's background (yellow and
+# cyan on white, blue on black, dim on either) are not used.
 STYLES = {
-    "FIX_HOLDS": "green", "HEALTHY": "green", "UPSTREAM_FIXED": "cyan", "NOT_FIRING": "cyan",
-    "FIX_BROKEN": "red", "FIX_UNMASKS": "yellow", "FIX_HARMFUL": "red", "UNHEALTHY": "red", "CHANGED": "magenta",
-    "FLAKY": "yellow", "INCONCLUSIVE": "yellow", "fires": "bold", "skipped": "dim",
-    "upheld": "green", "refuted": "red", "conditional": "yellow", "untested": "dim",
-    "unexpected": "bold red", "expected": "green", "unset": "dim", "differs": "bold yellow", "as": "green",
+    "FIX_HOLDS": "green", "HEALTHY": "green", "FIX_BROKEN": "red", "FIX_HARMFUL": "red", "UNHEALTHY": "red",
+    "FIX_UNMASKS": "magenta", "CHANGED": "magenta", "FLAKY": "magenta", "INCONCLUSIVE": "magenta", "fires": "bold",
+    "upheld": "green", "refuted": "red", "conditional": "magenta",
+    "unexpected": "bold red", "expected": "green", "differs": "bold magenta", "as": "green",
 }  # fmt: skip
 
 
@@ -69,8 +70,8 @@ def print_table(
 
     def begun(titled: bool) -> Table:
         table = Table(
-            title=title if titled and title else None, title_justify="left", box=None, header_style="bold",
-            pad_edge=False, show_header=titled,
+            title=title if titled and title else None, title_justify="left", title_style="bold", box=None,
+            header_style="bold", pad_edge=False, show_header=titled,
         )  # fmt: skip
         for index in kept:
             last = index == len(columns) - 1
@@ -86,7 +87,7 @@ def print_table(
             out.print(table)
             for index in below:
                 if row[index]:
-                    out.print(Padding(Text(f"{columns[index]}: {row[index]}", style="dim"), (0, 0, 0, 4)))
+                    out.print(Padding(Text(f"{columns[index]}: {row[index]}"), (0, 0, 0, 4)))
             table = begun(False) if number + 1 < len(texts) else table
     if not below or not texts:
         out.print(table)
@@ -109,7 +110,7 @@ def print_lines(lines: Iterable[str]) -> None:
                 shown.highlight_words([verdict], colour)
         word = line.strip().partition(" ")[0]
         if line.startswith("  ") and word in ("upheld", "refuted", "conditional", "untested"):
-            shown.stylize(STYLES[word], 2, 2 + len(word))
+            shown.stylize(STYLES.get(word, ""), 2, 2 + len(word))
         out.print(shown, soft_wrap=True)
 
 

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     if named:
         known = {row.id: row for row in found}
         wrong = next((name for name in named if name not in known), None)
-        if wrong and Path(wrong).is_dir():
+        if wrong and ("/" in wrong or Path(wrong).is_dir()):
             raise ConfigError(f"repro claims takes claims by their ids; a folder of results: --from {wrong}")
         if wrong:
             raise unknown("claim", wrong, known, "repro claims")
