@@ -73,10 +73,13 @@ def test_listed_order_is_left_alone() -> None:
     assert [task.seconds for task in in_order(tasks, "longest")] == [3.0, 2.0, 1.0]
 
 
-def document(started: float, walls: dict[str, list[float]], rss: float | None = 512.0) -> dict[str, Any]:
+def document(
+    started: float, walls: dict[str, list[float]], rss: float | None = 512.0, key: str = "a/b", scale: str = "tiny"
+) -> dict[str, Any]:
     ranks = [{"record": None if rss is None else {"peak_rss_mb": rss}}] * 2
     return {
-        "key": "a/b",
+        "key": key,
+        "scale": scale,
         "provenance": {"started": started},
         "arms": {
             arm: {"attempts": [{"observation": {"attempt": {"wall_s": wall}, "ranks": ranks}} for wall in each]}
@@ -92,7 +95,8 @@ def test_the_latest_measurement_is_what_is_expected() -> None:
     assert recorded([document(1.0, {"broken": [1.0]}, rss=None)])["a/b", "broken"].memory_gb is None
 
 
-def test_what_was_never_measured_counts_as_long_but_never_longer_than_its_deadline() -> None:
+def test_what_was_never_measured_takes_what_its_case_does_but_never_longer_than_its_deadline() -> None:
+    """One run at full size (1350 s) made every attempt that was new as long as that: a plan of 13 hours."""
     found = catalogue.load()
     cells = matrix.enumerate_cells(found, overrides.parse(["case=qwen15-fsdp-norm-shard"]))
     stack = Stack("current", "/usr/bin/python3", {"python": "3.11", "torch": "2.13.0", "transformers": "5.23.0"})
@@ -100,7 +104,13 @@ def test_what_was_never_measured_counts_as_long_but_never_longer_than_its_deadli
     planner = Planner(found, RunSettings(deadline=60.0), {"cpu": cpu}, machine, {"current": stack}, {})
     plans = planner.plan(place(found, cells, [cpu], auto=False).cells)
     arm = plans[0].arms[0]
-    assert expect({}, "new", arm).seconds == UNKNOWN_S
-    known = recorded([document(1.0, {"broken": [40.0]})])
-    assert expect(known, "new", arm).seconds == 40.0
-    assert expect(recorded([document(1.0, {"broken": [400.0]})]), "new", arm).seconds == 60.0
+    key = "qwen15-fsdp-norm-shard/new"
+
+    def seconds(*documents: dict[str, Any]) -> float:
+        return expect(recorded(documents), key, arm).seconds
+
+    own = document(1.0, {"broken": [2.0], "fix": [4.0], "other": [40.0]}, key="qwen15-fsdp-norm-shard/old")
+    full = document(2.0, {"broken": [1350.0]}, key="qwen15-fsdp-norm-shard/full", scale="full")
+    assert seconds() == seconds(full) == seconds(document(1.0, {"broken": [40.0]})) == UNKNOWN_S
+    assert seconds(own) == seconds(own, full) == 4.0
+    assert seconds(document(1.0, {"broken": [400.0]}, key="qwen15-fsdp-norm-shard/slow")) == 60.0

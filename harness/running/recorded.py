@@ -19,6 +19,7 @@ class Took:
 
     seconds: float
     memory_gb: float | None
+    scale: str = "tiny"
 
 
 Recorded = Mapping[tuple[str, str], Took]
@@ -31,7 +32,7 @@ def recorded(documents: Iterable[Document]) -> dict[tuple[str, str], Took]:
         for name, arm in document["arms"].items():
             if arm["attempts"]:
                 seconds = statistics.median(made["observation"]["attempt"]["wall_s"] for made in arm["attempts"])
-                found[document["key"], name] = Took(seconds, _memory(arm["attempts"]))
+                found[document["key"], name] = Took(seconds, _memory(arm["attempts"]), document["scale"])
     return found
 
 
@@ -50,10 +51,18 @@ def _memory(attempts: Sequence[Made]) -> float | None:
 
 
 def expect(known: Recorded, key: str, arm: ArmPlan) -> Took:
-    """What to expect of one attempt. One that was never measured counts as long: it may be, and shall not come last."""
+    """What to expect of one attempt. Of one that was never measured: what its case takes at that size, in the middle;
+    of a case that never was, long: it may be, and shall not come last."""
     took = known.get((key, arm.arm))
-    unknown = max([UNKNOWN_S, arm.expected_s or 0.0, *(each.seconds for each in known.values())])
-    seconds = took.seconds if took else unknown
+    seconds = took.seconds if took else arm.expected_s or _usual(known, key, arm) or UNKNOWN_S
     planned = arm.memory.host_node / GIB if arm.memory else MEMORY_PER_RANK_GB * arm.world_size
     memory = (took.memory_gb if took else None) or planned
     return Took(min(seconds, arm.deadline), memory)
+
+
+def _usual(known: Recorded, key: str, arm: ArmPlan) -> float | None:
+    case, scale = key.partition("/")[0], arm.settings["model"]["scale"]
+    alike = [
+        each.seconds for (other, _), each in known.items() if other.partition("/")[0] == case and each.scale == scale
+    ]
+    return statistics.median(alike) if alike else None

@@ -40,9 +40,8 @@ def main(args: argparse.Namespace) -> int:
             rows.append(_row(plan.cell, arm, _measured(known.get(key, []), arm)))
             if not arm.skipped:
                 wanted = recorded.expect(took, key, arm)
-                seconds = wanted.seconds if (key, arm.arm) in took else arm.expected_s or wanted.seconds
                 tasks += [
-                    schedule.Task(number, arm.arm, index, seconds, arm.gpus, wanted.memory_gb or 0.0)
+                    schedule.Task(number, arm.arm, index, wanted.seconds, arm.gpus, wanted.memory_gb or 0.0)
                     for index in range(arm.repeat)
                 ]
     capacity = schedule.Capacity(
