@@ -113,12 +113,10 @@ def test_what_is_accepted_and_what_is_refused(
     assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
     put(tmp_path / "measured")
     code, out, _ = accepted("measured", "--plan")
-    assert code == 0 and "1 documents to publish" in out and "review and commit" not in out
+    assert code == 0 and "1 document to publish" in out and "review and commit" not in out
     assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"
     code, out, _ = accepted("measured")
-    assert (
-        code == 0 and "1 documents to publish" in out and f"review and commit: the documents in {own.baseline}" in out
-    )
+    assert code == 0 and "1 document to publish" in out and f"review and commit: the documents in {own.baseline}" in out
     assert "until now" not in out, "what is expected of it is what it shows"
     (written,) = own.baseline.rglob("*.jsonl")
     table = own.expected / f"{SLUG}.yaml"
@@ -126,7 +124,7 @@ def test_what_is_accepted_and_what_is_refused(
     assert f"case: {SLUG}" in said
     os.utime(table, ns=(1, 1))
     code, out, _ = accepted("measured")
-    assert code == 0 and "1 documents say what is published" in out and "to publish" not in out
+    assert code == 0 and "1 document says what is published" in out and "to publish" not in out
     assert table.stat().st_mtime_ns == 1, "what says the same is not written again"
     table.write_text("somebody else's")
     accepted("measured")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from judging import case
 
-from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.conf.expectation import Expectation
+from repro_matrix.conf.schema import Case
 from repro_matrix.judge.expect import compare, expected, predicted, told
 from repro_matrix.judge.verdict import Verdict
 

@@ -14,8 +14,8 @@ from judging import case, document
 
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
+from repro_matrix.conf.expectation import Expectation
 from repro_matrix.conf.expected import read, text
-from repro_matrix.conf.schema import Expectation
 from repro_matrix.paths import CONF, EXPECTED
 from repro_matrix.results.backed import unbacked
 

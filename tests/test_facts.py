@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from judging import case, document, observation, ok
 
 from repro_matrix.conf import catalogue
-from repro_matrix.conf.schema import Case, Fact
+from repro_matrix.conf.schema import Case
+from repro_matrix.conf.vocabulary import Fact
 from repro_matrix.judge import facts
 from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.expect import expected, predicted

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from judging import SITE, ended, failed, frame, observation, ok
 from judging import exception as raised
 
-from repro_matrix.conf.schema import Signature
+from repro_matrix.conf.signatures import Signature
 from repro_matrix.judge import looks
 from repro_matrix.judge.collectives import family, mismatches, never_meet, standing
 from repro_matrix.judge.evidence import Attempt, threads_of

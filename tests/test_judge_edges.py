@@ -25,7 +25,8 @@ from judging import (
 )  # fmt: skip
 
 from repro_matrix.cell import doubt as doubt_of
-from repro_matrix.conf.schema import Signature, Strategy
+from repro_matrix.conf.axes import Strategy
+from repro_matrix.conf.signatures import Signature
 from repro_matrix.judge import again, foreign, genuine, in_force, looks, metrics
 from repro_matrix.judge.checks import judged, same
 from repro_matrix.judge.collectives import Entry, Standing, family, mismatches, never_meet, standing

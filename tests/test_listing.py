@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from repro_matrix.conf.schema import VerdictName
+from repro_matrix.conf.vocabulary import VerdictName
 from repro_matrix.judge.claims import ClaimRow, Evidence
 from repro_matrix.results.rows import ATTENTION
 from repro_matrix.terminal import listing, report

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from repro_matrix import cli
 from repro_matrix.conf import catalogue
-from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.conf.expectation import Expectation
+from repro_matrix.conf.schema import Case
 from repro_matrix.judge.foreign import patterns
 from repro_matrix.matching.known import Answer, Catalogue, normalised, recognise
 from repro_matrix.matching.lines import Labels

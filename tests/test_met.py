@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from judging import case, check, exception, failed, frame, observation, ok, outcome, record
 from pydantic import ValidationError
 
-from repro_matrix.conf.schema import Expectation
+from repro_matrix.conf.expectation import Expectation
 from repro_matrix.judge.expect import compare, expected, said_of_met
 from repro_matrix.judge.grade import Outcome, Primary, Recognised, grade
 from repro_matrix.judge.met import Met, all_met, met_in

@@ -22,7 +22,7 @@ from junitparser import Error, Failure, JUnitXml, Skipped
 
 from repro_matrix.cli import main
 from repro_matrix.conf import catalogue
-from repro_matrix.conf.schema import VerdictName
+from repro_matrix.conf.vocabulary import VerdictName
 from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.nights.night import Night

@@ -14,7 +14,7 @@ import pytest
 from test_diff import MADE
 from test_page import cell, made, paged, whole
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf import catalogue
 from repro_matrix.diff import sides
 from repro_matrix.judge.again import judged_again, with_expectations

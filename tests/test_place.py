@@ -23,7 +23,7 @@ import yaml
 from judging import case, ended, failed, observation, ok, record
 from packaging import version
 
-from repro_matrix.conf.schema import Signature
+from repro_matrix.conf.signatures import Signature
 from repro_matrix.judge.evidence import lies_in, stack_places
 from repro_matrix.judge.grade import grade
 from repro_matrix.judge.signature import matches

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from judging import case, ended, exception, failed, observation, ok, record
 
 from repro_matrix.cell import doubt, schema
-from repro_matrix.conf.schema import OutcomeName, SignatureKind, VerdictName
+from repro_matrix.conf.vocabulary import OutcomeName, SignatureKind, VerdictName
 from repro_matrix.judge.grade import grade
 from repro_matrix.judge.verdict import judge
 

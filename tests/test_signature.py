@@ -22,7 +22,7 @@ from judging import (
     record,
 )  # fmt: skip
 
-from repro_matrix.conf.schema import Signature
+from repro_matrix.conf.signatures import Signature
 from repro_matrix.judge.evidence import Attempt, dotted, is_own, stack_places
 from repro_matrix.judge.peers import failures_of
 from repro_matrix.judge.signature import Match, matches

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ResultsError
-from repro_matrix.conf.schema import Case, Signature
+from repro_matrix.conf.schema import Case
+from repro_matrix.conf.signatures import Signature
 from repro_matrix.judge import foreign
 from repro_matrix.judge.foreign import OWN, Foreign, foreign_messages, matched, patterns, too_wide
 from repro_matrix.judge.signature import matches

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from repro_matrix.cell.types import Document, Outcome
+from repro_matrix.cell.document import Document
+from repro_matrix.cell.judged import Outcome
 from repro_matrix.conf.arms import changes
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import foreign, grade

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from repro_matrix.cell.types import Arm, Made, Outcome
+from repro_matrix.cell.document import Arm, Made
+from repro_matrix.cell.judged import Outcome
 from repro_matrix.results.rows import error_at
 
 FIRES, CLEAN, OTHER = "fires", "clean", "other error"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from repro_matrix import stacks
 from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer
-from repro_matrix.cell.types import Arm
+from repro_matrix.cell.document import Arm
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf import overrides
 from repro_matrix.conf.config import RunSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from repro_matrix.bisection.labels import CLEAN, FIRES, Answer, of_cell
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.judge.comparable import comparable
 
 # For the worse, for the better, neither: in the order in which a reader wants them.

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from repro_matrix.cell.types import Cell, Document, Record
+from repro_matrix.cell.document import Cell, Document
+from repro_matrix.cell.record import Record
 
 T = TypeVar("T")
 SHOWN = 3  # of what is wrong with one value

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from repro_matrix.cell.types import Document, FailureKind, Skip
+from repro_matrix.cell.document import Document, Skip
+from repro_matrix.cell.values import FailureKind
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from repro_matrix.cell.types import Cell
+from repro_matrix.cell.document import Cell
 from repro_matrix.paths import RESULTS
 
 FILE = RESULTS / "schema" / "cell-v1.schema.json"

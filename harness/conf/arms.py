@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from repro_matrix.conf.axes import Strategy
 from repro_matrix.conf.errors import ConfigError, unknown
-from repro_matrix.conf.schema import Arm, Case, Strategy
+from repro_matrix.conf.schema import Arm, Case
 
 # What an arm says about itself without changing how it runs.
 WORDS = {"help", "requires", "promises"}

@@ -15,8 +15,10 @@ from pydantic import BaseModel, ValidationError
 
 from repro_matrix.conf import expected, parsed_yaml, project
 from repro_matrix.conf.arms import check_arms
+from repro_matrix.conf.axes import Hardware, Model, Stack, Strategy
 from repro_matrix.conf.errors import ConfigError, Options, describe_validation, unknown
-from repro_matrix.conf.schema import Case, Expectation, Hardware, Model, Stack, Strategy
+from repro_matrix.conf.expectation import Expectation
+from repro_matrix.conf.schema import Case
 from repro_matrix.paths import CONF, REPROS, file_state
 
 T = TypeVar("T", bound=BaseModel)

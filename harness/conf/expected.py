@@ -16,7 +16,10 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from repro_matrix.conf.errors import ConfigError, Options, describe_validation, unknown
-from repro_matrix.conf.schema import Case, Expectation, Stretch, Strict, VerdictName
+from repro_matrix.conf.expectation import Expectation, Stretch
+from repro_matrix.conf.schema import Case
+from repro_matrix.conf.strict import Strict
+from repro_matrix.conf.vocabulary import VerdictName
 from repro_matrix.paths import file_state
 
 HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"

@@ -20,7 +20,7 @@ from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import describe_validation
 from repro_matrix.conf.overrides import Selection
 from repro_matrix.conf.project import conf_folders
-from repro_matrix.conf.schema import Strict
+from repro_matrix.conf.strict import Strict
 from repro_matrix.paths import CONF
 
 AXES = ("case", "model", "strategy", "ranks", "stack", "hardware")

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from repro_matrix.conf.errors import ConfigError, describe_validation
-from repro_matrix.conf.schema import Strict
+from repro_matrix.conf.strict import Strict
 from repro_matrix.paths import BASELINE, CHECKOUT, CONF, CONFIG_PATH, EXPECTED, REPROS, ROOT, file_state
 
 if sys.version_info >= (3, 11):

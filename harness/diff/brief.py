@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from repro_matrix.bisection.labels import answer
-from repro_matrix.cell.types import Arm, Document, Made, Settings
+from repro_matrix.cell.document import Arm, Document, Made
+from repro_matrix.cell.observation import Settings
 from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.evidence import number

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from repro_matrix.cell.types import Document, Outcome
+from repro_matrix.cell.document import Document
+from repro_matrix.cell.judged import Outcome
 from repro_matrix.planning.plan import ArmPlan
 
 _OF_STACK = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from repro_matrix.conf.axes import Hardware
 from repro_matrix.conf.errors import ConfigError, unknown
-from repro_matrix.conf.schema import Hardware
 from repro_matrix.hardware.gpus import Gpu
 from repro_matrix.hardware.machine import Machine
 

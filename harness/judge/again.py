@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from repro_matrix.cell import place
-from repro_matrix.cell.types import Arm, Cell, Document, Settings
-from repro_matrix.cell.types import Verdict as Stored
+from repro_matrix.cell.document import Arm, Cell, Document
+from repro_matrix.cell.judged import Verdict as Stored
+from repro_matrix.cell.observation import Settings
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import facts, genuine, grade, verdict
 from repro_matrix.judge.expect import as_expected, told

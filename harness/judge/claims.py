@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from repro_matrix.cell.types import Arm, Document
-from repro_matrix.conf.schema import Case, Claim, Prediction, Strategy
+from repro_matrix.cell.document import Arm, Document
+from repro_matrix.conf.axes import Strategy
+from repro_matrix.conf.predictions import Claim, Prediction
+from repro_matrix.conf.schema import Case
 from repro_matrix.judge import conditions
 from repro_matrix.judge.comparable import comparable_documents
 from repro_matrix.judge.conditions import Point

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from repro_matrix.cell.types import Cell, Settings
+from repro_matrix.cell.document import Cell
+from repro_matrix.cell.observation import Settings
 
 # Parts of an arm's settings, in the order in which a difference is named.
 _PLAIN = ("world_size", "tp_size", "steps", "seed", "device", "backend")

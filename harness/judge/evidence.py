@@ -1,6 +1,6 @@
 """An observation as the judges read it. Pure.
 
-Its keys and their types are those of harness/cell/types.py: what is none was doubted where it came from (a record where
+Its keys and their types are those of harness/cell: what is none was doubted where it came from (a record where
 it arrives, a document where it is read). What ranks say in it is not trusted: ``number`` and the judges look at that.
 """
 
@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from repro_matrix.cell import types as cell
+from repro_matrix.cell.observation import Observation, Settings
+from repro_matrix.cell.observation import Rank as RankLeft
+from repro_matrix.cell.record import Exception_, Record
 from repro_matrix.judge.checks import Judged, judged
 
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
@@ -126,7 +128,7 @@ class Raised:
         return next((place for place in reversed(self.places) if place.named), None)
 
 
-def raised_chain(exception: cell.Exception_ | None) -> list[Raised]:
+def raised_chain(exception: Exception_ | None) -> list[Raised]:
     """The raised exception, and what it wraps.
 
     What stands under ``cause`` may be anything that was being handled at the time, so it only counts as the failure
@@ -142,7 +144,7 @@ def raised_chain(exception: cell.Exception_ | None) -> list[Raised]:
     return chain
 
 
-def _raised(data: cell.Exception_) -> Raised:
+def _raised(data: Exception_) -> Raised:
     kind, module = data["type"], data.get("module", "")
     names = {kind, f"{module}.{kind}", *data.get("bases", ())}
     places = tuple(Place(f["module"], f["file"], f["function"], f.get("place"), f["line"]) for f in data["frames"])
@@ -202,7 +204,7 @@ def stack_places(stack: str, packages: Mapping[str, str] | None = None) -> tuple
 
 
 # What a rank that wrote no record has said.
-NO_RECORD: cell.Record = {
+NO_RECORD: Record = {
     "rank": -1, "phase": "", "done": False, "exception": None, "checks": [], "metrics": {}, "facts": {}, "warnings": [],
     "logs": [], "versions": {},
 }  # fmt: skip
@@ -211,7 +213,7 @@ NO_RECORD: cell.Record = {
 class Rank:
     """One rank of an attempt."""
 
-    def __init__(self, data: cell.Rank) -> None:
+    def __init__(self, data: RankLeft) -> None:
         self.rank = data["rank"]
         self.pid = data.get("pid")
         self.exit_code = data["exit_code"]
@@ -221,7 +223,7 @@ class Rank:
         self.foreign = _written_by_another(record, self.rank, self.pid) if record else ""
         self.doubt = data.get("doubt", "")  # why what it wrote is no record
         self.wrote = record is not None and not self.foreign
-        self.record: cell.Record = record if record is not None and self.wrote else NO_RECORD
+        self.record: Record = record if record is not None and self.wrote else NO_RECORD
         self.schema = 1 if self.record.get("schema", 1) == 1 else 2
         self.done = self.record["done"]
         self.log_tail = data["log_tail"]
@@ -253,7 +255,7 @@ class Rank:
             for one in found
         ]
 
-    def asked(self, checks: list[str], settings: cell.Settings) -> list[str]:
+    def asked(self, checks: list[str], settings: Settings) -> list[str]:
         """The checks that this rank owes: the case's; for a record of schema 1 those asked for when it was made."""
         return settings.get("proof", {}).get("checks", checks) if self.schema == 1 else checks
 
@@ -288,7 +290,7 @@ class Rank:
         return tuple(Place("", file, name, lies_in(file, known) if known else None) for file, name in places)
 
 
-def _written_by_another(record: cell.Record, rank: int, pid: int | None) -> str:
+def _written_by_another(record: Record, rank: int, pid: int | None) -> str:
     """Why a record is not this rank's own; "" where it is. ``pid``: the process that was started as the rank."""
     if record["rank"] != rank:
         return f"its record says rank {record['rank']}"
@@ -328,7 +330,7 @@ def within(module: str, package: str) -> bool:
 class Attempt:
     """An observation, read once."""
 
-    def __init__(self, observation: cell.Observation) -> None:
+    def __init__(self, observation: Observation) -> None:
         attempt = observation["attempt"]
         self.backend = attempt["backend"]
         self.timed_out = attempt["timed_out"]

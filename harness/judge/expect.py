@@ -13,7 +13,8 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.conf.expectation import Expectation
+from repro_matrix.conf.schema import Case
 from repro_matrix.judge.facts import depends_on, differs
 from repro_matrix.judge.verdict import MEETING, Verdict
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from repro_matrix.cell.types import Cell
+from repro_matrix.cell.document import Cell
 from repro_matrix.conf.schema import Case
 
 Fact = str | bool

@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from repro_matrix.conf.schema import Case, Signature
+from repro_matrix.conf.schema import Case
+from repro_matrix.conf.signatures import Signature
 
 _FILE = Path(__file__).with_name("foreign_messages.txt")
 _ESCAPES = {"n": "\n", "t": "\t"}

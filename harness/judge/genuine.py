@@ -7,7 +7,8 @@ not signed. What contradicts itself is no evidence.
 from __future__ import annotations
 
 from repro_matrix.cell import place
-from repro_matrix.cell import types as cell
+from repro_matrix.cell.document import Document
+from repro_matrix.cell.observation import Settings
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.evidence import Attempt, Rank, number
 
@@ -78,7 +79,7 @@ def other_steps(attempt: Attempt) -> str | None:
     return None
 
 
-def contradiction(document: cell.Document, case: Case) -> str | None:
+def contradiction(document: Document, case: Case) -> str | None:
     """Where what a document says of itself is not what its attempts ran with, in words; else None."""
     hardware = document["hardware"]
     ended = [-1.0]
@@ -101,7 +102,7 @@ def contradiction(document: cell.Document, case: Case) -> str | None:
     return None
 
 
-def _of_attempt(document: cell.Document, name: str, settings: cell.Settings, ran: cell.Settings) -> str | None:
+def _of_attempt(document: Document, name: str, settings: Settings, ran: Settings) -> str | None:
     planned, had_all = dict(settings), dict(ran)
     for key in sorted(had_all.keys() & planned.keys()):
         if had_all[key] != planned[key]:

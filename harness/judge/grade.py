@@ -30,8 +30,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast, get_args
 
-from repro_matrix.cell import types as cell
-from repro_matrix.conf.schema import Case, OutcomeName, SignatureKind
+from repro_matrix.cell.judged import Outcome as Stored
+from repro_matrix.cell.observation import Observation
+from repro_matrix.cell.values import FailureKind, NoEvidence
+from repro_matrix.cell.values import InfraKind as LaunchersInfra
+from repro_matrix.conf.schema import Case
+from repro_matrix.conf.vocabulary import OutcomeName, SignatureKind
 from repro_matrix.judge import genuine, in_force, looks
 from repro_matrix.judge.evidence import Attempt, Rank
 from repro_matrix.judge.own import script_fails
@@ -60,10 +64,10 @@ class Primary:
     type: str
     message: str
     where: str
-    kind: cell.FailureKind = "exception"
+    kind: FailureKind = "exception"
 
 
-InfraKind = cell.InfraKind | cell.NoEvidence
+InfraKind = LaunchersInfra | NoEvidence
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,11 @@ class Outcome:
     check: str | None = None  # which the reason is about: the worst of those that failed, or the one that was not made
     infra: InfraKind | None = None  # of ``infra``: what kind
 
-    def to_json(self) -> cell.Outcome:
-        return cast(cell.Outcome, asdict(self))
+    def to_json(self) -> Stored:
+        return cast(Stored, asdict(self))
 
     @classmethod
-    def from_json(cls, data: cell.Outcome) -> Outcome:
+    def from_json(cls, data: Stored) -> Outcome:
         if data["outcome"] not in get_args(OutcomeName):
             raise ValueError(f"no such outcome: {data['outcome']!r}")
         listed: list[dict[str, Any]] = [{**item, "ranks": tuple(item["ranks"])} for item in data["recognised"]]
@@ -123,7 +127,7 @@ def _no_evidence(kind: InfraKind, reason: str, ranks: Iterable[int] = (), check:
 def grade(
     case: Case,
     arm: str,
-    observation: cell.Observation,
+    observation: Observation,
     cases: Mapping[str, Case] | Iterable[Case],
     planned: Mapping[str, str] | None = None,
 ) -> Outcome:

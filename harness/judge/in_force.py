@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from repro_matrix.cell import types as cell
+from repro_matrix.cell.observation import StrategySettings
+from repro_matrix.cell.record import InForce
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.evidence import Attempt, Rank, mapping, number
 
@@ -48,7 +49,7 @@ def unread(case: Case, arm: str, attempt: Attempt) -> str | None:
     return _read(case, arm, attempt) if said and attempt.ranks else None
 
 
-def _of(rank: Rank, what: str) -> list[cell.InForce]:
+def _of(rank: Rank, what: str) -> list[InForce]:
     return [item for item in rank.record.get("in_force", ()) if item["what"] == what]
 
 
@@ -70,7 +71,7 @@ def _group(attempt: Attempt) -> str | None:
 
 
 def _promises(
-    attempt: Attempt, slug: str, promised: Mapping[str, Any], strategy: cell.StrategySettings, kind: str
+    attempt: Attempt, slug: str, promised: Mapping[str, Any], strategy: StrategySettings, kind: str
 ) -> str | None:
     ranks = max(attempt.world_size, 1)
     parts = max(ranks // _copies(strategy), 1)
@@ -97,7 +98,7 @@ def _promises(
     return None
 
 
-def _copies(strategy: cell.StrategySettings) -> int:
+def _copies(strategy: StrategySettings) -> int:
     """How often the ranks together hold the model, by the strategy's options."""
     options = strategy.get("options", {})
     for option, values in strategy.get("copies", {}).items():

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from repro_matrix.cell.types import InfraKind
+from repro_matrix.cell.values import InfraKind
 from repro_matrix.judge.collectives import family
 from repro_matrix.judge.evidence import Attempt, number, text, threads_of
 from repro_matrix.judge.peers import is_peer_error

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from repro_matrix.cell.types import Cell, Made
-from repro_matrix.conf.schema import Metric
+from repro_matrix.cell.document import Cell, Made
+from repro_matrix.conf.predictions import Metric
 from repro_matrix.judge.evidence import number
 
 REPEATS = 3  # attempts of each arm, at the least

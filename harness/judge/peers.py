@@ -10,7 +10,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from repro_matrix.cell.types import FailureKind
+from repro_matrix.cell.values import FailureKind
 from repro_matrix.judge.evidence import Attempt, Raised, Rank
 
 # Errors of these types mean a lost peer whatever they say ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from repro_matrix.cell.types import Cell, Made
+from repro_matrix.cell.document import Cell, Made
 from repro_matrix.judge.comparable import machine
 from repro_matrix.judge.verdict import NO_EVIDENCE
 

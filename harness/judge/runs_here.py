@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.cell.types import Cell
-from repro_matrix.conf.schema import Strategy
+from repro_matrix.cell.document import Cell
+from repro_matrix.conf.axes import Strategy
 from repro_matrix.judge.grade import same_release
 
 

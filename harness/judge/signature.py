@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from repro_matrix.cell import types as cell
-from repro_matrix.conf.schema import Collective, Frame, Signature
+from repro_matrix.cell.observation import Observation
+from repro_matrix.conf.signatures import Collective, Frame, Signature
 from repro_matrix.judge.collectives import Mismatch, mismatches, standing
 from repro_matrix.judge.evidence import Attempt, Place, Raised, Rank, within
 from repro_matrix.judge.peers import Failures, died_of, failures_of
@@ -40,7 +40,7 @@ class Match:
     message: str
 
 
-def matches(signature: Signature, observation: cell.Observation, backend: str | None = None) -> Match | None:
+def matches(signature: Signature, observation: Observation, backend: str | None = None) -> Match | None:
     """Match one signature; ``backend`` defaults to the observation's own."""
     attempt = Attempt(observation)
     return match_attempt(signature, attempt, failures_of(attempt), backend)

@@ -26,9 +26,11 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.cell.types import Cell, Settings
+from repro_matrix.cell.document import Cell
+from repro_matrix.cell.observation import Settings
 from repro_matrix.conf.packages import UPSTREAM
-from repro_matrix.conf.schema import Case, VerdictName
+from repro_matrix.conf.schema import Case
+from repro_matrix.conf.vocabulary import VerdictName
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.facts import depends_on, differs
 from repro_matrix.judge.grade import Outcome

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from repro_matrix.cell import doubt
-from repro_matrix.cell.types import Observation, Record
+from repro_matrix.cell.observation import Observation
+from repro_matrix.cell.record import Record
 from repro_matrix.judge import looks
 from repro_matrix.judge.evidence import Attempt as Observed
 from repro_matrix.judge.evidence import is_own

@@ -15,8 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from repro_matrix.cell import types as cell
-from repro_matrix.conf.schema import Case, Elsewhere, Signature
+from repro_matrix.cell.observation import Attempt as AttemptLeft
+from repro_matrix.cell.observation import Rank as RankLeft
+from repro_matrix.cell.record import Exception_, Frame, Record
+from repro_matrix.conf.schema import Case
+from repro_matrix.conf.signatures import Elsewhere, Signature
 from repro_matrix.judge.evidence import NO_RECORD, Attempt, Rank, dotted
 from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
 from repro_matrix.judge.signature import match_attempt
@@ -107,10 +110,10 @@ def _lost_peer(rank: Rank) -> bool:
     return rank.raised is not None and is_peer_error(rank.raised)
 
 
-def _attempt(ranks: Iterable[cell.Rank]) -> Attempt:
+def _attempt(ranks: Iterable[RankLeft]) -> Attempt:
     """The attempt that a log is of, of which it says no more."""
     listed = list(ranks)
-    about: cell.Attempt = {
+    about: AttemptLeft = {
         "id": "log", "launcher": "", "command": [], "backend": "", "world_size": 1, "started": 0.0, "ended": 0.0,
         "wall_s": 0.0, "cpu_s": None, "deadline_s": 1.0, "timed_out": False, "interrupted": False, "leftover": [],
         "seed": 0, "settings": {},
@@ -118,21 +121,21 @@ def _attempt(ranks: Iterable[cell.Rank]) -> Attempt:
     return Attempt({"schema": 1, "attempt": about, "infra": None, "ranks": listed})
 
 
-def _left(index: int, record: cell.Record) -> cell.Rank:
+def _left(index: int, record: Record) -> RankLeft:
     return {
         "rank": index, "exit_code": None, "signal": None, "ended_by": "self", "record": record, "log_tail": "",
         "stack": None,
     }  # fmt: skip
 
 
-def _rank(index: int, error: Error) -> cell.Rank:
+def _rank(index: int, error: Error) -> RankLeft:
     exception = _completed(error.record) if error.record else None
-    record: cell.Record = {**NO_RECORD, "rank": index, "ended": float(error.line), "exception": exception}
+    record: Record = {**NO_RECORD, "rank": index, "ended": float(error.line), "exception": exception}
     code = None if error.signal else 1
     return {**_left(index, record), "exit_code": code, "signal": error.signal or None, "stack": error.stack or None}
 
 
-def _completed(record: Mapping[str, Any]) -> cell.Exception_:
+def _completed(record: Mapping[str, Any]) -> Exception_:
     """An exception with the bases of its type; the kit's onlookers, which records leave out, are left out here."""
     kind = str(record.get("type", ""))
     python = getattr(builtins, kind, None)
@@ -149,9 +152,9 @@ def _completed(record: Mapping[str, Any]) -> cell.Exception_:
     }  # fmt: skip
 
 
-def _framed(frame: Mapping[str, Any]) -> cell.Frame:
+def _framed(frame: Mapping[str, Any]) -> Frame:
     """A frame of a log, which may say less of it."""
-    found: cell.Frame = {
+    found: Frame = {
         "file": str(frame.get("file") or ""), "line": frame.get("line"), "function": str(frame.get("function") or ""),
         "module": str(frame.get("module") or ""),
     }  # fmt: skip
@@ -278,7 +281,7 @@ def _is_remark(signature: Signature, note: Note) -> bool:
     found = re.search(signature.message or "", note.text)
     if found is None or (found.start() > 0 and not _BEFORE.fullmatch(note.text[: found.start()])):
         return False
-    record: cell.Record = {**NO_RECORD, "rank": 0}
+    record: Record = {**NO_RECORD, "rank": 0}
     if note.file:
         record["warnings"] = [{"message": note.text, "file": note.file, "category": "UserWarning"}]
     else:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.conf.expectation import Expectation
+from repro_matrix.conf.schema import Case
 
 NEAREST = 2
 

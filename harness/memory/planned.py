@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from repro_matrix import hardware
+from repro_matrix.conf.axes import Hardware
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.conf.schema import Hardware
 from repro_matrix.hardware import Gpu, Machine, Profile
 
 GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # where the profile's file does not say

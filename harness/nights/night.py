@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
-from repro_matrix.conf.schema import OutcomeName, VerdictName
+from repro_matrix.conf.vocabulary import OutcomeName, VerdictName
 from repro_matrix.diff.brief import ArmBrief, Brief, latest
 
 SCHEMA = 2  # 1: a cell was said in a sentence, where, and not by its axes

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from repro_matrix.cell.types import Arm, Document, Observation
+from repro_matrix.cell.document import Arm, Document
+from repro_matrix.cell.observation import Observation
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff.sides import judge_key

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ResultsError

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from repro_matrix.cell.types import Arm, Document, Frame, Made, Observation, Rank, Record, Settings, Verdict
+from repro_matrix.cell.document import Arm, Document, Made
+from repro_matrix.cell.judged import Verdict
+from repro_matrix.cell.observation import Observation, Rank, Settings
+from repro_matrix.cell.record import Frame, Record
 from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import checks

@@ -12,10 +12,11 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from repro_matrix.conf.arm_settings import arm_axis, resolve
+from repro_matrix.conf.axes import Strategy
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.conf.schema import Arm, Case, Strategy
+from repro_matrix.conf.schema import Arm, Case
 from repro_matrix.hardware import Machine, Profile
 from repro_matrix.memory.arithmetic import MemoryPlan
 from repro_matrix.planning.matrix import Cell, arms_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from repro_matrix.cell.types import Skip as Stored
-from repro_matrix.cell.types import SkipKind
+from repro_matrix.cell.document import Skip as Stored
+from repro_matrix.cell.values import SkipKind
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from repro_matrix.cell.types import Document
-from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.cell.document import Document
+from repro_matrix.conf.expectation import Expectation
+from repro_matrix.conf.schema import Case
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.met import Met
 from repro_matrix.results.ranges import upstream

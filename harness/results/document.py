@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from repro_matrix.cell.types import Accelerator, Arm, Document, Made, Observation, Provenance, Settings, Stack
+from repro_matrix.cell.document import Arm, Document, Made, Provenance, Stack
+from repro_matrix.cell.observation import Observation, Settings
+from repro_matrix.cell.values import Accelerator
 from repro_matrix.conf.schema import Case
 from repro_matrix.hardware import Machine
 from repro_matrix.judge import facts, grade

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from repro_matrix.cell.types import Document, Made
+from repro_matrix.cell.document import Document, Made
 
 DIFFERS = 1
 TOO_LITTLE = 3

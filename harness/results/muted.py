@@ -16,7 +16,8 @@ from typing import cast
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from repro_matrix.cell.types import Document, Verdict
+from repro_matrix.cell.document import Document
+from repro_matrix.cell.judged import Verdict
 from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.errors import ConfigError, describe_validation, nearest

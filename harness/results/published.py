@@ -12,8 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from repro_matrix.cell.document import Document
 from repro_matrix.cell.place import LINES
-from repro_matrix.cell.types import Document
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.paths import cache_dir
 from repro_matrix.results import sheet

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from repro_matrix.cell.types import Document, Outcome, Verdict
+from repro_matrix.cell.document import Document
+from repro_matrix.cell.judged import Outcome, Verdict
 from repro_matrix.conf import expected
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.comparable import machine

@@ -15,9 +15,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from repro_matrix.cell.types import Cell
+from repro_matrix.cell.document import Cell
+from repro_matrix.conf.expectation import Expectation
 from repro_matrix.conf.packages import UPSTREAM
-from repro_matrix.conf.schema import Case, Expectation
+from repro_matrix.conf.schema import Case
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.facts import depends_on
 from repro_matrix.judge.met import Met

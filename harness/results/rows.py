@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the tables of cells need no document
-    from repro_matrix.cell.types import Arm, Cell, Made, Outcome, Verdict
+    from repro_matrix.cell.document import Arm, Cell, Made
+    from repro_matrix.cell.judged import Outcome, Verdict
 
 Row = dict[str, Any]
 

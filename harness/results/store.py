@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from pydantic_core import from_json
 
 from repro_matrix.cell import doubt, older, place
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.results import sheet
 from repro_matrix.results.compact import expanded
@@ -201,7 +201,7 @@ def _is_newer(path: Path) -> bool:
 
 
 def document_of(written: str) -> Document:
-    """The document that a file's text is, compared with its type (harness/cell/types.py), so that nobody who reads it
+    """The document that a file's text is, compared with its type (cell/document.py), so that nobody who reads it
     need ask for a key. Raises ValueError with what is wrong, and where in it; NewerSchema."""
     try:
         return _checked(_loaded(written))

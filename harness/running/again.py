@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from repro_matrix.cell.types import Again, Attempt, Infra, Observation
+from repro_matrix.cell.observation import Again, Attempt, Infra, Observation
 from repro_matrix.launch.device_errors import EITHER
 
 LOST_CARD: Final = "card"  # the kind of infra that a failed card is

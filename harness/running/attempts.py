@@ -14,7 +14,8 @@ from typing import cast
 
 from packaging.requirements import Requirement
 
-from repro_matrix.cell.types import InfraKind, Observation, Settings
+from repro_matrix.cell.observation import Observation, Settings
+from repro_matrix.cell.values import InfraKind
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.conf.schema import Case

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
+from repro_matrix.conf.axes import Model, Strategy
 from repro_matrix.conf.catalogue import Catalogue, parse, read_yaml
 from repro_matrix.conf.config import RunSettings
-from repro_matrix.conf.schema import Case, Model, Strategy
+from repro_matrix.conf.schema import Case
 from repro_matrix.hardware import Profile
 from repro_matrix.judge.met import Met
 from repro_matrix.paths import CONF, REPROS
@@ -128,6 +129,6 @@ def look(
     return None
 
 
-def _lacks_cards(document: Mapping[str, Any]) -> bool:
+def _lacks_cards(document: Document) -> bool:
     attempts = (attempt for arm in document["arms"].values() for attempt in arm["attempts"])
-    return any((attempt.get("outcome") or {}).get("infra") == "cards" for attempt in attempts)
+    return any(attempt["outcome"].get("infra") == "cards" for attempt in attempts)

@@ -17,7 +17,7 @@ from datetime import date, datetime, timezone
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import muted, rows, runs

@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import psutil
 
-from repro_matrix.cell.types import Document, Observation, Probe, Provenance
-from repro_matrix.cell.types import Stack as StackSaid
+from repro_matrix.cell.document import Document, Probe, Provenance
+from repro_matrix.cell.document import Stack as StackSaid
+from repro_matrix.cell.observation import Observation
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.hardware.nvml import Nvml

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from repro_matrix.cell.types import Document, Outcome
+from repro_matrix.cell.document import Document
+from repro_matrix.cell.judged import Outcome
 from repro_matrix.planning.plan import CellPlan
 
 

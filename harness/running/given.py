@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.hardware import Gpu, Machine, Profile

@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results.rows import arm_rows
 from repro_matrix.running.events import Event

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from repro_matrix.cell.types import Document, Made
+from repro_matrix.cell.document import Document, Made
 from repro_matrix.memory.arithmetic import GIB
 from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, ArmPlan
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from repro_matrix.cell.types import Again
+from repro_matrix.cell.observation import Again
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together

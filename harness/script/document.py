@@ -10,7 +10,7 @@ from typing import Any, Literal
 from typing_extensions import NotRequired, TypedDict
 
 from repro_matrix.cell import doubt
-from repro_matrix.cell.types import Made
+from repro_matrix.cell.document import Made
 
 
 class Document(TypedDict):

@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from repro_matrix.bisection.labels import plain
-from repro_matrix.cell.types import Infra, Line, Observation
+from repro_matrix.cell.observation import Infra, Line, Observation
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.conf.schema import Signature, SignatureKind
+from repro_matrix.conf.signatures import Signature
+from repro_matrix.conf.vocabulary import SignatureKind
 from repro_matrix.judge.evidence import Attempt, raised_chain
 from repro_matrix.judge.grade import SHOWN, Outcome, Primary, Recognised
 from repro_matrix.judge.peers import Failure as RankFailure

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import cast
 
 from repro_matrix import hardware
-from repro_matrix.cell.types import Made, Observation
-from repro_matrix.cell.types import Outcome as Judged
+from repro_matrix.cell.document import Made
+from repro_matrix.cell.judged import Outcome as Judged
+from repro_matrix.cell.observation import Observation
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.server import Refused

@@ -18,8 +18,8 @@ from repro_matrix import hardware, stacks
 from repro_matrix.bisection import labels
 from repro_matrix.bisection.labels import Answer
 from repro_matrix.bisection.probe import Point, Say, Stopped, Target
-from repro_matrix.cell.types import Made
-from repro_matrix.cell.types import Outcome as Judged
+from repro_matrix.cell.document import Made
+from repro_matrix.cell.judged import Outcome as Judged
 from repro_matrix.conf.errors import ConfigError, MeasureError
 from repro_matrix.conf.overrides import said as written
 from repro_matrix.judge.grade import Outcome

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from repro_matrix.cell.types import Made, Observation
+from repro_matrix.cell.document import Made
+from repro_matrix.cell.observation import Observation
 from repro_matrix.judge.evidence import Attempt, threads_of
 from repro_matrix.judge.peers import failures_of
 from repro_matrix.script.document import Document

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from repro_matrix.cell.types import Exception_, Frame
+from repro_matrix.cell.record import Exception_, Frame
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\[?(?:rank|default)?\s*\d+\]?:\s?)+")  # torchrun's [rank0]: and [default0]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from repro_matrix.conf.axes import Stack as Definition
 from repro_matrix.conf.packages import REPLACED
-from repro_matrix.conf.schema import Stack as Definition
 from repro_matrix.paths import CHECKOUT, CONF
 from repro_matrix.stacks import build, files, overlay, spec
 from repro_matrix.stacks import lock as locks

@@ -13,8 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from repro_matrix import paths
+from repro_matrix.conf.axes import Stack as Definition
 from repro_matrix.conf.errors import nearest
-from repro_matrix.conf.schema import Stack as Definition
 from repro_matrix.stacks import lock as locks
 from repro_matrix.stacks.errors import StackError
 from repro_matrix.stacks.installer import index_settings

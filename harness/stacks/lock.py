@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.markers import Marker
 
-from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.conf.axes import Stack as Definition
 from repro_matrix.stacks.errors import StackError
 from repro_matrix.stacks.installer import run_uv
 from repro_matrix.stacks.stack import canonical, short_hash

@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from repro_matrix.conf.schema import Stack as Definition
+from repro_matrix.conf.axes import Stack as Definition
 from repro_matrix.stacks import build, disk
 from repro_matrix.stacks.build import Say, quiet
 from repro_matrix.stacks.compiled import take_over

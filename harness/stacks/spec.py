@@ -17,8 +17,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from repro_matrix import paths
 from repro_matrix.conf import catalogue, project
+from repro_matrix.conf.axes import Stack as Definition
 from repro_matrix.conf.errors import ConfigError, Options, nearest
-from repro_matrix.conf.schema import Stack as Definition
 from repro_matrix.stacks.errors import StackError
 from repro_matrix.stacks.stack import canonical
 

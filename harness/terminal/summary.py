@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from repro_matrix.results.rows import Row, again, where_of
 
 if TYPE_CHECKING:
-    from repro_matrix.cell.types import Document
+    from repro_matrix.cell.document import Document
 
 WIDTH = 120
 LOG_LINES = 4

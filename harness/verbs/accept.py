@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments, overrides, project
 from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf.config import compose_run
@@ -101,14 +101,18 @@ def _show(found: Publication) -> None:
     rows = [[c.case, c.where, c.stack, c.arm, c.old or "(nothing)", c.new] for c in found.changes]
     if rows:
         print_table("what is expected", ["case", "cell", "stack", "arm", "until now", "from now on"], rows)
-    for text, places in (
-        ("to publish", found.written),
-        ("say what is published", found.same),
-        ("lie between two releases that say the same", found.inner),
-        ("were published and lie between two such releases now: to remove", found.dropped),
+    for one, several, places in (
+        ("to publish", "to publish", found.written),
+        ("says what is published", "say what is published", found.same),
+        ("lies between two releases that say the same", "lie between two releases that say the same", found.inner),
+        (
+            "was published and backs nothing now: to remove",
+            "were published and back nothing now: to remove",
+            found.dropped,
+        ),
     ):
         if places:
-            print(f"{counted(len(places), 'document')} {text}")
+            print(f"{counted(len(places), 'document')} {one if len(places) == 1 else several}")
 
 
 def _publish(found: Publication, own: Project) -> None:

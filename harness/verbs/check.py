@@ -13,7 +13,7 @@ from repro_matrix.conf import arguments
 
 if TYPE_CHECKING:
     from repro_matrix.authoring.ready import Finding
-    from repro_matrix.cell.types import Document
+    from repro_matrix.cell.document import Document
     from repro_matrix.conf.catalogue import Catalogue
 
 TIMES = 3

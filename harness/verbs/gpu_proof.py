@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments, project
 from repro_matrix.conf.config import LauncherName
 from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.diff import show, sides

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments
 from repro_matrix.memory.arithmetic import GIB, MemoryPlan, Phase
 from repro_matrix.planning.fit import words

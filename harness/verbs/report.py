@@ -14,7 +14,7 @@ from repro_matrix.conf.errors import ConfigError, ResultsError, nearest, unknown
 from repro_matrix.results import runs
 
 if TYPE_CHECKING:
-    from repro_matrix.cell.types import Document
+    from repro_matrix.cell.document import Document
     from repro_matrix.conf.catalogue import Catalogue
     from repro_matrix.nights.night import Night
     from repro_matrix.page.view import Cell

@@ -14,7 +14,7 @@ from repro_matrix.bisection import blame as blames
 from repro_matrix.bisection.hunt import Hunt, Roles
 from repro_matrix.bisection.probe import Prober, Stopped, Target
 from repro_matrix.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Change, Compared, Unknown, compare, kind_of
-from repro_matrix.cell.types import Document
+from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.running import session
