@@ -434,6 +434,14 @@ def test_bad_input_is_named(stored: Path, tmp_path: Path, capsys: pytest.Capture
         assert told in capsys.readouterr().err
 
 
+def test_nights_in_which_there_are_none_are_said(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(stored), "--nights", str(tmp_path / "empty")]) == 0
+    assert "empty: no results in it: it counts as no night" in capsys.readouterr().err
+
+
 def test_a_folder_may_be_called_anything(stored: Path, tmp_path: Path) -> None:
     odd = tmp_path / "Nächte & <b>夜 no. 1"
     stored.rename(odd)

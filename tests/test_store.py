@@ -92,8 +92,10 @@ def test_what_is_no_document_is_said_in_words(store: Store) -> None:
     store.root.mkdir()
     (store.root / "a.json").write_text('{"$schema": "https://json-schema.org/draft/2020-12/schema"}')
     (store.root / "b.json").write_text('{"schema": 1, "arms": {}}')
+    (store.root / "c.json").write_text('{"schema": 0, "arms": {}, "provenance": {"started": 1}}')
     assert list(store.documents()) == []
-    first, second = store.damaged
+    first, second, third = store.damaged
+    assert "schema 0: older than any that this repro-matrix reads (1)" in third
     assert "(a JSON Schema, no cell document)" in first and "(not a cell document: it has no 'provenance')" in second
 
 

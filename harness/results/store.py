@@ -226,6 +226,8 @@ def _checked(held: Any) -> Document:
         schema = found["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
+        if isinstance(schema, int) and schema < SCHEMA:
+            raise ValueError(f"schema {schema}: older than any that this repro-matrix reads ({SCHEMA})")
         if schema != SCHEMA or not isinstance(found["arms"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
         return older.filled(doubt.cell(older.with_ranks(found)))

@@ -129,10 +129,13 @@ def _nothing_found(
 def _nights(folders: list[Path], kept: str | None) -> list[Night]:
     """What the page shows over time: the nights that are kept and these results, or three results and more."""
     from repro_matrix.nights.kept import read
+    from repro_matrix.terminal.report import print_notes
 
     if kept is None and len(folders) < 3:  # two are beside each other on the page
         return []
-    return read([*([Path(kept).expanduser()] if kept else []), *folders]).found
+    found = read([*([Path(kept).expanduser()] if kept else []), *folders])
+    print_notes([note for note in found.notes if kept and note.startswith(kept)])  # of the others the page tells
+    return found.found
 
 
 def _refuse_foreign(folder: Path) -> None:
