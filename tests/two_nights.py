@@ -111,7 +111,9 @@ def main() -> None:
             base=BASE, first=NIGHTS["monday"], second=NIGHTS["tuesday"], first_code=codes["monday"],
             second_code=codes["tuesday"], asked=asked,
         )  # fmt: skip
-        body = f"**{issue['title']}**\n\n{issue['body']}".replace(str(folder), "/runner")
+        body = f"**{issue['title']}**\n\n{issue['body']}".replace(str(folder), "/runner").replace(
+            str(cache_dir()), "/cache"
+        )
         assert "transformers 4.44.0" in body, "the search between the two locks names the release"
         TOLD.write_text(head + re.sub(r"\n*<!--.*?-->\s*\Z", "\n", body, flags=re.S), encoding="utf-8")
     print(TOLD.read_text(encoding="utf-8"))
