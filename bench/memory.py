@@ -17,7 +17,7 @@ from bench.machine import machine
 from repro_matrix.memory.arithmetic import MIB, Phase
 from repro_matrix.planning.plan import ArmPlan
 from repro_matrix.results.store import Store
-from repro_matrix.running import recorded, session
+from repro_matrix.running import own_results, recorded, session
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="the run's selection")
     args = parser.parse_args()
     prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
-    known = session.history([Store(args.source)], {plan.cell.case for plan in prepared.plans})
+    known = own_results.history([Store(args.source)], {plan.cell.case for plan in prepared.plans})
     found = [
         compared(plan.cell.key, arm, peak)
         for plan in prepared.plans

@@ -83,7 +83,7 @@ def runs_are_warm(warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
         return warm.launch(dataclasses.replace(attempt, run_id="test-run"), stop)  # a server is of one run
 
     launcher = SimpleNamespace(name=warm.name, launch=launch, close=lambda: None)
-    monkeypatch.setattr("repro_matrix.running.session.open_launcher", lambda name: launcher)
+    monkeypatch.setattr("repro_matrix.running.workplace.open_launcher", lambda name: launcher)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.outcome import Outcome
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:20635"

@@ -16,7 +16,7 @@ from repro_matrix import stacks
 from repro_matrix.cli import main
 from repro_matrix.conf import project
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.running import session, wanted
+from repro_matrix.running import own_results, wanted, workplace
 from repro_matrix.stacks import Stack, StackError, releases
 from repro_matrix.stacks.releases import Release
 from repro_matrix.stacks.spec import parse
@@ -118,7 +118,7 @@ def answered(attempt: Attempt, how: str) -> dict[str, Any]:
     return observation(attempt, {**FIRES, "type": "KeyError", "message": how})
 
 
-def own_history(stores: Any, cases: Any, *say: Any, real: Any = session.history) -> Any:
+def own_history(stores: Any, cases: Any, *say: Any, real: Any = own_results.history) -> Any:
     """Nothing is published of a made-up world: what is of the real one would be judged anew for each probe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(project, "published", lambda: [])
@@ -137,8 +137,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(stacks, "resolve", made.resolve)
     monkeypatch.setattr(stacks, "check", made.check)
     monkeypatch.setattr(wanted, "resolve", made.resolve)
-    monkeypatch.setattr(session, "open_launcher", lambda name: made)
-    monkeypatch.setattr(session, "history", own_history)
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: made)
+    monkeypatch.setattr(own_results, "history", own_history)
     monkeypatch.setattr(releases, "releases", made.releases)
     return made
 

@@ -14,11 +14,11 @@ from repro_matrix.conf import catalogue as catalogues
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import MeasureError
 from repro_matrix.hardware import Gpu, Machine, Profile
-from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results.store import Store
-from repro_matrix.running import canary, session
+from repro_matrix.running import canary, session, workplace
 from repro_matrix.running.events import Summary
 from repro_matrix.running.given import Given
 
@@ -159,7 +159,7 @@ def test_a_run_measures_them_first_and_stops_where_the_judge_is_broken(
 ) -> None:
     results = tmp_path / "results"
     prepared = session.prepare(["case=fsdp-generate", "arms=[broken]", "hardware=cpu", f"results={results}"])
-    found = session.execute(prepared, lambda event: None, threading.Event(), planted=True)
+    found = workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)
     assert found.attempts == len(prepared.plans), "the planted attempts are not of the run"
     written = {path.parent.name for path in results.rglob("*.json")}
     assert written == {"fsdp-generate"}, "nobody keeps what was planted"
@@ -170,6 +170,6 @@ def test_a_run_measures_them_first_and_stops_where_the_judge_is_broken(
     monkeypatch.setattr("repro_matrix.results.document.grade.grade", believes)
     before = sorted(path.stat().st_mtime_ns for path in results.rglob("*.json"))
     with pytest.raises(MeasureError, match=r"the harness itself is broken here, nothing was measured: canary-failure"):
-        session.execute(prepared, lambda event: None, threading.Event(), planted=True)
+        workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)
     assert sorted(path.stat().st_mtime_ns for path in results.rglob("*.json")) == before
     assert MeasureError.exit_code == 3

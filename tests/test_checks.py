@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from judging import case, observation, ok, record
 
 from repro_matrix.judge.checks import judged, same
-from repro_matrix.judge.grade import Outcome, grade
+from repro_matrix.judge.grade import grade
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.paths import REPROS
 
 sys.path.insert(0, str(REPROS))

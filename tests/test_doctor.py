@@ -15,6 +15,7 @@ from fake_nvml import Card, FakeNvml, Process
 from fake_stack import lines, python_that_says
 
 from repro_matrix.results.store import Store
+from repro_matrix.running import workplace
 
 ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "arms=[summon]")
 
@@ -113,7 +114,6 @@ def test_an_arm_whose_own_stack_cannot_use_the_cards_is_less_than_was_asked_for(
     from test_engine import Fake, observation
 
     from repro_matrix import cli
-    from repro_matrix.running import session
     from repro_matrix.running.probe import Prober
 
     def probe(self: Prober, stack: Any) -> tuple[dict[str, Any], str | None]:
@@ -129,7 +129,7 @@ def test_an_arm_whose_own_stack_cannot_use_the_cards_is_less_than_was_asked_for(
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     FakeNvml([Card(), Card()]).install(monkeypatch)
     monkeypatch.setattr(Prober, "__call__", probe)
-    monkeypatch.setattr(session, "open_launcher", lambda name: Clean())
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: Clean())
     words = ["fsdp-generate", "model=qwen1.5-0.5b", "arms=[summon,newer-transformers]", "hardware=gpu2"]
     stack = f"stack=python:{python_that_says(tmp_path, *lines())}"
     code = cli.main(["run", *words, stack, f"results={tmp_path / 'results'}", "--json"])

@@ -24,7 +24,7 @@ from repro_matrix.conf.inherited import building, inherited
 from repro_matrix.launch.attempt import environment, stack_environment, torchrun_line
 from repro_matrix.launch.warm import server_environment
 from repro_matrix.results.store import Store
-from repro_matrix.running import session
+from repro_matrix.running import session, workplace
 
 KEPT = {"PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CXX", "NVIDIA_VISIBLE_DEVICES"}
 
@@ -113,7 +113,7 @@ def test_the_same_outcome_among_sixty_hostile_variables(
     }
     prepared = session.prepare([*texts, f"arms=[{','.join(sorted(set(fixes.values())))}]"])
     prepared.plans = [plan for plan in prepared.plans if plan.cell == first[plan.cell.case].cell]
-    session.execute(prepared, lambda event: None, threading.Event())
+    workplace.execute(prepared, lambda event: None, threading.Event())
     documents: dict[str, Any] = {document["case"]: document for document in Store(tmp_path / "r").documents()}
     assert set(documents) == set(traps)
     for case, fix in fixes.items():

@@ -16,7 +16,7 @@ from test_engine import Fake, observation
 from repro_matrix import cli
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.memory.facts import Known
-from repro_matrix.running import session
+from repro_matrix.running import workplace
 from repro_matrix.running.probe import Prober
 from repro_matrix.terminal.proof import of_step
 from repro_matrix.verbs import gpu_proof
@@ -68,7 +68,7 @@ def run(
         "repro_matrix.stacks.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU")
     )
     monkeypatch.setattr(Known, "ask", lambda self, models, imports: asked.extend(models))  # seconds of a real stack
-    monkeypatch.setattr(session, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
     words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", *words]
     return cli.main([*words, "--out", str(tmp_path / "out"), "--minutes", str(minutes)]), asked
 

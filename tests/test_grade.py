@@ -30,7 +30,8 @@ from judging import (
 
 from repro_matrix.cell import doubt
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.grade import Outcome, grade, skipped
+from repro_matrix.judge.grade import grade
+from repro_matrix.judge.outcome import Outcome, skipped
 
 CASE = case()
 OTHER = case("other-case", [{**EXCEPTION, "name": "lm-head", "message": "mismatch in lm_head", "package": "torch"}])

@@ -15,7 +15,8 @@ from judging import exception as raised
 from repro_matrix.conf.signatures import Signature
 from repro_matrix.judge import looks
 from repro_matrix.judge.collectives import family, mismatches, never_meet, standing
-from repro_matrix.judge.evidence import Attempt, threads_of
+from repro_matrix.judge.evidence import Attempt
+from repro_matrix.judge.places import threads_of
 from repro_matrix.judge.signature import matches
 from repro_matrix.launch.limits import COSTS
 from repro_matrix.running.again import LONGER, again, told

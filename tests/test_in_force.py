@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.grade import Outcome, grade
+from repro_matrix.judge.grade import grade
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.judge.verdict import judge
 from tests.judging import case, observation, ok, record
 

@@ -12,7 +12,8 @@ from launching import two_ranks
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.arm_settings import resolve
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.grade import Outcome, grade
+from repro_matrix.judge.grade import grade
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.launch.warm import WarmLauncher
 from tests.judging import observation, ok, record
 

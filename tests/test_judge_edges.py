@@ -32,21 +32,12 @@ from repro_matrix.judge.checks import judged, same
 from repro_matrix.judge.collectives import Entry, Standing, family, mismatches, never_meet, standing
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.conditions import Point, rules
-from repro_matrix.judge.evidence import (
-    NO_RECORD,
-    Attempt,
-    Place,
-    Raised,
-    dotted,
-    is_own,
-    lies_in,
-    number,
-    threads_of,
-    within,
-)
+from repro_matrix.judge.evidence import NO_RECORD, Attempt, Raised, number
 from repro_matrix.judge.expect import _value
-from repro_matrix.judge.grade import Outcome, failed_checks, grade, same_release
+from repro_matrix.judge.grade import failed_checks, grade, same_release
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.judge.peers import died_of, failure_of, failures_of, is_peer_error
+from repro_matrix.judge.places import Place, dotted, is_own, lies_in, threads_of, within
 from repro_matrix.judge.runs_here import Grounds
 from repro_matrix.judge.signature import matches, near_misses
 

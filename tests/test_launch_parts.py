@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 
 from repro_matrix.hardware.gpus import Seen
-from repro_matrix.launch import cold, observe, open_launcher, processes, shm, watch
+from repro_matrix.launch import cold, cut_logs, observe, open_launcher, processes, shm, watch
 from repro_matrix.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
 from repro_matrix.launch.watch import Watched
 from repro_matrix.running.board import Kept
@@ -396,9 +396,9 @@ def test_a_log_that_is_cut_keeps_its_tail(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(log, b"x" * (2 << 20) + b"\nlast")
-    watch.cut(path, 4 << 20)
+    cut_logs.cut(path, 4 << 20)
     assert path.stat().st_size > 2 << 20
-    watch.cut(path, 1 << 20)
+    cut_logs.cut(path, 1 << 20)
     os.write(log, b" and more")
     os.close(log)
     assert path.stat().st_size < 128 << 10 and observe.tail(path).endswith("\nlast and more")

@@ -16,7 +16,7 @@ from repro_matrix.paths import BASELINE, CONF, EXPECTED
 from repro_matrix.results.exit_code import TOO_LITTLE
 from repro_matrix.results.publishing import place
 from repro_matrix.results.store import Store, write_json
-from repro_matrix.running import session
+from repro_matrix.running import own_results
 from repro_matrix.terminal import summary
 
 WRONG = {
@@ -211,7 +211,7 @@ def test_a_damaged_published_document_is_named_and_the_rest_is_read(
     first = f"{copy}:{at + 1}"
     monkeypatch.setattr(project, "published", lambda: [baseline])
     told: list[str] = []
-    known = session.history([], {"train-step"}, told.append)
+    known = own_results.history([], {"train-step"}, told.append)
     assert len(known) == len(rest) and len(told) == 1 and str(first) in told[0] and "hardware" in told[0]
     code, out, err = said(capsys, "claims", "--json", f"results={tmp_path / 'none'}")
     assert code == 0 and json.loads(out) and str(first) in err

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from repro_matrix.conf.expectation import Expectation
 from repro_matrix.judge.expect import compare, expected, said_of_met
-from repro_matrix.judge.grade import Outcome, Primary, Recognised, grade
+from repro_matrix.judge.grade import grade
 from repro_matrix.judge.met import Met, all_met, met_in
+from repro_matrix.judge.outcome import Outcome, Primary, Recognised
 from repro_matrix.judge.verdict import Verdict, judge
 from repro_matrix.results.ranges import expectations, measured
 

@@ -24,8 +24,8 @@ from judging import case, ended, failed, observation, ok, record
 from packaging import version
 
 from repro_matrix.conf.signatures import Signature
-from repro_matrix.judge.evidence import lies_in, stack_places
 from repro_matrix.judge.grade import grade
+from repro_matrix.judge.places import lies_in, stack_places
 from repro_matrix.judge.signature import matches
 from repro_matrix.paths import REPROS
 

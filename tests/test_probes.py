@@ -19,7 +19,7 @@ from repro_matrix import cli
 from repro_matrix.launch import warm
 from repro_matrix.launch.server import Refused, Server
 from repro_matrix.launch.watch import Watched
-from repro_matrix.running import session
+from repro_matrix.running import workplace
 
 sys.path.insert(0, str(Path(warm.__file__).resolve().parents[1] / "worker"))
 from probes import Probes, devices
@@ -96,7 +96,7 @@ def test_the_summary_says_how_many_started_from_cold_and_why(
     """Eight interpreters for each attempt of a stack, and nobody was told."""
     why = "no warm server (cuda): importing deepspeed.ops initialised CUDA"
     launcher = Fake(lambda attempt, stop: observation(attempt, None, cold=f"{why}\nand more of it"))
-    monkeypatch.setattr(session, "open_launcher", lambda name: launcher)
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: launcher)
     words = ["train-step", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu", "repeat=3"]
     cli.main(["run", *words, f"results={tmp_path}"])
     assert f"3 of them started from cold: {why}\n" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from repro_matrix.conf.errors import ConfigError
 from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
 from repro_matrix.results import provenance
 from repro_matrix.results.store import write_json
-from repro_matrix.running import session
+from repro_matrix.running import own_results, session
 from repro_matrix.stacks import spec
 
 TEAM = Path(__file__).parent / "team"  # a repository with a catalogue of its own
@@ -49,7 +49,7 @@ def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatc
     assert project.published() == [team / "results/baseline", paths.BASELINE]
     from repro_matrix.conf.config import compose_run
 
-    assert session.results_folder(compose_run([])).is_relative_to(team / "results" / "scratch")
+    assert own_results.results_folder(compose_run([])).is_relative_to(team / "results" / "scratch")
 
 
 def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None:

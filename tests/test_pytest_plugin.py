@@ -14,7 +14,7 @@ from judging import document, observation, ok
 from repro_matrix.conf.errors import MeasureError
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results.muted import Mute
-from repro_matrix.running import desk, session
+from repro_matrix.running import desk, session, workplace
 from repro_matrix.running.events import Event, Summary
 
 pytest_plugins = ["pytester"]
@@ -201,7 +201,7 @@ def fake_run(sent: list[Any]) -> Any:
 
 def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(session, "execute", fake_run(sent))
+    monkeypatch.setattr(workplace, "execute", fake_run(sent))
     monkeypatch.setattr(desk, "told", lambda document, *mutes: [{"arm": a.arm} for a in document["plan"].arms])
     prepared = session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False)
     served = desk.Desk(prepared)
@@ -224,7 +224,7 @@ def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.Monk
 def test_who_has_not_the_key_is_not_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from multiprocessing import AuthenticationError
 
-    monkeypatch.setattr(session, "execute", fake_run([]))
+    monkeypatch.setattr(workplace, "execute", fake_run([]))
     monkeypatch.setattr(desk, "told", lambda document, *mutes: [])
     served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
     address, key = served.serve()
@@ -238,7 +238,7 @@ def test_when_the_run_fails_whoever_waits_is_told(monkeypatch: pytest.MonkeyPatc
     def execute(*given: Any, **more: Any) -> Summary:
         raise MeasureError("another run is writing here")
 
-    monkeypatch.setattr(session, "execute", execute)
+    monkeypatch.setattr(workplace, "execute", execute)
     served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
     with pytest.raises(MeasureError, match="another run is writing here"):
         served.measure(0, ["fsdp"])

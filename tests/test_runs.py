@@ -15,12 +15,12 @@ from repro_matrix import cli
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results import runs
-from repro_matrix.running import going_on, session
+from repro_matrix.running import going_on, own_results
 
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(session, "scratch", lambda: tmp_path / "scratch")
+    monkeypatch.setattr(own_results, "scratch", lambda: tmp_path / "scratch")
     return tmp_path / "scratch"
 
 
@@ -182,10 +182,10 @@ def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
     assert told and all("later.json" in note for note in told)
     with pytest.raises(sides.ResultsError, match=r"later.json"):
         sides.side(str(scratch))  # the document is empty: the file that is named is the last run's
-    assert {store.root for store in session.own_stores(RunSettings(results=str(last)))} == {
+    assert {store.root for store in own_results.own_stores(RunSettings(results=str(last)))} == {
         last.resolve(), (scratch / runs.SEARCHES).resolve(), *(each.folder.resolve() for each in runs.listed(scratch))
     }  # fmt: skip
-    assert [store.root for store in session.own_stores(RunSettings(results="/somewhere"))] == [Path("/somewhere")]
+    assert [store.root for store in own_results.own_stores(RunSettings(results="/somewhere"))] == [Path("/somewhere")]
     let_go()
 
 

@@ -117,7 +117,7 @@ def test_the_environments_own_sitecustomize_is_imported(bench: Bench, monkeypatc
 
 def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut while it runs; what was asked for stands at its end."""
-    monkeypatch.setattr("repro_matrix.launch.watch.cut.__defaults__", (1 << 20,))
+    monkeypatch.setattr("repro_matrix.launch.cut_logs.cut.__defaults__", (1 << 20,))
     found = bench.plain(
         """
         import os, time

@@ -20,7 +20,7 @@ from repro_matrix.launch import ColdLauncher, warm
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.trunk import common
 from repro_matrix.launch.warm import WarmLauncher
-from repro_matrix.running import session
+from repro_matrix.running import workplace
 
 sys.path.insert(0, str(Path(warm.__file__).resolve().parents[1] / "worker"))
 from warm_trunk import Asked, Overlay, warm_server, why_apart
@@ -136,7 +136,7 @@ def test_the_probes_of_a_search_have_one_launcher_and_it_is_closed(
     words: list[str],
 ) -> None:
     did: list[str] = []
-    monkeypatch.setattr(session, "open_launcher", lambda name: did.append(name) or world)
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: did.append(name) or world)
     monkeypatch.setattr(world, "close", lambda: did.append("closed"), raising=False)
     verb, *rest = words
     assert world.repro(verb, "qwen15-fsdp-norm-shard", *rest, "stack=base", "launcher=warm") == 0

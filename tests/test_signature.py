@@ -23,8 +23,9 @@ from judging import (
 )  # fmt: skip
 
 from repro_matrix.conf.signatures import Signature
-from repro_matrix.judge.evidence import Attempt, dotted, is_own, stack_places
+from repro_matrix.judge.evidence import Attempt
 from repro_matrix.judge.peers import failures_of
+from repro_matrix.judge.places import dotted, is_own, stack_places
 from repro_matrix.judge.signature import Match, matches
 
 PY_SPY = f"""# py-spy

@@ -14,8 +14,9 @@ from repro_matrix.bisection.labels import answer, of_cell
 from repro_matrix.cell import older
 from repro_matrix.judge import verdict
 from repro_matrix.judge.again import judged_again
-from repro_matrix.judge.grade import Outcome, grade
+from repro_matrix.judge.grade import grade
 from repro_matrix.judge.met import Met, met_in
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.page.formats import as_junit
 from repro_matrix.page.view import cell
 from repro_matrix.planning.skips import Skip

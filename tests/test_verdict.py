@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, control, document, observation, outcome
 
-from repro_matrix.judge.grade import Outcome, Recognised, skipped
+from repro_matrix.judge.outcome import Outcome, Recognised, skipped
 from repro_matrix.judge.verdict import Verdict, evidence, firing, is_older, judge, judge_pair, wilson
 
 CASE = case()

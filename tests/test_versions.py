@@ -17,11 +17,11 @@ from probing import CASE, World, before, world
 from repro_matrix.bisection.maps import maps
 from repro_matrix.bisection.probe import Prober, Target
 from repro_matrix.conf import project
-from repro_matrix.running import session
+from repro_matrix.running import own_results
 from repro_matrix.running.request import ask
 
 __all__ = ["world"]
-REAL_HISTORY = session.history
+REAL_HISTORY = own_results.history
 LABELS = st.sampled_from(["clean", "fires", "other error: KeyError", None])
 
 
@@ -199,7 +199,7 @@ def test_what_is_published_is_read_and_graded_once_a_search(
     from repro_matrix.results.store import Store
 
     baseline = tmp_path / "published"
-    monkeypatch.setattr(session, "history", REAL_HISTORY)
+    monkeypatch.setattr(own_results, "history", REAL_HISTORY)
     monkeypatch.setattr(project, "published", lambda: [])
 
     def probing(folder: Path) -> Prober:

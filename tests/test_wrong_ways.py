@@ -17,7 +17,7 @@ from repro_matrix.conf.errors import ConfigError, ResultsError
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
-from repro_matrix.running import going_on, session
+from repro_matrix.running import going_on, own_results
 from repro_matrix.terminal import report
 
 FULL = Path("/dev/full")
@@ -133,7 +133,7 @@ def test_a_file_where_a_folder_of_results_belongs(tmp_path: Path, monkeypatch: p
 def test_a_damaged_last_run_is_never_passed_over_for_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "scratch", lambda: tmp_path)
+    monkeypatch.setattr(own_results, "scratch", lambda: tmp_path)
     old = runs.begin(tmp_path, ["case=a"])
     runs.note(old, ["case=a"], runs.ENDED)
     last = runs.begin(tmp_path, ["case=b"])

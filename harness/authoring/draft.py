@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.matching.tracebacks import Error
+from repro_matrix.matching.distinct import Error
 
 TODO = "TODO"
 SHAPE: dict[str, Any] = {

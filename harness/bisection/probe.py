@@ -27,7 +27,8 @@ from repro_matrix.conf.overrides import Selection, quoted
 from repro_matrix.conf.schema import Case
 from repro_matrix.planning import matrix
 from repro_matrix.results.store import Document, Store
-from repro_matrix.running import session
+from repro_matrix.running import own_results, session, workplace
+from repro_matrix.running.events import Summary
 from repro_matrix.running.request import Request
 from repro_matrix.stacks import Stack, StackError
 
@@ -43,16 +44,16 @@ class Stopped(Exception):
 
 
 def one_cell(
-    prepared: session.Session, stop: threading.Event, say: Say, at: session.Workplace | None = None
-) -> tuple[Document, Path, session.Summary]:
+    prepared: session.Session, stop: threading.Event, say: Say, at: workplace.Workplace | None = None
+) -> tuple[Document, Path, Summary]:
     """Measure the one cell of a session, or take what is stored: its document and where that lies. Raises Stopped."""
-    summary = session.execute(prepared, lambda event: None, stop, resume=True, on_warning=say, at=at)
+    summary = workplace.execute(prepared, lambda event: None, stop, resume=True, on_warning=say, at=at)
     if summary.problem:
         raise Stopped(summary.problem, 2)
     if summary.interrupted:
         raise Stopped("interrupted", 130)
     document = summary.documents[0]
-    store = Store(session.results_folder(prepared.settings))
+    store = Store(own_results.results_folder(prepared.settings))
     return (
         document,
         store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["key"]),
@@ -170,7 +171,7 @@ class Prober:
         self.notes: list[str] = []
         self.say = say
         self.stop = stop
-        self.at: session.Workplace | None = None
+        self.at: workplace.Workplace | None = None
         self._open: contextlib.ExitStack | None = None
 
     def __enter__(self) -> Prober:
@@ -233,7 +234,7 @@ class Prober:
         prepared = session.prepare(asked, given={target.spec: stack})
         if self._open is not None and self.at is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
-            self.at = self._open.enter_context(session.workplace(self.settings.launcher.value, gpus, self.say))
+            self.at = self._open.enter_context(workplace.workplace(self.settings.launcher.value, gpus, self.say))
         document, path, summary = one_cell(prepared, self.stop, self.say, self.at)
         arms = document["arms"]
         return Point(

@@ -19,8 +19,8 @@ from repro_matrix.conf.packages import RELEVANT
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.evidence import number
 from repro_matrix.judge.expect import as_expected
-from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import all_met
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.results.rows import error_at, where_of, words_of
 
 NO_EVIDENCE = ("skipped", "infra")

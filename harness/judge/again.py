@@ -16,10 +16,10 @@ from repro_matrix.cell.document import Arm, Cell, Document
 from repro_matrix.cell.judged import Verdict as Stored
 from repro_matrix.cell.observation import Settings
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge import facts, genuine, grade, verdict
+from repro_matrix.judge import facts, genuine, grade, outcome, verdict
 from repro_matrix.judge.expect import as_expected, told
-from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import Met
+from repro_matrix.judge.outcome import Outcome
 
 
 @dataclass
@@ -132,7 +132,7 @@ def with_outcomes(document: Document, outcomes: Mapping[str, list[Outcome]]) -> 
 def verdicts_of(document: Cell, case: Case, older: Iterable[Cell]) -> dict[str, Stored]:
     """The verdicts that follow from the document's outcomes. ``older``: the same cell on other stacks, judged anew."""
     outcomes = {
-        name: [grade.skipped(arm["skipped"])]
+        name: [outcome.skipped(arm["skipped"])]
         if arm["skipped"]
         else [Outcome.from_json(attempt["outcome"]) for attempt in arm["attempts"]]
         for name, arm in document["arms"].items()

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from repro_matrix.cell.values import InfraKind
 from repro_matrix.judge.collectives import family
-from repro_matrix.judge.evidence import Attempt, number, text, threads_of
+from repro_matrix.judge.evidence import Attempt, number, text
 from repro_matrix.judge.peers import is_peer_error
+from repro_matrix.judge.places import threads_of
 
 Progress = Literal["progress", "stuck", "unknown"]
 Look = Mapping[str, Any]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.outcome import Outcome
 
 # transformers imports code that came with a model below this name and the name of the folder that it lay in, which may
 # be a temporary one of the process: transformers_modules.qwen_4711.modeling_qwen.generate.

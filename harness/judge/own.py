@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from repro_matrix.judge.evidence import Attempt, Place, Raised
+from repro_matrix.judge.evidence import Attempt, Raised
 from repro_matrix.judge.peers import Failures
+from repro_matrix.judge.places import Place
 
 SHOWN = 160  # characters of a message
 

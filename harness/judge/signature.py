@@ -25,8 +25,9 @@ from functools import lru_cache
 from repro_matrix.cell.observation import Observation
 from repro_matrix.conf.signatures import Collective, Frame, Signature
 from repro_matrix.judge.collectives import Mismatch, mismatches, standing
-from repro_matrix.judge.evidence import Attempt, Place, Raised, Rank, within
+from repro_matrix.judge.evidence import Attempt, Raised, Rank
 from repro_matrix.judge.peers import Failures, died_of, failures_of
+from repro_matrix.judge.places import Place, within
 
 _compiled = lru_cache(maxsize=None)(re.compile)
 

@@ -33,8 +33,8 @@ from repro_matrix.conf.schema import Case
 from repro_matrix.conf.vocabulary import VerdictName
 from repro_matrix.judge.comparable import comparable
 from repro_matrix.judge.facts import depends_on, differs
-from repro_matrix.judge.grade import Outcome
 from repro_matrix.judge.met import Met, all_met
+from repro_matrix.judge.outcome import Outcome
 
 Interval = tuple[float, float]
 NO_EVIDENCE = ("skipped", "infra")

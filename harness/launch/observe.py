@@ -18,8 +18,8 @@ from repro_matrix.cell.observation import Observation
 from repro_matrix.cell.record import Record
 from repro_matrix.judge import looks
 from repro_matrix.judge.evidence import Attempt as Observed
-from repro_matrix.judge.evidence import is_own
 from repro_matrix.judge.own import shown
+from repro_matrix.judge.places import is_own
 from repro_matrix.launch.attempt import Attempt, torchrun_line
 from repro_matrix.launch.device_errors import of_device
 from repro_matrix.launch.watch import Watched, read_launch

@@ -11,7 +11,6 @@ that nobody moves and that they can never meet (harness/judge/collectives.py). A
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from repro_matrix.judge import looks as judge
 from repro_matrix.launch import backtraces, limits, looks, processes, shm
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, environment
 from repro_matrix.launch.baton import Batons
+from repro_matrix.launch.cut_logs import cut
 
 POLL_S = 0.05
 LOOK_S = 1.0  # how often the tree, its memory files and the size of the logs are looked at
@@ -35,9 +35,6 @@ QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbea
 GPU_EVERY_S = 10.0  # ranks that wait on a GPU spin: they are looked at now and then, quiet or not
 PATIENCE = 2.0  # after looks that found no hang, the next ones wait so many times longer
 TRIES = 3  # pairs of looks at the deadline, at most
-MAX_LOG = 64 << 20  # a longer log is cut: a rank that prints without end must not fill the disk
-KEPT = 64 << 10
-CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
 
 
 @dataclass
@@ -298,17 +295,3 @@ class Watch:
         left = shm.clear(self.memory, (numbers | {int(answer.get("port") or 0)}) - {0}, self.result.started)
         if not early:
             self.result.leftover += [*answer.get("leftover", []), *(f"/dev/shm/{name} removed" for name in left)]
-
-
-def cut(path: Path, limit: int = MAX_LOG) -> None:
-    """Cut a log that has grown too long down to its tail. The ranks append, so that they go on at its new end."""
-    try:
-        if path.stat().st_size > limit:
-            with open(path, "rb") as log:
-                log.seek(-KEPT, os.SEEK_END)
-                tail = log.read()
-            os.truncate(path, 0)
-            with open(path, "ab") as log:
-                log.write(CUT + tail)
-    except OSError:
-        pass

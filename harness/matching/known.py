@@ -20,11 +20,12 @@ from repro_matrix.cell.observation import Rank as RankLeft
 from repro_matrix.cell.record import Exception_, Frame, Record
 from repro_matrix.conf.schema import Case
 from repro_matrix.conf.signatures import Elsewhere, Signature
-from repro_matrix.judge.evidence import NO_RECORD, Attempt, Rank, dotted
+from repro_matrix.judge.evidence import NO_RECORD, Attempt, Rank
 from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
+from repro_matrix.judge.places import dotted
 from repro_matrix.judge.signature import match_attempt
+from repro_matrix.matching.distinct import Error
 from repro_matrix.matching.scan import Note, Seen
-from repro_matrix.matching.tracebacks import Error
 
 # Errors of launchers and drivers, that only say that some process of theirs failed.
 _LAUNCHERS = re.compile(

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from repro_matrix.conf.schema import Case
+from repro_matrix.matching.distinct import Error
 from repro_matrix.matching.lines import HEADER, Labels, Line
 from repro_matrix.matching.literals import BEGIN, Prefilter, required
-from repro_matrix.matching.tracebacks import Error, Errors
+from repro_matrix.matching.tracebacks import Errors
 from repro_matrix.matching.versions import LITERALS, Versions
 
 NOTES = 50  # of one text
@@ -166,7 +167,7 @@ class _Reader:
 
     def end(self, lines: int) -> Seen:
         self.errors.end()
-        self.seen.lines, self.seen.errors, self.seen.more = lines, self.errors.found, self.errors.more
+        self.seen.lines, self.seen.errors, self.seen.more = lines, self.errors.kept.found, self.errors.kept.more
         return self.seen
 
 

@@ -11,13 +11,12 @@ torchrun says at the end.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from repro_matrix.matching.distinct import Distinct, Error
 from repro_matrix.matching.lines import HEADER, Line
 
-DISTINCT = 300  # errors that are kept, each once
 OPEN = 64  # tracebacks at a time
 PATIENCE = 4000  # lines until a traceback that got no more of its own is given up
 MESSAGE = 4000  # characters
@@ -40,35 +39,6 @@ _FROM = "The above exception was the direct cause of the following exception"
 _LOGGED = re.compile(
     r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback)"
 )
-
-
-@dataclass(frozen=True)
-class Error:
-    """One error of the log; ``record`` is what a rank of ours would have recorded (docs/observation.md)."""
-
-    line: int  # of its message, else of its beginning
-    label: str
-    rank: int | None
-    record: dict[str, Any]  # its exception; empty for a signal
-    signal: str = ""
-    stack: str = ""  # of a signal, as faulthandler printed it
-    whole: bool = True  # nothing of it is cut off
-    mixed: bool = False  # lines of another traceback may be among its own
-    count: int = 1
-    labels: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def type(self) -> str:
-        return self.signal or str(self.record.get("type", ""))
-
-    @property
-    def message(self) -> str:
-        return str(self.record.get("message", ""))
-
-    @property
-    def places(self) -> list[dict[str, Any]]:
-        return list(self.record.get("frames") or ())
 
 
 @dataclass
@@ -99,11 +69,9 @@ class _Open:
 
 @dataclass
 class Errors:
-    """Puts the tracebacks of a log together, line by line; ``found`` holds each error once, in order."""
+    """Puts the tracebacks of a log together, line by line; ``kept`` holds each error once, in order."""
 
-    found: list[Error] = field(default_factory=list)
-    more: int = 0  # errors beyond DISTINCT
-    _keys: dict[tuple[str, ...], int] = field(default_factory=dict)
+    kept: Distinct = field(default_factory=Distinct)
     _open: list[_Open] = field(default_factory=list)
     _last: dict[str, dict[str, Any]] = field(default_factory=dict)  # label -> the exception it raised last
     _cause: dict[str, dict[str, Any]] = field(default_factory=dict)  # label -> what the next traceback follows from
@@ -312,7 +280,7 @@ class Errors:
     def _crashed(self) -> None:
         line, name, lines = self._crash or (Line(0, "", None, ""), "", [])
         self._crash = None
-        self._keep(Error(line.number, line.label, line.rank, {}, name, "\n".join(lines), whole=bool(lines)))
+        self.kept.add(Error(line.number, line.label, line.rank, {}, name, "\n".join(lines), whole=bool(lines)))
 
     # --- what was found
 
@@ -325,77 +293,13 @@ class Errors:
                 continue  # a header alone
             error, whole = self._exception(each), each.whole and each.closed
             self._last[each.label] = error
-            self._keep(Error(each.said or each.begun, each.label, each.rank, error, whole=whole, mixed=each.mixed))
+            self.kept.add(Error(each.said or each.begun, each.label, each.rank, error, whole=whole, mixed=each.mixed))
 
     def _exception(self, each: _Open) -> dict[str, Any]:
         kind = each.type.rpartition(".")[2] if "(" not in each.type else each.type
         module = each.type.rpartition(".")[0] if "(" not in each.type else ""
         message = "\n".join(each.message).rstrip()[:MESSAGE]
         return {"type": kind, "module": module, "message": message, "frames": each.frames, "cause": each.cause}
-
-    def _keep(self, error: Error) -> None:
-        key = _key(error)
-        at = self._keys.get(key)
-        if at is None and (twin := self._twin(error)) is not None:
-            at, error = twin
-            self._keys.setdefault(_key(error), at)
-        if at is None:
-            if len(self.found) >= DISTINCT:
-                self.more += 1
-                return
-            self._keys[key] = len(self.found)
-            ranks_of = () if error.rank is None else (error.rank,)
-            self.found.append(replace(error, labels=(error.label,), ranks=ranks_of))
-            return
-        old = self.found[at]
-        # Of several alike the one that is whole stands for all, at the place of the first.
-        better = (error.whole, not error.mixed, len(error.places)) > (old.whole, not old.mixed, len(old.places))
-        base = replace(error, line=old.line, label=old.label, rank=old.rank) if better else old
-        if error.mixed and old.mixed and error.places == old.places:
-            base = replace(base, mixed=False)  # put together alike twice
-        labels = sorted({*old.labels, error.label})[:512]
-        ranks = sorted({*old.ranks, *(() if error.rank is None else (error.rank,))})[:4096]
-        self.found[at] = replace(base, count=old.count + 1, labels=tuple(labels), ranks=tuple(ranks))
-
-    def _twin(self, error: Error) -> tuple[int, Error] | None:
-        """One kept before that says the same, where lines of one of the two may stand among the other's: its frames are
-        some of the whole one's, or those of both are two equal tracebacks dealt out unevenly, each frame an even number
-        of times. Where it stands, and the error with a whole traceback's frames."""
-        for at, old in enumerate(self.found):
-            if not (old.mixed or error.mixed) or (old.type, old.message) != (error.type, error.message):
-                continue
-            if not (old.mixed and error.mixed):
-                part, whole = (old, error) if old.mixed else (error, old)
-                if not Counter(map(_name, part.places)) - Counter(map(_name, whole.places)):
-                    return at, replace(error, record=whole.record)
-                continue
-            if old.count > 1:
-                continue
-            fuller = max(old, error, key=lambda one: len(one.places))
-            times = Counter(map(_name, (*old.places, *error.places)))
-            if any(count % 2 for count in times.values()):
-                continue
-            left = {frame: count // 2 for frame, count in times.items()}
-            half = []
-            for frame in fuller.places:
-                if left[_name(frame)]:
-                    left[_name(frame)] -= 1
-                    half.append(frame)
-            if not any(left.values()):  # the fuller one has a whole traceback's
-                self.found[at] = replace(old, record={**old.record, "frames": half})
-                return at, replace(error, record={**error.record, "frames": half})
-        return None
-
-
-def _name(frame: dict[str, Any]) -> tuple[Any, Any, Any]:
-    return frame["file"], frame["line"], frame["function"]
-
-
-def _key(error: Error) -> tuple[str, str, str]:
-    """What errors have in common that are put together."""
-    last = error.places[-1] if error.places else {}
-    where = f"{last.get('file')}:{last.get('line')}" if last else error.stack[-2000:]
-    return error.type, re.sub(r"\d+", "N", error.message.partition("\n")[0])[:300], where
 
 
 def _said(each: _Open) -> str:

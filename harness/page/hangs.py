@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from repro_matrix.judge.evidence import threads_of
+from repro_matrix.judge.places import threads_of
 from repro_matrix.page.safe import line
 
 MOST_FRAMES = 60

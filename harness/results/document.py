@@ -10,7 +10,7 @@ from repro_matrix.cell.observation import Observation, Settings
 from repro_matrix.cell.values import Accelerator
 from repro_matrix.conf.schema import Case
 from repro_matrix.hardware import Machine
-from repro_matrix.judge import facts, grade
+from repro_matrix.judge import facts, grade, outcome
 from repro_matrix.judge.again import verdicts_of, with_expectations
 from repro_matrix.judge.comparable import machine
 from repro_matrix.planning.plan import ArmPlan, CellPlan
@@ -105,7 +105,7 @@ def made_under(attempt: Made) -> str | None:
 
 def add_attempt(
     document: Document, arm: str, observation: Observation, case: Case, cases: Mapping[str, Case]
-) -> grade.Outcome:
+) -> outcome.Outcome:
     """Judge one observation and keep both."""
     outcome = grade.grade(case, arm, observation, cases)
     document["arms"][arm]["attempts"].append({"observation": observation, "outcome": outcome.to_json()})

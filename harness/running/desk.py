@@ -23,7 +23,7 @@ from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import muted, rows, runs
 from repro_matrix.results.exit_code import missed
 from repro_matrix.results.muted import Mute
-from repro_matrix.running import session
+from repro_matrix.running import own_results, workplace
 from repro_matrix.running.events import Event
 from repro_matrix.running.session import Session
 
@@ -92,9 +92,9 @@ class Desk:
         try:
             settings, folder = self.prepared.settings, None
             if settings.results is None:
-                folder = runs.begin(session.scratch(), self._texts)
+                folder = runs.begin(own_results.scratch(), self._texts)
                 settings = replace(settings, results=str(folder))
-            summary = session.execute(
+            summary = workplace.execute(
                 replace(self.prepared, settings=settings),
                 self._tell,
                 self._stop,

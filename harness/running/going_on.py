@@ -11,7 +11,7 @@ from repro_matrix.conf import overrides
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results import runs
-from repro_matrix.running import session
+from repro_matrix.running import own_results, session
 from repro_matrix.running.shards import selection
 
 
@@ -23,7 +23,7 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     """
     line = overrides.parse(texts)
     named = compose_run(line.run).results
-    root = Path(named).expanduser() if named else session.scratch()
+    root = Path(named).expanduser() if named else own_results.scratch()
     chosen = selection(line)
     runs.sound(root)
     if chosen:
@@ -61,7 +61,7 @@ def folder(
     """
     named = prepared.settings.results
     fresh = not named and before is None
-    root = Path(named).expanduser() if named else before or runs.begin(session.scratch(), texts)
+    root = Path(named).expanduser() if named else before or runs.begin(own_results.scratch(), texts)
     prepared.settings.results = str(root)
 
     def note(state: str) -> None:

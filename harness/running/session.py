@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import signal
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from repro_matrix import hardware
-from repro_matrix.conf import overrides, project
+from repro_matrix.conf import overrides
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import ConfigError, MeasureError
 from repro_matrix.conf.syntax import check_syntax
-from repro_matrix.hardware import Gpu, Machine, Profile, around
-from repro_matrix.hardware.nvml import Nvml
-from repro_matrix.judge.again import Graded
-from repro_matrix.launch import open_launcher
-from repro_matrix.launch.attempt import Launcher
+from repro_matrix.hardware import Machine, Profile, around
 from repro_matrix.memory import planned as planning
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning import placing
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import provenance, runs, unshown
-from repro_matrix.results.store import Document, Store
-from repro_matrix.running import budget, canary, shards
-from repro_matrix.running.attempts import REFERENCES, Attempts, new_run_dir
-from repro_matrix.running.engine import Engine, More
-from repro_matrix.running.events import Event, Later, Summary
-from repro_matrix.running.given import Given
-from repro_matrix.running.leases import Leases, clear_leftovers, register_run
+from repro_matrix.results import unshown
+from repro_matrix.running import budget, own_results, shards
+from repro_matrix.running.events import Later
 from repro_matrix.running.probe import Prober
 from repro_matrix.running.recorded import recorded
 from repro_matrix.running.request import Request, ask
@@ -181,7 +167,9 @@ def _within(
 ) -> tuple[list[Cell], list[Cell]]:  # fmt: skip
     """The cells that fit into the budget by what is recorded here (else as published), and the others."""
     cases = {cell.case for cell in cells}
-    own = [document for each in own_stores(settings) for document in each.documents(history=True, cases=cases)]
+    own = [
+        document for each in own_results.own_stores(settings) for document in each.documents(history=True, cases=cases)
+    ]
     took = {**shards.published(cases), **recorded(own)}
     attempts = shards.seconds_of(catalogue, cells, settings, took)
     gpus = {profile.name: len(profile.gpus) for profile in profiles}
@@ -194,188 +182,3 @@ def _within(
     }
     controls = {case for case in cases if catalogue.cases[case].kind == "control"}
     return budget.choose(cells, takes, seconds, {**known, **budget.known(own)}, controls)
-
-
-def results_folder(settings: RunSettings) -> Path:
-    """Where documents go. A run of the matrix takes a folder of its own first (``runs.begin``); what is left are
-    searches, which go on with what they have."""
-    return Path(settings.results).expanduser() if settings.results else scratch() / runs.SEARCHES
-
-
-def scratch() -> Path:
-    """The folder of runs."""
-    return project.current().results / "scratch"
-
-
-LOOK_BACK = 5  # runs
-
-
-def own_stores(settings: RunSettings) -> list[Store]:
-    """Where the user's own measurements lie: this run's folder, and where it is one of scratch/, those of the last runs
-    and of searches."""
-    folders = [results_folder(settings)]
-    if folders[0].parent.resolve() == scratch().resolve():
-        folders += [scratch() / runs.SEARCHES, *(run.folder for run in runs.listed(scratch())[-LOOK_BACK:])]
-    return [Store(folder) for folder in dict.fromkeys(folder.resolve() for folder in folders)]
-
-
-def history(
-    stores: Iterable[Store],
-    cases: Collection[str],
-    say: Callable[[str], None] = lambda text: None,
-    published: Iterable[Document] | None = None,
-) -> dict[str, list[Document]]:
-    """Stored older measurements of these cases by cell key: the published baseline, and these. ``say`` is told of the
-    files that are no documents. ``published``: the baseline's, where they were read before."""
-    found: dict[str, list[Document]] = {}
-    for document in published or ():
-        found.setdefault(document.get("key", ""), []).append(document)
-    for source in (*(map(Store, project.published()) if published is None else ()), *stores):
-        for document in source.documents(history=True, cases=cases):
-            found.setdefault(document.get("key", ""), []).append(document)
-        for text in source.damaged:
-            say(text)
-    return found
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """What runs one after another have in common: one launcher with its warm servers, one folder, one set of leases."""
-
-    launcher: Launcher
-    leases: Leases
-    nvml: Nvml
-    run_dir: Path
-    published: dict[frozenset[str], list[Document]] = field(default_factory=dict)  # by the cases that they are of
-    graded: Graded = field(default_factory=dict)
-
-    def known(
-        self, settings: RunSettings, cases: frozenset[str], say: Callable[[str], None]
-    ) -> dict[str, list[Document]]:
-        """``history``, of which the published part is read and graded by the first run alone."""
-        if cases not in self.published:
-            found = history((), cases, say)
-            self.published[cases] = [document for documents in found.values() for document in documents]
-            self.graded.update((id(document), (document, None)) for document in self.published[cases])
-        return history(own_stores(settings), cases, say, self.published[cases])
-
-    def run(
-        self,
-        session: Session,
-        given: Given,
-        plans: list[CellPlan],
-        root: Store,
-        tell: Callable[[Event], None],
-        stop: threading.Event,
-        *rest: Any,
-    ) -> Summary:
-        attempts = Attempts(
-            given.catalogue, session.stacks, self.launcher, self.leases, self.run_dir, session.settings.keep
-        )
-        return Engine(given, attempts, root, tell, self.nvml).run(plans, stop, *rest)
-
-
-@contextlib.contextmanager
-def workplace(
-    launcher: str = "auto",
-    gpus: Iterable[Gpu] = (),
-    on_warning: Callable[[str], None] = lambda text: None,
-) -> Iterator[Workplace]:
-    """Everything is ended and given back when it is left. ``launcher``: of the settings."""
-    state = cache_dir() / "state"
-    for text in clear_leftovers(state):
-        on_warning(f"cleared what an earlier run left: {text}")
-    run_dir = new_run_dir(state)
-    with (
-        register_run(state, run_dir.name),
-        _ending(run_dir),
-        Nvml(gpu.uuid for gpu in gpus) as nvml,
-        Leases(state, run_dir.name, nvml.look) as leases,
-    ):
-        opened = open_launcher(launcher)
-        try:
-            yield Workplace(opened, leases, nvml, run_dir)
-        finally:
-            opened.close()
-
-
-def execute(
-    session: Session,
-    on_event: Callable[[Event], None],
-    stop: threading.Event,
-    resume: bool = False,
-    on_warning: Callable[[str], None] = lambda text: None,
-    planted: bool = False,
-    more: More | None = None,
-    at: Workplace | None = None,
-) -> Summary:
-    """Run the session's plan over its results folder. ``planted``: measure the canary's cells first (canary.py), and
-    nothing at all where they do not come out as planted (MeasureError). ``more``: the cells are those that it
-    gives, until ``stop`` is set; the session's plan is what they are taken from. ``at``: where several runs share a
-    launcher."""
-    store = Store(results_folder(session.settings))
-    store.open()
-    try:
-        if session.shard:
-            shards.write(store.root, session.shard, session.stacks, provenance.git_state())
-        with contextlib.ExitStack() as own:
-            gpus = {gpu.uuid: gpu for profile in session.profiles for gpu in profile.gpus}
-            place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
-            known = place.known(session.settings, frozenset(plan.cell.case for plan in session.plans), on_warning)
-            given = Given(
-                session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance.provenance(session.settings.seed), known, place.graded,
-            )  # fmt: skip
-
-            def run(
-                given: Given, plans: list[CellPlan], root: Store, tell: Callable[[Event], None], *rest: Any
-            ) -> Summary:
-                return place.run(session, given, plans, root, tell, stop, *rest)
-
-            if planted:
-                broken = canary.look(given, session.plans, run, Store(place.run_dir / "canary"), stop)
-                if broken:
-                    raise MeasureError(broken)
-            summary = run(given, [] if more else session.plans, store, on_event, resume, session.later, more)
-            for text in dict.fromkeys(summary.notes):
-                on_warning(text)
-            return summary
-    finally:
-        for text in store.damaged:
-            on_warning(text)
-        store.close()
-
-
-@contextlib.contextmanager
-def _ending(run_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(run_dir / REFERENCES, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            if not any((path / "records").exists() for path in run_dir.iterdir()):  # keep=true leaves records behind
-                shutil.rmtree(run_dir, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def interruptible(stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) ends the ranks and keeps what is recorded; a second one does not wait for anything."""
-    import os
-
-    import psutil
-
-    def handle(number: int, frame: object) -> None:
-        if stop.is_set():
-            for child in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
-            os._exit(130)
-        stop.set()
-        say("stopping: ending the ranks; what is recorded is kept (--resume goes on). Again: stop at once")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -27,7 +27,8 @@ from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.signatures import Signature
 from repro_matrix.conf.vocabulary import SignatureKind
 from repro_matrix.judge.evidence import Attempt, raised_chain
-from repro_matrix.judge.grade import SHOWN, Outcome, Primary, Recognised
+from repro_matrix.judge.grade import SHOWN
+from repro_matrix.judge.outcome import Outcome, Primary, Recognised
 from repro_matrix.judge.peers import Failure as RankFailure
 from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
 from repro_matrix.judge.signature import match_attempt

@@ -20,7 +20,8 @@ from repro_matrix.conf.inherited import set_by_launch
 from repro_matrix.launch import observe
 from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, prepare, private_environment
 from repro_matrix.launch.cold import Reaped
-from repro_matrix.launch.watch import CUT, Watch, read_launch
+from repro_matrix.launch.cut_logs import CUT
+from repro_matrix.launch.watch import Watch, read_launch
 from repro_matrix.script.command import Command
 from repro_matrix.script.failure import Failure
 from repro_matrix.script.traceback_text import tracebacks

@@ -22,7 +22,7 @@ from repro_matrix.cell.document import Made
 from repro_matrix.cell.judged import Outcome as Judged
 from repro_matrix.conf.errors import ConfigError, MeasureError
 from repro_matrix.conf.overrides import said as written
-from repro_matrix.judge.grade import Outcome
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.script import failure as failures
 from repro_matrix.script.document import Document
 from repro_matrix.script.failure import judge

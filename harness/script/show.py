@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from repro_matrix.cell.document import Made
 from repro_matrix.cell.observation import Observation
-from repro_matrix.judge.evidence import Attempt, threads_of
+from repro_matrix.judge.evidence import Attempt
 from repro_matrix.judge.peers import failures_of
+from repro_matrix.judge.places import threads_of
 from repro_matrix.script.document import Document
 from repro_matrix.script.failure import normal
 from repro_matrix.script.traceback_text import tracebacks

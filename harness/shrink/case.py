@@ -17,7 +17,8 @@ from repro_matrix.conf.errors import ConfigError, MeasureError, unknown
 from repro_matrix.hardware import Gpu
 from repro_matrix.running import session
 from repro_matrix.running.request import Request
-from repro_matrix.running.session import Session, Workplace
+from repro_matrix.running.session import Session
+from repro_matrix.running.workplace import Workplace
 from repro_matrix.shrink import vary
 from repro_matrix.shrink.asked import Asked
 from repro_matrix.shrink.knobs import Config

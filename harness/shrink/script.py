@@ -12,7 +12,6 @@ import fcntl
 import os
 import shlex
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import Any
 
 from repro_matrix import hardware, stacks
 from repro_matrix.bisection import labels
-from repro_matrix.bisection.labels import Answer as Said
 from repro_matrix.bisection.probe import Stopped
 from repro_matrix.conf.errors import ConfigError, MeasureError, ResultsError
-from repro_matrix.judge.grade import Outcome
-from repro_matrix.running import session
+from repro_matrix.judge.outcome import Outcome
+from repro_matrix.running import workplace
 from repro_matrix.script import command as commands
 from repro_matrix.script import failure as failures
 from repro_matrix.script import forked as forking
@@ -35,9 +33,9 @@ from repro_matrix.script.measure import Script, measure, once
 from repro_matrix.shrink import lines
 from repro_matrix.shrink.asked import FIRST, Asked
 from repro_matrix.shrink.knobs import Config, Knob
-from repro_matrix.shrink.search import Answer, Trail
 from repro_matrix.shrink.settings import Search
-from repro_matrix.shrink.tree import Kept, Pruned, prune
+from repro_matrix.shrink.statements import Lines, as_json
+from repro_matrix.shrink.tree import Pruned
 from repro_matrix.shrink.words import OUT, Word, words_of
 from repro_matrix.stacks import Stack
 
@@ -99,51 +97,6 @@ class ScriptAsker:
             raise Stopped("interrupted", 130)
         said = labels.answer(script.command.name, document["attempts"])
         return Asked(said, str(script.path(self.stack)), launched)
-
-
-@dataclass
-class Lines:
-    """The search over the file's lines, after that over the settings."""
-
-    asker: ScriptAsker
-    config: Config
-    source: lines.Source
-    search: Search
-    say: Say
-    asked: dict[Kept, Asked] = field(default_factory=dict)
-
-    def run(self) -> Pruned:
-        trail: Trail[Kept] = Trail(self._probe, None, self.search.repeat)
-        if self.search.budget is not None:
-            trail.budget = max(0, self.search.budget - self.search.attempts)
-        whole = frozenset(range(len(self.source.elements)))
-        if trail.ask(whole) is not True:  # the same text in the other file: it looks at its own name, or is flaky
-            raise MeasureError(
-                f"in a file beside it ({self.asker.at.name}) the same text does not fail as it did: "
-                f"{self.asked[whole].words}"
-            )
-        pruned = Pruned(whole)
-        try:
-            prune(self.source.tree, trail, self.source.unbound, self.source.idle, pruned)
-        except Stopped as stopped:
-            self.search.stopped = stopped
-        return pruned
-
-    def _probe(self, kept: Kept) -> tuple[Answer, int]:
-        text = self.source.only(kept)
-        if text is None:
-            found = Asked(Said(None, "what is left does not parse"))
-        else:
-            began = time.monotonic()
-            self.asker.at.write_text(text, encoding="utf-8")
-            found = self.asker.launch(self.asker.made(self.config, text), self.search.repeat)
-            took = time.monotonic() - began
-            self.search.attempts += found.attempts
-            self.search.wall_s += took
-            how = f"{took:.1f} s" if found.attempts else "stored before"
-            self.say(f"{len(self.asked) + 1}: {len(text.splitlines())} lines: {found.words} ({how})")
-        self.asked[kept] = found
-        return found.answer, found.attempts
 
 
 @contextlib.contextmanager
@@ -273,7 +226,7 @@ def shrink_script(args: argparse.Namespace, say: Say, finish: Callable[..., int]
     stop = threading.Event()
     with contextlib.ExitStack() as held:
         at = held.enter_context(beside(file)) if file else Path("-")
-        held.enter_context(session.interruptible(stop, say))
+        held.enter_context(workplace.interruptible(stop, say))
         asker = open_script(args, script, stack, at, stop)
         search = Search(asker, asker.knobs(), say, args.budget, settings.repeat or 1)
         learned(asker, search, say)
@@ -322,7 +275,7 @@ def _told(
             out.write_text(text, encoding="utf-8")
             shown = shown.replace(asker.word, os.path.relpath(out))
         final = found.asked[pruned.kept]
-        data["lines"] = _lines(found, pruned, text, out if less else None)
+        data["lines"] = as_json(found, pruned, text, out if less else None)
     said = asker.script.failure
     asks = {"error": "--error", "log": "--log", "metric": "--metric"}.get(said.kind)
     options_ = [asks, said.text] if asks else ["--exit", str(said.code)] if said.kind == "exit" else []
@@ -334,28 +287,3 @@ def _told(
         "confirmed": f"{final.said.fired} of {final.said.counted}",
     }
     return data
-
-
-def _lines(found: Lines, pruned: Pruned, text: str, out: Path | None) -> dict[str, Any]:
-    alone: dict[str, int] = {}  # what is left without a statement -> the statement
-    for node in sorted(pruned.alone):
-        alone.setdefault(found.source.only(found.source.tree.closed(pruned.kept - {node})) or f"{node}", node)
-    every = found.source.lines
-    return {
-        "before": len(every), "now": len(text.splitlines()), "file": os.path.relpath(out) if out else None,
-        "text": text,
-        "done": pruned.done,
-        "alone": [
-            {
-                "line": found.source.elements[node].first,
-                "text": every[found.source.elements[node].first - 1].strip(),
-                "answer": each.words, "error_at": each.said.error_at, "document": each.document,
-            }
-            for node in alone.values()
-            if (each := found.asked[found.source.tree.closed(pruned.kept - {node})])
-        ],
-        "questions": [
-            {"elements": len(kept), "answer": each.words, "error_at": each.said.error_at, "document": each.document}
-            for kept, each in found.asked.items()
-        ],
-    }  # fmt: skip

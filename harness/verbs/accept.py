@@ -29,7 +29,7 @@ from repro_matrix.results import published, runs
 from repro_matrix.results.publishing import Publication, publication
 from repro_matrix.results.ranges import whole
 from repro_matrix.results.store import Store, write_text
-from repro_matrix.running import session
+from repro_matrix.running import own_results
 from repro_matrix.terminal.report import print_json, print_notes, print_table
 from repro_matrix.terminal.summary import counted
 
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     print_notes([f"left out: {text}" for text in catalogue.left_out])
     names = set(overrides.expand("case", selection.case, catalogue.cases))
     asked = args.source or settings.results
-    source = runs.of(Path(asked).expanduser() if asked else session.scratch())
+    source = runs.of(Path(asked).expanduser() if asked else own_results.scratch())
     own = project.current()
     shipped = set() if own.is_shipped else names - catalogue.own.get("case", {}).keys()
     names -= shipped

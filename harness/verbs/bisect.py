@@ -20,7 +20,7 @@ from repro_matrix.conf import arguments
 from repro_matrix.conf.catalogue import load
 from repro_matrix.conf.errors import ConfigError, unknown
 from repro_matrix.results import provenance
-from repro_matrix.running import session
+from repro_matrix.running import workplace
 from repro_matrix.running.request import ask
 from repro_matrix.script import options
 from repro_matrix.stacks import releases, spec
@@ -111,7 +111,7 @@ def _search(args: argparse.Namespace, prober: Prober | ScriptProber, arm: str, b
     package = canonical(args.package or "transformers")
     clone = commits.open_clone(args.repo, package) if args.repo else None
     search = Bisect(args, prober, arm, clone)
-    with session.interruptible(stop, _say), prober:
+    with workplace.interruptible(stop, _say), prober:
         try:
             if _is_release(good):
                 search.releases(good, bad, package, base)

@@ -65,19 +65,19 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
 
 def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]]:
     from repro_matrix.conf.config import LauncherName
-    from repro_matrix.running import session
+    from repro_matrix.running import session, workplace
     from repro_matrix.running.request import ask
 
     asked = ask([f"case={slug}", *overrides])
     given = {key for key, _ in asked.selections[0].words}
     stop = threading.Event()
     found: dict[str, list[Document]] = {}
-    with session.interruptible(stop, _say), tempfile.TemporaryDirectory(prefix="repro-check-") as folder:
+    with workplace.interruptible(stop, _say), tempfile.TemporaryDirectory(prefix="repro-check-") as folder:
         for way, launcher in (("warm", LauncherName.warm), ("cold", LauncherName.torchrun)):
             print(f"{slug}: {times} attempts an arm, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
             prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))
-            found[way] = session.execute(prepared, lambda event: None, stop, on_warning=_say).documents
+            found[way] = workplace.execute(prepared, lambda event: None, stop, on_warning=_say).documents
     return found
 
 

@@ -14,7 +14,7 @@ from repro_matrix.judge import claims as ledger
 from repro_matrix.judge.again import judged_again
 from repro_matrix.results import runs, unshown
 from repro_matrix.results.store import Store
-from repro_matrix.running import session
+from repro_matrix.running import own_results
 from repro_matrix.terminal import listing
 from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes
 
@@ -36,8 +36,8 @@ def main(args: argparse.Namespace) -> int:
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
     if args.source and not Path(args.source).is_dir():
         raise ResultsError(f"--from {args.source}: no such folder")
-    own = [Path(settings.results).expanduser()] if settings.results else [session.scratch()]
-    read = [Path(args.source)] if args.source else [*own, session.scratch() / runs.SEARCHES, *project.published()]
+    own = [Path(settings.results).expanduser()] if settings.results else [own_results.scratch()]
+    read = [Path(args.source)] if args.source else [*own, own_results.scratch() / runs.SEARCHES, *project.published()]
     folders = [runs.of(folder) for folder in read]
     # Of one cell on one stack and machine the ledger takes the newest that decides: a search for one arm hides nothing.
     stores = [Store(folder) for folder in folders]

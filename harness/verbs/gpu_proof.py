@@ -28,7 +28,7 @@ from repro_matrix.hardware import around, states
 from repro_matrix.results import rows
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE, exit_code
 from repro_matrix.results.store import stack_label, write_json
-from repro_matrix.running import session
+from repro_matrix.running import session, workplace
 from repro_matrix.running.request import Request, ask
 from repro_matrix.terminal import proof as terminal
 from repro_matrix.terminal import summary as summaries
@@ -65,8 +65,8 @@ class Proof:
         limit.daemon = True
         limit.start()
         try:
-            with session.interruptible(stop, lambda text: print(f"note: {text}", file=sys.stderr)):
-                summary = session.execute(
+            with workplace.interruptible(stop, lambda text: print(f"note: {text}", file=sys.stderr)):
+                summary = workplace.execute(
                     replace(prepared, settings=settings), lambda event: None, stop, on_warning=warned.append
                 )
         finally:

@@ -20,7 +20,7 @@ from repro_matrix.diff.sides import Side
 from repro_matrix.planning.matrix import Cell
 from repro_matrix.results import muted, rows
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
-from repro_matrix.running import going_on, session
+from repro_matrix.running import going_on, own_results, session, workplace
 from repro_matrix.running.budget import At, Known
 from repro_matrix.running.request import print_composed
 from repro_matrix.terminal import summary as summaries
@@ -84,9 +84,9 @@ def measure(
     with (
         going_on.folder(prepared, texts, resumed) as ended,
         Progress(verbose=live) as progress,
-        session.interruptible(stop, progress.warn),
+        workplace.interruptible(stop, progress.warn),
     ):
-        summary = session.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
+        summary = workplace.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
         ended(not summary.interrupted and summary.problem is None)
     told = muted.applied(summary.documents, mutes, datetime.now(timezone.utc).date())
     summary.documents = told.documents
@@ -114,7 +114,7 @@ def measure(
         "interrupted": summary.interrupted,
         "problem": summary.problem,
         "cards": summary.cards,
-        "results": str(session.results_folder(prepared.settings)),
+        "results": str(own_results.results_folder(prepared.settings)),
         "verdicts": rows.counts(found),
         "counts": rows.figures(found),
         "expected": dict(Counter(row["expected"] for row in found if row["expected"])),
@@ -122,7 +122,7 @@ def measure(
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in prepared.left],
         "left_out": prepared.left_out,
     }
-    written = _page(summary.documents, session.results_folder(prepared.settings)) if page else None
+    written = _page(summary.documents, own_results.results_folder(prepared.settings)) if page else None
     totals["page"] = str(written) if written else None
     changed = _against(before, summary.documents) if before else None
     if args.json:

@@ -15,7 +15,7 @@ from repro_matrix.conf import arguments
 from repro_matrix.memory.arithmetic import GIB, MemoryPlan, Phase
 from repro_matrix.planning.fit import words
 from repro_matrix.planning.plan import ArmPlan
-from repro_matrix.running import recorded, schedule, session
+from repro_matrix.running import own_results, recorded, schedule, session
 from repro_matrix.running.request import print_composed
 from repro_matrix.running.simulate import Ended, forecast
 from repro_matrix.terminal.report import print_json, print_table
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     if args.cfg:
         return print_composed(args.overrides)
     prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
-    known = session.history(session.own_stores(prepared.settings), {p.cell.case for p in prepared.plans})
+    known = own_results.history(own_results.own_stores(prepared.settings), {p.cell.case for p in prepared.plans})
     took = recorded.recorded(document for found in known.values() for document in found)
     rows, tasks = [], []
     for number, plan in enumerate(prepared.plans):

@@ -10,7 +10,7 @@ from repro_matrix import stacks
 from repro_matrix.conf import arguments, catalogue
 from repro_matrix.conf.errors import ConfigError, unknown
 from repro_matrix.conf.overrides import expand
-from repro_matrix.running import session
+from repro_matrix.running import workplace
 from repro_matrix.script import options
 from repro_matrix.terminal.report import print_json
 from repro_matrix.verbs import matrix
@@ -56,7 +56,7 @@ def of_script(args: argparse.Namespace) -> int:
         return 0
     stack = stacks.resolve(spec, say=_say)
     stop = threading.Event()
-    with session.interruptible(stop, _say):
+    with workplace.interruptible(stop, _say):
         document, _ = measure.measure(script, stack, settings.repeat or 1, stop, fresh=not args.resume)
     outcomes = [attempt["outcome"]["outcome"] for attempt in document["attempts"]]
     if args.json:

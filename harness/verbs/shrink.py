@@ -13,7 +13,7 @@ from repro_matrix.bisection.probe import one_case
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results import provenance
-from repro_matrix.running import session
+from repro_matrix.running import workplace
 from repro_matrix.running.request import ask
 from repro_matrix.script import options
 from repro_matrix.shrink import report
@@ -63,7 +63,7 @@ def _of_case(args: argparse.Namespace) -> int:
     knobs = tuple(each.knob for each in asker.varied)
     search = Search(asker, knobs, _say, args.budget, asker.settings.repeat or case.repeat)
     launcher = asker.settings.launcher.value
-    with session.interruptible(stop, _say), session.workplace(launcher, asker.gpus, _say) as place:
+    with workplace.interruptible(stop, _say), workplace.workplace(launcher, asker.gpus, _say) as place:
         asker.at = place
         first = search.first()
         _say(f"{len(knobs)} settings vary: {', '.join(knob.name for knob in knobs)}")

@@ -17,7 +17,7 @@ from repro_matrix.bisection.upgrade import CAUSED_ELSEWHERE, MEANING, WORSE, Cha
 from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ReproError
-from repro_matrix.running import session
+from repro_matrix.running import session, workplace
 from repro_matrix.running.request import Request, ask
 from repro_matrix.script import options
 from repro_matrix.stacks import Stack
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--from and --to are the same stack, {specs[0]}")
     stop = threading.Event()
     stopped: Stopped | None = None
-    with session.interruptible(stop, _say):
+    with workplace.interruptible(stop, _say):
         documents = _measure(asked, {specs[0]: one, specs[1]: other}, stop)
         found = compare(*([d for d in documents if d["stack"]["name"] == spec] for spec in specs))
         search = Causes(asked, specs, (one, other), stop, args.releases, args.budget)
@@ -92,7 +92,7 @@ def _of_script(args: argparse.Namespace) -> int:
     how = settings.launcher.value
     prober = probers.ScriptProber(script, _say, stop, settings.repeat or 1, launcher=how)
     search = Causes(None, specs, ends, stop, args.releases, args.budget)
-    with session.interruptible(stop, _say), prober:
+    with workplace.interruptible(stop, _say), prober:
         try:
             prober.learn(Target(source, source), Target(target, target))
             before, after = (prober.probe(Target(spec, spec)).arms[probers.ARM] for spec in specs)
@@ -120,7 +120,7 @@ def _measure(asked: Request, given: Mapping[str, Stack], stop: threading.Event) 
 
     prepared = session.prepare(asked.having({"stack": list(given)}), given=given)
     with Progress() as progress:
-        summary = session.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
+        summary = workplace.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:

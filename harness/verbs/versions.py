@@ -14,7 +14,7 @@ from repro_matrix.bisection.probe import Point, Prober, Probing, Stopped, Target
 from repro_matrix.bisection.search import Boundary
 from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, MeasureError, ReproError
-from repro_matrix.running import session
+from repro_matrix.running import workplace
 from repro_matrix.running.request import ask
 from repro_matrix.script import options
 from repro_matrix.stacks import Stack, releases
@@ -85,7 +85,7 @@ def _draw(args: argparse.Namespace, prober: Probing, base: str, stop: threading.
 
     known: dict[int, Mapping[str, Any]] = {}
     stopped: Stopped | None = None
-    with session.interruptible(stop, _say), prober:
+    with workplace.interruptible(stop, _say), prober:
         try:
             drawn = maps(len(targets), prober.arms, ask, known, spread=spread, exhaustive=exhaustive, budget=budget)
         except Stopped as error:
