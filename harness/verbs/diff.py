@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _in_both(one: Side, other: Side) -> list[str]:
     """Documents that both sides hold, as a folder and one that lies in it do: of those nothing can differ."""
-    found = [{os.path.realpath(brief.path) for brief in each.briefs if brief.path} for each in (one, other)]
+    found = [{os.path.abspath(brief.path) for brief in each.briefs if brief.path} for each in (one, other)]
     both = len(found[0] & found[1])
     if not both:
         return []
