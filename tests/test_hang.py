@@ -224,6 +224,9 @@ def test_where_a_main_thread_waits_for_others() -> None:
     library = f"forward_no_grad ({SITE}/torch/_library/autograd.py:1)"
     dispatch = (f"OpOverload.redispatch ({SITE}/torch/_ops.py:1)", library)
     assert looks.inside(trace(*dispatch, f"wait_tensor ({SITE}/torch/distributed/_f.py:1)"))
+    ddp = f"_distributed_broadcast_coalesced ({SITE}/torch/nn/parallel/distributed.py:7)"
+    assert looks.inside(trace(ddp, "body (/x/repros/a.py:1)")) == "broadcast", "of buffers: no frame of a collective"
+    assert not looks.inside(trace("_distributed_broadcast_coalesced (/x/repros/distributed.py:7)"))
     assert not looks.inside(trace(f"new_group ({c10d}:7)"))
     assert not looks.inside(trace("nap (/x/repros/a.py:1)", f"barrier ({c10d}:7)"))
     assert not looks.inside(trace(f"wait ({SITE}/torch/distributed/elastic/x.py:7)")) and not looks.inside("")

@@ -27,6 +27,7 @@ Look = Mapping[str, Any]
 APART_S = 1.5  # looks that are closer than this say nothing about standing still
 CPU_S, CPU_SHARE = 0.05, 0.03  # what a rank that waits may use: being looked at, heartbeats
 _WAITS = frozenset({"wait", "wait_tensor", "trigger_wait", "monitored_barrier", "batch_isend_irecv"})
+_OF_DDP = {"_distributed_broadcast_coalesced": "broadcast"}  # of its buffers, which it has C++ do
 _DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")  # how an operation is called: never where a rank stands
 IO_BYTES = 64 << 10  # what a rank that waits may read and write meanwhile
 
@@ -115,6 +116,8 @@ def inside(stack: str) -> str:
     """
     main = next((thread.places for thread in threads_of(stack) if thread.main), ())
     place = next((place for place in main if not _DISPATCH.search(place.file)), None)
+    if place and place.function in _OF_DDP and "/torch/nn/parallel/distributed.py" in place.file:
+        return _OF_DDP[place.function]
     if place is None or "/torch/distributed/" not in place.file or "/torch/distributed/elastic/" in place.file:
         return ""
     return place.function if family(place.function) or place.function in _WAITS else ""

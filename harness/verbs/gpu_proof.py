@@ -39,7 +39,8 @@ SHARES = {"cells": 0.6, "cold": 0.7, "hang": 0.8}  # of the time that is left; t
 ASK_S = 60.0  # what is left for asking stacks what their models need; less is not begun
 # One attempt of each strategy that these cards can run.
 COLD = {"case": "train-step", "model": "qwen1.5-0.5b", "launcher": LauncherName.torchrun}
-HANG = {"case": "fsdp-rank0-state-dict", "arms": ["broken"]}  # a collective that one rank never enters
+# A collective that one rank never enters; on one card, which ranks can share under DDP alone.
+HANGS = [{"case": case, "arms": ["broken"]} for case in ("fsdp-rank0-state-dict", "ddp-uneven-batches")]
 
 
 @dataclass
@@ -210,9 +211,11 @@ def cold(proof: Proof) -> Json:
 
 def hang(proof: Proof) -> Json:
     """A real hang: was it recognised, how soon, and what is known of where each rank stood."""
-    prepared = proof.prepare(HANG)
-    if not [plan for plan in prepared.plans if not plan.skipped]:
-        return {"skipped": [plan.skipped for plan in prepared.plans] or ["no profile of one card shows a hang"]}
+    every = [proof.prepare(each) for each in HANGS]
+    prepared = next((each for each in every if any(not plan.skipped for plan in each.plans)), None)
+    if prepared is None:
+        skipped = [plan.skipped for each in every for plan in each.plans]
+        return {"skipped": skipped or ["no profile of these cards shows a hang"]}
     documents, said = proof.measure("hang", prepared)
     attempts = [a for d in documents for arm in d["arms"].values() for a in arm["attempts"]]
     known = [

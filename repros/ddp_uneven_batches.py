@@ -1,0 +1,74 @@
+"""Under DDP a rank with one batch more than the others waits for them for ever (pytorch/pytorch#38174)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from kit import Run, main
+from kit.in_force import watch
+from kit.models import build
+from kit.proof import Reference
+from kit.strategies import each_step
+from kit.worst import looked_at
+from kit.wrapping import full_parameters, own_batch
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def around(run: Run, wrapped: Any) -> Any:
+    """What the batches that not every rank has are trained in."""
+    how = run.flags["last"]
+    if how == "no_sync":
+        return wrapped.no_sync()
+    if how == "plain":
+        return contextlib.nullcontext()
+    return wrapped.join(throw_on_early_termination=how == "join_throw")
+
+
+def check_replicas(run: Run, model: Any) -> None:
+    differ = []
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        of_first = parameter.detach().clone()
+        dist.broadcast(of_first, 0)
+        if not torch.equal(of_first, parameter.detach()):
+            differ.append(name)
+    seen = looked_at([name for name, _ in named], differ)
+    run.check("replicas", got=len(differ), want=0, tolerance=0, looked_at=seen)
+
+
+def body(run: Run) -> None:
+    model = build(run).train()
+    reference = Reference(run, model)
+    flags = run.flags
+    wrapped = DDP(model.to(run.device), broadcast_buffers=flags["buffers"], static_graph=flags["static_graph"])
+    watch(run, wrapped)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)
+
+    def train(step: int) -> float:
+        # Past the last common step: a broadcast of buffers, and then an all-reduce, that only the first rank enters.
+        loss = wrapped(**own_batch(run, step), use_cache=False).loss  # <-
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    losses: list[float] = []
+    after: dict[str, torch.Tensor] = {}
+    for step in each_step(run):
+        losses.append(train(step))
+        after = after or full_parameters(run, wrapped)
+    reference.check(run, losses=losses, first=after, last=full_parameters(run, wrapped))
+    run.phase("last batches")
+    with around(run, wrapped):
+        for extra in range(run.flags["more"] if run.rank == 0 else 0):
+            train(run.steps + extra)
+    dist.barrier()  # the others wait here, as a training script does after its epoch
+    check_replicas(run, model)
+
+
+if __name__ == "__main__":
+    main(body)
