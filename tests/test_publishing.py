@@ -101,6 +101,30 @@ def test_a_stack_that_has_a_name_is_kept_between_two_releases_that_say_the_same(
     assert decide([first, named, last], [cell("4.41.0")]).dropped == [place(last)]
 
 
+def test_what_backs_nothing_is_left_out_and_taken_back() -> None:
+    """No expectation, no end of a range, no signature: also of a stack that has a name."""
+    first, inner, last = (cell(f"4.{minor}.0", "NOT_FIRING") for minor in (38, 39, 40))
+    named = {**inner, "stack": {**inner["stack"], "name": "torch2.2-tf4.39"}}
+    for one in (first, named, last):
+        for attempt in one["arms"]["broken"]["attempts"]:
+            attempt["outcome"] = {**attempt["outcome"], "outcome": "clean"}
+    assert decide([first, last], [named]).inner == [place(named)], (
+        "where the failure does not fire it is no stack=known"
+    )
+    assert decide([first, named, last], [cell("4.44.0")]).dropped == [place(named)]
+    silent = cell("4.39.0", "INCONCLUSIVE")
+    silent["verdicts"]["other-fix"]["name"] = "INCONCLUSIVE"
+    assert list(decide([], [silent]).written) == [place(silent)], "its failure fires"
+    silent["arms"]["broken"] = named["arms"]["broken"]
+    found = decide([], [silent])
+    assert (found.written, found.nothing, found.tables) == ({}, [place(silent)], {"some-case": None})
+    assert decide([silent], [cell("4.44.0", where="n/fsdp")]).dropped == [place(silent)]
+    beside = decide([silent], [cell("4.40.0")])
+    assert beside.dropped == [], "it ends the range of 4.40"
+    sick = {**silent, "verdicts": {"fix": {**silent["verdicts"]["fix"], "name": "UNHEALTHY"}}}
+    assert list(decide([], [sick]).written) == [place(sick)], "a control that fails: what says why nothing is expected"
+
+
 def test_a_stack_built_anew_replaces_what_it_answered_under_its_older_label() -> None:
     old, other, new = cell("4.38.0"), cell("4.38.0", where="n/fsdp"), cell("4.38.0", "FIX_BROKEN")
     new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}

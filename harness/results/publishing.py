@@ -1,7 +1,9 @@
 """What `repro accept` publishes: which documents it writes, leaves and drops, and the tables of expectations. Pure.
 
-Of a version map's releases that agree only the first and the last measurement are kept; what lies between says the
-same.
+What is published backs something. An expectation: of a version map's releases that agree the first and the last are
+kept, and what lies between says the same. A range: what shows nothing stable ends its neighbours'. The signature, and
+``stack=known``: a stack that has a name, on which the first arm fires, is kept between two releases that say so, too,
+since it is what a run means by that name. A control that fails, of which nothing can be expected, is what says so.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Publication:
     written: dict[str, Document] = field(default_factory=dict)  # place -> the document
     same: list[str] = field(default_factory=list)  # published already, and what was measured says no more
     inner: list[str] = field(default_factory=list)  # measured, between two releases that say the same
-    dropped: list[str] = field(default_factory=list)  # published once, and between two such releases now
+    nothing: list[str] = field(default_factory=list)  # measured, and backs nothing
+    dropped: list[str] = field(default_factory=list)  # published once, and one of these two, or replaced, now
     tables: dict[str, str | None] = field(default_factory=dict)  # case -> its table; None: nothing is expected of it
     changes: list[Change] = field(default_factory=list)
 
@@ -91,13 +94,22 @@ def _case(found: Publication, case: Case, held: list[Document], given: list[Docu
     all_of_it = [item for key in sorted(every, key=_in_order) for item in measured(case, every[key], key)]
     line = runs(all_of_it)
     inner = {key for run in line for key in run.inner} - {key for run in line for key in run.kept}
-    # A stack that has a name is measured again when the checks change: it is what others are compared with.
-    inner -= {key for key, document in every.items() if "+" not in document["stack"]["name"]}
+    inner -= {key for key in inner if "+" not in every[key]["stack"]["name"] and _shows_it(every[key])}
+    telling = {key for run in line if run.members[0].verdicts or not run.alone for key in (*run.kept, *run.inner)}
+    nothing = {key for key in every.keys() - telling if not _shows_it(every[key])}
     found.inner += sorted(inner & now.keys())
-    found.dropped += sorted(inner & before.keys())
-    found.written |= {key: document for key, document in now.items() if key not in inner}
+    found.nothing += sorted(nothing & now.keys())
+    found.dropped += sorted((inner | nothing) & before.keys())
+    found.written |= {key: document for key, document in now.items() if key not in inner | nothing}
     entries = expectations(all_of_it, reason, case.expect)
     found.tables[case.slug] = expected.text(case.slug, entries) if entries else None
+
+
+def _shows_it(document: Document) -> bool:
+    """Whether the known failure fires in it, or a control fails."""
+    first = next(iter(document["arms"].values()))
+    fires = any(attempt["outcome"]["outcome"] == "fires" for attempt in first["attempts"])
+    return fires or any(verdict["name"] == "UNHEALTHY" for verdict in document["verdicts"].values())
 
 
 def _in_order(at: str) -> list[str]:

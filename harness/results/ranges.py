@@ -81,6 +81,7 @@ class Run:
 
     members: tuple[Measured, ...]
     versions: Mapping[str, str] = field(hash=False)
+    alone: bool = False  # it has no neighbour whose range it could end
 
     @property
     def ends(self) -> list[dict[str, str]]:
@@ -113,7 +114,7 @@ def runs(found: Iterable[Measured]) -> list[Run]:
                 else _range(version, version, None, None)
                 for name, version in first.items()
             }
-            out.append(Run(tuple(group), versions))
+            out.append(Run(tuple(group), versions, alone=len(groups) == 1))
     return out
 
 

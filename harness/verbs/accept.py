@@ -104,6 +104,7 @@ def _show(found: Publication) -> None:
     for one, several, places in (
         ("to publish", "to publish", found.written),
         ("says what is published", "say what is published", found.same),
+        ("backs nothing: left out", "back nothing: left out", found.nothing),
         ("lies between two releases that say the same", "lie between two releases that say the same", found.inner),
         (
             "was published and backs nothing now: to remove",
