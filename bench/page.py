@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,15 +35,16 @@ PROMISED = {"report_s": 5, "report_mb": 1000, "diff_s": 2, "summary_s": 2, "open
 
 def stored(folder: Path, count: int) -> list[Path]:
     """So many cells in a folder, as a run writes them."""
-    published = [json.dumps({k: v for k, v in d.items() if k != "path"}) for d in Store(BASELINE).documents()]
+    published = [{k: v for k, v in d.items() if k != "path"} for d in Store(BASELINE).documents()]
     made = []
     for number, source in enumerate(itertools.islice(itertools.cycle(published), count)):
-        document = json.loads(source)
+        document: Any = source
         again = number // len(published)
         if again:
-            stack = document["stack"]
-            stack |= {"label": f"{stack['label']}x{again}", "name": f"{stack['name']}-{again}"}
-            document["provenance"]["started"] -= 0.001 * again  # else it would be begun after its attempts
+            stack, told = document["stack"], document["provenance"]
+            stack = {**stack, "label": f"{stack['label']}x{again}", "name": f"{stack['name']}-{again}"}
+            told = {**told, "started": told["started"] - 0.001 * again}  # else it would be begun after its attempts
+            document = {**document, "stack": stack, "provenance": told}
         at = folder / f"{place(document)}.json"
         at.parent.mkdir(parents=True, exist_ok=True)
         at.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
@@ -166,7 +168,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         cache, own, one, other, page = (Path(name) / part for part in ("cache", "own", "one", "other", "page.html"))
         made = stored(one, count)
-        stored(other, count)
+        shutil.copytree(one, other, copy_function=os.link)  # two gigabytes
         report, compare = ["report", str(one), "--output", str(page)], ["diff", str(one), str(other)]
         result["report, first of foreign results"] = verb(*report, cache=cache)
         result["report, again"] = verb(*report, cache=cache)

@@ -54,6 +54,7 @@ def main() -> None:
         browser.look(900, 690)
         browser.open(told)
         browser.js("document.body.style.cssText += ';margin:12px;zoom:0.76'")
+        browser.look(900, browser.js("Math.ceil(document.querySelector('pre').getBoundingClientRect().bottom) + 12"))
         browser.picture(DOCS / "terminal.png")
     for picture in (DOCS / "page.png", DOCS / "terminal.png"):
         print(f"{picture}: {picture.stat().st_size / 1024:.0f} kB")

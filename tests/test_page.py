@@ -154,6 +154,7 @@ def test_what_differs_stands_first_with_error_and_command() -> None:
     ]
     written = html(quiet, loud)
     first = written[written.index('id="worry"') : written.index('id="matrix"')]
+    assert "m/fsdp, arm" in first and "1 differs" in written, "in words as people write them"
     assert "RuntimeError: boom" in first and "repro run loud model=m strategy=fsdp arms=[fix]" in first
     assert "expected" in first and "fix holds" in first and "fix broken" in first
     assert "Nothing differs" in html(quiet)
