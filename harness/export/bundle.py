@@ -65,6 +65,7 @@ def fold_in(modules: Mapping[str, Module], values: Mapping[str, Any], proven: bo
     """Until nothing changes any more."""
     todo = {(module.name, name) for module in modules.values() for name in module.bound}
     given: dict[tuple[str, str], Any] = {}  # what functions always give
+    says: dict[tuple[str, str], set[str]] = {}  # the names in a statement, until it is changed
     tables = {
         (module.name, name): statement.value
         for module in modules.values()
@@ -86,6 +87,7 @@ def fold_in(modules: Mapping[str, Module], values: Mapping[str, Any], proven: bo
                 {alias for alias, of in names.items() if of == ("kit.in_force", "watch")},
             )
             here.bound[name] = one.visit(statement)
+            says.pop((module, name), None)
             if one.changed:
                 changed.add((module, name))
         new = {}
@@ -96,10 +98,11 @@ def fold_in(modules: Mapping[str, Module], values: Mapping[str, Any], proven: bo
                 new[module, name] = found[0]
         given.update(new)
         words = {name for _, name in new}
-        callers = {
-            (module.name, name)
-            for module in modules.values()
-            for name, statement in module.bound.items()
-            if words and any(isinstance(n, ast.Name) and n.id in words for n in ast.walk(statement))
-        }
-        todo = changed | callers
+        todo = changed
+        for module_of in modules.values() if words else ():
+            for name, statement in module_of.bound.items():
+                at = (module_of.name, name)
+                if at not in says:
+                    says[at] = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+                if words & says[at]:  # it calls one of them
+                    todo.add(at)

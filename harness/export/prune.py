@@ -33,12 +33,13 @@ def without_proofs(node: Function) -> bool:
 
 def without_constants(node: Function) -> bool:
     """Local names that are bound once, to a constant, are that constant."""
-    bound = bindings(node)
+    constants = [each for each in node.body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)]
+    bound = bindings(node) if constants else []
     known: dict[str, ast.expr] = {}
-    for each in list(node.body):
-        if isinstance(each, ast.Assign) and len(each.targets) == 1 and isinstance(each.targets[0], ast.Name):
+    for each in constants:
+        if len(each.targets) == 1 and isinstance(each.targets[0], ast.Name):
             name = each.targets[0].id
-            if isinstance(each.value, ast.Constant) and bound.count(name) == 1:
+            if bound.count(name) == 1:
                 known[name] = each.value
                 node.body.remove(each)
     if known:
@@ -49,15 +50,16 @@ def without_constants(node: Function) -> bool:
 def without_unused(node: Function, proven: bool) -> bool:
     """Imports and plain values that nobody reads any more, and lists that are only appended to."""
     changed = False
-    loaded = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)]
+    every = list(ast.walk(node))
+    loaded = [n.id for n in every if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)]
     only: dict[str, int] = {}
-    for each in ast.walk(node):
+    for each in every:
         appended = appended_to(each)
         if appended:
             only[appended] = only.get(appended, 0) + 1
     gone = {name for name, count in only.items() if loaded.count(name) == count} - arguments(node)
     if not proven:
-        looks = [n for n in ast.walk(node) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+        looks = [n for n in every if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
                  and _looks(n.value)]  # fmt: skip
         for each in looks:
             name = each.targets[0].id  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from repro_matrix.conf.expectation import Expectation
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.met import Met
-from repro_matrix.results.ranges import upstream
+from repro_matrix.results.ranges import release, upstream
 
 
 def unbacked(case: Case, documents: Iterable[Document]) -> list[str]:
@@ -84,4 +84,4 @@ def _is_of(document: Document, entry: Expectation, end: Mapping[str, str]) -> bo
     same = hardware["profile"] == entry.hardware and all(
         facts.get(name) == value for name, value in entry.facts.items()
     )
-    return same and all(have.get(name) is not None and str(Version(have[name])) == v for name, v in end.items())
+    return same and all(have.get(name) is not None and str(release(have[name])) == v for name, v in end.items())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +24,7 @@ from repro_matrix.judge.expect import as_expected
 from repro_matrix.judge.facts import depends_on
 from repro_matrix.judge.met import Met
 
+release = lru_cache(maxsize=4096)(Version)  # of all that is published there are a few hundred
 STABLE = ("FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "HEALTHY")
 
 
@@ -67,7 +69,7 @@ def measured(case: Case, document: Cell, path: str) -> list[Measured]:
 def upstream(document: Cell) -> dict[str, Version]:
     """The releases of the packages that answers are ranged over."""
     have = document["stack"]["versions"]
-    return {package: Version(have[package]) for package in UPSTREAM if package in have}
+    return {package: release(have[package]) for package in UPSTREAM if package in have}
 
 
 def whole(case: Case, document: Cell) -> bool:
