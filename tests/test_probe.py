@@ -76,6 +76,17 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
     assert labels == {"other error: silent: check logits failed"}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_script_s_failure_is_said_alike_whichever_rank_was_first(first: int) -> None:
+    """Its text has the type in it: "AttributeError: AttributeError: ..." where the first rank was one that it named."""
+    text = "AttributeError: 'C' object has no attribute 'x'"
+    found = {"case": "a", "signature": "failure", "ranks": [0], "kind": "exception", "message": text}
+    primary = {"rank": first, "type": "AttributeError", "message": text.partition(": ")[2], "where": "m.f"}
+    fired = {"outcome": "fires", "reason": text, "recognised": [found], "primary": primary, "ranks": [0]}
+    said = of_cell("a", arm({**attempt("fires"), "outcome": fired}))
+    assert said.whole == f"fires: {text}"
+
+
 def test_a_crash_is_no_other_one_for_what_was_logged_last() -> None:
     crash = attempt("other_error", "some warning")
     crash["outcome"]["primary"] |= {"type": "SIGSEGV", "kind": "signal"}

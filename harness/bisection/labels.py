@@ -111,7 +111,8 @@ def _fired(case: str, outcome: Outcome) -> str:
     message = (own["message"] if own else "") or (primary["message"] if primary else "") or outcome["reason"]
     # Ranks say it with sizes of their own, and which of them was first is chance.
     same = primary and (primary["message"][:TEXT] == message[:TEXT] or (own and primary["rank"] in own["ranks"]))
-    return plain(f"{primary['type']}: {message}" if primary and same else message)
+    named = primary is not None and message.startswith(f"{primary['type']}: ")  # a script's has its type in its text
+    return plain(f"{primary['type']}: {message}" if primary and same and not named else message)
 
 
 def _error(case: str, outcome: Outcome) -> tuple[str, str]:
