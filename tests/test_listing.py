@@ -117,6 +117,15 @@ def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "\x1b[3" not in capsys.readouterr().out
 
 
+def test_a_line_that_begins_with_a_verdict_is_no_title(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard", highlight=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(report, "console", lambda stderr=False: out)
+    report.print_lines(["CASES measured", "FIX_HOLDS 224, HEALTHY 98"])
+    title, counts = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert title == "\x1b[1mCASES measured\x1b[0m" and counts.startswith("\x1b[32mFIX_HOLDS\x1b[0m 224")
+
+
 def test_no_word_has_a_colour_that_vanishes_on_somebody_s_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """Yellow and cyan did on white, dim on black."""
     out = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard", highlight=False)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.results.rows import Row, counts, figures, without_expectation
+from repro_matrix.terminal.summary import WORDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,12 +104,13 @@ def print_lines(lines: Iterable[str]) -> None:
     from rich.text import Text
 
     for line in lines:
-        shown = Text(line, style="bold" if line[:3].isalpha() and line[:3].isupper() else "")
+        word = line.strip().partition(" ")[0]
+        title = line[:3].isalpha() and line[:3].isupper() and word not in WORDS  # a line may begin with a verdict, too
+        shown = Text(line, style="bold" if title else "")
         shown.highlight_regex(r"^! .*", "bold red")
         for verdict, colour in STYLES.items():
             if verdict.isupper():
                 shown.highlight_words([verdict], colour)
-        word = line.strip().partition(" ")[0]
         if line.startswith("  ") and word in ("upheld", "refuted", "conditional", "untested"):
             shown.stylize(STYLES.get(word, ""), 2, 2 + len(word))
         out.print(shown, soft_wrap=True)
