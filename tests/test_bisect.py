@@ -137,6 +137,8 @@ def test_find_change_takes_any_two_answers(world: World, capsys: pytest.CaptureF
     world.history = lambda versions, arm: "clean" if before(versions, "4.43") else "no such key"
     assert "fires at neither end" in of_releases(world, capsys, code=2)["err"]
     (stage,) = of_releases(world, capsys, "--find", "change")["stages"]
+    told = "the answer changes with transformers 4.43.0; transformers 4.42.0 is the last that answers as before"
+    assert stage["sentence"] == told, "neither is the bad one"
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.43.0")
 
 

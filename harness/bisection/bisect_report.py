@@ -103,8 +103,11 @@ def sentence(kind: str, hunted: Hunted, older_is_good: bool | None) -> str:
     good, bad = hunted.good.target.name, hunted.bad.target.name
     if hunted.result.boundary is None:
         return f"between {good} (good) and {bad} (bad): not searched"
-    fires = hunted.roles.bad == FIRES and not hunted.roles.exact
-    if older_is_good is False:
+    fires = hunted.roles.bad == FIRES
+    if hunted.roles.exact:  # one answer turns into another: neither need be the better one
+        before, after = (bad, good) if older_is_good is False else (good, bad)
+        text = f"the answer changes with {after}; {before} is the last that answers as before"
+    elif older_is_good is False:
         text = f"{good} is the first good {kind}, {bad} the last bad one"
         text += ": the failure no longer fires from there on" if fires else ""
     else:
