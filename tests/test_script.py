@@ -270,3 +270,15 @@ def test_what_is_stored_and_is_no_measurement_is_measured_again(
     document["attempts"][0]["observation"]["ranks"][0]["record"]["done"] = "no"
     file.write_text(json.dumps(document))
     assert stored(script, stack) is None
+
+
+def test_the_json_of_a_script_says_where_it_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("")
+    made = {"attempts": [{"observation": FAILED, "outcome": judge(Failure(), FAILED, "t").to_json()}]}
+    monkeypatch.setattr("repro_matrix.script.measure.measure", lambda *given, **more: (made, 0))
+    assert cli.main(["run", "./t.py", "--nproc", "2", "--json", f"results={tmp_path / 'r'}"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["error_at"] == f"{WHERE['file']}:3" and told["document"].endswith(".json")

@@ -46,6 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def of_script(args: argparse.Namespace) -> int:
+    from repro_matrix.results import rows
     from repro_matrix.script import measure, show
 
     script, spec, settings = options.script_of(args)
@@ -60,7 +61,8 @@ def of_script(args: argparse.Namespace) -> int:
         document, _ = measure.measure(script, stack, settings.repeat or 1, stop, fresh=not args.resume)
     outcomes = [attempt["outcome"]["outcome"] for attempt in document["attempts"]]
     if args.json:
-        print_json({**document, "document": str(script.path(stack))})
+        at = rows.error_at(document["attempts"])
+        print_json({**document, "error_at": at, "document": str(script.path(stack))})
     else:
         print("\n".join(show.lines(document)))
         print(f"on stack {spec}; document: {script.path(stack)}")
