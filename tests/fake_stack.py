@@ -22,14 +22,16 @@ def lines(gpus: int = 2, **said: Any) -> list[dict[str, Any]]:
     return [found, *({"device": device} for device in found.pop("devices", devices)), {"stage": "done"}]
 
 
-def python_that_says(folder: Path, *said: dict[str, Any]) -> Path:
-    """An interpreter for ``stack=python:...``."""
+def python_that_says(folder: Path, *said: dict[str, Any], rehearse: bool = False) -> Path:
+    """An interpreter for ``stack=python:...``. ``rehearse``: its ranks compute on the CPU (tests/fake_cuda)."""
     text = "".join(json.dumps(line) + "\n" for line in said)
     (folder / "said.txt").write_text(text, encoding="utf-8")
     path = folder / "python"
+    first = f'export PYTHONPATH="{Path(__file__).parent / "fake_cuda"}:$PYTHONPATH"\n' if rehearse else ""
     path.write_text(
         f'#!/bin/sh\ncase "$1" in */device_probe.py)\n  cat "{folder}/said.txt"; echo "$@" >>"{folder}/asked"\n'
-        f'  printf "%s\\n" "$CUDA_VISIBLE_DEVICES" >>"{folder}/visible"; exit 0;; esac\nexec {sys.executable} "$@"\n',
+        f'  printf "%s\\n" "$CUDA_VISIBLE_DEVICES" >>"{folder}/visible"; exit 0;; esac\n'
+        f'{first}exec {sys.executable} "$@"\n',
         encoding="utf-8",
     )
     path.chmod(0o755)

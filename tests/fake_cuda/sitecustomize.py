@@ -1,0 +1,58 @@
+"""A dress rehearsal of ranks on GPUs: they are planned, leased and judged for cards, and compute on the CPU with gloo.
+
+First on PYTHONPATH of an interpreter whose device probe is made up (tests/fake_stack.py). Everything but the ranks' own
+device is what it would be on a GPU machine: profiles, planted cells, leases, settings, documents, exit code.
+What is measured so is never published: it says so itself by the stack's name, ``python:...``.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from typing import Any
+
+
+class _KitOnTheCpu(importlib.abc.MetaPathFinder):
+    """Gives ``kit.run`` an ``execute`` that takes a card for the CPU, and NCCL for gloo."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "kit.run":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        own = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            own(module)
+            execute = module.execute
+            module.execute = lambda body, settings: execute(body, on_the_cpu(settings))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+    if settings["device"] != "cuda" or settings["backend"] == "fake":
+        return settings
+    _say_backend("nccl" if settings["backend"] == "auto" else settings["backend"])
+    return {**settings, "device": "cpu", "backend": "gloo"}
+
+
+def _say_backend(name: str) -> None:
+    """In the record, whose evidence of what was in force would find gloo out."""
+    from kit.record import Record
+
+    write = Record.write
+
+    def written(self: Any) -> None:
+        for item in self.data.get("in_force") or []:
+            if item.get("what") == "group":
+                item["backend"] = name
+        write(self)
+
+    Record.write = written  # type: ignore[method-assign]
+
+
+sys.meta_path.insert(0, _KitOnTheCpu())
