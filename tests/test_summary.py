@@ -13,6 +13,7 @@ from judging import document, exception, failed, observation, ok
 
 from repro_matrix.results.rows import again, arm_rows, by_attention
 from repro_matrix.terminal import summary
+from repro_matrix.terminal.report import summary_line
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
 BOOM["ranks"][0]["log_tail"] = "an early line\n" * 9 + "Traceback\n\x1b[31mRuntimeError: boom\u202e\x07\n"
@@ -41,6 +42,35 @@ def test_what_differs_stands_first_with_its_error_and_the_command_that_shows_it_
     assert said[8] == '    $ repro run loud model=m strategy=fsdp flags.call="root" arms=[fix]'
     cases = said[said.index("CASES measured") + 1 :]
     assert cases == ["! loud     1 cell  fires: 1 fix broken", "  quiet    1 cell  fires: 1 fix holds"]
+
+
+def test_arms_that_differ_for_one_reason_are_told_once() -> None:
+    """Where a broken arm meets something else, all its fixes do: twenty times eight lines that said the same."""
+    odd = cell("CHANGED", "unexpected", case="loud")
+    for arm, wanted in (("third", "FIX_HOLDS"), ("fourth", "FIX_BROKEN")):
+        odd["arms"][arm] = odd["arms"]["fix"]
+        odd["verdicts"][arm] = odd["verdicts"]["fix"] | {"expectation": wanted}
+    odd["verdicts"]["last"] = odd["verdicts"]["fix"] | {"reason": "another one"}
+    odd["arms"]["last"] = odd["arms"]["fix"]
+    said = shown(odd)
+    assert said[1] == "DIFFERS from what is expected: 4 arms"
+    heads = [line for line in said if line.startswith("  loud m/fsdp")]
+    assert heads == ["  loud m/fsdp, arms fix, third, fourth", "  loud m/fsdp, arm last"]
+    told = "    expected FIX_HOLDS (fix, third), expected FIX_BROKEN (fourth), measured CHANGED: because"
+    assert said[3] == told and "    expected FIX_HOLDS, measured CHANGED: another one" in said
+    assert [line for line in said if line.startswith("    $")] == [
+        "    $ repro run loud model=m strategy=fsdp arms=[fix,third,fourth]",
+        "    $ repro run loud model=m strategy=fsdp arms=[last]",
+    ]
+
+
+def test_a_broken_arm_alone_is_told_without_loose_ends() -> None:
+    alone = cell()
+    alone["arms"].pop("fix")
+    alone["verdicts"] = {}
+    rows = list(arm_rows(alone))
+    assert shown(alone)[-1] == "  some-case    1 cell  fires"
+    assert summary_line(rows).startswith("nothing unexpected")
 
 
 def test_the_command_names_the_stack() -> None:

@@ -133,8 +133,9 @@ class Progress:
         if not any(row["attempts"] for row in rows):
             text = f"skipped: {first['reason']}"
         else:
-            text = f"{first['arm']} {first['outcome']}; " if first["arm"] == "broken" else ""
-            text += ", ".join(f"{row['arm']} {row['verdict']}" for row in rows if row["verdict"])
+            broken = f"{first['arm']} {first['outcome']}" if first["arm"] == "broken" else ""
+            judged = ", ".join(f"{row['arm']} {row['verdict']}" for row in rows if row["verdict"])
+            text = "; ".join(filter(None, [broken, judged]))
         self._say(f"[{self.cells}/{self.all_cells}] {plan.cell.key}: {text}")
 
     def _say(self, text: str) -> None:

@@ -161,7 +161,7 @@ def summary_line(rows: list[Row]) -> str:
     found = counts(rows)
     number = figures(rows)
     odd, news, unset = number["unexpected"], number["differs_from_cpu"], without_expectation(rows)
-    parts = [", ".join(f"{name} {count}" for name, count in found.items())]
+    parts = [", ".join(f"{name} {count}" for name, count in found.items())] if found else []
     if number["simulated"]:
         parts.append(f"{number['simulated']} of these verdicts are simulated")
     parts.append(f"{odd} differ from their expectation" if odd else "nothing unexpected")

@@ -39,8 +39,8 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
         found = [row for row in rows if row["expected"] == kind]
         if found:
             yield from ("", f"{title}: {_arms(len(found))}")
-            for row in found:
-                yield from _detail(row, known.get((row["where"], row["stack"])), width)
+            for same in _alike(found):
+                yield from _detail(same, known.get((same[0]["where"], same[0]["stack"])), width)
     muted = [row for row in rows if row["expected"] == "muted"]
     if muted:
         yield from ("", f"MUTED, known and owned (`repro mute`): {_arms(len(muted))}")
@@ -95,13 +95,30 @@ def _arms(count: int) -> str:
     return f"{count} arm" if count == 1 else f"{count} arms"
 
 
-def _detail(row: Row, document: Document | None, width: int) -> Iterator[str]:
-    yield f"  {row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
-    wanted = f"expected {row['expectation']}" if row["expectation"] else "a control must be healthy"
-    yield from wrapped(f"{wanted}, measured {row['verdict']}: {row['reason']}", "    ", 3, width)
+def _alike(rows: Iterable[Row]) -> list[list[Row]]:
+    """Arms of a cell that differ for the same reason, mostly that their broken arm does, are told once."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in ("case", "where", "stack", "verdict", "reason")), []).append(row)
+    return list(found.values())
+
+
+def _detail(same: Sequence[Row], document: Document | None, width: int) -> Iterator[str]:
+    row, arms = same[0], [each["arm"] for each in same]
+    about = f"{row['case']} {row['model']}/{row['strategy']}, arm{'s' * (len(arms) > 1)} {', '.join(arms)}"
+    yield from wrapped(about, "  ", 4, width)
+    wanted: dict[str | None, list[str]] = {}
+    for each in same:
+        wanted.setdefault(each["expectation"], []).append(each["arm"])
+    told = ", ".join(
+        (f"expected {name}" if name else "a control must be healthy")
+        + (f" ({', '.join(of)})" if len(wanted) > 1 else "")
+        for name, of in wanted.items()
+    )
+    yield from wrapped(f"{told}, measured {row['verdict']}: {row['reason']}", "    ", 3, width)
     for line in _log(row["arm"], document):
         yield _cut(f"    | {line}", width)
-    yield from _command(again(row), width)
+    yield from _command(again({**row, "arm": ",".join(arms)}), width)
 
 
 def _command(told: str, width: int) -> Iterator[str]:
@@ -190,7 +207,7 @@ def _cases(rows: Sequence[Row], wholly: set[str], width: int) -> Iterator[str]:
         count = counted(cells, "cell")
         head = f"{mark} {name.ljust(names)}  {count:>8}  "
         yield from wrapped(
-            head + (f"{seen}: " if seen else "") + told + simulated, "", min(len(head), width // 2), width
+            head + ": ".join(filter(None, [seen, told])) + simulated, "", min(len(head), width // 2), width
         )
 
 
