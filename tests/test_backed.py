@@ -70,6 +70,13 @@ def test_whatever_is_said_beyond_it_is_named(changes: dict[str, Any], told: str)
     assert line.startswith("some-case: ") and told in line
 
 
+def test_a_fact_is_backed_by_a_measurement_where_it_was_so() -> None:
+    entry = expecting(facts={"cpu_fp16": False})
+    for facts, told in (({"cpu_fp16": False}, 0), ({"cpu_fp16": True}, 1), ({}, 1)):
+        assert len(unbacked(entry, [stored(hardware={**stored()["hardware"], "facts": facts})])) == told
+    assert len(unbacked(entry, [stored()])) == 1, "from before there were any"
+
+
 def test_what_was_met_is_part_of_it() -> None:
     seen = [stored("FIX_UNMASKS", [BOOM])]
     wanted = {"fix": "FIX_UNMASKS"}

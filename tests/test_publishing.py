@@ -135,6 +135,22 @@ def test_a_stack_built_anew_replaces_what_it_answered_under_its_older_label() ->
     assert [decide([old], [one]).dropped for one in (fewer, elsewhere)] == [[], []]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_published_documents_of_one_cell_the_later_counts(order: int) -> None:
+    """A cell's file of its own and its line, where `accept` was killed between the two."""
+    early, late = cell("4.38.0", "FIX_BROKEN"), cell("4.38.0")
+    early["provenance"] = {**early["provenance"], "started": 50.0}
+    told = str(decide([early, late][::order], [cell("4.38.0", "NOT_FIRING", where="n/fsdp")]).tables["some-case"])
+    assert "fix: [FIX_HOLDS, NOT_FIRING]" in told
+
+
+def test_what_is_replaced_says_nothing_any_more() -> None:
+    """Its table spoke for both, and for a release that no document of it shows."""
+    old, new = cell("4.38.0"), cell("4.38.0", "FIX_BROKEN")
+    new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
+    assert "FIX_HOLDS" not in str(decide([old], [new]).tables["some-case"])
+
+
 def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:
     old, new = cell("4.38.0"), cell("4.38.0", "FIX_BROKEN")
     del new["arms"]["other-fix"]

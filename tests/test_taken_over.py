@@ -110,7 +110,7 @@ def test_a_document_of_which_nothing_is_left_is_begun_anew() -> None:
 
 
 def seen(infra: Any = None, **attempt: Any) -> dict[str, Any]:
-    return {"attempt": {"deadline_s": 40, **attempt}, "infra": infra, "ranks": []}
+    return {"attempt": {"deadline_s": 40, "interrupted": False, **attempt}, "infra": infra, "ranks": []}
 
 
 @pytest.mark.parametrize("kind", CARDS)
@@ -121,6 +121,11 @@ def test_what_a_card_may_have_done_is_made_once_more_on_others(kind: str) -> Non
     assert again(seen(why, again=why)) is None, "never twice"
 
 
+def test_what_cards_may_be_to_blame_for_has_the_names_that_ranks_and_launcher_give_it() -> None:
+    assert CARDS == ("card", "device", EITHER) and LOST_CARD == "card"
+    assert again(seen({"kind": "memory", "message": "x"}), ["GPU-1"]) is None, "of the host"
+
+
 def test_what_was_too_slow_gets_a_longer_deadline() -> None:
     why = {"kind": TOO_SLOW, "message": "still at work"}
     found = again(seen(why))
@@ -129,7 +134,7 @@ def test_what_was_too_slow_gets_a_longer_deadline() -> None:
         told(found) == "too slow: still at work; deadline 120 s" and told({"again": why}) == "too slow: still at work"
     )
     assert again(seen(why, interrupted=True)) is None and again(seen(why, again=why)) is None
-    assert again(seen({"kind": "memory", "message": "m"})) is None is again(seen()) is again(seen("text"))
+    assert again(seen({"kind": "memory", "message": "m"})) is None is again(seen())
 
 
 def test_what_came_again_is_the_programs() -> None:
