@@ -256,7 +256,7 @@ def _publish(plants: Sequence[Any]) -> list[str]:
             arm["attempts"] = [_another(arm["attempts"][0], number) for number in range(3)]
         more = (plant(document) or []) if plant else []
         found = judged_again([document, *more], KNOWN.cases)
-        said.append("; ".join(refusals(found.documents)) or "published")
+        said.append("; ".join(map(str, refusals(found.documents))) or "published")
     return said
 
 
