@@ -199,6 +199,20 @@ def test_a_wide_attempt_starts_within_a_bounded_time_and_number_of_completions(
     assert sum(30 <= each.ended <= began for each in ended) <= 8 * (1 + (began - 30) / min(really.values()))
 
 
+def test_an_attempt_is_made_on_equal_cards_where_so_many_are_free() -> None:
+    machine, four = Machine(EIGHT[:4]), EIGHT[:4]
+    kinds = dict(zip(four, ["H200", "A100", "A100", "A100"], strict=True))
+    board = Board(Capacity(64, 4, 1000), "listed", View(machine, "a"), machine.cards, kinds)
+    board.add([Task(0, "two", 0, 10.0, 2), Task(1, "one", 0, 5.0, 1)])
+    used = []
+    for _ in range(2):
+        placed = board.start([card for card in four if card not in machine.held], four, True, 0.0)
+        assert placed
+        used.append([kinds[card] for card in placed.cards])
+    assert used == [["A100", "A100"], ["H200"]], "the smaller group first: two of the larger may be wanted yet"
+    assert board._equal(four[:2], 2) == four[:2], "where there are not as many, what is there"
+
+
 def test_once_kept_for_only_what_ends_in_time_is_let_in() -> None:
     machine = Machine(EIGHT[:2])
     board = Board(Capacity(64, 2, 1000), "longest", View(machine, "a"), machine.cards)

@@ -55,7 +55,7 @@ class Cards(Fake):
 
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int, minutes: float = 8, words: Sequence[str] = (),
-    **kind: bool,
+    place: Sequence[str] | None = None, **kind: bool,
 ) -> tuple[int, list[Any]]:  # fmt: skip
     """The exit code, and the models whose memory was asked for."""
     asked: list[Any] = []
@@ -70,7 +70,8 @@ def run(
     monkeypatch.setattr(Known, "ask", lambda self, models, imports: asked.extend(models))  # seconds of a real stack
     monkeypatch.setattr(workplace, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))
     words = ["gpu-proof", "case=train-step,fsdp-rank0-state-dict", "model=qwen1.5-0.5b", *words]
-    return cli.main([*words, "--out", str(tmp_path / "out"), "--minutes", str(minutes)]), asked
+    place = ["--out", str(tmp_path / "out")] if place is None else place
+    return cli.main([*words, *place, "--minutes", str(minutes)]), asked
 
 
 def proof(
@@ -122,6 +123,19 @@ def test_cold_that_shows_something_else_is_exit_1(
 ) -> None:
     code, steps = proof(tmp_path, monkeypatch, capsys, cards=2, cold_differs=True)
     assert code == 1 and steps["cold"]["differ"]
+
+
+def test_a_proof_that_the_time_cut_says_so_and_is_not_to_be_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It named servers that had not come up, and cards that nobody had used; and ``results=`` was not looked at."""
+    out = tmp_path / "named"
+    monkeypatch.setattr(gpu_proof, "SHARES", dict.fromkeys(gpu_proof.SHARES, 0.0))
+    code, _ = run(tmp_path, monkeypatch, 2, words=[f"results={out}"], place=())
+    said = capsys.readouterr().out
+    assert code == 3 and "the time was over before an attempt had been made both ways" in said
+    assert "no attempt was made before the time was over" in said
+    assert f"nothing was measured; {out}" in said and "commit" not in said and (out / "proof.json").is_file()
 
 
 def test_cold_beside_cold_is_no_comparison(

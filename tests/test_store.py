@@ -46,6 +46,21 @@ def test_an_older_measurement_is_kept_as_history(store: Store) -> None:
     assert sorted(d["provenance"]["started"] for d in store.documents(history=True)) == [1, 2]
 
 
+def test_half_a_copy_is_no_history(store: Store) -> None:
+    """Where the disk was full; the measurement that was to be kept was replaced all the same."""
+    path = store.path_of("cpu", "torch2", "case/cell")
+    store.save(path, document(1, attempts=3))
+    kept = store.root / "history" / path.relative_to(store.root).with_suffix(".19700101T000001.json")
+    kept.parent.mkdir(parents=True)
+    kept.write_text(path.read_text()[:90])
+    store.save(path, document(2))
+    assert json.loads(kept.read_text()) == document(1, attempts=3)
+    whole = kept.read_text().replace("1.0", "1.0")
+    store.save(path, document(1, attempts=1))
+    store.save(path, document(3))
+    assert kept.read_text() == whole, "what is whole is not written over"
+
+
 def test_two_runs_in_one_folder(store: Store) -> None:
     store.open()
     with pytest.raises(ResultsError, match="another run is writing here"):

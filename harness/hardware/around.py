@@ -32,6 +32,11 @@ def warnings(profile: Profile, shm: int | None) -> list[str]:
     if len(profile.gpus) == 1 and not profile.shared and profile.gpus[0].mode.startswith("exclusive"):
         gpu = profile.gpus[0]
         found.append(f"GPU {gpu.index} is in {gpu.mode} mode: ranks cannot share it (nvidia-smi -c 0)")
+    if len({gpu.name for gpu in profile.gpus}) > 1:
+        found.append(
+            "cards of different kinds: an attempt is made on equal ones where so many are free, else on what is there "
+            "(each attempt's record names its cards); CUDA_VISIBLE_DEVICES can name those of one kind"
+        )
     slow = [gpu.index for gpu in profile.gpus if gpu.persistence is False]
     if slow:
         found.append(f"persistence mode is off on {gpus_named(slow)}: attempts wait for the driver (nvidia-smi -pm 1)")

@@ -109,6 +109,7 @@ class Nvml:
         self._lib: Any = None
         self._events: Any = None
         self._ecc: dict[str, int] = {}
+        self._failed: dict[str, str] = {}  # card -> the Xid that the driver told of it
 
     def __enter__(self) -> Nvml:
         if not self.cards:
@@ -156,8 +157,9 @@ class Nvml:
         return f"ECC: {more} uncorrected memory error{'s' if more > 1 else ''}" if more > 0 else None
 
     def broken(self) -> dict[str, str]:
-        """Cards of which the driver has reported a hardware error (Xid) since the last call, and which."""
-        found: dict[str, str] = {}
+        """Cards of which the driver has reported a hardware error (Xid), and which. It tells each once; here they stay:
+        the planted cells' run, which comes first, would have taken it from the run itself."""
+        found = self._failed
         lib = self._lib
         while self._events is not None:
             try:
@@ -165,11 +167,11 @@ class Nvml:
                 uuid, xid = _text(lib.nvmlDeviceGetUUID(event.device)), int(event.eventData)
             except lib.NVMLError as error:
                 if getattr(error, "value", None) != lib.NVML_ERROR_TIMEOUT:
-                    found |= {uuid: lost for uuid in self.cards if (lost := self.look(uuid).problem)}
+                    found = found | {uuid: lost for uuid in self.cards if (lost := self.look(uuid).problem)}
                 break
             if event.eventType == lib.nvmlEventTypeXidCriticalError and xid not in APPLICATION_XIDS:
                 found[uuid] = f"Xid {xid}"
-        return found
+        return dict(found)
 
 
 def _state_of(nvml: Any, uuid: str) -> CardState:

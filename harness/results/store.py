@@ -91,8 +91,8 @@ class Store:
             stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
             kept = self.root / "history" / path.relative_to(self.root).with_suffix(f".{stamp}.json")
             kept.parent.mkdir(parents=True, exist_ok=True)
-            if not kept.exists():
-                shutil.copy2(path, kept)
+            if not _is_whole(kept):
+                write_text(kept, path.read_text(encoding="utf-8"))  # nothing else has these attempts any more
 
     def read(self, path: Path, replacing: bool = False) -> Document | None:
         """A document, or None. What cannot be read is named in ``damaged`` and left where it is; who is about to
@@ -239,6 +239,17 @@ def _checked(held: Any) -> Document:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps({k: v for k, v in value.items() if k != "path"}, indent=1) + "\n")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is there and can be read: where a disk was full it may hold the half."""
+    try:
+        document_at(str(path))
+    except NewerSchema:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

@@ -62,10 +62,13 @@ class Placed:
 class Board:
     """One run's tasks. The time, and which cards are ready, are given by the caller."""
 
-    def __init__(self, capacity: Capacity, order: str, node: Node, cards: Sequence[str]) -> None:
+    def __init__(
+        self, capacity: Capacity, order: str, node: Node, cards: Sequence[str], kinds: Mapping[str, str] | None = None
+    ) -> None:
         self.capacity = capacity
         self.order = order
         self.node = node
+        self.kinds = kinds or {}  # card -> what it is: an attempt is made on equal ones where that many are free
         self.cards = tuple(cards)  # all of the machine's that this run may use, in the machine's order
         self.waiting: list[Task] = []
         self.running: list[Placed] = []
@@ -99,9 +102,8 @@ class Board:
             return None
         free = ready if task is turn or task.gpus > len(others) else others
         good = [card for card in free if card not in task.avoid]
-        cards = neighbours(
-            self.cards, good if len(good) >= task.gpus else free, task.gpus, kept if task is turn else []
-        )
+        free = good if len(good) >= task.gpus else free
+        cards = neighbours(self.cards, self._equal(free, task.gpus), task.gpus, kept if task is turn else [])
         if not self.node.take(cards, now + task.seconds):
             return None  # another run was quicker
         self.waiting.remove(task)
@@ -111,6 +113,13 @@ class Board:
         placed = Placed(task, tuple(cards), now + task.seconds)
         self.running.append(placed)
         return placed
+
+    def _equal(self, free: Sequence[str], width: int) -> Sequence[str]:
+        """The smallest group of cards of one kind that is large enough; all, where none is."""
+        kinds: dict[str, list[str]] = {}
+        for card in free:
+            kinds.setdefault(self.kinds.get(card, ""), []).append(card)
+        return min((group for group in kinds.values() if len(group) >= width), key=len, default=free)
 
     def _wait(self, ready: Sequence[str], usable: Sequence[str], now: float) -> None:
         """Nothing more can start: who waits for cards, and are some to be kept for it?"""

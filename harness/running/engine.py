@@ -73,7 +73,9 @@ class Engine:
         settings, machine = given.settings, given.machine
         self.cards = Cards(given.gpus, attempts.leases, driver or Nvml([]), self._say)
         capacity = Capacity(machine.cores, len(self.cards.all), machine.memory_gb, settings.jobs)
-        self.board = Board(capacity, settings.order.value, attempts.leases, self.cards.all)
+        self.board = Board(
+            capacity, settings.order.value, attempts.leases, self.cards.all, {gpu.uuid: gpu.name for gpu in given.gpus}
+        )
         self._took = recorded(document for found in given.history.values() for document in found)
         self._cells: list[_Cell] = []
         self._running: dict[Future[Made], _Running] = {}

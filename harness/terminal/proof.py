@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE
+from repro_matrix.terminal.summary import counted
 
 Json = Mapping[str, Any]
 
@@ -21,7 +22,7 @@ def of_step(found: Json) -> str:
 
 def _parts(found: Json) -> Iterator[str]:
     if "cards" in found:
-        yield f"{len(found['cards'])} cards; " + "; ".join(found["notes"] or ["nothing unusual"])
+        yield f"{counted(len(found['cards']), 'card')}; " + "; ".join(found["notes"] or ["nothing unusual"])
     if "measured" in found:
         yield f"{found['measured']} of {found['cells']} cells{', cut by the time' if found['cut'] else ''}"
         yield from (f"{name} {count}" for name, count in found["verdicts"].items())

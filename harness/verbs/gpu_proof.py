@@ -105,7 +105,8 @@ def main(args: argparse.Namespace) -> int:
         raise MeasureError("gpu-proof: there is no GPU here (`repro doctor` says what is)")
     stack = first.stacks[first.plans[0].cell.stack]
     name = f"{first.profile.name}-{stack_label(stack.versions, stack.label_key)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    proof = Proof(asked, ends, Path(args.out) if args.out else project.current().results / "gpu-proof" / name)
+    out = args.out or asked.settings.results
+    proof = Proof(asked, ends, Path(out) if out else project.current().results / "gpu-proof" / name)
     proof.out.mkdir(parents=True, exist_ok=True)
     print(f"repro: {first.headline()}", file=sys.stderr, flush=True)
     steps: dict[str, Callable[[], Json]] = {
@@ -138,7 +139,8 @@ def main(args: argparse.Namespace) -> int:
     print_lines(summaries.lines(proof.documents, arms, columns()))
     said = [[step, terminal.of_step(each), each["seconds"]] for step, each in proof.steps.items()]
     print_table("", ["step", "result", "seconds"], said, narrow=("result",))
-    print(f"gpu-proof: {data['seconds']:g} s of {args.minutes * 60:g}; commit {proof.out}")
+    done = f"commit {proof.out}" if any(row["attempts"] for row in arms) else f"nothing was measured; {proof.out}"
+    print(f"gpu-proof: {data['seconds']:g} s of {args.minutes * 60:g}; {done}")
     print(terminal.ending(code, proof.steps))
     return code
 
@@ -194,6 +196,8 @@ def cold(proof: Proof) -> Json:
             compared += 1
             if other != outcome:
                 differ.append({"cell": document["key"], "arm": name, "cold": outcome, "warm": other})
+    if not compared and (said["cut"] or (proof.steps.get("cells") or {}).get("cut")):
+        raise MeasureError("the time was over before an attempt had been made both ways")
     if not compared:
         whys = (proof.steps.get("cells") or {}).get("started_cold") or {}
         no_server = "".join(f"; {count} attempts found no server: {why}" for why, count in whys.items())
@@ -267,7 +271,10 @@ def beside(documents: Sequence[Document], plans: Mapping[str, Json]) -> Json:
                 found |= {"planned_mb": round(needed, 1), "off": round(needed / peak - 1, 3)}
             peaks.append(found)
     if not peaks:
-        raise MeasureError("no attempt used memory of a card")
+        made = any(arm["attempts"] for document in documents for arm in document["arms"].values())
+        raise MeasureError(
+            "no attempt used memory of a card" if made else "no attempt was made before the time was over"
+        )
     planned = [found for found in peaks if "off" in found]
     return {
         "attempts": len(peaks),
