@@ -36,6 +36,7 @@ from repro_matrix.page.releases import axes
 from repro_matrix.page.safe import harmless, line
 from repro_matrix.page.view import Cell, cell, numbered
 from repro_matrix.paths import RESULTS
+from repro_matrix.results import runs
 from repro_matrix.results.store import write_json
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202eevil\u200b\x00<b>&amp;'\"`|\ud800"
@@ -497,3 +498,20 @@ def test_the_ledger_misses_nothing_of_what_is_dropped_while_reading() -> None:
     whole, short = (ledger(known, found, names) for found in (documents, [slim(one) for one in documents]))
     assert whole == short and {"upheld", "refuted", "conditional"} <= {row.status for row in whole}
     assert len(json.dumps([slim(one) for one in documents])) < 0.5 * len(json.dumps(documents))
+
+
+@pytest.mark.parametrize("state", ["unfinished", "ended"])
+def test_a_run_that_was_killed_says_so_in_every_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    """Killed before its first document it said "Nothing differs from what is expected", and had an empty JUnit file."""
+    folder = tmp_path / "20261122-120000"
+    folder.mkdir()
+    said = {"schema": 1, "texts": ["case=train-step"], "state": state}
+    (folder / runs.MANIFEST).write_text(json.dumps(said), encoding="utf-8")
+    told = "did not get to its end"
+    for name in ("markdown", "junit", "json"):
+        assert main(["report", str(folder), "--format", name]) == 0
+        assert (told in capsys.readouterr().out) == (state == "unfinished"), name
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+    assert (told in (tmp_path / "page.html").read_text()) == (state == "unfinished")

@@ -22,7 +22,7 @@ from repro_matrix.page.render import Drawn
 from repro_matrix.page.shown import OfCase
 from repro_matrix.page.view import Cell
 from repro_matrix.paths import BASELINE
-from repro_matrix.results import muted
+from repro_matrix.results import muted, runs
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 
@@ -30,7 +30,8 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 @dataclass
 class Results:
     """``sources``: the names of the results, where there are several. ``unjudged``: of what cases there are documents
-    that nobody can judge here, and why not. ``damaged``: those of the notes that name evidence which cannot be read."""
+    that nobody can judge here, and why not. ``damaged``: those of the notes that name evidence which cannot be read;
+    ``unfinished``: that a run was ended before its time, so that what is not there says nothing."""
 
     cells: list[Cell] = field(default_factory=list)
     ledger: list[ClaimRow] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Results:
     sources: list[str] = field(default_factory=list)
     unjudged: dict[str, str] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -66,7 +68,8 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
             kept += stored.documents() if part.documents is None else part.documents
             unknown |= part.unknown
     found.unjudged = _unjudged(unknown, catalogue)
-    found.notes += [f"not judged: {text}" for text in found.unjudged.values()]
+    found.unfinished = _unfinished(folders)
+    found.notes += [*found.unfinished, *(f"not judged: {text}" for text in found.unjudged.values())]
     found.ledger = ledger(catalogue, kept, {document["case"] for document in kept})
     return found
 
@@ -101,10 +104,19 @@ def views(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Se
         controls += one.controls
         unknown |= one.unknown
     found.unjudged = _unjudged(unknown, catalogue)
-    found.notes += [f"not judged: {text}" for text in found.unjudged.values()]
+    found.notes += [*_unfinished(folders), *(f"not judged: {text}" for text in found.unjudged.values())]
     seen = {view.slug for view in found.views}
     found.ledger = shown.ledger(catalogue, {one.case: one for one in cases if one.case in seen}, controls)
     return found
+
+
+def _unfinished(folders: Iterable[Path]) -> list[str]:
+    gone = [run.folder for folder in folders if (run := runs.read(folder)) and runs.died(run)]
+    return [
+        f"{folder}: this run did not get to its end (interrupted or killed): `repro matrix --resume results={folder}` "
+        "goes on with what is missing"
+        for folder in gone
+    ]
 
 
 def take(documents: Iterable[Document], folder: Path, catalogue: Catalogue) -> bool:

@@ -29,6 +29,7 @@ ENDED = "ended"
 UNFINISHED = "unfinished"
 
 _held: dict[Path, IO[str]] = {}  # runs that this process writes or reads: locked until it ends
+_own: set[Path] = set()  # those that it writes
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def note(folder: Path, texts: Sequence[str], state: str) -> None:
     """What was asked for, and whether all of it was measured; the folder is in use until this process ends."""
     write_text(folder / MANIFEST, json.dumps({"schema": 1, "texts": list(texts), "state": state}) + "\n")
     _held.pop(folder.resolve(), None)
+    _own.add(folder.resolve())
     _hold(folder)
 
 
@@ -158,6 +160,22 @@ def in_use(folder: Path) -> bool:
         return False
     except OSError:
         return True
+
+
+def died(run: Run) -> bool:
+    """Whether it never got to its end and nobody is at it: interrupted, or killed."""
+    at = run.folder.resolve()
+    if run.state == ENDED or at in _own:
+        return False
+    mine = _held.get(at)
+    if mine is None:
+        return not in_use(at)
+    try:  # this process reads it: does any other one?
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(mine, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _hold(folder: Path) -> None:

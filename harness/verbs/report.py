@@ -92,9 +92,9 @@ def main(args: argparse.Namespace) -> int:
     elif args.format == "csv":
         text = formats.as_csv(found.cells)
     elif args.format == "junit":
-        text = formats.as_junit(found.cells, found.unjudged, found.notes, found.damaged)
+        text = formats.as_junit(found.cells, found.unjudged, found.notes, [*found.damaged, *found.unfinished])
     else:
-        text = formats.as_markdown(found.cells, title_of(folders), unjudged=found.unjudged)
+        text = formats.as_markdown(found.cells, title_of(folders), unjudged=found.unjudged, unfinished=found.unfinished)
     if target is None:
         sys.stdout.write(text)
         return 0
