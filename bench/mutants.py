@@ -76,7 +76,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/grade.py": _GRADE,
     "harness/judge/outcome.py": (*_GRADE, "test_values"),
     "harness/judge/places.py": ("test_judge_edges", "test_place", "test_signature", "test_own_mistakes", "test_hang"),
-    "harness/judge/predicted.py": ("test_claims", "test_comparable"),
+    "harness/judge/predicted.py": ("test_judge_edges", "test_claims", "test_comparable"),
     "harness/judge/in_force.py": ("test_judge_edges", "test_in_force", "test_own_mistakes"),
     "harness/judge/looks.py": (
         "test_judge_edges",

@@ -118,6 +118,9 @@ def test_what_is_accepted_and_what_is_refused(
     code, out, _ = accepted("measured")
     assert code == 0 and "1 document to publish" in out and f"review and commit: the documents in {own.baseline}" in out
     assert "until now" not in out, "what is expected of it is what it shows"
+    assert "left out" not in out
+    put(tmp_path / "cut", complete=False)
+    assert "holds no complete measurement" in accepted("cut")[2], "a run that was interrupted"
     (written,) = own.baseline.rglob("*.jsonl")
     table = own.expected / f"{SLUG}.yaml"
     said = table.read_text(encoding="utf-8")

@@ -26,8 +26,9 @@ from judging import (
 
 from repro_matrix.cell import doubt as doubt_of
 from repro_matrix.conf.axes import Strategy
+from repro_matrix.conf.predictions import Prediction
 from repro_matrix.conf.signatures import Signature
-from repro_matrix.judge import again, foreign, genuine, in_force, looks, metrics
+from repro_matrix.judge import again, foreign, genuine, in_force, looks, metrics, predicted
 from repro_matrix.judge.checks import judged, same
 from repro_matrix.judge.collectives import Entry, Standing, family, mismatches, never_meet, standing
 from repro_matrix.judge.comparable import comparable
@@ -1087,3 +1088,19 @@ def test_attempts_that_never_ended_are_of_no_time() -> None:
     assert genuine.contradiction(one, CASE) is None  # type: ignore[arg-type]
     one["provenance"]["started"] = 9e12
     assert genuine.contradiction(one, CASE) is None  # type: ignore[arg-type]
+
+
+def test_a_module_of_the_scripts_is_own_wherever_its_file_lies() -> None:
+    assert is_own("repros.train_step", "/elsewhere/x.py") and is_own("kit.run", "/elsewhere/x.py")
+    assert not is_own("reprosx", "/elsewhere/x.py") and not is_own("torch.nn", "/elsewhere/x.py")
+
+
+def test_what_decides_nothing_where_the_failure_is_not_there() -> None:
+    quiet: Any = document({"broken": [("clean", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]})
+    for arm, decides in (("control", True), ("fix", False)):
+        found = predicted._not_there(Prediction(arm=arm, outcome="clean"), frozenset({"clean"}), quiet)
+        assert (found is None) == decides
+    assert predicted._by_verdict(frozenset({"CHANGED"}), "NOT_FIRING") == (
+        None, "could not be tested on this stack: broken is clean",
+    )  # fmt: skip
+    assert predicted._by_verdict(frozenset({"FIX_HOLDS"}), "FIX_BROKEN") == (False, "")
