@@ -88,6 +88,7 @@ def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
     assert "peer access: none between 0-3, 1-3" in shown
     assert "/dev/shm: " in shown and "stacks of hung ranks: " in shown
     assert "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
+    assert "torch 2.13.0+cu130 (CUDA 13.0, NCCL 2.28.9): it computes on 3 of 3 cards" in " ".join(shown.split())
     python = python_that_says(tmp_path, *lines(gpus=2))
     two = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").stdout
     assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more stays unused), backend nccl;" in two

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     _print_gpus(machine, states, apart)
     shared = "none" if shm is None else f"{shm} MiB"
     print(f"/dev/shm: {shared}; stacks of hung ranks: {'faulthandler' if blind else 'py-spy'}")
-    where = f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; torch: {json.dumps(torch)}"
+    where = f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {_of_torch(torch)}"
     print_lines(listing.wrapped(where, columns(), deeper="  "))
     shown = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print(f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(shown)}")
@@ -95,6 +95,17 @@ def main(args: argparse.Namespace) -> int:
         print_lines([*listing.runs_here(rows, columns()), ""])
     print(f"{sum(r['runs'] for r in rows)} of {len(rows)} cells can run here")
     return 3 if problems else 0
+
+
+def _of_torch(found: Mapping[str, Any]) -> str:
+    """What the stack's torch was built with, and which cards it computed on; what is wrong is said as a problem."""
+    parts = [("CUDA", found.get("cuda")), ("HIP", found.get("hip")), ("NCCL", found.get("nccl_version"))]
+    built = ", ".join(f"{name} {version}" for name, version in parts if version) or "no CUDA"
+    cards = found.get("devices") or []
+    used = sum(bool(card.get("touched")) and not card.get("error") for card in cards)
+    left = "".join(f"; GPU {card['index']}: {card['error']}" for card in cards if card.get("error"))
+    seen = f": it computes on {used} of {len(cards)} cards{left}" if cards else ""
+    return f"torch {found.get('torch') or 'unknown'} ({built}){seen}"
 
 
 def _print_gpus(machine: Machine, states: dict[str, hardware.CardState], apart: list[tuple[str, str]]) -> None:
