@@ -89,8 +89,9 @@ def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on_to_the_end(tmp_path: P
     wait_for(lambda: attempts(tmp_path) >= 1)
     first.send_signal(signal.SIGINT)
     _, err = first.communicate(timeout=600)
-    assert first.returncode in (130, 0), err  # 0: it had just finished
     kept = attempts(tmp_path)
+    # It had just finished, or was on its way out, where Python's own handler ends it: then nothing may be missing.
+    assert first.returncode == 130 or (first.returncode in (0, -signal.SIGINT) and kept == 3), err
     assert kept >= 1
     wait_for(lambda: not ours(tmp_path))
     second = start(tmp_path, *words, "--resume", "--json")
