@@ -60,6 +60,7 @@ def overview() -> argparse.ArgumentParser:
 
 DEFECT = 70  # as EX_SOFTWARE of sysexits.h
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the machine's doing, whatever was being written
+REFUSED = (errno.EACCES, errno.EPERM)  # and its owner's
 
 
 def parsed(verb: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
@@ -105,9 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
+        if error.errno in REFUSED and error.filename is not None:
+            print(f"repro: {error.filename}: {error.strerror}", file=sys.stderr)
+            return ReproError.exit_code
         if error.errno not in FULL:
             return _defect()
-        print(f"repro: {error.filename or 'the standard output'}: cannot be written: {error.strerror}", file=sys.stderr)
+        other = "" if error.filename is None else "; results=DIR and REPRO_CACHE=DIR say where else to write"
+        print(
+            f"repro: {error.filename or 'the standard output'}: cannot be written: {error.strerror}{other}",
+            file=sys.stderr,
+        )
         if error.filename is None:  # nor can what is still to be written
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ReproError.exit_code

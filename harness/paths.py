@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -20,11 +21,17 @@ CONFIG_PATH = "REPRO_CONFIG_PATH"  # further folders of groups, as --config-dir 
 
 
 def cache_dir() -> Path:
-    """The user's cache, shared by all checkouts: built stacks, compiled extensions (``REPRO_CACHE`` overrides)."""
+    """The user's cache, shared by all checkouts: built stacks, compiled extensions (``REPRO_CACHE`` overrides).
+
+    Raises PermissionError: the user has no home folder (a container's user without a name, without HOME).
+    """
     base = os.environ.get("REPRO_CACHE")
     if base:
         return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "repro-matrix"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        raise PermissionError(errno.EACCES, "no home folder is known: set HOME, or REPRO_CACHE", home)
+    return Path(home) / "repro-matrix"
 
 
 def file_state(path: Path) -> tuple[int, ...]:

@@ -32,6 +32,12 @@ for profile, examples in (("gate", 25), ("many", 200)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: what launches ranks waits for a sixth of its time (for a hang to be one, for a
+    server, for processes to end), and of two cores one idled then."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What launches ranks first (after the groups, with which xdist begins): one of those at the end would keep one
     core at work, and the others idle."""

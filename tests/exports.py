@@ -116,7 +116,7 @@ def _shown(case: Case, name: str, ran: Ran) -> str | None:
     if signature.kind == "oracle":
         return None if f"check {signature.check}: FAILED" in ran.said and ran.code not in (0, None) else "not failed"
     if signature.kind == "hang":
-        frames = [re.search(rf"^{frame.function}$", ran.stood_in, re.M) for frame in signature.frames]
+        frames = [re.search(rf"^(\S+\.)?{frame.function}$", ran.stood_in, re.M) for frame in signature.frames]
         return None if ran.code is None and ran.stood_in and all(frames) else "does not hang there"
     if signature.kind == "signal":
         number = getattr(signal, str(signature.signal))

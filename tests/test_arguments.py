@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -48,13 +49,17 @@ def test_help_imports_no_verb() -> None:
         ("upgrade from=a to=b why=true releases=true", "upgrade --from a --to b --why all --releases"),
         ("upgrade --from a to=b why=worse", "upgrade --from a --to b --why worse"),
         ("matrix resume=true", "matrix --resume"),
+        ("bisect case=C good=1 bad=2", "bisect C --good 1 --bad 2"),  # `case=C` stayed: what was said did not work
+        ("versions --package peft case=C between=1..2", "versions --package peft C --between 1..2"),
+        ("show case=C stack=x", "show C stack=x"),
+        ("run case=C --plan", "run C --plan"),
     ],
 )  # fmt: skip
 def test_old_words_are_answered_with_the_command_as_it_is_written_now(
     old: str, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(old.split()) == 2
-    assert f"options are written with -- now: repro {new}\n" in capsys.readouterr().err
+    assert f": repro {new}\n" in capsys.readouterr().err
     verb, *words = new.split()
     assert arguments.parse(parser(verb), words).words == words  # what is said works
 
@@ -105,3 +110,16 @@ def test_too_many_words_and_unknown_options(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["list", "--jsn"]) == 2 and "did you mean '--json'" in capsys.readouterr().err
     assert cli.main(["stack", "list", "--older-than", "3"]) == 2
     assert cli.main(["run", "--bisect-exit"]) == 130  # `git bisect run` takes 2 for "bad"
+
+
+def test_a_folder_of_results_is_no_override(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hydra's parser answered: "missing EQUAL at '<EOF>'"."""
+    for words, said in (
+        (["accept", str(tmp_path)], f"is a folder, no NAME=VALUE: repro accept --from {tmp_path};"),
+        (["accept", "--plan", str(tmp_path)], f"repro accept --from {tmp_path};"),
+        (["matrix", str(tmp_path)], f"results={tmp_path} is where a run writes; `repro report {tmp_path}` shows"),
+        (["accept", f"{tmp_path}/gone"], f"'{tmp_path}/gone' is not NAME=VALUE\n"),
+    ):
+        assert cli.main(words) == 2
+        told = capsys.readouterr().err
+        assert said in told and "EOF" not in told, told

@@ -56,14 +56,20 @@ def test_every_document_is_complete_and_of_its_type() -> None:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one a case", "every one"])
 def test_documents_fit_the_schema(every: bool) -> None:
-    """The schema is made from the types (test_result_schema), and asking it takes a hundred times as long."""
+    """The schema is made from the types (test_result_schema), and asking it takes a hundred times as long: by the gate
+    of each case its smallest document, and of each of its arms one attempt."""
     schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
-    one = {document["case"]: document for document in documents()}
+    by_size = sorted(documents(), key=lambda one: -sum(len(arm["attempts"]) for arm in one["arms"].values()))
+    one = {document["case"]: document for document in by_size}
     assert len(one) > 1
-    for document in documents() if every else one.values():
+    for document in documents() if every else map(first_attempts, one.values()):
         problem = next(validator.iter_errors({k: v for k, v in document.items() if k != "path"}), None)
         assert problem is None, f"{document['path']}: {problem and problem.message}"
+
+
+def first_attempts(document: dict[str, Any]) -> dict[str, Any]:
+    return {**document, "arms": {name: {**a, "attempts": a["attempts"][:1]} for name, a in document["arms"].items()}}
 
 
 def fired(case: str) -> bool:

@@ -120,6 +120,16 @@ def test_show_prints_the_command_of_every_arm(capsys: pytest.CaptureFixture[str]
     assert code == 0 and "torchrun" in out and "QwenLM/Qwen3#306" in out
 
 
+def test_show_says_that_nothing_is_expected(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a case whose table was deleted it said "expected of ... with this stack", and nothing below it."""
+    assert "nothing is expected" not in call(capsys, "show", "fsdp-uniform-dtype")[1]
+    monkeypatch.setattr("repro_matrix.conf.catalogue._expected", lambda *_: ({}, {}))
+    code, out, _ = call(capsys, "show", "fsdp-uniform-dtype")
+    assert code == 0 and "\nnothing is expected: no results/expected/fsdp-uniform-dtype.yaml, which `repro acc" in out
+
+
 def test_claims_of_an_empty_folder_are_all_untested(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = call(capsys, "claims", "--from", str(tmp_path), "--json")
     assert code == 0 and {row["status"] for row in json.loads(out)} == {"untested"}
@@ -130,15 +140,13 @@ def test_accept_without_a_measurement(capsys: pytest.CaptureFixture[str], tmp_pa
     assert code == 2 and "no complete measurement" in err
 
 
-def test_tables_off_a_terminal_are_one_line_a_row_without_colour(
+def test_tables_off_a_terminal_have_no_colour_and_fold(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = call(capsys, "list", "case=qwen15-fsdp-norm-shard")
     assert "\x1b" not in out
-    assert any(
-        "RMSNorm meets a sharded weight when the root FSDP forward is bypassed" in line for line in out.splitlines()
-    )
+    assert "RMSNorm meets a sharded weight when the root FSDP forward is bypassed" in " ".join(out.split())
 
 
 def test_an_error_stops_git_bisect_and_is_no_bad_commit(capsys: pytest.CaptureFixture[str]) -> None:

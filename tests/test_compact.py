@@ -16,7 +16,8 @@ from repro_matrix.results import sheet
 from repro_matrix.results.compact import TAIL, applied, compacted, difference, expanded
 from repro_matrix.results.store import Store
 
-PLAIN = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3)
+LINES = st.lists(st.sampled_from(["", "a", "Traceback (most recent call last):"]), max_size=5).map("\n".join)
+PLAIN = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3) | LINES
 JSON = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
 )
@@ -33,6 +34,20 @@ def test_a_difference_made_gives_the_value(base: Any, value: Any) -> None:
     assert same(applied(base, found), value)
     assert json.dumps(base) == written, "the base stays as it is"
     assert (found == []) == same(base, value)
+
+
+@given(LINES, LINES)
+def test_a_text_is_told_by_its_lines(base: str, value: str) -> None:
+    found = json.loads(json.dumps(difference(base, value)))
+    assert applied(base, found) == value
+    assert len(json.dumps(found)) <= len(json.dumps([value]))
+
+
+def test_of_a_log_only_the_lines_that_differ_are_written() -> None:
+    log = "\n".join(f"  File x, line {number}" for number in range(40))
+    later = "0%| 12 it/s\n" + log.replace("line 17", "line 18")
+    assert difference(log, later) == {"lines": 41, "22": "  File x, line 18", "40": "0%| 12 it/s"}
+    assert applied(log, difference(log, later)) == later and applied(later, difference(later, log)) == log
 
 
 @given(JSON, st.lists(JSON, max_size=3), st.lists(st.sampled_from(["clean", "fires"]), min_size=1, max_size=3))
@@ -52,6 +67,16 @@ def test_a_repeated_attempt_costs_what_differs() -> None:
     later = observation(failed(0), failed(1), id="a2", started=199.0)
     thrice = len(json.dumps(compacted(document({"broken": [("fires", made), ("fires", later), ("fires", later)]}))))
     assert thrice - once < 200 < once
+
+
+def test_an_arm_like_another_costs_what_differs() -> None:
+    made = observation(failed(0), failed(1))
+    once = len(json.dumps(compacted(document({"broken": [("fires", made)]}))))
+    alike = document({"broken": [("fires", made)], "fix": [("fires", made)]})
+    alike["arms"]["fix"]["settings"] = alike["arms"]["broken"]["settings"]
+    written = compacted(alike)
+    assert written["arms"]["fix"]["like"] == "broken" and len(json.dumps(written)) - once < 300 < once
+    assert same(expanded(json.loads(json.dumps(written))), alike)
 
 
 def test_logs_of_clean_attempts_are_left_out_and_others_trimmed() -> None:
@@ -81,7 +106,6 @@ def test_all_that_is_published_is_compact() -> None:
         for number in held.keys:
             made = held.document(number)
             assert made["compact"] == 1, path
-            attempts = [
-                a for arm in made["arms"].values() for a in arm["attempts"][:1] if a["outcome"]["outcome"] == "clean"
-            ]
+            arms = expanded(made)["arms"].values()
+            attempts = [a for arm in arms for a in arm["attempts"][:1] if a["outcome"]["outcome"] == "clean"]
             assert not any(rank.get("log_tail") for a in attempts for rank in a["observation"]["ranks"][:1]), path

@@ -111,6 +111,23 @@ def test_the_judge_itself_compares_like_with_like() -> None:
         assert found["fix"].name == wanted
 
 
+def test_a_changed_environment_says_nothing_of_a_release() -> None:
+    """A patch beside the packages made UPSTREAM_FIXED of a failure that the release has."""
+
+    def fix(now: dict[str, Any], older: dict[str, Any]) -> tuple[str, str]:
+        found = judged_again([now, older], {CASE.slug: CASE}).documents[0]["verdicts"]["fix"]
+        return found["name"], found["reason"]
+
+    patched, older = cell(256, CLEAN), cell(256, torch="2.2.2")
+    assert fix(patched, older)[0] == "UPSTREAM_FIXED"
+    patched["stack"]["changed"] = ["torch/a.py is not as torch 2.13.0 was installed"]
+    name, reason = fix(patched, older)
+    assert name == "NOT_FIRING"
+    assert reason.endswith("where it fired: here, torch/a.py is not as torch 2.13.0 was installed")
+    older["stack"]["changed"] = ["patch.pth runs in every process"]
+    assert fix(cell(256, CLEAN), older)[0] == "NOT_FIRING", "nor does one in which a patch made it fire"
+
+
 def judged(made: dict[str, Any], arm: str) -> Any:
     from repro_matrix.judge.grade import grade
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from judging import document, exception, failed, observation, ok
 
 from repro_matrix import cli
 from repro_matrix.conf.errors import ConfigError, ResultsError
-from repro_matrix.diff import noise, show
+from repro_matrix.diff import noise, show, sides
 from repro_matrix.diff.brief import ArmBrief, Brief, brief, from_json, to_json
 from repro_matrix.diff.compare import KINDS, Diff, compare
 from repro_matrix.diff.sides import read, side
@@ -74,15 +75,15 @@ def test_read_backwards_it_says_the_opposite(one: list[Brief], other: list[Brief
     assert math.isclose(there.slower * back.slower, 1) and there.unlike.keys() == back.unlike.keys()
 
 
-@given(SIDES, SIDES)
-def test_every_cell_is_said_once_and_every_arm_has_one_answer(one: list[Brief], other: list[Brief]) -> None:
+@given(SIDES, SIDES, st.sampled_from([40, 80, WIDTH]))
+def test_every_cell_is_said_once_and_every_arm_has_one_answer(one: list[Brief], other: list[Brief], width: int) -> None:
     found = between(one, other)
     cells = len(found.of("vanished")) + len(found.of("appeared")) + 2 * found.cells
     assert cells == len(one) + len(other)
     answered = [(c.where, c.hardware, c.stack, c.arm) for c in found.changes if c.arm and c.factor is None]
     assert len(answered) == len(set(answered))
-    for line in show.lines(found, every=True):
-        assert len(line) <= WIDTH and line.isprintable()
+    for line in show.lines(found, every=True, width=width):
+        assert len(line) <= width and line.isprintable()
     json.dumps(show.as_json(found), allow_nan=False)
 
 
@@ -244,16 +245,30 @@ def test_the_verb_reads_folders_and_names_and_ends_with_a_documented_code(
     (change,) = json.loads(capsys.readouterr().out)["changes"]
     assert change["kind"] == "stopped firing" and change["after"]["met"] == ["unfinished"]
     assert cli.main(["diff", str(one), str(other), "case=nothing"]) == 2
-    assert cli.main(["diff", str(one), "no-such"]) == 2 and "neither a folder nor a stack" in capsys.readouterr().err
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:  # seconds, for a name that is mistyped
+        patch.setattr(sides, "read", lambda root, name="", real=sides.read: real(root, name) if root == one else 1 / 0)
+        assert cli.main(["diff", str(one), "torch2.2-tf4.3"]) == 2
+    said = capsys.readouterr().err
+    assert "'torch2.2-tf4.3' is neither a folder nor a stack of the baseline; did you mean 'torch2.2-tf4.3" in said
     (results / "empty").mkdir()
     with pytest.raises(ResultsError, match="no results in it"):
         side(str(results / "empty"))
 
 
-def test_a_published_stack_against_another_names_what_the_releases_changed(results: Path) -> None:
+def test_a_published_stack_against_another_names_what_the_releases_changed(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a baseline of these two alone: judging all stacks takes seconds."""
     if not BASELINE.is_dir():
         pytest.skip("no baseline")
-    one, other = side("torch2.2-tf4.36"), side("torch2.2-tf4.39")
+    names = ("torch2.2-tf4.36", "torch2.2-tf4.39")
+    (tmp_path / "published" / "cpu").mkdir(parents=True)
+    for label, name in (sides._named([BASELINE]) or {}).items():
+        if name in names:
+            shutil.copy(BASELINE / "cpu" / f"{label}.jsonl", tmp_path / "published" / "cpu")
+    monkeypatch.setattr("repro_matrix.conf.project.published", lambda: [tmp_path / "published"])
+    one, other = map(side, names)
     found = compare(one.briefs, other.briefs, {**one.parts, **other.parts})
     assert found.cells > 10 and found.across == {"stack": ("torch2.2-tf4.36", "torch2.2-tf4.39")}
     assert {change.kind for change in found.changes} <= KINDS.keys()
@@ -297,3 +312,9 @@ def test_a_folder_beside_one_that_lies_in_it_is_said_to_be_compared_with_itself(
 def test_a_second_side_that_is_missing_is_said_to_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diff", "results"]) == 2
     assert "the following arguments are required: B (" in capsys.readouterr().err
+
+
+def test_an_arm_that_was_not_asked_for_is_not_called_one_that_the_case_lacks() -> None:
+    """With arms=broken the others are not stored; the case has them as ever."""
+    told = "\n".join(show.lines(between([cell(broken=FIRES)], [cell(broken=FIRES, fix=HOLDS)])))
+    assert "before: nothing is stored of this arm" in told and "now:    FIX_HOLDS, clean 3/3" in told

@@ -75,3 +75,18 @@ def test_every_link_leads_to_a_file_and_every_page_is_on_the_map() -> None:
     assert not [page.name for page in PAGES[2:] if page.name not in readme]
     folders = {path.name for path in (ROOT / "harness").iterdir() if (path / "__init__.py").exists()}
     assert not {name for name in folders if f"{name}/" not in readme}, "README's map of the engine"
+
+
+def test_each_step_of_the_map_leads_to_a_file_that_does_it() -> None:
+    """After a module has moved, who looks for it is sent to where it was."""
+    steps = (ROOT / "README.md").read_text(encoding="utf-8").partition("In one step:\n")[2].partition("\nEach run")[0]
+    named = re.findall(r"(?:harness|repros)/[\w./]*\w", steps)
+    assert len(named) > 10 and [name for name in named if not (ROOT / name).exists()] == []
+    does = {
+        "running/attempts": "def recipe(", "judge/grade": "def grade(", "judge/verdict": "def ",
+        "judge/expect": "def expected(",
+        "results/publishing": "def publication(", "results/published": "def write(", "conf/expected": "def text(",
+        "results/store": "def save(", "page/render": "def ", "page/read": "def read(",
+    }  # fmt: skip
+    for module, text in does.items():
+        assert f"harness/{module}.py" in named and text in (ROOT / f"harness/{module}.py").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,43 @@ import pytest
 from fake_nvml import Card, FakeNvml, Process
 from fake_stack import lines, python_that_says
 
+from repro_matrix import cli
 from repro_matrix.results.store import Store
 from repro_matrix.running import workplace
 
 ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "arms=[summon]")
 
 
-def repro(
+def cold(
     tmp_path: Path, nvml: FakeNvml, *words: str, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """A process of its own, as a user starts it."""
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environ |= nvml.on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")} | (env or {})
     command = [sys.executable, "-m", "repro_matrix.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=800)
+
+
+Repro = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def repro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Repro:
+    """The same in this process: to import everything anew takes longer than most of what is asked here."""
+
+    def asked(
+        tmp_path: Path, nvml: FakeNvml, *words: str, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            for name, value in {"REPRO_CACHE": str(tmp_path / "cache"), "COLUMNS": "160", **(env or {})}.items():
+                patch.setenv(name, value)
+            nvml.install(patch)
+            code = cli.main(list(words))
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, said.out, said.err)
+
+    return asked
 
 
 def documents(tmp_path: Path) -> list[dict[str, Any]]:
@@ -37,14 +62,14 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
 def test_a_wheel_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) -> None:
     """The stack of this checkout is a CPU build: on a machine with GPUs that is exit 3 and the command to mend it."""
     nvml = FakeNvml([Card(), Card()], driver="535.129.03", cuda=12020)
-    done = repro(tmp_path, nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
+    done = cold(tmp_path, nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
     assert done.returncode == 3, done.stderr
     assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.stderr
     assert "--torch-backend=auto" in done.stderr and "Traceback" not in done.stderr
     assert documents(tmp_path) == []
 
 
-def test_a_plan_says_where_and_why_not_as_a_run_does(tmp_path: Path) -> None:
+def test_a_plan_says_where_and_why_not_as_a_run_does(repro: Repro, tmp_path: Path) -> None:
     """It showed attempts on cards that the run would refuse, and said nothing of the rest of the list."""
     nvml = FakeNvml([Card() for _ in range(4)], driver="535.129.03", cuda=12020)
     old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
@@ -58,19 +83,19 @@ def test_a_plan_says_where_and_why_not_as_a_run_does(tmp_path: Path) -> None:
     assert second == "note: CUDA_VISIBLE_DEVICES=1,3,9,0: CUDA reads it up to '9', which is no GPU (there are 4)"
 
 
-def test_no_gpu_by_wish_is_said_where_there_are_some(tmp_path: Path) -> None:
+def test_no_gpu_by_wish_is_said_where_there_are_some(repro: Repro, tmp_path: Path) -> None:
     done = repro(tmp_path, FakeNvml([Card()]), "matrix", "--plan", *ONE, env={"CUDA_VISIBLE_DEVICES": ""})
     first, second = done.stderr.splitlines()[:2]
     assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo")
     assert second == "note: CUDA_VISIBLE_DEVICES='' asks for no GPU"
 
 
-def test_auto_refuses_where_gpus_were_meant(tmp_path: Path) -> None:
+def test_auto_refuses_where_gpus_were_meant(repro: Repro, tmp_path: Path) -> None:
     done = repro(tmp_path, FakeNvml(init_error=12), "matrix", *ONE, env={"NVIDIA_VISIBLE_DEVICES": "all"})
     assert done.returncode == 2 and "hardware=cpu runs with gloo anyway" in done.stderr
 
 
-def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
+def test_doctor_shows_every_card_and_what_is_wrong(repro: Repro, tmp_path: Path) -> None:
     cards = [
         Card(mode="exclusive_process", persistence=False, ecc_uncorrected=3),
         Card(processes=[Process(99999999, 4321)], remap_pending=True),
@@ -96,9 +121,10 @@ def test_doctor_shows_every_card_and_what_is_wrong(tmp_path: Path) -> None:
     assert "note: persistence mode is off on GPU 0" in shown
 
 
-def test_doctor_has_a_problem_where_a_run_would_end(tmp_path: Path) -> None:
+def test_doctor_has_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
     words = ("doctor", *ONE[:2], "--json")
-    meant = repro(tmp_path, FakeNvml([Card()]), *words, env={"CUDA_VISIBLE_DEVICES": "all"})
+    python = python_that_says(tmp_path, *lines())
+    meant = repro(tmp_path, FakeNvml([Card()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"})
     assert meant.returncode == 3, meant.stderr
     said = json.loads(meant.stdout)
     assert "'all' is a word of NVIDIA_VISIBLE_DEVICES" in said["problems"][0] and said["hardware"] == ["cpu"]
@@ -114,7 +140,6 @@ def test_an_arm_whose_own_stack_cannot_use_the_cards_is_less_than_was_asked_for(
     """A skip and exit code 0: only the stack that the cells name was an error."""
     from test_engine import Fake, observation
 
-    from repro_matrix import cli
     from repro_matrix.running.probe import Prober
 
     def probe(self: Prober, stack: Any) -> tuple[dict[str, Any], str | None]:
@@ -174,7 +199,7 @@ def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where
     """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
     python = python_that_says(tmp_path, *lines(gpus=2))
     words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
-    done = repro(tmp_path, FakeNvml([Card(persistence=False), Card()]), *words, "hardware=gpu2", "--json")
+    done = cold(tmp_path, FakeNvml([Card(persistence=False), Card()]), *words, "hardware=gpu2", "--json")
     assert done.returncode == 3, done.stdout + done.stderr
     first, second = done.stderr.splitlines()[:2]
     assert first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")

@@ -70,7 +70,7 @@ def launchers(document: dict[str, Any]) -> set[str]:
     return {observation["attempt"]["launcher"] for observation in observations}
 
 
-@pytest.mark.slow  # the gate has the broken arm from cold (test_launch_cold, test_warm), and the fix warm (below)
+@pytest.mark.slow  # the gate has the broken arm from cold (test_warm), and the fix warm (below)
 def test_a_case_with_and_without_its_fix_from_cold(tmp_path: Path, once: Once) -> None:
     done = measured_from_cold(once, tmp_path, "summon")
     rows = {row["arm"]: row for row in done["rows"]}

@@ -177,6 +177,18 @@ def test_a_launcher_that_raises_never_stops_the_matrix(tmp_path: Path) -> None:
     assert exit_code(summary.documents, 1) == 3
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_a_newer_version_wrote_is_refused_before_anything_is_launched(tmp_path: Path, resume: bool) -> None:
+    """It was measured first, and then there was no place for it."""
+    run(tmp_path, fake := Fake())
+    path, document = stored_of(tmp_path)
+    path.write_text(json.dumps(document | {"schema": 9}))
+    launched = len(fake.launched)
+    problem = run(tmp_path, fake, resume=resume).problem
+    assert problem and "a newer repro-matrix wrote it; give this run a folder of its own: results=DIR" in problem
+    assert len(fake.launched) == launched and json.loads(path.read_text())["schema"] == 9
+
+
 def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
     run(tmp_path, Fake(), arms=("root-call",))
     again = Fake()

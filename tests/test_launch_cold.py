@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import FAULTS, Json, attempt_of, free, gone, launched, launched_until, stuck, wait_for
-from test_end_to_end import Once, launchers, measured_from_cold
 
 from repro_matrix.conf.arm_settings import resolve
 from repro_matrix.launch import ColdLauncher, backtraces, processes
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, torchrun_line
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt
 from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.launch.watch import read_launch
 from repro_matrix.paths import ROOT
@@ -53,26 +52,6 @@ def case_attempt(directory: Path, slug: str, arm: str, model: str, strategy: str
     blank = attempt_of(directory, arm, deadline=200)
     script = ROOT / "repros" / f"{slug.replace('-', '_')}.py"
     return dataclasses.replace(blank, script=script, settings=settings)
-
-
-def test_a_case_and_the_line_that_does_the_same_by_hand(tmp_path: Path, once: Once) -> None:
-    document = measured_from_cold(once, tmp_path)["document"]
-    ranks: list[Json] = document["arms"]["broken"]["attempts"][0]["observation"]["ranks"]
-    errors = [rank["record"]["exception"] for rank in ranks]
-    assert len(errors) == 2 and launchers(document) == {"torchrun"}
-    assert all(error["message"].startswith("The size of tensor a (512) must match") for error in errors)
-    assert errors[0]["frames"][-1]["module"].startswith("transformers.")
-    line = torchrun_line(case_attempt(tmp_path, "qwen15-fsdp-norm-shard", "broken", "qwen1.5-0.5b", "fsdp"))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    done = subprocess.run(
-        line, shell=True, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, timeout=600
-    )
-    output = done.stdout.decode()
-    lines = [f"[rank {rank}] {errors[0]['type']}: {errors[0]['message']}" for rank in (0, 1)]
-    # By hand no rank waits for the other's last words: torchrun may end one that has not said them yet.
-    assert all(line in output for line in lines) or (
-        any(line in output for line in lines) and b"closing signal SIGTERM" in done.stderr
-    )
 
 
 def test_stacks_come_from_faulthandler_where_py_spy_may_not_look(

@@ -17,7 +17,7 @@ from repro_matrix.results.rows import ATTENTION
 from repro_matrix.terminal import listing, report
 
 ODD = st.text(max_size=300)
-WIDTHS = st.sampled_from([60, 80, 119, 120])
+WIDTHS = st.sampled_from([40, 60, 80, 119, 120])
 
 
 def claim(**changes: Any) -> ClaimRow:
@@ -39,7 +39,7 @@ def test_no_claim_is_wider_than_its_line_and_each_has_one(text: str, detail: str
     rows = [claim(text=text, detail=detail, status=status, id=f"1a-{n}") for n in range(3)]
     told = list(listing.claims(rows, width))
     assert all(len(line) <= width and line.isprintable() for line in told)
-    assert [sum(f" 1a-{n} " in f"{line} " for line in told) for n in range(3)] == [1, 1, 1]
+    assert [len(re.findall(rf" 1a-{n}[ :]", "\n".join(told))) for n in range(3)] == [1, 1, 1]
     shown = list(listing.evidence(claim(text=text, detail=detail, evidence=(seen(True, measured=detail),)), width))
     assert all(line.isprintable() for line in shown)
 
@@ -52,7 +52,11 @@ def test_a_claim_is_its_status_its_words_and_when_it_holds() -> None:
         "  conditional  1b  it helps | holds for torch <= 2.5; not for >= 2.6",
         "", "2 claims: 1 conditional, 1 upheld. `repro claims ID` shows the evidence.",
     ]  # fmt: skip
-    assert "               holds for torch <= 2.5; not for >= 2.6" in list(listing.claims(rows, 80))
+    narrow = list(listing.claims(rows, 80))
+    assert narrow[4:6] == ["  conditional  it helps", "               1b: holds for torch <= 2.5; not for >= 2.6"]
+    long = [claim(text="some words " * 20, id="a-name-of-some-length")]
+    assert list(listing.claims(long, 80))[2].count("some words") == 5
+    assert " ".join(" ".join(listing.claims(long, 40)).split()).count("some words") == 20, "nothing is cut"
 
 
 def test_the_evidence_is_a_list_what_decides_first_and_the_rest_by_reason() -> None:
@@ -107,6 +111,19 @@ def test_a_column_that_has_no_room_stands_below(width: int, monkeypatch: pytest.
     below = width < 120
     assert ("    reason: because of this" in told) is below and any("because of this" in line for line in told)
     assert sum("case" in line for line in told) == 1 and any(line.startswith("two") for line in told)
+
+
+@pytest.mark.parametrize(("said", "width"), [("", 120), ("40", 40), ("7", 40), ("200", 120), ("many", 120)])
+def test_off_a_terminal_lines_are_as_wide_as_columns_says(
+    said: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", said)
+    assert report.columns() == width
+    report.print_wrapped("one word " * 40 + "\x1b[2J" + "/a-path" * 20 + " and")
+    told = capsys.readouterr().out.splitlines()
+    assert {len(line) <= width for line in told if "/" not in line} == {True} and len(told) > 3
+    assert any("/a-path" * 20 in line for line in told), "a path is copied in one piece"
 
 
 def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

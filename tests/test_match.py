@@ -357,3 +357,23 @@ def test_what_is_no_log_is_said_and_not_guessed(
     assert code == 2 and said in err and "a.log" in err
     code, _, err = run(capsys, str(tmp_path / "none.log"))
     assert code == 2 and "no such file" in err
+
+
+@pytest.mark.parametrize(
+    ("before", "known"),
+    [
+        ("", True),
+        ("[transformers] ", True),  # transformers 5
+        ("[rank1]: [transformers] ", True),
+        ("[WARNING|modeling_utils.py:2301] 2026-11-22 10:11:12,345 >> ", True),
+        ("2026-11-22 10:11:12 - transformers.modeling_utils - WARNING - ", True),
+        ("I had asked why it says: ", False),
+        ("[transformers] told me: ", False),
+    ],
+)
+def test_a_warning_is_known_behind_what_loggers_put_before_it(before: str, known: bool) -> None:
+    """`[transformers] `, as transformers 5 writes, and a time before `>>` had hidden it."""
+    cases = catalogue.load().cases
+    said = "You are using an old version of the checkpointing format that is deprecated (We will also"
+    found = recognise(scan([f"{before}{said}\n".encode()], Texts(cases.values())), Catalogue(cases))
+    assert [one.case for one in found.remarks] == ["old-checkpointing-hook"] * known

@@ -105,9 +105,13 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
         (["mute", key, *words[:2], "--until", "2999-01-01", *words[4:]], "at most 366 days from today"),
         (["mute", key, "--owner", "x"], "--until, --reason missing"),
         (["mute", key, "--remove"], "is not muted"),
+        (["mute", key, "--owner", " ", *words[2:]], f"{key}: owner: String should have at least 1 character"),
+        (["mute", "--owner", "Ada", "--remove"], "--owner, --remove: of which cell?"),
     ):
         capsys.readouterr()
-        assert cli.main(wrong) == 2 and told in capsys.readouterr().err
+        assert cli.main(wrong) == 2
+        said = capsys.readouterr().err
+        assert told in said and "muted.yaml" not in said, "what is wrong stands on the command line"
     file.write_text(file.read_text().replace(until, "2001-01-01"))
     assert cli.main(["mute"]) == 2 and "EXPIRED" in capsys.readouterr().out
 
@@ -120,6 +124,9 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
         ("muted: [{cell: x, owner: a, until: never, reason: r}]", "muted.0.until"),
         ("mutes: []", "did you mean 'muted'"),
         ("muted: [", "cannot be read"),
+        ("muted: []\nmuted: [{cell: x, owner: a, until: 2026-12-01, reason: r}]", "key 'muted' given twice"),
+        ("muted: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]", "key 'until' given twice"),
+        ("muted:\n" + "- {cell: x, owner: a, until: 2026-01-01, reason: r}\n" * 2, "x: muted twice"),
         ("muted: [{cell: x, owner: a, until: 2026-13-01, reason: r}]", "cannot be read"),
         ("[]", "the whole file"),
         ("muted: [{cell: x, owner: a, until: 2999-01-01, reason: r}]", "x: until 2999-01-01: at most 366 days"),
@@ -130,6 +137,23 @@ def test_a_wrong_file_is_named_with_its_key(file: Path, text: str, told: str) ->
     with pytest.raises(ConfigError, match=r"muted\.yaml") as error:
         muted.read(file)
     assert told in str(error.value)
+
+
+def test_a_file_that_somebody_edited_obeys_no_terminal_and_is_made_where_there_is_none(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(muted.written([mute(cell=KEY, reason="gone\x1b[2J\x1b]0;x\x07 \u202egnitset\u200b")]))
+    assert cli.main(["mute"]) in (0, 2)
+    told = capsys.readouterr()
+    assert not [c for c in told.out + told.err if not c.isprintable() and c != "\n"] and "gone" in told.out
+    monkeypatch.setattr(muted, "file", lambda: file.parent / "results" / "muted.yaml")
+    known = catalogue.load().cases["fsdp-generate"].axes
+    key = f"fsdp-generate/{known.model[0]}-{known.strategy[0]}"
+    until = str(datetime.now(timezone.utc).date())
+    words = ["--owner", "ada", "--until", until, "--reason", "r", "--json"]
+    file.unlink()
+    assert cli.main(["mute", key, *words]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["owner"] == "ada" and (file.parent / "results").is_dir()
 
 
 def test_a_cell_that_there_is_not_any_more_is_an_error_of_the_run(

@@ -232,6 +232,20 @@ def test_a_runner_that_dies_between_upload_and_summary(
     assert [(night.name, night.code) for night in kept.ledger(nights, [])] == [("mon", 0), ("tue", 1), ("wed", 0)]
 
 
+def test_a_clock_that_went_back_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tonight was then told to have no green night before it, and nothing else."""
+
+    def told(name: str, started: float) -> str:
+        write(results / name, {"broken": FIRED}, started)
+        words = ["nightly", str(results / name), "--nights", str(results / "nights"), "--name", name, "--code", "0"]
+        assert cli.main(words) == 0
+        return capsys.readouterr().err
+
+    assert "measured 19" not in told("mon", 1_000_000.0) + told("tue", 2_000_000.0)
+    assert "measured 1970-01-06 22:40, before mon, tue: not compared with these" in told("wed", 513_600.0)
+    assert "measured 2100-01-01 00:00, which is still to come" in told("thu", 4_102_444_800.0)
+
+
 def test_what_is_no_night_is_an_error(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "empty").mkdir()
     nights = ["--nights", str(results / "nights"), "--code", "0"]

@@ -125,6 +125,42 @@ def run(text: str, clone: Path, env: dict[str, str]) -> None:
     assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+def test_an_index_that_cannot_be_reached_costs_the_floating_stack_alone(tmp_path: Path) -> None:
+    """GitLab's job ended there, without a page and without the pinned stack's night. With a stand-in for `repro`."""
+    repro = tmp_path / ".venv" / "bin" / "repro"
+    repro.parent.mkdir(parents=True)
+    repro.write_text('#!/bin/sh\ntest "$1 $2" = "stack lock" && exit 2\necho "$@" >> asked\nexit 0\n')
+    repro.chmod(0o755)
+    own = {
+        "PATH": os.environ["PATH"], "HOME": str(tmp_path), "NIGHT": "n", "KEPT": "kept", "SELECTION": "", "REPEAT": "1",
+        "HARDWARE": "cpu", "FLOATING": "newest",
+    }  # fmt: skip
+    (tmp_path / "kept" / "results" / "n").mkdir(parents=True)
+    code = tmp_path / "kept" / "results" / "n" / "floating.code"
+    floating = [text for text in steps().values() if "stack lock" in text]
+    assert len(floating) == 2, "GitHub's and GitLab's"
+    for text in floating:
+        run(text, tmp_path, own)
+        assert code.read_text() == "3\n" and not (tmp_path / "asked").exists(), "nothing is measured on no stack"
+        code.unlink()
+    repro.write_text(
+        '#!/bin/sh\ntest "$1 $2" = "stack lock" && echo "wrote /l" && exit 0\necho "$@" >> asked\nexit 1\n'
+    )
+    for text in floating:
+        run(text, tmp_path, own)
+        assert code.read_text() == "1\n" and (code.parent / "lock").read_text() == "/l\n"
+
+
+def test_what_is_collected_is_of_this_night_alone(tmp_path: Path) -> None:
+    """On a self-hosted runner the folder of the night before is still there."""
+    (tmp_path / "nightly-out" / "floating").mkdir(parents=True)
+    (tmp_path / "kept" / "results" / "n").mkdir(parents=True)
+    (tmp_path / "kept" / "results" / "n" / "page.html").touch()
+    own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NIGHT": "n", "KEPT": "kept"}
+    run(steps()["Collect"], tmp_path, own)
+    assert [path.name for path in (tmp_path / "nightly-out").iterdir()] == ["page.html"]
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_every_step_runs_in_a_clean_clone(clone: Path, tmp_path: Path) -> None:

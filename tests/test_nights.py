@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from judging import NORM, document, exception, failed, observation, ok
 
 from repro_matrix import cli
+from repro_matrix.conf import project
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff.compare import compare
 from repro_matrix.nights import kept, strip
@@ -88,8 +90,10 @@ def test_every_column_is_a_night_and_a_night_in_brief_compares_as_it_did(made: l
         for cell in night.cells.values()
         for arm in cell["arms"]
     }
-    for text in strip.lines(made, found) if found else ():
-        assert len(text) <= WIDTH and text.isprintable()
+    many = made * 6
+    for width in (40, 80, WIDTH) if found else ():
+        for text in strip.lines(many, strip.strips(many), width):
+            assert len(text) <= width and text.isprintable()
     json.dumps(strip.as_json(made, found), allow_nan=False)
     for night in made:
         again = of_briefs(night.name, briefs_of(night), night.code)
@@ -232,6 +236,16 @@ def test_nonsense_in_an_arm_of_a_folded_night_is_damage(folder: Path, place: int
         kept.ledger(folder, [])
     cell["arms"]["broken"][place] = honest
     assert from_json(json.loads(json.dumps(to_json(first)))) == first
+
+
+def test_who_has_no_night_yet_or_forgets_the_case_is_told_what_to_write(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(project, "current", lambda: SimpleNamespace(results=tmp_path / "none"))
+    assert cli.main(["history", "some-case"]) == 2
+    assert "no night is kept there yet: `repro nightly" in capsys.readouterr().err
+    assert cli.main(["history", str(folder / "monday")]) == 2
+    assert f"the case comes first: repro history CASE {folder / 'monday'}" in capsys.readouterr().err
 
 
 def test_nights_without_a_common_cell_are_shown_and_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import re
+import sys
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,16 @@ from repro_matrix.conf.vocabulary import VerdictName
 from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.nights.night import Night
-from repro_matrix.page import formats, hangs, render
+from repro_matrix.page import formats, hangs, render, tables
 from repro_matrix.page.case import link
 from repro_matrix.page.change import Change, changes
 from repro_matrix.page.marks import MARKS, mark, of_kinds
 from repro_matrix.page.page import Page, page
+from repro_matrix.page.ranks import numbered
 from repro_matrix.page.read import named
 from repro_matrix.page.releases import axes
 from repro_matrix.page.safe import harmless, line
-from repro_matrix.page.view import Cell, cell, numbered
+from repro_matrix.page.view import Cell, cell
 from repro_matrix.paths import RESULTS
 from repro_matrix.results import runs
 from repro_matrix.results.store import write_json
@@ -54,6 +56,15 @@ def made(verdict: str = "FIX_HOLDS", expected: str = "expected", error: str = "b
     said["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIX_HOLDS"}
     said["arms"]["broken"]["settings"] = {"flags": {"call": "inner"}, "model": {"slug": "m"}}
     said["arms"]["fix"]["settings"] = {"flags": {"call": "root"}, "model": {"slug": "m"}}
+    return said
+
+
+def armed(**changes: Any) -> dict[str, Any]:
+    """With six fixes that hold: more than a cell's line names."""
+    said = made(**changes)
+    for number in range(1, 6):
+        said["arms"][f"fix-{number}"] = said["arms"]["fix"]
+        said["verdicts"][f"fix-{number}"] = said["verdicts"]["fix"]
     return said
 
 
@@ -137,7 +148,7 @@ def test_a_hostile_document_is_shown_and_every_format_can_be_read() -> None:
     written = unescape(html(shown))
     assert "⟨U+202E⟩" in written and "\u202e" not in written and "\x1b" not in written and "\x00" not in written
     JUnitXml.fromstring(formats.as_junit([shown]).encode())
-    assert len(list(csv.reader(io.StringIO(formats.as_csv([shown]))))) == 3
+    assert len(list(csv.reader(io.StringIO(tables.as_csv([shown]))))) == 3
     told = formats.as_markdown([shown])
     assert "\u202e" not in told and not re.search(r"(?<!\\)<", re.sub(r"`{3,}.*?`{3,}|`[^`]*`", "", told, flags=re.S))
     json.loads(formats.as_json([shown], [], [], "now"))
@@ -156,7 +167,7 @@ def test_what_differs_stands_first_with_error_and_command() -> None:
     written = html(quiet, loud)
     first = written[written.index('id="worry"') : written.index('id="matrix"')]
     assert "m/fsdp, arm" in first and "1 differs" in written, "in words as people write them"
-    assert "RuntimeError: boom" in first and "repro run loud model=m strategy=fsdp arms=[fix]" in first
+    assert "RuntimeError: boom" in first and "repro run loud model=m strategy=fsdp arms=fix" in first
     assert "expected" in first and "fix holds" in first and "fix broken" in first
     assert "Nothing differs" in html(quiet)
 
@@ -268,7 +279,7 @@ def test_claims_are_listed_by_what_they_were_read_in() -> None:
 
 def test_nothing_measured_is_a_page_too() -> None:
     assert "holds no cell" in html().replace("hold no cell", "holds no cell")
-    assert formats.as_csv([]).startswith("results,") and "Nothing differs" in formats.as_markdown([])
+    assert tables.as_csv([]).startswith("results,") and "Nothing differs" in formats.as_markdown([])
     lacking = cell(document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}))
     assert "needs 2 GPUs" in html(lacking) and lacking.arms[0].mark.name == "skipped"
 
@@ -303,6 +314,14 @@ def test_markdown_stays_under_its_limit(count: int, text: str) -> None:
         cell(made("FIX_BROKEN", "unexpected", error=text * 99, case=f"c{n}", model=text or "m")) for n in range(count)
     ]
     assert len(formats.as_markdown(cells * 40).encode()) <= formats.MOST
+
+
+def test_a_heading_of_markdown_stands_apart() -> None:
+    muted = made("FIX_BROKEN", "muted")
+    muted["verdicts"]["fix"] |= {"muted": {"owner": "ada", "until": "2027-01-01", "reason": "known"}}
+    told = formats.as_markdown([cell(muted), cell(made("FIX_BROKEN", "unexpected")), cell(made(expected="unset"))])
+    headings = re.findall(r"(?m)(?:\A|\n\n)(?=#+ )", told)
+    assert len(headings) == len(re.findall(r"(?m)^#+ ", told)) == 5 and "\n\n\n\n" not in told
 
 
 def test_markdown_says_what_it_leaves_out_and_keeps_what_follows() -> None:
@@ -341,6 +360,21 @@ def test_junit_has_a_failure_an_error_and_a_skip_and_numbers_for_what_passed() -
     assert {Failure, Error, Skipped}
 
 
+def test_what_is_counted_is_told_as_one_or_as_several() -> None:
+    assert [MARKS["FIX_HOLDS"].counted(n) for n in (1, 2)] == ["1 fix holds", "2 fixes hold"]
+    assert of_kinds(["fires", "clean"], "fires 2/3, clean 1/3").counted(2) == "2 fires 2/3, clean 1/3"
+    shown = cell(armed())
+    assert "✔ 6 fixes hold, ● 1 fires" in formats.as_markdown([shown])
+    told = " ".join(unescape(re.sub("<[^>]*>", "", html(shown))).split())
+    assert "✔ 6 fixes hold" in told and "6 fix holds" not in told
+
+
+def test_a_claim_in_json_says_no_more_and_nothing_else_than_on_the_page() -> None:
+    row = ClaimRow("some-case", "c1", "it helps", "", "refuted", f"{HOSTILE} {'x' * 9_000}", ())
+    (claim,) = json.loads(formats.as_json([], [row], [], "now"))["claims"]
+    assert len(claim["detail"]) <= 1000 and claim["detail"].isprintable() and "⟨U+202E⟩" in claim["detail"]
+
+
 def test_json_is_as_its_schema_says() -> None:
     schema = json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8"))
     row = ClaimRow("some-case", "c1", "it helps", "", "upheld", "2 measurements", ())
@@ -357,8 +391,44 @@ def test_json_is_as_its_schema_says() -> None:
 
 
 def test_csv_has_a_column_for_each_package_and_computes_nothing() -> None:
-    (row,) = [r for r in csv.DictReader(io.StringIO(formats.as_csv([cell(made(model="=1+1"))]))) if r["arm"] == "fix"]
+    (row,) = [r for r in csv.DictReader(io.StringIO(tables.as_csv([cell(made(model="=1+1"))]))) if r["arm"] == "fix"]
     assert (row["torch"], row["verdict"], row["model"]) == ("2.13.0", "FIX_HOLDS", "'=1+1")
+
+
+def test_a_table_has_the_same_columns_whatever_was_measured_and_a_spreadsheet_computes_none_of_it() -> None:
+    """As a reader of data frames takes it: one header, all rows of its length, numbers as numbers."""
+    told = {
+        "model": "=1+1", "strategy": "@SUM(A1)", "stack": {"name": "＝1＋1", "versions": {"torch": "2.13.0"}},
+        "variant": ['ä b,"c"'],
+    }  # fmt: skip
+    nothing, one = (list(csv.reader(io.StringIO(tables.as_csv(cells)))) for cells in ([], [cell(made(**told))]))
+    assert nothing[0] == one[0] == tables.NAMES and {len(row) for row in one} == {len(tables.NAMES)}
+    assert not [value for row in one for value in row if value[:1] in tuple("=+-@\t\r＝＋－＠")]
+    row = dict(zip(*one[:2]))
+    assert row["also"] == 'ä b,"c"' and float(row["wall_s"]) == 21.0 and row["peft"] == ""
+    assert list(next(tables.flat([cell(made())]))) == tables.NAMES
+    assert list(next(tables.arm_rows([cell(made())]))) == list(tables.COLUMNS)
+
+
+def test_parquet_is_read_back_with_its_types() -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="of the extra `parquet`")
+    skipped = document({"broken": "needs 2 GPUs"}, {}, case="b")
+    written = tables.as_parquet([cell(made(model="=1+1")), cell(skipped)])
+    back = parquet.read_table(io.BytesIO(written))
+    assert back.column_names == tables.NAMES and back.num_rows == 3
+    assert back.to_pylist() == list(tables.flat([cell(made(model="=1+1")), cell(skipped)]))
+    assert str(back.schema.field("wall_s").type) == "double" and str(back.schema.field("simulated").type) == "bool"
+    assert parquet.read_table(io.BytesIO(tables.as_parquet([]))).column_names == tables.NAMES
+
+
+def test_parquet_without_pyarrow_says_how_to_get_it_before_anything_is_read(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["report", str(stored), "--format", "parquet", "--output", str(tmp_path / "x.parquet")]) == 2
+    told = capsys.readouterr().err
+    assert "--format parquet needs pyarrow" in told and "pip install pyarrow; or --format csv" in told
+    assert "note:" not in told and not (tmp_path / "x.parquet").exists()
 
 
 # -- the verb

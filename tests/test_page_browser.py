@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_page import HOSTILE, cell, html, made, nights, paged
+from test_page import HOSTILE, armed, cell, html, made, nights, paged
 
 from bench.browser import Browser, program
 from repro_matrix.judge.claims import ClaimRow
@@ -117,9 +117,26 @@ def test_cells_that_are_packed_are_found_linked_to_and_listed(browser: Browser, 
     assert not browser.errors
 
 
+def test_the_search_finds_also_the_arms_that_a_line_does_not_name(browser: Browser, tmp_path: Path) -> None:
+    """Of cells that are written out, and of those that are drawn from data."""
+    many = [cell(armed(case="many", model=f"m{n:02}")) for n in range(FIRST + 3)]
+    path = tmp_path / "page.html"
+    path.write_text(html(*many), encoding="utf-8")
+    browser.look(1280, 900)
+    browser.errors.clear()
+    browser.open(path)
+    said, every = "document.getElementById('shown').value", len(many)
+    browser.until(f"{said} === '{every} of {every} cells'")
+    seek = "const f = document.getElementById('filters'); f.q.value = '%s'; f.dispatchEvent(new Event('input'))"
+    for words, count in (("fix-1", every), ("fix-5", every), ("fix-6", 0), ("m14 fix-5", 1)):
+        browser.js(f"{{ {seek % words} }}")
+        assert browser.js(said) == f"{count} of {every} cells", words
+    assert not browser.errors
+
+
 def test_a_line_that_the_script_draws_is_the_template_s(browser: Browser, tmp_path: Path) -> None:
     """The same cells, with the first of them written out and packed as data."""
-    told = [made("FIX_BROKEN", "unexpected", model=HOSTILE, flags={"use_cache": "<b>"}), made(variant=["ranks=4"])]
+    told = [made("FIX_BROKEN", "unexpected", model=HOSTILE, flags={"use_cache": "<b>"}), armed(variant=["ranks=4"])]
     shown = [cell({**one, "case": "many"}, source="of <one>") for one in told]
     every = [*(cell(made("FIX_BROKEN", "unexpected", case="many", model=f"a{n:02}")) for n in range(FIRST + 1)), *shown]
     path, drawn = tmp_path / "page.html", []
@@ -177,7 +194,7 @@ def test_without_its_script_a_page_says_what_differs_and_what_it_lacks(browser: 
         told = browser.js("document.body.innerText")
     finally:
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    assert "repro run loud" in told and "arms=[fix]" in told, "what differs, and the command"
+    assert "repro run loud" in told and "arms=fix" in told, "what differs, and the command"
     assert "need the script of this page" in told and browser.js(VISIBLE) == 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from datetime import date, timedelta
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from test_diff import MADE
-from test_page import cell, made, paged, whole
+from test_page import armed, cell, made, paged, unpacked, whole
 
 from repro_matrix.cell.document import Document
 from repro_matrix.conf import catalogue
@@ -140,6 +141,16 @@ def test_of_many_cells_of_a_case_the_first_are_written_out_and_the_others_packed
     assert written.count('<details class="cell"') == FIRST and f"show all {FIRST + 5} cells" in written
     assert all(f'id="{one.id}"' in whole(*cells) for one in cells)
     assert not drawn(paged(*cells[:LEAST]).cases[0]).later
+
+
+def test_what_a_search_looks_at_has_every_arm() -> None:
+    many = [cell(armed(model=f"m{n}")) for n in range(FIRST + 3)]
+    written = one_file(paged(*many))
+    lines = re.findall(r'<details class="cell"[^>]* data-a="([^"]*)"', written)
+    assert len(lines) == FIRST and set(lines) == {"fix-3 fix-4 fix-5"}
+    (later,) = [unpacked(pack) for pack in re.findall(r'id="later">([^<]+)</script>', written)]
+    named = [later[0]["arms"][one] for _, arms in later[0]["cells"][-1][11] for one in arms]
+    assert sorted(named) == ["broken", "fix", *(f"fix-{n}" for n in range(1, 6))]
 
 
 def test_of_many_cases_fewer_cells_each_are_written_out() -> None:

@@ -29,6 +29,8 @@ def gpus(count: int, name: str = "NVIDIA A100-SXM4-80GB") -> tuple[Gpu, ...]:
 @dataclass
 class FakeStack:
     name: str = "current"
+    key: str = "fake"
+    changed: tuple[str, ...] = ()
     versions: dict[str, str] = field(
         default_factory=lambda: {
             "torch": "2.13.0+cpu",
@@ -121,6 +123,9 @@ def test_fingerprint_follows_what_the_answer_depends_on() -> None:
     assert set(prints()).isdisjoint(prints(seed=1))
     newer = FakeStack(versions={**FakeStack().versions, "torch": "2.14.0"})
     assert set(prints()).isdisjoint(arm.fingerprint for arm in plans(NORM, stack=newer)[0].arms)
+    edited, again = FakeStack(key="one", changed=("torch/a.py",)), FakeStack(key="two", changed=("torch/a.py",))
+    apart = [{arm.fingerprint for arm in plans(NORM, stack=stack)[0].arms} for stack in (edited, again)]
+    assert set(prints()).isdisjoint(apart[0]) and apart[0].isdisjoint(apart[1]), "a patched environment, and its next"
     case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
     arms = {**case.arms, "summon": case.arms["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
     other = replace(CATALOGUE, cases={**CATALOGUE.cases, case.slug: case.model_copy(update={"arms": arms})})

@@ -94,6 +94,7 @@ def test_the_summary_says_how_many_started_from_cold_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Eight interpreters for each attempt of a stack, and nobody was told."""
+    monkeypatch.setenv("COLUMNS", "160")
     why = "no warm server (cuda): importing deepspeed.ops initialised CUDA"
     launcher = Fake(lambda attempt, stop: observation(attempt, None, cold=f"{why}\nand more of it"))
     monkeypatch.setattr(workplace, "open_launcher", lambda name: launcher)

@@ -102,8 +102,8 @@ DAMAGED = {
         ["a", "c"], ":3: schema 99: a newer repro-matrix wrote it"),
     "its first line gone": (lambda lines: lines[1:], [], ":1: damaged"),
     "its first line": (lambda lines: [b"{", *lines[1:]], [], ":1: damaged"),
-    "a newer file": (lambda lines: [lines[0].replace(b'"published":1', b'"published":2'), *lines[1:]],
-                     [], ":1: published 2: a newer repro-matrix wrote it"),
+    "a newer file": (lambda lines: [lines[0].replace(b'"published":2', b'"published":3'), *lines[1:]],
+                     [], ":1: published 3: a newer repro-matrix wrote it"),
 }  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one
 
 def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slug = "fsdp2-mixed-dtensor"
-    (stored,) = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents
+    stored = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
     path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
     stored["arms"]["broken"]["fingerprint"] = "other"
@@ -203,7 +203,7 @@ def test_a_plan_of_what_is_refused_is_shown_with_the_reasons_together(
 ) -> None:
     """Of one attempt an arm it was a line of refusal for each arm, and no plan."""
     slug = "fsdp2-mixed-dtensor"
-    (stored,) = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents
+    stored = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
     path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
     for arm in stored["arms"].values():

@@ -109,6 +109,8 @@ def test_a_metric_by_its_last_value_and_never_without_one() -> None:
     assert outcome(wanted, at(2.0, 3.3)) == "fires" and outcome(wanted, at(3.3, 3.1)) == "clean"
     assert outcome(wanted, at()) == "infra"  # the line never came: neither
     assert outcome(wanted, at(float("nan"))) == "other_error"
+    crashed = {**seen(rank(0, 1)), "printed": at(3.3)["printed"]}
+    assert outcome(wanted, crashed) == "other_error", "that step's loss is as high in a healthy run"
 
 
 def test_the_command_may_fail_alone_and_nothing_may_run() -> None:
@@ -282,3 +284,12 @@ def test_the_json_of_a_script_says_where_it_failed(
     assert cli.main(["run", "./t.py", "--nproc", "2", "--json", f"results={tmp_path / 'r'}"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["error_at"] == f"{WHERE['file']}:3" and told["document"].endswith(".json")
+
+
+def test_ranks_said_twice_must_agree(tmp_path: Path) -> None:
+    """`--nproc 2 -- torchrun x.py` started one rank, and said clean."""
+    (script := tmp_path / "x.py").write_text("")
+    with pytest.raises(ConfigError, match=r"starts 1 rank\(s\), and --nproc says 2"):
+        command.of_words(["torchrun", str(script)], 2)
+    assert command.of_words(["torchrun", "--nproc-per-node", "2", str(script)], 2).nproc == 2
+    assert command.of_words(["torchrun", "--nproc-per-node=gpu", str(script)], 4).nproc == 4

@@ -67,7 +67,7 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     """A part's results, with documents of its cells."""
     folder = root / f"part-{number}"
     listed = [Cell(name, "m", "ddp", (), "current", "cpu") for name in cells]
-    stack = SimpleNamespace(versions={"torch": changed.get("torch", "2.13.0")})
+    stack = SimpleNamespace(versions={"torch": changed.get("torch", "2.13.0"), "pip": "26.0"})
     line = overrides.parse([*changed.get("texts", ["case=c*"]), "jobs=3"])
     said = shards.manifest((number, changed.get("of", 2)), line, dict.fromkeys(cells, changed.get("repeat", 1)), listed)
     said_commit = changed.get("commit", "c0ffee")
@@ -75,7 +75,7 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     for cell in listed[: None if complete else -1]:
         wrote = document({"broken": [("clean", observation(ok(0), ok(1)))]}, {}, case=cell.case, key=cell.key)
         wrote["provenance"]["git_commit"] = said_commit
-        wrote["stack"]["versions"] = stack.versions
+        wrote["stack"]["versions"] = {"torch": stack.versions["torch"]}  # the relevant ones, as a run writes them
         path = folder / "cpu" / "torch2.13.0" / f"{cell.key}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(wrote))
@@ -99,7 +99,7 @@ def test_a_missing_part_and_a_missing_cell_are_named(tmp_path: Path, capsys: pyt
     (one / "cpu" / "torch2.13.0" / "a" / "damaged.json").write_text("{")
     assert merge(one, to=tmp_path / "all") == 3
     said = capsys.readouterr().out
-    assert "missing: shard 2 of 2; it is made by: repro matrix case=c* shard=2/2" in said
+    assert "missing: shard 2 of 2; it is made by: repro matrix 'case=c*' shard=2/2" in said
     assert "incomplete: shard 1/2 lacks 1 cell: cpu current b/m-ddp" in said
 
 
@@ -107,7 +107,7 @@ def test_a_missing_part_and_a_missing_cell_are_named(tmp_path: Path, capsys: pyt
     ("edit", "told"),
     [
         (lambda one: one["provenance"].update(git_commit="older"), "measured at another commit: older"),
-        (lambda one: one["provenance"].update(git_dirty=True), "measured at another commit"),
+        (lambda one: one["provenance"].update(git_dirty=True), "measured on a changed tree, and the shard was not"),
         (lambda one: one["stack"]["versions"].update(torch="2.12.0"), "measured with other versions"),
         (lambda one: one["arms"]["broken"].update(attempts=[]), "not complete"),
         (lambda one: one.update(complete=False), "not complete"),
@@ -128,6 +128,33 @@ def test_what_an_earlier_run_left_in_the_folder_is_not_the_parts(
 def test_a_part_that_was_asked_for_three_attempts_is_not_whole_with_one(tmp_path: Path) -> None:
     asked = {"texts": ["case=c*"], "repeat": 3}
     assert merge(made(tmp_path, 1, ["a"], **asked), made(tmp_path, 2, ["b"], **asked), to=tmp_path / "all") == 3
+
+
+def test_a_merge_that_cannot_be_written_leaves_nothing_and_a_folder_is_taken_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the documents had stayed, were taken for the run, and kept the next merge from being made there."""
+    one, other, to = made(tmp_path, 1, ["a"]), made(tmp_path, 2, ["b"]), tmp_path / "all"
+    before = sorted(tmp_path.iterdir())
+
+    def full(source: Path, target: Path) -> None:
+        if other in source.parents:
+            raise OSError(28, "No space left on device")
+        Path(target).write_bytes(Path(source).read_bytes())
+
+    with monkeypatch.context() as small:
+        small.setattr("shutil.copyfile", full)
+        assert merge(one, other, to=to) == 2
+        assert f"{to}: cannot be written: No space left" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+    for folders, target, told in (
+        ((one, one), to, "is given twice"),
+        ((one, tmp_path / "x" / ".." / "part-1"), to, "is given twice"),
+        ((one, other), one / "all", "lies in a shard's own folder"),
+    ):
+        assert merge(*folders, to=target) == 2 and told in capsys.readouterr().err
+    to.mkdir()
+    assert merge(one, other, to=to) == 0 and len(list(to.rglob("*.json"))) == 2
 
 
 @pytest.mark.parametrize(

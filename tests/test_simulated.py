@@ -47,7 +47,7 @@ def test_doctor_says_that_a_case_is_simulated(capsys: pytest.CaptureFixture[str]
 
 
 def test_claims_say_that_a_case_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["claims", "case=qwen-device-map-devices-simulated", f"results={tmp_path}"])
+    cli.main(["claims", "case=qwen-device-map-devices-simulated", "--from", str(tmp_path)])
     assert "qwen-device-map-devices-simulated [simulated]" in capsys.readouterr().out
 
 

@@ -54,3 +54,12 @@ def test_numbers_mean_nothing_certain_among_different_cards() -> None:
     assert read("0,1", UUIDS[:3], names, "PCI_BUS_ID").cards == (0, 1)
     assert read("2,0,1", UUIDS[:3], names).cards == (2, 0, 1)  # all of them, in whatever order
     assert read("GPU-c,GPU-ab1", UUIDS[:3], names).cards == (2, 0)  # named: no order is needed
+
+
+def test_a_list_without_commas_is_one_card_and_that_is_said() -> None:
+    """CUDA reads a number and stops; that the run then had one card of two was said nowhere."""
+    for text, cards, said in (("0 1", (0,), "'0 1' as 0"), ("1;2,0", (1, 0), "'1;2' as 1"), ("2x", (2,), "'2x' as 2")):
+        seen = read(text, UUIDS, ["A100"] * len(UUIDS))
+        assert seen.cards == cards and seen.problem and said in seen.problem and "commas" in seen.problem
+    for text in ("0,1", " 1 , 0", "+3", "GPU-c"):
+        assert read(text, UUIDS, ["A100"] * len(UUIDS)).problem is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +129,18 @@ def test_a_file_where_a_folder_of_results_belongs(tmp_path: Path, monkeypatch: p
         runs.begin(file, [])
 
 
+def test_a_read_only_home_is_answered_with_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/home/me/.cache")
+
+    monkeypatch.setattr("repro_matrix.verbs.list_cells.main", main)
+    assert cli.main(["list"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("repro: /home/me/.cache: cannot be written: Read-only") and "REPRO_CACHE=DIR" in said
+
+
 # -- which run
 
 
@@ -189,3 +203,32 @@ def test_a_plan_says_its_budget_also_where_all_of_it_fits(tmp_path: Path, capsys
     assert cli.main(["matrix", *words, "budget=2h", "--plan"]) == 0
     assert "budget=2h: 1 cell to be measured" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []
+
+
+# -- whose files they are
+
+
+def test_what_its_owner_forbids_is_no_defect_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback and exit code 70 (a folder of nights that another user had made)."""
+    from repro_matrix.verbs import stack
+
+    def refused(args: object) -> int:
+        raise PermissionError(13, "Permission denied", "/nights/.lock")
+
+    monkeypatch.setattr(stack, "main", refused)
+    assert cli.main(["stack", "list"]) == 2
+    assert capsys.readouterr().err == "repro: /nights/.lock: Permission denied\n"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose user has a number and no name."""
+    for name in ("HOME", "XDG_CACHE_HOME", "REPRO_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert cli.main(["report", "--baseline", "case=train-step", "--format", "csv"]) == 2
+    assert "no home folder is known: set HOME, or REPRO_CACHE" in capsys.readouterr().err
+    assert cli.main(["list", "case=train-step"]) == 0, "which needs none"

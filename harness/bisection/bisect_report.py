@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -73,7 +74,7 @@ def _portable(line: str | None) -> str | None:
     if not line:
         return None
     line = re.sub(r"(?<![\w.])PATH=([^:\s]+):\S+", r'PATH=\1:"$PATH"', line)
-    return line.replace(f"{Path.home()}/", '"$HOME"/')
+    return line.replace(f"{os.path.expanduser('~')}/", '"$HOME"/')
 
 
 def install_line(point: Point) -> str | None:

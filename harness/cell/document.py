@@ -55,6 +55,7 @@ class Stack(TypedDict):
     python: str | None
     versions: dict[str, str]
     label: NotRequired[Annotated[str, Field(description="the stack's folder in the results")]]
+    changed: NotRequired[Annotated[list[str], Field(description="what of it is not as its packages were installed")]]
 
 
 @closed

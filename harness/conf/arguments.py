@@ -122,7 +122,9 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
             raise ConfigError("after -- stands a command: torchrun --nproc-per-node 2 train.py")
     modern = _modern(parser, words)
     if modern is not None:
-        raise ConfigError(f"options are written with -- now: {parser.prog} {shlex.join(modern)}")
+        case = any(word.startswith("case=") for word in set(words) - set(modern))
+        said = "the case is the first word, options have --" if case else "options are written with -- now"
+        raise ConfigError(f"{said}: {parser.prog} {shlex.join(modern)}")
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     if "--cfg" in words[:-1] and words[words.index("--cfg") + 1] == "job":  # as Hydra's own is written
         words.pop(words.index("--cfg") + 1)
@@ -135,11 +137,23 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"too many words: {' '.join(late)}")
     if late:
         args.overrides = [*args.overrides, *late]
+    _no_folder(parser, getattr(args, "overrides", ()))
     args.words, args.options = [*words, *(["--", *command] if command else [])], known
     search_path(args)
     if command:
         args.command = command
     return args
+
+
+def _no_folder(parser: Parser, words: Sequence[str]) -> None:
+    """Raises ConfigError: a folder stands where an override belongs (``report`` and ``diff`` take one so)."""
+    if not any(action.metavar == "OVERRIDE" for action in parser._actions):
+        return
+    reads = any("--from" in action.option_strings and action.metavar == "DIR" for action in parser._actions)
+    for word in words:
+        if "=" not in word and not word.startswith("-") and os.path.isdir(os.path.expanduser(word)):
+            how = f"{parser.prog} --from {word}" if reads else f"results={word} is where a run writes"
+            raise ConfigError(f"{word} is a folder, no NAME=VALUE: {how}; `repro report {word}` shows what lies in it")
 
 
 def search_path(args: argparse.Namespace) -> None:
@@ -176,14 +190,19 @@ def _listed(text: str) -> list[Path]:
 
 
 def _modern(parser: Parser, words: Sequence[str]) -> list[str] | None:
-    """The command with ``good=4.37.0`` as ``--good 4.37.0``, ``yanked=true`` as ``--yanked``; None: nothing to say."""
+    """The command with ``good=4.37.0`` as ``--good 4.37.0``, ``yanked=true`` as ``--yanked``, and the case as the first
+    word where it was ``case=X``; None: nothing to say."""
     options = {name: action for action in parser._actions for name in action.option_strings}
+    place = any(str(action.metavar).startswith("CASE") for action in parser._actions if not action.option_strings)
     said: list[str] = []
     value_of_option = False
     for word in words:
         name, equals, value = word.partition("=")
         option = options.get(f"--{name}")
-        if value_of_option or not equals or option is None or name in SETTINGS:
+        if place and not value_of_option and not word.startswith("-") and (option is None or name in SETTINGS):
+            said.append(value if name == "case" and value else word)
+            place = False  # the first word of the verb's own stands
+        elif value_of_option or not equals or option is None or name in SETTINGS:
             said.append(word)
         elif option.nargs == 0:
             said += [f"--{name}"] if value.lower() in YES else []

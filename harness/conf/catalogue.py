@@ -44,6 +44,11 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return super().construct_mapping(node, deep)
 
 
+def parsed(text: str) -> Any:
+    """What YAML says. Raises yaml.YAMLError, also for a key that is given twice."""
+    return yaml.load(text, Loader=_Loader)
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """All options by slug. ``raw`` keeps each file's plain mapping: that is what crosses to the ranks."""
@@ -91,7 +96,7 @@ def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
     if kept is not None:
         return pickle.dumps(kept)
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        data = parsed(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 V = TypeVar("V")
+FEW = 20  # choices that are listed beside the nearest one
 
 
 class ReproError(Exception):
@@ -36,10 +37,13 @@ class MeasureError(ReproError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """ "; did you mean 'x'? (choices: ...)" — or only the choices when nothing is near."""
+    """ "; did you mean 'x'? (there are: ...)"; only the choices where none is near, only the near one where they are
+    many: forty names behind it hide it."""
     known = sorted(set(choices))
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if hint and len(known) > FEW:
+        return hint
     shown = ", ".join(known[:40]) + (" ..." if len(known) > 40 else "")
     return f"{hint} (there are: {shown or 'none'})"
 

@@ -83,6 +83,8 @@ def parse(overrides: Iterable[str]) -> Selection:
     for text in texts:
         if re.fullmatch(r"[\w.*?-]+", text):
             raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
+        if "=" not in text and not text.startswith("~"):  # Hydra says "missing EQUAL at '<EOF>'"
+            raise ConfigError(f"{text!r} is not NAME=VALUE")
         try:
             override = parser.parse_overrides([text])[0]
             value = override.value()

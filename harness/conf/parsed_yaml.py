@@ -38,9 +38,9 @@ def write(path: Path, state: tuple[int, ...], data: Raw) -> None:
     """Keep it, where JSON says the same: a key that is a number, or a date, is no JSON."""
     if not state or time.time_ns() - max(state[:2]) < FRESH_NS:
         return
-    file = _file(path)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     with suppress(OSError, ValueError, TypeError, RecursionError):
+        file = _file(path)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
         text = json.dumps({"key": [VERSION, str(path), *state], "data": data})
         if json.loads(text)["data"] != data:
             return

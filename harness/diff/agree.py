@@ -15,7 +15,7 @@ from repro_matrix.diff.brief import ArmBrief, Brief, Parts, placed, unlike
 from repro_matrix.diff.compare import sides_by_cell
 from repro_matrix.diff.show import told
 from repro_matrix.judge.verdict import wilson
-from repro_matrix.terminal.summary import plain, wrapped
+from repro_matrix.terminal.summary import WIDTH, wrapped
 
 SHOWN = 12  # disagreements of a case
 
@@ -82,9 +82,10 @@ def alike(one: ArmBrief, other: ArmBrief) -> bool:
     return (one.verdict, set(one.met), set(one.kinds)) == (other.verdict, set(other.met), set(other.kinds))
 
 
-def lines(rows: Iterable[Agreement], every: bool = False) -> Iterator[str]:
+def lines(rows: Iterable[Agreement], every: bool = False, width: int = WIDTH) -> Iterator[str]:
+    """``width``: in columns."""
     listed = list(rows)
-    width = max(len(row.case) for row in listed)
+    names = max(len(row.case) for row in listed)
     for row in listed:
         low, high = row.interval
         share = (
@@ -94,18 +95,19 @@ def lines(rows: Iterable[Agreement], every: bool = False) -> Iterator[str]:
         )
         more = f"; {row.alone} measured by one only" if row.alone else ""
         more += f"; {row.unlike} with other settings" if row.unlike else ""
-        yield from wrapped(f"{row.case.ljust(width)}  {share}{more}", "", width + 2)
+        yield from wrapped(f"{row.case.ljust(names)}  {share}{more}", "", min(names + 2, width // 2), width)
         shown = row.otherwise if every else row.otherwise[:SHOWN]
         for each in shown:
-            yield from wrapped(f"{' '.join(each.axes)} {each.arm}", "    ", 4)
-            yield from wrapped(f"first:  {each.first}", "      ", 8)
-            yield from wrapped(f"second: {each.second}", "      ", 8)
+            yield from wrapped(f"{' '.join(each.axes)} {each.arm}", "    ", 4, width)
+            yield from wrapped(f"first:  {each.first}", "      ", 8, width)
+            yield from wrapped(f"second: {each.second}", "      ", 8, width)
         if len(shown) < len(row.otherwise):
             yield f"    and {len(row.otherwise) - len(shown)} more: --all"
     k, n = sum(row.k for row in listed), sum(row.n for row in listed)
     low, high = wilson(k, n)
     yield ""
-    yield plain(f"{k} of {n} arms that both measured came out alike ({100 * low:.0f} to {100 * high:.0f} %)")
+    told = f"{k} of {n} arms that both measured came out alike ({100 * low:.0f} to {100 * high:.0f} %)"
+    yield from wrapped(told, "", 2, width)
 
 
 def as_json(rows: Iterable[Agreement], across: Mapping[str, tuple[str, str]]) -> dict[str, Any]:

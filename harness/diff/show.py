@@ -1,4 +1,4 @@
-"""A comparison in words (at most ``WIDTH`` columns) and as JSON. Pure."""
+"""A comparison in words and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from repro_matrix.diff.brief import ArmBrief, Brief
 from repro_matrix.diff.compare import KINDS, Change, Diff
-from repro_matrix.terminal.summary import counted, plain, wrapped
+from repro_matrix.terminal.summary import WIDTH, counted, plain, wrapped
 
 SHOWN = 12  # changes of a kind; all with --all
 COST = ("slower", "faster", "more memory", "less memory")
@@ -27,16 +27,17 @@ def described(name: str, briefs: Iterable[Brief]) -> str:
     return f"{name}: {counted(len(found), 'cell')}; {hardware}; {', '.join(shown)}; {commit}"
 
 
-def lines(found: Diff, every: bool = False) -> Iterator[str]:
-    """The important first; one line for what is the same."""
+def lines(found: Diff, every: bool = False, width: int = WIDTH) -> Iterator[str]:
+    """The important first; one line for what is the same. ``width``: in columns."""
     for kind in KINDS:
         changes = found.of(kind)
         if not changes:
             continue
-        yield from ("", f"{kind.upper()}: {len(changes)} ({KINDS[kind][1]})")
+        yield ""
+        yield from wrapped(f"{kind.upper()}: {len(changes)} ({KINDS[kind][1]})", "", 2, width)
         groups = list(_alike(changes).values())
         for group in groups if every else groups[:SHOWN]:
-            yield from _group(group)
+            yield from _group(group, width)
         left = sum(map(len, groups[SHOWN:]))
         if left and not every:
             yield f"  and {left} more: --all"
@@ -46,16 +47,19 @@ def lines(found: Diff, every: bool = False) -> Iterator[str]:
         for at, why in found.unlike.items():
             reasons.setdefault(why, []).append(at)
         for why, places in reasons.items():
-            yield from wrapped(f"{len(places):4}  {why} [{places[0]}{' ...' if len(places) > 1 else ''}]", "", 6)
+            yield from wrapped(f"{len(places):4}  {why} [{places[0]}{' ...' if len(places) > 1 else ''}]", "", 6, width)
     yield ""
     told = len({(c.where, c.stack, c.hardware, c.arm) for c in found.changes if c.arm and c.before and c.after})
     same = found.arms - told - len(found.unlike)
-    yield f"{counted(found.cells, 'cell')} in both: {_arms(same)} the same, {told} not"
+    yield from wrapped(f"{counted(found.cells, 'cell')} in both: {_arms(same)} the same, {told} not", "", 2, width)
     if abs(found.slower - 1) >= 0.1:
         words = f"{found.slower:.2f} times as long as" if found.slower > 1 else f"{found.slower:.2f} of the time of"
-        yield f"as a whole the second took {words} the first; that is taken out of each arm's time above"
+        taken = f"as a whole the second took {words} the first; that is taken out of each arm's time above"
+        yield from wrapped(taken, "", 2, width)
     if found.unknown_noise:
-        yield f"time and memory of {_arms(found.unknown_noise)} are not compared: with one attempt the noise is unknown"
+        arms = _arms(found.unknown_noise)
+        why = f"time and memory of {arms} are not compared: with one attempt the noise is unknown"
+        yield from wrapped(why, "", 2, width)
 
 
 def _arms(count: int) -> str:
@@ -72,7 +76,7 @@ def _alike(changes: Iterable[Change]) -> dict[tuple[str, ...], list[Change]]:
     return found
 
 
-def _group(group: Sequence[Change]) -> Iterator[str]:
+def _group(group: Sequence[Change], width: int) -> Iterator[str]:
     change = group[0]
     cells: dict[str, list[str]] = {}
     for each in group:
@@ -83,13 +87,13 @@ def _group(group: Sequence[Change]) -> Iterator[str]:
     places = [f"{'; '.join(where)}" + (f": {arms}" if arms else "") for arms, where in by_arms.items()]
     head = f"{change.case} {' | '.join(places)}"
     if change.kind in COST:
-        yield from wrapped(f"{head}: {cost(change)}", "  ", 4)
+        yield from wrapped(f"{head}: {cost(change)}", "  ", 4, width)
     elif not change.arm:
-        yield from wrapped(f"{head} [{change.stack} on {change.hardware}]", "  ", 4)
+        yield from wrapped(f"{head} [{change.stack} on {change.hardware}]", "  ", 4, width)
     else:
-        yield from wrapped(head, "  ", 4)
-        yield from wrapped(f"before: {told(change.before)}", "    ", 8)
-        yield from wrapped(f"now:    {told(change.after)}", "    ", 8)
+        yield from wrapped(head, "  ", 4, width)
+        yield from wrapped(f"before: {told(change.before)}", "    ", 8, width)
+        yield from wrapped(f"now:    {told(change.after)}", "    ", 8, width)
 
 
 def cost(change: Change) -> str:
@@ -104,7 +108,7 @@ def cost(change: Change) -> str:
 def told(arm: ArmBrief | None) -> str:
     """One side of a change: how often what, and what was met in its own words."""
     if arm is None:
-        return "the case had no such arm"
+        return "nothing is stored of this arm"
     met = f" ({', '.join(arm.met)})" if arm.met else ""
     verdict = f"{arm.verdict}, " if arm.verdict else ""
     return plain(f"{verdict}{arm.counted()}{met}" + (f": {arm.text}" if arm.met and arm.text else ""))

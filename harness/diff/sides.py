@@ -23,7 +23,7 @@ from repro_matrix.conf.errors import ResultsError, nearest
 from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import EXPECTED, PACKAGE
-from repro_matrix.results import kept, runs, unshown
+from repro_matrix.results import kept, runs, sheet, unshown
 from repro_matrix.results.store import Document, Found, State, document_at, listed, state_of
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
@@ -55,13 +55,29 @@ def side(name: str) -> Side:
             raise ResultsError(f"{name}: no results in it" + "".join(f": {why}{more}" for why in found.notes[:1]))
         return found
     found, stacks = Side(name), set()
-    for published in (read(folder, name) for folder in project.published() if folder.is_dir()):
+    folders = [folder for folder in project.published() if folder.is_dir()]
+    known = _named(folders)
+    if known is not None and name not in {*known, *known.values()}:  # said before all of it is judged
+        raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, known.values())}")
+    for published in (read(folder, name) for folder in folders):
         found.briefs += [b for b in published.briefs if name in (b.stack, place.read(b.path).stack)]
         found.parts |= published.parts
         found.notes += published.notes
         stacks |= {b.stack for b in published.briefs}
     if not found.briefs:
         raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}")
+    return found
+
+
+def _named(folders: Iterable[Path]) -> dict[str, str] | None:
+    """Label -> name of the stacks that published files are of; None where one does not say it in its first line."""
+    found: dict[str, str] = {}
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.json*"))):
+        try:
+            stack = sheet.at(str(path), state_of(str(path))).head()["shared"]["stack"]
+            found[stack["label"]] = stack["name"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
     return found
 
 

@@ -44,7 +44,7 @@ def read(text: str | None, uuids: Sequence[str], names: Sequence[str], order: st
         return Visible((), f"{NAME}={text} names a MIG device; what is measured needs whole GPUs")
     named = text.startswith("GPU-")
     listed: dict[int | str, str] = {}  # as far as the list can be read at all, whatever is there
-    problem = None
+    problem = unread = None
     for entry in text.split(","):
         key, problem = (entry, None if entry.startswith("GPU-") else "is no UUID") if named else _number(entry)
         if problem:
@@ -53,6 +53,8 @@ def read(text: str | None, uuids: Sequence[str], names: Sequence[str], order: st
         if key in listed:
             return _twice(text, entry)
         listed[key] = entry
+        if not named and not unread and _NUMBER.fullmatch(entry.strip()) is None:
+            unread = f"{NAME}={text}: CUDA reads {entry.strip()!r} as {key}; commas separate the cards"
     found: list[int] = []
     for key, entry in listed.items():
         fitting = [place for place, uuid in enumerate(uuids) if (uuid.startswith(entry) if named else place == key)]
@@ -67,7 +69,7 @@ def read(text: str | None, uuids: Sequence[str], names: Sequence[str], order: st
         return Visible((), f"{NAME}={text} counts devices in CUDA's own order (the fastest first), which NVML does not "
                        "know, and this machine's GPUs differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID or name them by UUID"
                        )  # fmt: skip
-    return Visible(tuple(found), problem)
+    return Visible(tuple(found), problem or unread)
 
 
 def _twice(text: str, entry: str) -> Visible:

@@ -140,7 +140,9 @@ def verdicts_of(document: Cell, case: Case, older: Iterable[Cell]) -> dict[str, 
     broken = document["arms"].get("broken")
     settings: Settings = broken["settings"] if broken else {}
     known = document["hardware"].get("facts", {})
-    judged = verdict.judge(case, outcomes, older, document["stack"]["versions"], settings, known)
+    stack = document["stack"]
+    changed = stack.get("changed", ())
+    judged = verdict.judge(case, outcomes, older, stack["versions"], settings, known, changed)
     return {name: cast(Stored, asdict(found)) for name, found in judged.items()}
 
 

@@ -42,6 +42,8 @@ def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]
         yield "", "measured outside a checkout: no commit says which code it was"
     elif provenance["git_dirty"] is not False:
         yield "", "measured on a tree with changes that are not committed"
+    for note in document["stack"].get("changed", ())[:1]:
+        yield "", f"measured in an environment that was changed after it was installed: {note}"
     for name, arm in document["arms"].items():
         counts = [attempt for attempt in arm["attempts"] if attempt["outcome"]["outcome"] not in NO_EVIDENCE]
         counted = len({_identity(attempt, number) for number, attempt in enumerate(counts)})

@@ -88,17 +88,21 @@ def judge(
     versions: Mapping[str, str] | None = None,
     settings: Settings | None = None,
     facts: Mapping[str, Any] | None = None,
+    changed: Sequence[str] = (),
 ) -> dict[str, Verdict]:
     """One verdict per fix arm of a failure, or of a control's one arm; arms that ``outcomes`` lacks have none.
 
     ``history`` are stored documents of the same cell on other stacks; with ``versions`` (this stack's) only those of an
     older stack count, and with ``settings`` (of the broken arm) only those that were measured alike, on a machine whose
-    ``facts`` that the broken arm depends on are the same.
+    ``facts`` that the broken arm depends on are the same. ``changed``: what of this stack is not as its packages were
+    installed: what such a stack does not show says nothing of a release.
     """
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
     decide = {fact: (facts or {}).get(fact) for fact in depends_on(case, "broken")}
     fired = _fired_before(history, versions, settings or {}, decide)
+    if changed and fired.where:
+        fired = Fired(None, f"{fired.where}, where it fired: here, {changed[0]}")
     broken = outcomes.get("broken", ())
     fixes = [arm for arm in case.arms if arm != "broken" and arm in outcomes]
     judged = {arm: _fix(case.slug, broken, outcomes[arm], fired) for arm in fixes}
@@ -248,7 +252,7 @@ def _fired_before(
     for document in history:
         stack, broken = document["stack"], document["arms"].get("broken")
         seen = {attempt["outcome"]["outcome"] for attempt in broken["attempts"]} if broken else set()
-        if broken is None or seen - set(NO_EVIDENCE) != {"fires"}:
+        if broken is None or seen - set(NO_EVIDENCE) != {"fires"} or stack.get("changed"):
             continue
         theirs = stack["versions"]
         if versions is None or is_older(theirs, versions):

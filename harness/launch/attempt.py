@@ -255,9 +255,8 @@ def torchrun_line(attempt: Attempt) -> str:
     env = dict(attempt.env)
     if attempt.kit is not None:
         env["PYTHONPATH"] = private_environment(attempt)["PYTHONPATH"]
-    words = [f"{name}={value}" for name, value in sorted(env.items())]
-    words = ["env", *words] if words else []
-    words += ["torchrun"] if _same_interpreter(attempt.python) else [attempt.python, "-m", "torch.distributed.run"]
+    said = ["env", *(_given(name, value) for name, value in sorted(env.items()))] if env else []
+    words = ["torchrun"] if _same_interpreter(attempt.python) else [attempt.python, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
     named = {
         "case": settings["case"], "model": settings["model"]["slug"], "strategy": settings["strategy"]["slug"],
@@ -276,7 +275,15 @@ def torchrun_line(attempt: Attempt) -> str:
         # The script reads the value as YAML: a plain word stays one, anything else is written as JSON.
         plain = isinstance(value, str) and yaml.safe_load(value) == value
         words += ["--flag", f"{name}={value if plain else json.dumps(value)}"]
-    return shlex.join(words)
+    return " ".join([*said, shlex.join(words)])
+
+
+def _given(name: str, value: str) -> str:
+    """A variable as a shell is given it: the stack's own programs stand before the reader's, not before this user's."""
+    first, _, rest = value.partition(os.pathsep)
+    if name == "PATH" and rest and rest == os.environ.get("PATH"):
+        return f'PATH={shlex.quote(first)}{os.pathsep}"$PATH"'
+    return f"{name}={shlex.quote(value)}"
 
 
 def _from_root(file: Path) -> str:

@@ -34,7 +34,8 @@ _LAUNCHERS = re.compile(
 )
 # What may stand before a warning's text: a logger's format.
 _BEFORE = re.compile(
-    r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d)[\])|>]* ?[:|-]? ?"
+    r"\[[\w.]+\] |"  # transformers 5: the package
+    r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
     r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
 )
 _ONLOOKER = re.compile(r"(^|/)repros/kit/in_force\.py$")

@@ -21,7 +21,7 @@ SAID = {name: one for name, (one, _) in WORDS.items()} | {
     "absent": "no such cell that night",
 }  # fmt: skip
 NONE = ("skipped", "absent", "INCONCLUSIVE")  # no answer: neither a change nor the end of one
-MOST = 60  # columns; older nights are counted
+MOST, BESIDE = 60, 24  # nights that are drawn (older ones are counted), and columns that stay for what is beside them
 
 
 @dataclass(frozen=True)
@@ -130,31 +130,32 @@ def _placed(entry: Entry, night: Night, at: str, arm: str) -> Entry:
     return replace(entry, document=seen.document or None, error_at=seen.error_at.get(arm)) if seen else entry
 
 
-def lines(nights: Sequence[Night], found: Sequence[Strip]) -> Iterator[str]:
-    """One case's strips, at most ``WIDTH`` columns: arms that went alike in a line, then where answers changed."""
-    shown = nights[-MOST:]
+def lines(nights: Sequence[Night], found: Sequence[Strip], width: int = WIDTH) -> Iterator[str]:
+    """One case's strips: arms that went alike in a line, then where answers changed. ``width``: in columns."""
+    shown = nights[-min(MOST, max(8, width - BESIDE)) :]
     span = f"{_name(shown[0])} to {_name(shown[-1])}" if len(shown) > 1 else _name(shown[0])
-    older = f"; {len(nights) - len(shown)} older ones are not drawn (--json has all)" if len(nights) > MOST else ""
+    left = len(nights) - len(shown)
+    older = f"; {left} older ones are not drawn (--json has all)" if left else ""
     case = found[0].case if found else ""
-    yield from wrapped(f"{case} over {counted(len(shown), 'night')}, a column each: {span}{older}", "", 2)
+    yield from wrapped(f"{case} over {counted(len(shown), 'night')}, a column each: {span}{older}", "", 2, width)
     cells: dict[tuple[tuple[str, ...], str, str], list[Strip]] = {}
     for strip in found:
         cells.setdefault((strip.axes, strip.hardware, strip.stack), []).append(strip)
     for (axes, hardware, stack), own in cells.items():
         yield ""
-        yield from wrapped(f"{' '.join(axes)} on {hardware}, stack {stack}", "", 2)
+        yield from wrapped(f"{' '.join(axes)} on {hardware}, stack {stack}", "", 2, width)
         alike: dict[tuple[str, str], list[Strip]] = {}
         for strip in own:
             alike.setdefault((strip.letters[-len(shown) :], _flaky(strip)), []).append(strip)
         for (letters, flaky), group in alike.items():
             arms = ", ".join(strip.arm for strip in group)
-            yield from wrapped(f"{letters}  {arms}" + (f": {flaky}" if flaky else ""), "  ", len(letters) + 2)
+            yield from wrapped(f"{letters}  {arms}" + (f": {flaky}" if flaky else ""), "  ", len(letters) + 2, width)
         for text in _turned(nights, own):
-            yield from wrapped(text, "    ", 4)
+            yield from wrapped(text, "    ", 4, width)
     used = {e.name for strip in found for e in strip.entries[-len(shown) :]}
     listed = [f"{letter} {SAID[name]}" for name, letter in LETTERS.items() if name in used]
     yield ""
-    yield from wrapped("; ".join(listed), "", 2)
+    yield from wrapped("; ".join(listed), "", 2, width)
 
 
 def _flaky(strip: Strip) -> str:

@@ -1,41 +1,23 @@
-"""The same results for other programs: JUnit XML, Markdown, JSON, CSV. Pure: cells -> text."""
+"""The same results for other programs: JUnit XML, Markdown, JSON (tables: page/tables.py). Pure: cells -> text."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.page.marks import MARKS
 from repro_matrix.page.safe import harmless, line
+from repro_matrix.page.tables import arm_rows
 from repro_matrix.page.view import ArmView, Cell
 
 SCHEMA = 1
 MOST = 65_000  # bytes of Markdown: what a comment or a job's summary takes
 ODD = ("unexpected", "differs from cpu")
-
-
-def arm_rows(cells: Iterable[Cell]) -> Iterator[dict[str, Any]]:
-    """An arm of a cell each, with stable keys."""
-    for cell in cells:
-        for arm, row in zip(cell.arms, cell.rows):
-            yield {
-                "results": cell.source, "case": cell.case, "kind": cell.kind, "simulated": bool(cell.simulated),
-                "model": cell.model, "strategy": cell.strategy, "also": cell.also, "ranks": cell.ranks,
-                "scale": cell.scale, "weights": cell.weights, "hardware": cell.hardware, "stack": cell.stack,
-                "versions": dict(cell.versions), "arm": arm.name, "outcome": arm.outcome,
-                "verdict": row["verdict"], "expected": row["expected"], "expectation": row["expectation"],
-                "attempts": arm.attempts, "fires": row["fires"], "clean": row["clean"], "wall_s": row["wall_s"],
-                "reason": arm.reason, "started": cell.started, "commit": cell.commit, "document": cell.path,
-                "error_at": line(row["error_at"], 400) if row["error_at"] else None,
-                "command": arm.command,
-            }  # fmt: skip
 
 
 def as_json(
@@ -51,7 +33,7 @@ def as_json(
     rows = list(arm_rows(cells))
     claims = [
         {"case": row.case, "id": row.id, "text": row.text, "source": row.source, "status": row.status,
-         "detail": row.detail, "measurements": len(row.evidence)}
+         "detail": line(row.detail, 1000), "measurements": len(row.evidence)}
         for row in ledger
     ]  # fmt: skip
     counts = Counter(arm.mark.name for cell in cells for arm in cell.arms)
@@ -60,28 +42,6 @@ def as_json(
              "unjudged": [{"case": case, "reason": reason} for case, reason in unjudged.items()],
              "notes": [line(note, 1000) for note in notes]}  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
-
-
-def as_csv(cells: Sequence[Cell]) -> str:
-    """A line for each arm; a release stands in a column of its own package."""
-    rows = list(arm_rows(cells))
-    packages = sorted({name for row in rows for name in row["versions"]})
-    out = io.StringIO()
-    keys = [key for key in (rows[0] if rows else _KEYS) if key != "versions"]
-    writer = csv.DictWriter(out, [*keys, *packages], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        versions = row.pop("versions")
-        writer.writerow({key: _no_formula(value) for key, value in {**row, **versions}.items()})
-    return out.getvalue()
-
-
-_KEYS = ("results", "case", "model", "strategy", "arm", "verdict")  # of no rows at all
-
-
-def _no_formula(value: Any) -> Any:
-    """A spreadsheet computes what begins so."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
 def as_junit(
@@ -218,6 +178,8 @@ class _Short:
         self._left = most
 
     def add(self, part: str) -> bool:
+        """A heading stands apart from a list before it."""
+        part = "\n" + part if part.startswith("#") and self.text and not self.text.endswith("\n\n") else part
         size = len(part.encode(errors="surrogatepass")) + 1
         if size > self._left:
             return False
@@ -239,7 +201,7 @@ class _Short:
 
 def _tally(cells: Iterable[Cell]) -> str:
     counts = Counter(arm.mark for cell in cells for arm in cell.arms)
-    return ", ".join(f"{mark.symbol} {count} {mark.word}" for mark, count in counts.most_common())
+    return ", ".join(f"{mark.symbol} {mark.counted(count)}" for mark, count in counts.most_common())
 
 
 def _place(cell: Cell, arm: ArmView) -> str:

@@ -41,9 +41,9 @@ def issue(
         search = (searches or {}).get((one.stack, one.green.name))
         if search:
             out += ["#### Since which release", str(search)]
-        where = " ".join(one.changes[0].axes)
-        stack = "" if one.stack == "current" else " " + shlex.quote(f"stack={one.stack}")
-        out.append(f"To see it: {code(f'repro run {one.case} {where}{stack} arms=[{one.changes[0].arm}]')}")
+        words = [one.case, *one.changes[0].axes]
+        words += [f"stack={one.stack}"] if one.stack != "current" else []
+        out.append(f"To see it: {code(shlex.join(['repro', 'run', *words, f'arms={one.changes[0].arm}']))}")
     body = "\n\n".join(out)
     cut = body.encode(errors="replace")[:LONGEST].decode(errors="ignore")
     digest = first.digest if len(found) == 1 else "".join(one.digest[:6] for one in found)

@@ -12,6 +12,11 @@ class Mark(NamedTuple):
     word: str
     tone: str  # good, bad, warn, info, none: a class of page.css
 
+    def counted(self, count: int) -> str:
+        """``1 fix holds``, ``2 fixes hold``."""
+        usual = self.word == getattr(MARKS.get(self.name), "word", None)
+        return f"{count} {_SEVERAL.get(self.name, self.word) if usual and count != 1 else self.word}"
+
 
 _MARKS = (
     Mark("FIX_HOLDS", "✔", "fix holds", "good"),
@@ -43,6 +48,11 @@ _MARKS = (
     Mark("as predicted", "=", "as predicted", "good"),
 )
 MARKS = {mark.name: mark for mark in _MARKS}
+_SEVERAL = {
+    "FIX_HOLDS": "fixes hold", "FIX_BROKEN": "fixes broken", "FIX_HARMFUL": "fixes do harm",
+    "FIX_UNMASKS": "unmask another failure", "CHANGED": "fail otherwise", "NOT_FIRING": "do not fire", "fires": "fire",
+    "other_error": "other errors", "hang": "hang",
+}  # fmt: skip
 
 
 def mark(name: str) -> Mark:

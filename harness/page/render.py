@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from html import unescape
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,8 +18,9 @@ from repro_matrix.nights.strip import Strip
 from repro_matrix.page.case import CaseView, facets, link
 from repro_matrix.page.marks import MARKS, Mark
 from repro_matrix.page.page import Page
+from repro_matrix.page.ranks import numbered
 from repro_matrix.page.safe import line
-from repro_matrix.page.view import numbered
+from repro_matrix.page.view import NAMED
 
 # Cells of a case that stand in the file as they are: of few cases FIRST, of many fewer (not fewer than LEAST), so that
 # the page opens at once. The others are packed.
@@ -52,7 +52,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )  # fmt: skip
     made.filters["oneline"] = line
-    made.globals.update(marks=MARKS, meaning=MEANING, link=link, numbered=numbered)
+    made.globals.update(marks=MARKS, meaning=MEANING, link=link, numbered=numbered, named=NAMED)
     return made
 
 
@@ -88,15 +88,16 @@ def drawn(view: CaseView) -> Drawn:
 def _later(view: CaseView, packs: Mapping[str, str]) -> dict[str, Any]:
     """Data, not HTML: of ten thousand cells their lines would be ten megabytes, which a browser reads in half a
     second. The order of a cell's values is page.js'."""
-    parts: Any = environment().get_template("parts.html").module
     seen: dict[Mark, int] = {}
+    known: dict[str, int] = {}
     cells = [
         [cell.id, packs[cell.id], cell.model, cell.strategy, cell.stack, cell.hardware, cell.source, cell.also,
          cell.ranks, len(cell.odd), list(cell.states),
-         [[seen.setdefault(m, len(seen)), unescape(parts.names(arms, 3))] for m, arms in cell.groups]]
+         [[seen.setdefault(m, len(seen)), [known.setdefault(a, len(known)) for a in arms]] for m, arms in cell.groups]]
         for cell in view.cells[LEAST:]
     ]  # fmt: skip
-    return {"case": view.slug, "marks": [[m.name, m.symbol, m.word, m.tone] for m in seen], "cells": cells}
+    marks = [[m.name, m.symbol, m.word, m.tone] for m in seen]
+    return {"case": view.slug, "marks": marks, "arms": list(known), "cells": cells}
 
 
 def one_file(page: Page, kept: Mapping[str, Drawn] | None = None) -> str:

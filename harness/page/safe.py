@@ -7,10 +7,10 @@ templates' business (autoescape).
 
 from __future__ import annotations
 
-import re
 import unicodedata
 
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+from repro_matrix.terminal.summary import ESCAPE
+
 # Kinds of characters that are not seen: control, format (zero-width, bidirectional), surrogates, private, unassigned;
 # separators of lines and paragraphs.
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -22,7 +22,7 @@ def harmless(text: str, limit: int = 2000) -> str:
         head = limit // 3
         tail = limit - head
         text = f"{text[:head]}\n[… {len(text) - limit} characters left out …]\n{text[len(text) - tail :]}"
-    text = _ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").expandtabs(4)
+    text = ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").expandtabs(4)
     return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_shown, text))
 
 

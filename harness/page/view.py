@@ -8,68 +8,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from repro_matrix.cell.document import Arm, Document, Made
-from repro_matrix.cell.judged import Verdict
-from repro_matrix.cell.observation import Observation, Rank, Settings
-from repro_matrix.cell.record import Frame, Record
+from repro_matrix.cell.document import Arm, Document
+from repro_matrix.cell.observation import Settings
 from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge import checks
-from repro_matrix.judge.evidence import NO_RECORD, number, text
-from repro_matrix.page import change, hangs
+from repro_matrix.judge.evidence import number
+from repro_matrix.page import change, hangs, measured, ranks
 from repro_matrix.page.marks import Mark, mark, of_row
-from repro_matrix.page.safe import harmless, line
+from repro_matrix.page.measured import Proof, Span
+from repro_matrix.page.ranks import RankSaid
+from repro_matrix.page.safe import line
 from repro_matrix.results import rows
 
-LOG = 1200  # characters of a rank's log that are shown
-MESSAGE = 1200  # and of an error's message
-MOST_RANKS = 16  # whose errors are listed one by one
-MOST_PROOFS = 24
-FRAMES = 6  # innermost frames of an exception
 PACKAGES = (*UPSTREAM, "numpy")
-
-
-@dataclass(frozen=True)
-class RankSaid:
-    """What went wrong on ranks that say the same."""
-
-    ranks: str
-    how: str  # exit code, signal, or who ended it
-    type: str
-    message: str
-    frames: tuple[str, ...]
-    log: str
-
-
-@dataclass(frozen=True)
-class Proof:
-    """One check over all ranks of an attempt."""
-
-    name: str
-    state: str  # passed, failed, void
-    got: str
-    want: str
-    tolerance: str
-    looked_at: str
-    ranks: str
-
-
-@dataclass(frozen=True)
-class Span:
-    """When an attempt ran, where, and how it came out."""
-
-    started: float
-    ended: float
-    devices: tuple[str, ...]  # empty: the CPU
-    outcome: str
-    arm: str
-    run: str  # attempts of one run share it
+NAMED = 3  # arms of a verdict that a cell's line names; a search knows all
 
 
 @dataclass(frozen=True)
@@ -137,6 +94,11 @@ class Cell:
         return sorted(found.items(), key=lambda item: WORST.index(item[0].tone))
 
     @property
+    def unnamed(self) -> str:
+        """The arms that its line does not name."""
+        return " ".join(arm for _, arms in self.groups for arm in arms[NAMED:])
+
+    @property
     def odd(self) -> list[ArmView]:
         return [arm for arm in self.arms if arm.expected and arm.expected.name in ("unexpected", "differs from cpu")]
 
@@ -158,6 +120,7 @@ def cell(document: Document, case: Case | None = None, source: str = "") -> Cell
     machine = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     machine += [hardware["cpu"], f"{hardware['cores']} cores", f"{hardware['memory_gb']} GiB"]
     machine += [f"driver {hardware['driver']}"] if hardware["driver"] else []
+    machine += [f"changed after it was installed: {note}" for note in stack.get("changed", ())]
     commit = (told["git_commit"] or "")[:12] + (" with changes" if told["git_dirty"] else "")
     key = repr([rows.where_of(document), stack.get("label") or sorted(versions.items()), hardware["profile"], source])
     return Cell(
@@ -186,7 +149,7 @@ def cell(document: Document, case: Case | None = None, source: str = "") -> Cell
         source=source,
         arms=tuple(_arm(document, row, arms[row["arm"]], base, case) for row in listed),
         rows=tuple(listed),
-        spans=tuple(_spans(arms)),
+        spans=tuple(measured.spans(arms)),
         states=tuple(dict.fromkeys(str(row["expected"]) for row in listed if row["expected"])),
     )
 
@@ -208,27 +171,16 @@ def _path(document: Document) -> str:
     return path.partition("/results/")[2] or path
 
 
-def _spans(arms: Mapping[str, Arm]) -> Iterable[Span]:
-    for name, arm in arms.items():
-        for attempt in arm["attempts"]:
-            made = attempt["observation"]["attempt"]
-            began, over = number(made["started"]), number(made["ended"])
-            if began is not None and over is not None and over >= began:
-                devices = tuple(line(gpu, 60) for gpu in made.get("gpus", ()))
-                run = made["id"].rpartition("-")[0]  # an attempt's name begins with its run's
-                yield Span(began, over, devices, attempt["outcome"]["outcome"], line(name), line(run, 60))
-
-
 def _arm(document: Document, row: rows.Row, arm: Arm, base: Settings | None, case: Case | None) -> ArmView:
     attempts = arm["attempts"]
     told = next((attempt for attempt in attempts if attempt["outcome"]["outcome"] != "clean"), None)
     shown = told or (attempts[0] if attempts else None)
     seen = shown["observation"] if shown else None
-    ranks = seen["ranks"] if seen else []
+    listed = seen["ranks"] if seen else []
     name = str(row["arm"])
     known = case.arms.get(name) if case else None
     hung = shown is not None and (shown["outcome"]["outcome"] == "hang" or shown["observation"]["attempt"]["timed_out"])
-    stacks = {rank["rank"]: rank["stack"] for rank in ranks if rank["stack"]} if told else {}
+    stacks = {rank["rank"]: rank["stack"] for rank in listed if rank["stack"]} if told else {}
     expected = mark(str(row["expected"])) if row["expected"] and row["attempts"] else None
     odd = expected is not None and expected.name in ("unexpected", "differs from cpu", "muted") and row["expectation"]
     return ArmView(
@@ -242,14 +194,14 @@ def _arm(document: Document, row: rows.Row, arm: Arm, base: Settings | None, cas
         kinds=tuple(row["kinds"]),
         infra=row["infra"],
         attempts=len(attempts),
-        counts=_counts(row, document["verdicts"].get(name)),
-        numbers=_numbers(attempts),
+        counts=measured.counts(row, document["verdicts"].get(name)),
+        numbers=measured.numbers(attempts),
         changes=tuple(_changes(base, arm, row)),
-        said=tuple(_said(ranks)) if told else (),
+        said=tuple(ranks.said(listed)) if told else (),
         hang=tuple(hangs.tree(stacks)) if hung or stacks else (),
-        why_hang=line(_why_hang(seen), 300) if hung and seen else "",
-        proofs=tuple(_proofs(ranks)),
-        metrics=tuple(_metrics(attempts)),
+        why_hang=line(ranks.why_hang(seen), 300) if hung and seen else "",
+        proofs=tuple(measured.proofs(listed)),
+        metrics=tuple(measured.metrics(attempts)),
         command=line(rows.again(row), 600),
         torchrun=line(_by_hand(str(row["torchrun"] or "")), 1200),
         skipped=line(arm["skipped"] or "", 400),
@@ -267,122 +219,6 @@ def _changes(base: Settings | None, arm: Arm, row: rows.Row) -> Iterable[change.
         yield change.Change(line(key, 160), before and line(before, 160), after and line(after, 160))
 
 
-def _counts(row: rows.Row, verdict: Verdict | None) -> str:
-    if not row["attempts"]:
-        return ""
-    if not verdict:
-        return f"fires {row['fires']} of {row['attempts']}"
-    share = verdict["interval"]
-    told = f"clean {verdict['fix_k']} of {verdict['fix_n']}"
-    return told + (f" (95 %: {100 * share[0]:.0f} to {100 * share[1]:.0f} %)" if share else "")
-
-
-def _numbers(attempts: Sequence[Made]) -> str:
-    """Medians of the attempts: wall and CPU seconds, and the peaks of the rank that had the highest."""
-    made = [attempt["observation"]["attempt"] for attempt in attempts]
-    records = [[_record(rank) for rank in attempt["observation"]["ranks"]] for attempt in attempts]
-    walls, cpu = [one["wall_s"] for one in made], [took for one in made if (took := one["cpu_s"]) is not None]
-    parts = [f"{statistics.median(walls):.1f} s"] if walls else []
-    parts += [f"{statistics.median(cpu):.1f} CPU s"] if cpu else []
-    resident = [[record.get("peak_rss_mb") for record in one] for one in records]
-    on_gpu = [[record.get("peak_gpu_mb") for record in one] for one in records]
-    for unit, held in (("MiB a rank", resident), ("MiB on a GPU", on_gpu)):
-        peaks = [max(found) for one in held if (found := [v for each in one if (v := number(each)) is not None])]
-        parts += [f"{statistics.median(peaks):.0f} {unit}"] if peaks else []
-    return ", ".join(parts)
-
-
-def _record(rank: Rank) -> Record:
-    return rank["record"] or NO_RECORD
-
-
-def _said(ranks: Sequence[Rank]) -> Iterable[RankSaid]:
-    """The error of every rank; those that say the same are one entry."""
-    found: dict[tuple[str, str, str, tuple[str, ...]], list[tuple[int, str]]] = {}
-    for rank in ranks:
-        error = _record(rank)["exception"]
-        how = _ended(rank)
-        if not error and how == "finished":
-            continue
-        frames = tuple(_frame(frame) for frame in error["frames"][-FRAMES:]) if error else ()
-        kind, message = (line(error["type"]), harmless(error["message"], MESSAGE)) if error else ("", "")
-        found.setdefault((how, kind, message, frames), []).append((rank["rank"], rank["log_tail"]))
-    for (how, kind, message, frames), members in list(found.items())[:MOST_RANKS]:
-        log = next((log for _, log in members if log), "")
-        said = "" if kind else harmless(log[-LOG:], LOG).strip()  # an exception's frames are the end of its log
-        yield RankSaid(numbered([r for r, _ in members]), how, kind, message, frames, said)
-
-
-def _ended(rank: Rank) -> str:
-    record = _record(rank)
-    phase = f" in {line(record['phase'], 60)}" if record["phase"] and not record["done"] else ""
-    if rank["ended_by"] != "self":
-        return f"ended by the {line(rank['ended_by'], 40)}{phase}"
-    if rank["signal"]:
-        return f"died of {line(rank['signal'], 40)}{phase}"
-    if rank["exit_code"] not in (0, None):
-        return f"exit code {rank['exit_code']}{phase}"
-    return "finished" if record["done"] else f"did not finish{phase}"
-
-
-def _frame(frame: Frame) -> str:
-    where = ".".join(filter(None, (frame["module"], frame["function"])))
-    code = frame.get("code")
-    return line(f"{where}:{frame['line']}" + (f"  {code}" if code else ""), 200)
-
-
-def numbered(ranks: Iterable[int]) -> str:
-    """0-3, 7"""
-    found: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
-
-
-def _why_hang(seen: Observation) -> str:
-    hang = seen["attempt"].get("hang")
-    if not hang:
-        return ""
-    if hang["never_meet"]:
-        return hang["never_meet"]
-    limit = number(hang["limit_s"])
-    return f"still at work after {limit:.0f} s" if limit else ""
-
-
-def _proofs(ranks: Sequence[Rank]) -> Iterable[Proof]:
-    found: dict[tuple[str, str, str, str, str, str], list[int]] = {}
-    for rank in ranks:
-        record = _record(rank)
-        schema = 1 if record.get("schema", 1) == 1 else 2
-        for check in record["checks"]:
-            state: str = checks.judged(check, schema, number(record.get("done_at"))).state
-            said = (
-                line(check["name"], 60), state, _short(check.get("got")), _short(check.get("want")),
-                "" if check.get("tolerance") is None else _short(check.get("tolerance")),
-                line(text(check.get("looked_at")), 160),
-            )  # fmt: skip
-            found.setdefault(said, []).append(rank["rank"])
-    order = sorted(found.items(), key=lambda item: item[0][1] == "passed")  # what failed first
-    for shown, which in order[:MOST_PROOFS]:
-        name, state, got, want, tolerance, looked_at = shown
-        yield Proof(name, state, got, want, tolerance, looked_at, numbered(which))
-
-
-def _metrics(attempts: Sequence[Made]) -> Iterable[tuple[str, str]]:
-    """What the first rank measured, the median of the attempts."""
-    found: dict[str, list[float]] = {}
-    for attempt in attempts:
-        for rank in attempt["observation"]["ranks"][:1]:
-            for name, value in _record(rank)["metrics"].items():
-                if (measured := number(value)) is not None:
-                    found.setdefault(line(name, 60), []).append(measured)
-    for name, values in list(found.items())[:12]:
-        yield name, f"{statistics.median(values):.4g}"
-
-
 def _muted(by: Mapping[str, Any]) -> str:
     return f"muted by {by.get('owner')} until {by.get('until')}: {by.get('reason')}" if by else ""
 
@@ -390,15 +226,6 @@ def _muted(by: Mapping[str, Any]) -> str:
 def _by_hand(torchrun: str) -> str:
     """The line that starts it by hand, without this machine's own search path."""
     return re.sub(r"^env PATH=\S+ ", "env ", torchrun).replace("env torchrun", "torchrun")
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        shown = ", ".join(_short(item) for item in value[:4])
-        return line(f"[{shown}{', …' if len(value) > 4 else ''}]", 80)
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return line(value if isinstance(value, str) else json.dumps(value, default=str), 80)
 
 
 def _value(value: Any) -> str:

@@ -30,6 +30,10 @@ class StackLike(Protocol):
     def name(self) -> str: ...
     @property
     def versions(self) -> Mapping[str, str]: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def changed(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,8 @@ class Planner:
         if run.env:
             settings["env"] = dict(run.env)
         versions = {} if isinstance(stack, str) else dict(stack.versions)
+        if not isinstance(stack, str) and stack.changed:
+            versions["changed"] = stack.key
         return ArmPlan(
             cell=cell,
             arm=arm,

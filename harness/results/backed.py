@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -53,6 +54,7 @@ def unbacked(case: Case, documents: Iterable[Document]) -> list[str]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def _beyond(specifier: str | None, low: Version, high: Version) -> bool:
     """Whether a range holds releases outside the minor ones of its two ends. ``repro accept`` writes a lower bound and
     an upper one; what is written otherwise counts as wider."""
@@ -84,4 +86,9 @@ def _is_of(document: Document, entry: Expectation, end: Mapping[str, str]) -> bo
     same = hardware["profile"] == entry.hardware and all(
         facts.get(name) == value for name, value in entry.facts.items()
     )
-    return same and all(have.get(name) is not None and str(release(have[name])) == v for name, v in end.items())
+    return same and all(have.get(name) is not None and _normal(have[name]) == v for name, v in end.items())
+
+
+@lru_cache(maxsize=4096)
+def _normal(version: str) -> str:
+    return str(release(version))

@@ -7,6 +7,7 @@ a mute is about an answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from repro_matrix.cell.document import Document
 from repro_matrix.cell.judged import Verdict
 from repro_matrix.conf import project
-from repro_matrix.conf.catalogue import Catalogue
+from repro_matrix.conf.catalogue import Catalogue, parsed
 from repro_matrix.conf.errors import ConfigError, describe_validation, nearest
 from repro_matrix.conf.overrides import Selection
 from repro_matrix.planning.matrix import enumerate_cells
@@ -69,7 +70,7 @@ def read(path: Path | None = None) -> list[Mute]:
     """What is muted; nothing where there is no file. Raises ConfigError that names the file and the key."""
     path = path or file()
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
         mutes = _File.model_validate({} if found is None else found).muted
     except FileNotFoundError:
         return []
@@ -77,6 +78,10 @@ def read(path: Path | None = None) -> list[Mute]:
         raise describe_validation(error, _File, path) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or a day that no calendar has
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    counts = Counter((mute.cell, mute.arm) for mute in mutes)
+    twice = next((" arm ".join(filter(None, at)) for at, count in counts.items() if count > 1), None)
+    if twice:  # with two days: which of them is meant?
+        raise ConfigError(f"{path}: {twice}: muted twice; one entry each")
     last = datetime.now(timezone.utc).date() + LONGEST
     far = next((mute for mute in mutes if mute.until > last), None)
     if far:
@@ -84,9 +89,18 @@ def read(path: Path | None = None) -> list[Mute]:
     return mutes
 
 
-def check(mutes: Iterable[Mute], catalogue: Catalogue, path: Path | None = None) -> None:
-    """Raise ConfigError for a cell or an arm that the catalogue does not have, with the nearest."""
-    mutes, path = list(mutes), path or file()
+def entry(cell: str, arm: str | None, owner: str, until: date, reason: str) -> Mute:
+    """Raises ConfigError: nothing but spaces, say."""
+    try:
+        return Mute(cell=cell, arm=arm, owner=owner, until=until, reason=reason)
+    except ValidationError as error:
+        raise describe_validation(error, Mute, cell) from None
+
+
+def check(mutes: Iterable[Mute], catalogue: Catalogue, where: str = "") -> None:
+    """Raise ConfigError for a cell or an arm that the catalogue does not have, with the nearest. ``where``: where they
+    are written (default: the file)."""
+    mutes, where = list(mutes), where or str(file())
     if not mutes:
         return
     known = {cell.key: cell.case for cell in enumerate_cells(catalogue, Selection())}
@@ -97,10 +111,10 @@ def check(mutes: Iterable[Mute], catalogue: Catalogue, path: Path | None = None)
             None,
         )
         if case is None:
-            raise ConfigError(f"{path}: no cell {mute.cell!r}{nearest(mute.cell, _like(mute.cell, known))}")
+            raise ConfigError(f"{where}: no cell {mute.cell!r}{nearest(mute.cell, _like(mute.cell, known))}")
         arms = catalogue.cases[case].arms
         if mute.arm is not None and mute.arm not in arms:
-            raise ConfigError(f"{path}: {mute.cell} has no arm {mute.arm!r}{nearest(mute.arm, arms)}")
+            raise ConfigError(f"{where}: {mute.cell} has no arm {mute.arm!r}{nearest(mute.arm, arms)}")
 
 
 def _like(cell: str, known: Iterable[str]) -> list[str]:

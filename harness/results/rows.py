@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 from collections import Counter
@@ -76,8 +77,9 @@ def _arm_row(verdict: Verdict | None, name: str, arm: Arm) -> Row:
 
 def again(row: Mapping[str, Any]) -> str:
     """The command that measures a row's arm again, to be pasted into a shell."""
-    stack = "" if row["stack"] == "current" else " " + shlex.quote(f"stack={row['stack']}")
-    return f"repro run {row['case']} {row['axes']}{stack} arms=[{row['arm']}]"
+    words = re.split(r" (?=[\w.~+-]+=)", row["axes"])  # a flag's value may have spaces
+    words += [f"stack={row['stack']}"] if row["stack"] != "current" else []
+    return shlex.join(["repro", "run", row["case"], *words, f"arms={row['arm']}"])
 
 
 def error_at(attempts: Iterable[Made]) -> str | None:

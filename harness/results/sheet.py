@@ -1,6 +1,6 @@
 """A stack's published file: what its cells share, said once, then a line for each cell. Pure but for reading it.
 
-``{"published": 1, "shared": ..., "records": ...}`` stands in the first line: stack, hardware, provenance and the rest
+``{"published": 2, "shared": ..., "records": ...}`` stands in the first line: stack, hardware, provenance and the rest
 that the cells share, and what the ranks' records do. Every other line is ``{"key": "case/cell", "cell": ...}``, sorted
 by key: the compact document (harness/results/compact.py) as what differs from ``shared``. Within it an arm's settings
 are what differs from the first arm's, an attempt's versions from its stack's, a record's from ``records``.
@@ -20,7 +20,7 @@ from typing import Any
 
 from repro_matrix.results.compact import applied, compacted, difference
 
-VERSION = 1
+VERSION = 2  # 1: an arm's first attempt whole (nothing else differs)
 SHARED = ("compact", "schema", "simulated", "kind", "flags", "scale", "weights", "stack", "hardware", "complete")
 OF_RUN = ("git_commit", "git_dirty", "harness_version", "seed", "launcher", "command")  # of the provenance
 OF_RECORD = ("versions", "packages")
@@ -52,7 +52,7 @@ class Sheet:
         """The first line: another object each time, for what is read of the file becomes part of the documents. Raises
         ValueError, NewerSchema."""
         found = json.loads(self.lines[0]) if self.lines else None
-        if not isinstance(found, dict) or not isinstance(found.get("published"), int):
+        if not isinstance(found, dict) or type(found.get("published")) is not int:
             raise ValueError("not the first line of a published file")
         if found["published"] > VERSION:
             raise NewerSchema(
@@ -124,7 +124,7 @@ def rewritten(old: Sheet | None, written: Mapping[str, Mapping[str, Any]], dropp
     for key in {*written, *dropped} & kept.keys():
         del kept[key]
     made = {key: compacted(dict(document)) for key, document in written.items()}
-    head = old.head() if old and kept else first_line(list(made.values()))
+    head = {**old.head(), "published": VERSION} if old and kept else first_line(list(made.values()))
     lines = {**kept, **{key: _dump({"key": key, "cell": _cell(head, one)}) for key, one in made.items()}}
     return b"\n".join([_dump(head), *(lines[key] for key in sorted(lines)), b""]) if lines else b""
 
@@ -173,10 +173,9 @@ def _arms(document: Json, records: Json, made: Callable[[Any, Any], Any]) -> Jso
                 first = arm["settings"]
             else:
                 told["settings"] = made(first, arm["settings"])
-        told["attempts"] = [
-            *(_attempt(document, attempt, records, made) for attempt in arm["attempts"][:1]),
-            *arm["attempts"][1:],
-        ]
+        if "like" not in arm:  # else its attempt is what differs from that arm's
+            firsts = [_attempt(document, attempt, records, made) for attempt in arm["attempts"][:1]]
+            told["attempts"] = [*firsts, *arm["attempts"][1:]]
         found[name] = told
     return found
 
@@ -197,7 +196,7 @@ def _attempt(document: Json, attempt: Json, records: Json, made: Callable[[Any, 
 def _records(made: Json) -> Iterable[Json]:
     """The first rank's record of each arm's first attempt."""
     for arm in made["arms"].values():
-        for attempt in arm["attempts"][:1]:
+        for attempt in arm["attempts"][:1] if "like" not in arm else ():
             for rank in attempt["observation"]["ranks"][:1]:
                 if rank.get("record"):
                     yield rank["record"]

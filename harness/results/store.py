@@ -81,9 +81,13 @@ class Store:
         except OSError as error:
             raise _explained(error, path) from None
 
-    def _keep_older(self, path: Path, document: Document) -> None:
+    def refuse_newer(self, path: Path) -> None:
+        """Raises ResultsError: what stands there is never replaced. Asked before anything is measured, too."""
         if path.exists() and _is_newer(path):
             raise ResultsError(f"{path}: a newer repro-matrix wrote it; give this run a folder of its own: results=DIR")
+
+    def _keep_older(self, path: Path, document: Document) -> None:
+        self.refuse_newer(path)
         older = self.read(path, replacing=True)
         if older is None or older["provenance"]["started"] == document["provenance"]["started"]:
             return
@@ -254,10 +258,15 @@ def _is_whole(path: Path) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one step."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as out:
-            out.write(text)
+        with open(temporary, "wb") as out:
+            out.write(content)
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)

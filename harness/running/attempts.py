@@ -8,7 +8,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -53,7 +53,8 @@ class Attempts:
         """One launch on leased ``gpus``, which are given back. Never raises: a fault of ours is an infra one."""
         began = time.monotonic()
         try:
-            attempt = self._attempt(self.catalogue.cases[plan.cell.case], plan, gpus)
+            attempt = recipe(self.catalogue, plan, self.stacks[plan.stack], self.run_dir, gpus)
+            attempt = replace(attempt, keep=self.keep, references=self.run_dir / REFERENCES)
             observation = cast(Observation, self.launcher.launch(attempt, stop))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
             text = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -67,34 +68,36 @@ class Attempts:
         troubles = {**self.leases.give_back(gpus), **failed_cards(observation, gpus)}
         return Made(observation, wall_s, troubles)
 
-    def _attempt(self, case: Case, plan: ArmPlan, gpus: Sequence[str]) -> Attempt:
-        stack, script = self.stacks[plan.stack], self.catalogue.script(case)
-        identity = f"{self.run_dir.name}-{uuid.uuid4().hex[:10]}"
-        teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
-        return Attempt(
-            id=identity,
-            run_id=self.run_dir.name,
-            directory=self.run_dir / identity,
-            script=script,
-            kit=REPROS if script.parent != REPROS else None,
-            files=self.catalogue.files(plan.settings),
-            settings=plan.settings,
-            python=stack.python,
-            world_size=plan.world_size,
-            deadline_s=plan.deadline,
-            env=self._env(case, plan, stack),
-            gpus=tuple(gpus),
-            imports=imports_of(self.catalogue, case, plan),
-            overlay=stack.path,
-            cold=case.launch.cold or teardown,
-            stack_cache=cache_dir() / "stack-caches" / stack.key,
-            keep=self.keep,
-            references=self.run_dir / REFERENCES,
-        )
 
-    def _env(self, case: Case, plan: ArmPlan, stack: Stack) -> dict[str, str]:
-        """What the ranks get beyond what they inherit (harness/conf/inherited.py); later ones win."""
-        return {**stack.environment({}), **case.launch.env, **plan.settings.get("env", {}), **case.arms[plan.arm].env}
+def recipe(
+    catalogue: Catalogue, plan: ArmPlan, stack: Stack | None, run_dir: Path, gpus: Sequence[str] = ()
+) -> Attempt:
+    """How an arm is launched: by a run, and in the line that does the same by hand (`repro show`, and every document).
+    ``stack``: None where it is not here."""
+    case = catalogue.cases[plan.cell.case]
+    script = catalogue.script(case)
+    identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
+    teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
+    # What the ranks get beyond what they inherit (harness/conf/inherited.py); later ones win.
+    env = {**(stack.environment({}) if stack else {}), **case.launch.env, **plan.settings.get("env", {})}
+    return Attempt(
+        id=identity,
+        run_id=run_dir.name,
+        directory=run_dir / identity,
+        script=script,
+        kit=REPROS if script.parent != REPROS else None,
+        files=catalogue.files(plan.settings),
+        settings=plan.settings,
+        python=stack.python if stack else "python",
+        world_size=plan.world_size,
+        deadline_s=plan.deadline,
+        env={**env, **case.arms[plan.arm].env},
+        gpus=tuple(gpus),
+        imports=imports_of(catalogue, case, plan),
+        overlay=stack.path if stack else (),
+        cold=case.launch.cold or teardown,
+        stack_cache=cache_dir() / "stack-caches" / stack.key if stack else None,
+    )
 
 
 def failed_cards(observation: Observation, gpus: Sequence[str]) -> dict[str, Trouble]:

@@ -129,11 +129,14 @@ class Engine:
         label = stack_label(versions, stack.label_key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
         key = plan.cell.key
         path = self.store.path_of(plan.profile.name, label, key)
+        self.store.refuse_newer(path)
         shown = {name: versions[name] for name in RELEVANT if name in versions}
         described: StackSaid = {
             "name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label,
         }  # fmt: skip
         now = {**given.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
+        if stack and stack.changed:
+            described["changed"] = list(stack.changed[:20])
         started = cast(Provenance, now)
         document = documents.new(plan, case, given.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where

@@ -26,7 +26,7 @@ from repro_matrix.running.probe import Prober
 from repro_matrix.running.recorded import recorded
 from repro_matrix.running.request import Request, ask
 from repro_matrix.running.wanted import Wanted
-from repro_matrix.stacks import Stack
+from repro_matrix.stacks import Stack, changed
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 
@@ -75,9 +75,14 @@ class Session:
             stacks.append(f"{name} ({shown})")
         return f"hardware {' | '.join(where)}; stack {', '.join(stacks) or 'none'}"
 
+    def changed(self) -> list[str]:
+        """The stacks in use that are not what their versions say, in a sentence each."""
+        used = {arm.stack for plan in self.plans for arm in plan.arms if not arm.skipped}
+        return [said for name in sorted(used & self.stacks.keys()) if (said := changed.told(self.stacks[name]))]
+
     def notes(self) -> list[str]:
         """What a person should know of the machine before the run: cards that are left out, what may go wrong."""
-        wrong = [f"left out: {text}" for text in self.catalogue.left_out]
+        wrong = [*(f"left out: {text}" for text in self.catalogue.left_out), *self.changed()]
         unseen = [self.machine.unseen] if self.machine.unseen else []
         if self.profile.accelerator == "cpu":
             return [*wrong, *(unseen if self.machine.driver else [])]  # GPUs are here, and none is wished for

@@ -193,9 +193,12 @@ def documents(root: Path, part: Mapping[str, Any]) -> tuple[dict[Path, Document]
 def _not_of(document: Document, part: Mapping[str, Any]) -> str:
     """Why a document is not what this part measured; "" where it is."""
     made = document["provenance"]
-    if made["git_commit"] != part["commit"] or made["git_dirty"] != part["changed"]:
+    if made["git_commit"] != part["commit"]:
         return f"measured at another commit: {made['git_commit']}"
-    if document["stack"]["versions"] != part["stacks"].get(document["stack"]["name"]):
+    if made["git_dirty"] != part["changed"]:
+        return f"measured on {'a changed' if made['git_dirty'] else 'an unchanged'} tree, and the shard was not"
+    had = part["stacks"].get(document["stack"]["name"], {})  # every package, and a document's the relevant ones
+    if not had or any(had.get(package) != version for package, version in document["stack"]["versions"].items()):
         return "measured with other versions"
     least = part["repeat"].get(document["case"], 1)
     arms = document["arms"].values()

@@ -14,6 +14,7 @@ from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results import provenance
 from repro_matrix.running.hub import with_weights
 from repro_matrix.running.model_needs import lay_over
+from repro_matrix.running.variables import unless_read
 from repro_matrix.stacks import Stack, StackError, check, extensions, resolve, there
 from repro_matrix.stacks import stacks as known_stacks
 
@@ -77,6 +78,8 @@ class Wanted:
         code = provenance.code_hashes(self.catalogue)
         found: Mapping[str, Stack | str] = {**usable, **self.unavailable}
         plans = Planner(self.catalogue, self.settings, self.profiles, self.machine, found, code).plan(cells)
+        if self.build:
+            plans = unless_read(plans, self.catalogue, usable)
         if self.build and self.settings.weights.value == "hub":
             plans = with_weights(plans, self.stacks)
         cold = self.settings.launcher.value == "torchrun"

@@ -93,6 +93,9 @@ def _ranks(argv: Sequence[str], plain: bool, nproc: int | None, words: Sequence[
         if found:
             said = found[1] or follows
             break
+    starts = int(said or 1) if argv[1].startswith("torch.distributed") and (said or "1").isdecimal() else None
+    if nproc is not None and starts not in (None, nproc):
+        raise ConfigError(f"`{shlex.join(words)}` starts {starts} rank(s), and --nproc says {nproc}: one of the two")
     if nproc is not None:
         return nproc
     if said is None and argv[1].startswith("torch.distributed"):

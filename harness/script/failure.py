@@ -3,7 +3,7 @@
 The order of judgement, first match wins:
 
 1. the user interrupted it, nothing was launched, or the launcher was lost                   -> infra
-2. what was asked for is seen                                                                -> fires
+2. what was asked for is seen (a metric: of a run that came to its end)                      -> fires
 3. the machine got in the way (disk, memory, a port; too slow)                               -> infra
 4. the time was over                                                                         -> hang
 5. a rank failed, or the command ended with another exit code than 0                         -> other_error
@@ -235,7 +235,9 @@ def _seen(
         return None if not ranks else (ranks, "exception", f"exit code {failure.code}")
     if failure.kind == "metric":
         values = printed_values(observation)
-        if not values or not failure.op or not _compare(values[-1][1], failure.op, failure.limit):
+        # The last number of a run that was cut short is that of an earlier step: a healthy run has it there, too.
+        cut = attempt.timed_out or _bad_end(first, attempt, observation)
+        if cut or not values or not failure.op or not _compare(values[-1][1], failure.op, failure.limit):
             return None
         rank_of, value = values[-1]
         return (rank_of,), "oracle", f"{failure.names_metric} is {value:g}"

@@ -42,16 +42,31 @@ def _void(search: Search, shrunk: Shrunk, index: int) -> bool:
 def _varied(search: Search, shrunk: Shrunk, index: int) -> Json:
     knob, value = search.knobs[index], shrunk.config[index]
     found = shrunk.ranges[index] if index < len(shrunk.ranges) else Range(knob, value, {value: True})
+    back = _back(search, shrunk, index)
+
+    def said(other: Value) -> Value:
+        return back if back and other != OUT else other
+
     asked = {}
     for other in knob.values:
         if other in found.asked:
             evidence = search.asked.get((*shrunk.config[:index], other, *shrunk.config[index + 1 :]))
-            asked[_name(other)] = _evidence(evidence)
+            asked[_name(said(other))] = _evidence(evidence)
+    needed = False if back else found.needed  # it is left out, and was asked for again with another value only
     return {
         "name": knob.name, "given": knob.given, "value": value, "simplest": knob.simplest, "number": knob.ordered,
-        "needed": found.needed if found.whole else None, "fires_at": found.firing, "gone_at": found.gone,
-        "asked": asked,
+        "needed": needed if found.whole else None, "fires_at": [said(other) for other in found.firing],
+        "gone_at": [said(other) for other in found.gone], "asked": asked,
     }  # fmt: skip
+
+
+def _back(search: Search, shrunk: Shrunk, index: int) -> str:
+    """What an option that is left out was asked for with, where that is not the value that was given."""
+    name = f"value of {search.knobs[index].name}"
+    values = [i for i, knob in enumerate(search.knobs) if knob.name == name]
+    if not values or shrunk.config[index] != OUT or shrunk.config[values[0]] == search.knobs[values[0]].given:
+        return ""
+    return f"{search.knobs[index].name} {_name(shrunk.config[values[0]])}"
 
 
 def _evidence(found: Asked | None) -> Json:

@@ -20,6 +20,7 @@ from repro_matrix.paths import CHECKOUT, CONF
 from repro_matrix.stacks import build, files, overlay, spec
 from repro_matrix.stacks import lock as locks
 from repro_matrix.stacks.build import Say, quiet
+from repro_matrix.stacks.changed import told, with_changes
 from repro_matrix.stacks.errors import StackError
 from repro_matrix.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, show, stacks
 from repro_matrix.stacks.stack import Stack, differences, existing
@@ -31,13 +32,17 @@ __all__ = [
 
 
 def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
-    """The stack that ``text`` names, built when it has to be. ``say`` is told what takes time."""
+    """The stack that ``text`` names, built when it has to be; another one where its environment was changed since.
+    ``say`` is told what takes time."""
     try:
-        return _resolve(text, conf, say)
+        stack = with_changes(_resolve(text, conf, say))
     except StackError as error:
         if error.kind == "version":
             raise StackError("version", f"{error}{_nearest(str(error))}") from None
         raise
+    if stack.changed and not stack.path:  # of a layer's base it was said before
+        say(f"note: {told(stack)}")
+    return stack
 
 
 def check(text: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from repro_matrix.conf.packages import RELEVANT
@@ -29,6 +30,13 @@ for d in m.distributions():
 print(json.dumps({"python": ".".join(map(str, sys.version_info[:3])), "packages": found}))
 """
 
+# Where an interpreter finds packages: whatever is on its path but its own library.
+_FOLDERS = """
+import json, sys, sysconfig
+own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+own |= {folder + "/lib-dynload" for folder in own}
+print(json.dumps([path for path in sys.path if path and path not in own]))
+"""
 # torch and the libraries that it brings: another torch is another environment, never laid over one.
 HEAVY = re.compile(r"^(torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|jax|jaxlib)$")
 NOT_OF_TORCH = {"jax", "jaxlib"}  # of these, what no build of torch brings along
@@ -60,6 +68,7 @@ class Stack:
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
     # what torch in it makes of this machine's cards (harness/running/probe.py); {} where it was not asked
     probe: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    changed: tuple[str, ...] = ()  # what of its environment is not as it was installed (changed.py)
     content: str = ""  # ``key`` without the place, for the project's own environment: alike in every checkout
 
     @property
@@ -109,6 +118,19 @@ def look(python: str) -> dict[str, str]:
         raise StackError("python", f"the interpreter {python} does not run: {done.stderr.strip()[-500:]}")
     seen = json.loads(done.stdout.splitlines()[-1])
     return {"python": seen["python"], **dict(sorted(seen["packages"].items()))}
+
+
+@functools.lru_cache(maxsize=64)
+def site_folders(python: str) -> tuple[Path, ...]:
+    """Where the environment of an interpreter holds its packages, those of one that it builds upon, too; () where it
+    does not run."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    try:
+        done = subprocess.run([python, "-c", _FOLDERS], capture_output=True, text=True, timeout=120, env=env)
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
+        return ()  # who wants to run something with it finds out, and says so
+    return tuple(Path(path) for path in dict.fromkeys(found) if os.path.isdir(path))
 
 
 def existing(name: str, python: str) -> Stack:

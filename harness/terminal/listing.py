@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what lists cells needs nothing that judges
     from repro_matrix.judge.claims import ClaimRow, Evidence
 
 WIDE = 120  # from here on a reason stands beside what it explains
+SMALL = 60  # and below this nothing is cut
 STATUSES = ("refuted", "conditional", "upheld", "untested")
 HOLDS = {True: "bears it out", False: "speaks against it", None: "decides nothing"}
 
@@ -37,7 +38,8 @@ def cut(text: str, width: int) -> str:
 
 
 def claims(rows: Sequence[ClaimRow], width: int, simulated: Iterable[str] = ()) -> Iterator[str]:
-    """A line for each claim: its status, its words, and when it holds (narrower than ``WIDE``: on a second line)."""
+    """A line for each claim: its status, its words, and when it holds. Narrower than ``WIDE``: its words in a line, its
+    name and the rest below; narrower than ``SMALL``, where hardly a word would be left, both are whole."""
     marked = set(simulated)
     names = min(max((len(row.id) for row in rows), default=0), 28)
     for case in dict.fromkeys(row.case for row in rows):
@@ -54,12 +56,17 @@ def claims(rows: Sequence[ClaimRow], width: int, simulated: Iterable[str] = ()) 
 
 
 def _claim(row: ClaimRow, names: int, width: int) -> Iterator[str]:
-    head = f"  {row.status:<11}  {cut(row.id, names):<{names}}  "
     why = few_words(row)
     if width < WIDE:
-        yield cut(head + row.text, width)
-        yield cut(" " * 15 + why, width)
+        told, below = f"  {row.status:<11}  {plain(row.text)}", f"{row.id}: {why}"
+        if width < SMALL:
+            yield from wrapped(told.strip(), width, "  ", "    ")
+            yield from wrapped(below, width, "    ")
+        else:
+            yield cut(told, width)
+            yield cut(" " * 15 + below, width)
         return
+    head = f"  {row.status:<11}  {cut(row.id, names):<{names}}  "
     room = width - len(head)
     share = min(len(plain(row.text)), max(room // 2, room - len(plain(why)) - 3))
     words = cut(row.text, share)
@@ -90,7 +97,7 @@ def _listed(found: Sequence[Evidence], width: int) -> Iterator[str]:
         place = f"{item.arm}{when}: {item.model}/{item.strategy}, {item.ranks}, {item.hardware}, {item.stack}"
         yield from wrapped(place, width, "  - ", "    ")
         yield from wrapped(f"{item.measured} (predicted: {item.predicted})", width, "    ", "      ")
-        yield from wrapped(item.document, width, "    ", "      ")
+        yield f"    {plain(item.document)}"  # in one piece, to be copied
 
 
 def _by_reason(found: Sequence[Evidence], width: int) -> Iterator[str]:
@@ -160,7 +167,7 @@ def runs_here(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
             yield from wrapped(f"{len(found):4}  {reason} [{listed}]", width, "", " " * 6)
     if arms:
         yield ""
-        yield "arms that cannot run here, of cases that can"
+        yield from wrapped("arms that cannot run here, of cases that can", width)
         for reason, names in sorted(arms.items(), key=lambda item: -len(item[1])):
             listed = ", ".join(dict.fromkeys(names))
             yield from wrapped(f"{len(names):4}  {reason} [{listed}]", width, "", " " * 6)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.results.rows import Row, counts, figures, without_expectation
-from repro_matrix.terminal.summary import WORDS
+from repro_matrix.terminal.summary import WORDS, plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,7 @@ STYLES = {
 }  # fmt: skip
 
 
-WIDE = 120
+WIDE, NARROW = 120, 40
 
 
 def console(stderr: bool = False) -> Console:
@@ -40,16 +41,33 @@ def print_json(value: Any) -> None:
 
 def print_notes(texts: Sequence[str], shown: int = 10) -> None:
     """Remarks on stderr, so that what is printed stays what was asked for."""
+    if not texts:
+        return
+    out = console(stderr=True)
     for text in texts[:shown]:
-        print(f"note: {text}", file=sys.stderr)
+        told = f"note: {plain(text)}"
+        print(_paragraph(told, min(out.width, WIDE)) if out.is_terminal else told, file=sys.stderr)
     if len(texts) > shown:
         print(f"note: and {len(texts) - shown} more like these", file=sys.stderr)
 
 
 def columns() -> int:
-    """How wide lines may be: the terminal's width; 120 off a terminal, and on a wider one."""
-    out = console()
-    return min(out.width, WIDE) if out.is_terminal else WIDE
+    """How wide lines may be: as the terminal, or as COLUMNS says where there is none. ``WIDE`` at most, and where none
+    is said; ``NARROW`` at least: what is narrower breaks lines by itself."""
+    out, said = console(), os.environ.get("COLUMNS", "")
+    width = out.width if out.is_terminal else int(said) if said.isdigit() else WIDE
+    return max(NARROW, min(width, WIDE))
+
+
+def print_wrapped(*texts: str) -> None:
+    """A paragraph each, none of whose lines is wider than ``columns()``; a file's name stays in one piece."""
+    width = columns()
+    for text in texts:
+        print_lines(_paragraph(plain(text), width).split("\n"))
+
+
+def _paragraph(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def print_table(
@@ -58,7 +76,7 @@ def print_table(
     """A table. Off a terminal every row is one line, never cut; on one of less than ``WIDE`` columns what is named in
     ``narrow`` stands below its row. ``fold``: off a terminal too, where a line would be longer than ``WIDE``."""
     out = console()
-    texts = [["" if value is None else str(value).replace("\n", " ") for value in row] for row in rows]
+    texts = [["" if value is None else plain(str(value)) for value in row] for row in rows]
     if not out.is_terminal:
         _plain(title, columns, texts, narrow if fold else ())
         return

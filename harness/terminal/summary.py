@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from repro_matrix.cell.document import Document
 
 WIDTH = 120
+# What a terminal obeys: CSI (colours, the cursor), OSC (its title, links), and what is two characters.
+ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 LOG_LINES = 4
 FEW = 16  # lines in which what is new is told cell by cell; of more, case by case
 # A verdict in a line that counts: one, several.
@@ -38,12 +40,12 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
     for kind, title in ODD.items():
         found = [row for row in rows if row["expected"] == kind]
         if found:
-            yield from ("", f"{title}: {_arms(len(found))}")
+            yield from _title(f"{title}: {_arms(len(found))}", width)
             for same in _alike(found):
                 yield from _detail(same, known.get((same[0]["where"], same[0]["stack"])), width)
     muted = [row for row in rows if row["expected"] == "muted"]
     if muted:
-        yield from ("", f"MUTED, known and owned (`repro mute`): {_arms(len(muted))}")
+        yield from _title(f"MUTED, known and owned (`repro mute`): {_arms(len(muted))}", width)
         for row in muted:
             by = row["muted"] or {}
             where = f"{row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
@@ -51,23 +53,27 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
             yield from wrapped(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4, width)
     silent = [row for row in rows if _no_answer(row)]
     if silent:
-        yield ""
-        yield f"NO ANSWER: {_arms(len(silent))}"
+        yield from _title(f"NO ANSWER: {_arms(len(silent))}", width)
         yield from _reasons(silent, width)
     new = [r for r in rows if r["expected"] == "unset" and r["attempts"] and r["verdict"] and not _no_answer(r)]
     if new:
-        yield from ("", f"NEW, nothing is expected of them yet: {_arms(len(new))}")
+        yield from _title(f"NEW, nothing is expected of them yet: {_arms(len(new))}", width)
     measured = [row for row in rows if row["attempts"]]
     listed = list(_listed(new, width))
     wholly = _wholly_new(new, measured) if len(listed) > FEW else set()
     yield from _new_by_case(new, wholly, width) if len(listed) > FEW else listed
     if measured:
-        yield from ("", "CASES measured" + (" (+: all of it is new)" if wholly else ""))
+        yield from _title("CASES measured" + (" (+: all of it is new)" if wholly else ""), width)
         yield from _cases(measured, wholly, width)
     missing = [row for row in rows if not row["attempts"] and row["reason"]]
     if missing:
-        yield from ("", f"NOT MEASURED: {_arms(len(missing))}")
+        yield from _title(f"NOT MEASURED: {_arms(len(missing))}", width)
         yield from _reasons(missing, width)
+
+
+def _title(text: str, width: int) -> Iterator[str]:
+    yield ""
+    yield from wrapped(text, "", 2, width)
 
 
 def _no_answer(row: Row) -> bool:
@@ -147,7 +153,7 @@ def _log(arm: str, document: Document | None) -> list[str]:
 
 def plain(line: str) -> str:
     """A line without what a terminal would obey: escape sequences, control and bidirectional characters."""
-    line = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", line)
+    line = ESCAPE.sub("", line)
     return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
 
 
@@ -239,9 +245,9 @@ def ending(code: int, rows: Sequence[Row], otherwise: int = 0) -> str:
     odd = sum(row["expected"] == "unexpected" for row in rows)
     why = {
         0: "nothing unexpected",
-        1: f"{_arms(odd)} differ from what is expected (a control that fails always does)"
+        1: f"{_arms(odd)} differ{'s' * (odd == 1)} from what is expected"
         + (f"; {_arms(otherwise)} answer otherwise than before" if otherwise else ""),
         2: "a mute's day is over: see above, and `repro mute`",
-        3: "less could be measured than was asked for: see above, and `repro doctor`",
+        3: "less was measured than asked for: see above, and `repro doctor`",
     }.get(code, "")
     return f"exit code {code}: {why}" if why else f"exit code {code}"

@@ -26,6 +26,7 @@ from repro_matrix.judge.foreign import too_wide
 from repro_matrix.judge.publishable import Refusal, refusals
 from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.results import published, runs
+from repro_matrix.results.chosen import chosen
 from repro_matrix.results.publishing import Publication, publication
 from repro_matrix.results.ranges import whole
 from repro_matrix.results.store import Store, write_text
@@ -60,22 +61,23 @@ def main(args: argparse.Namespace) -> int:
     names -= shipped
     # What is published is judged here and now, by the cases as they are, and beside what is published already.
     kept, measured = Store(own.baseline), Store(source)
-    held = [d for d in kept.documents(cases=names) if _usable(d)]
-    if kept.damaged:  # what is expected would be written without it
-        raise ResultsError("\n  ".join(["what is published is damaged: restore it first", *kept.damaged]))
     every = [d for d in measured.documents() if d["case"] in names | shipped and _usable(d)]
     print_notes(measured.damaged)
+    every = chosen(every, selection)
     given = [d for d in every if d["case"] in names]
     if len(every) > len(given):
         told = f"{len(every) - len(given)} cells of cases that are shipped with repro-matrix"
         print_notes([f"left out {told}: what is expected of those is read-only here, and changed in a checkout of it"])
+    if not any(whole(catalogue.cases[d["case"]], d) for d in given):
+        raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
+    held = [d for d in kept.documents(cases=names) if _usable(d)]
+    if kept.damaged:  # what is expected would be written without it
+        raise ResultsError("\n  ".join(["what is published is damaged: restore it first", *kept.damaged]))
     judged = judged_again([*held, *given], catalogue.cases)
     print_notes(judged.notes)
     stored = [d for d in judged.documents if _within(source, d)]
     held = [d for d in judged.documents if _within(own.baseline, d)]
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
-    if not documents:
-        raise ResultsError(f"{source}: holds no complete measurement of the selected cases; run `repro matrix` first")
     refused = refusals(documents, args.take)
     if refused and not args.plan:
         raise ResultsError("\n  ".join([f"{source}: not published:", *_grouped(refused)]))

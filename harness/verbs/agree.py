@@ -9,7 +9,7 @@ from repro_matrix.diff import show
 from repro_matrix.diff.agree import agree, as_json, lines
 from repro_matrix.diff.sides import side
 from repro_matrix.results import runs
-from repro_matrix.terminal.report import print_json, print_lines, print_notes
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes, print_wrapped
 from repro_matrix.verbs.diff import selected
 
 EPILOG = """A, B: as of `repro diff`: a folder of results, one document, or the name of a stack of the baseline. Where
@@ -39,12 +39,11 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"a": args.one, "b": args.other, **as_json(rows, across)})
         return 0
-    print(show.described(one.name, one.briefs))
-    print(show.described(other.name, other.briefs))
+    print_wrapped(show.described(one.name, one.briefs), show.described(other.name, other.briefs))
     if "stack" in across:
         print("note: the stacks differ too: what does not agree may be the releases' doing")
     print()
-    print_lines(lines(rows, args.all))
+    print_lines(lines(rows, args.all, columns()))
     return 0
 
 

@@ -15,7 +15,7 @@ from repro_matrix.diff import show
 from repro_matrix.diff.brief import Brief
 from repro_matrix.diff.compare import Diff, compare
 from repro_matrix.diff.sides import Side, side
-from repro_matrix.terminal.report import print_json, print_lines, print_notes
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes, print_wrapped
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 EPILOG = """A, B: a folder of results (of a run, a night, a machine; older ones in its history/ are left out), one
@@ -51,9 +51,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"a": args.one, "b": args.other, **show.as_json(found)})
         return found.exit_code
-    print(show.described(one.name, one.briefs))
-    print(show.described(other.name, other.briefs))
-    print_lines(show.lines(found, args.all))
+    print_wrapped(show.described(one.name, one.briefs), show.described(other.name, other.briefs))
+    print_lines(show.lines(found, args.all, columns()))
     print(ending(found))
     return found.exit_code
 

@@ -15,7 +15,7 @@ from repro_matrix.running import session
 from repro_matrix.running.probe import Prober, problem
 from repro_matrix.running.request import ask
 from repro_matrix.terminal import listing
-from repro_matrix.terminal.report import columns, named, print_json, print_lines, print_table
+from repro_matrix.terminal.report import columns, named, print_json, print_lines, print_table, print_wrapped
 
 _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
 
@@ -39,6 +39,7 @@ def main(args: argparse.Namespace) -> int:
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()))
+    notes += [f"stack {stack.name}: {note}" for note in stack.changed]
     torch = Prober(profile, machine, cache_dir() / "state").look(stack)
     if profile.accelerator != "cpu":
         wrong = problem(torch, stack, profile, machine)
@@ -70,18 +71,16 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(data)
         return 3 if problems else 0
-    print(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb} GiB; {machine.os}")
+    print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb} GiB; {machine.os}")
     _print_gpus(machine, states, apart)
     shared = "none" if shm is None else f"{shm} MiB"
-    print(f"/dev/shm: {shared}; stacks of hung ranks: {'faulthandler' if blind else 'py-spy'}")
-    where = f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {_of_torch(torch)}"
-    print_lines(listing.wrapped(where, columns(), deeper="  "))
+    print_wrapped(
+        f"/dev/shm: {shared}; stacks of hung ranks: {'faulthandler' if blind else 'py-spy'}",
+        f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {_of_torch(torch)}",
+    )
     shown = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
-    print(f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(shown)}")
-    for text in problems:
-        print(f"PROBLEM: {text}")
-    for text in notes:
-        print(f"note: {text}")
+    print_wrapped(f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(shown)}")
+    print_wrapped(*(f"PROBLEM: {text}" for text in problems), *(f"note: {text}" for text in notes))
     if args.all:
         table = [
             [
@@ -111,7 +110,9 @@ def _of_torch(found: Mapping[str, Any]) -> str:
 def _print_gpus(machine: Machine, states: dict[str, hardware.CardState], apart: list[tuple[str, str]]) -> None:
     """A line per card and a line per process on it that is not ours."""
     known = f", CUDA up to {machine.cuda}" if machine.cuda else ""
-    print(f"GPUs: {len(machine.gpus) or 'none'}" + (f"; driver {machine.driver}{known}" if machine.driver else ""))
+    print_wrapped(
+        f"GPUs: {len(machine.gpus) or 'none'}" + (f"; driver {machine.driver}{known}" if machine.driver else "")
+    )
     for gpu in machine.gpus:
         state = states[gpu.uuid]
         facts = [
@@ -125,11 +126,11 @@ def _print_gpus(machine: Machine, states: dict[str, hardware.CardState], apart: 
         ]
         facts += ["rows to be remapped at the next reset"] if state.remap_pending else []
         facts += [f"NOT USABLE: {state.sick}"] if state.sick else []
-        print(f"  GPU {gpu.index}: {', '.join(facts)}")
+        print_lines(listing.wrapped(f"GPU {gpu.index}: {', '.join(facts)}", columns(), "  ", "    "))
         for process in state.foreign:
-            print(f"    in use by {process}")
+            print_lines(listing.wrapped(f"in use by {process}", columns(), "    ", "      "))
     for left in machine.left_out:
-        print(f"  {left}")
+        print_lines(listing.wrapped(str(left), columns(), "  ", "    "))
     index = {gpu.uuid: gpu.index for gpu in machine.gpus}
     if len(machine.gpus) > 1:
         pairs = ", ".join(f"{index[one]}-{index[other]}" for one, other in apart)

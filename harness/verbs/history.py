@@ -10,7 +10,7 @@ from pathlib import Path
 from repro_matrix.conf import arguments, project
 from repro_matrix.conf.errors import ConfigError, ResultsError, unknown
 from repro_matrix.nights import kept, strip
-from repro_matrix.terminal.report import print_json, print_lines, print_notes
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes
 from repro_matrix.terminal.summary import counted
 
 EPILOG = """NIGHTS: folders of results, one for each night, or a folder of nights (default: results/nights): folders
@@ -36,7 +36,15 @@ def main(args: argparse.Namespace) -> int:
     if args.compact is not None:
         return _compact(args)
     case, *folders = args.names
-    paths = [Path(name).expanduser() for name in folders] or [project.current().results / "nights"]
+    if not folders and Path(case).expanduser().is_dir():
+        raise ConfigError(f"{case}: is a folder; the case comes first: repro history CASE {case}")
+    usual = project.current().results / "nights"
+    if not folders and not usual.is_dir():
+        told = (
+            f"`repro nightly ... --nights {usual}` keeps some; or name folders of results: repro history {case} DIR ..."
+        )
+        raise ResultsError(f"{usual}: no night is kept there yet: {told}")
+    paths = [Path(name).expanduser() for name in folders] or [usual]
     found = kept.read(paths)
     nights = found.found
     known = {name for night in nights for name in night.cases}
@@ -55,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(strip.as_json(nights, strips))
     else:
-        print_lines(strip.lines(nights, strips))
+        print_lines(strip.lines(nights, strips, columns()))
     return 0
 
 

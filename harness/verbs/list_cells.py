@@ -9,7 +9,7 @@ from typing import Any
 from repro_matrix.conf import arguments
 from repro_matrix.running.request import ask, print_composed
 from repro_matrix.terminal import listing
-from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes, print_wrapped
 from repro_matrix.terminal.summary import counted
 
 
@@ -50,5 +50,5 @@ def main(args: argparse.Namespace) -> int:
     told = [{**entry, "arms": len(entry["arms"])} for entry in shown.values()]
     print_lines([*listing.cases(told, columns()), ""][1:])
     found = f"{counted(len(shown), 'case')}, {counted(len(cells), 'cell')}"
-    print(f"{found}. `repro show CASE` tells more; `repro doctor` what runs here.")
+    print_wrapped(f"{found}. `repro show CASE` tells more; `repro doctor` what runs here.")
     return 0

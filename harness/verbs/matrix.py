@@ -25,7 +25,15 @@ from repro_matrix.running.budget import At, Known
 from repro_matrix.running.request import print_composed
 from repro_matrix.terminal import summary as summaries
 from repro_matrix.terminal.report import columns as wide
-from repro_matrix.terminal.report import matrix_table, named, print_json, print_lines, print_table, summary_line
+from repro_matrix.terminal.report import (
+    matrix_table,
+    named,
+    print_json,
+    print_lines,
+    print_table,
+    print_wrapped,
+    summary_line,
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +122,7 @@ def measure(
         "interrupted": summary.interrupted,
         "problem": summary.problem,
         "cards": summary.cards,
+        "changed": prepared.changed(),
         "results": str(own_results.results_folder(prepared.settings)),
         "verdicts": rows.counts(found),
         "counts": rows.figures(found),
@@ -136,18 +145,17 @@ def measure(
             print()
         print_lines(summaries.left_out(prepared.left_out, wide()))
         print_lines(summaries.wrapped(summary_line(found), "", 4, wide()))
-        print(
-            f"{summary.attempts} attempts ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
-            f"({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s; documents in {totals['results']}"
+        print_wrapped(
+            f"{summaries.counted(summary.attempts, 'attempt')} ({summary.reused} more reused), {summary.cpu_s:.0f} "
+            f"CPU-seconds ({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s"
         )
-        for why, count in prepared.elsewhere.items():
-            print(f"{summaries.counted(count, 'cell')} measured elsewhere than on {prepared.profiles[0].name}: {why}")
+        elsewhere = f"measured elsewhere than on {prepared.profiles[0].name}"
+        print_wrapped(*(f"{summaries.counted(n, 'cell')} {elsewhere}: {why}" for why, n in prepared.elsewhere.items()))
         if prepared.left:
-            print(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
-        for why, count in summary.cold.most_common():
-            print(f"{count} of them started from cold: {why}")
-        for text in summary.cards:
-            print(f"note: {text}")
+            print_wrapped(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
+        print_wrapped(*(f"{count} of them started from cold: {why}" for why, count in summary.cold.most_common()))
+        print_wrapped(*(f"note: {text}" for text in [*prepared.changed(), *summary.cards]))
+        print(f"documents: {totals['results']}")
         if written:
             print(f"page: {written}")
     if summary.problem:
@@ -162,8 +170,9 @@ def measure(
     for name in sorted(lacking):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
     if changed and before and not args.json:
-        print(f"\nagainst {show.described(before.name, before.briefs)}")
-        print_lines(show.lines(changed))
+        print()
+        print_wrapped(f"against {show.described(before.name, before.briefs)}")
+        print_lines(show.lines(changed, width=wide()))
     code = exit_code(
         summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking or prepared.left_out)
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from repro_matrix.conf.errors import ResultsError
@@ -32,27 +35,33 @@ def main(args: argparse.Namespace) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ResultsError(f"{target}: --to needs a folder that is new or empty")
     # A folder of runs stands for the last of them.
-    folders = {name: runs.of(Path(name).expanduser()) for name in dict.fromkeys(args.folders)}
+    folders = {name: runs.of(Path(name).expanduser()) for name in args.folders}
+    places = [folders[name].resolve() for name in args.folders]
+    twice = next((name for name, place in zip(args.folders, places) if places.count(place) > 1), None)
+    if twice:
+        raise ResultsError(f"{twice}: is given twice")
+    if any(target.resolve().is_relative_to(place) for place in places):
+        raise ResultsError(f"{target}: lies in a shard's own folder; --to takes one beside them")
     parts = {name: shards.read(folder) for name, folder in folders.items()}
     absent = shards.missing(parts)
     lacking: dict[str, list[str]] = {}
-    merged = 0
+    files: dict[Path, Path] = {}  # below the target -> where it is
     for name, part in parts.items():
         found, left = shards.documents(folders[name], part)
         if left:
             lacking[f"{part['shard']}/{part['of']}"] = left
-        for below in found:
-            (target / below).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folders[name] / below, target / below)
-        merged += len(found)
+        files |= {below: folders[name] / below for below in found}
+    merged = len(files)
+    _copy(files, target)
     code = 3 if absent or lacking else 0
     count = next(iter(parts.values()))["of"]
     if args.json:
         print_json({"merged": merged, "missing": absent, "incomplete": lacking, "to": str(target), "exit_code": code})
         return code
-    selection = " ".join(next(iter(parts.values()))["selection"])
+    selection = next(iter(parts.values()))["selection"]
     for number in absent:
-        print(f"missing: shard {number} of {count}; it is made by: repro matrix {selection} shard={number}/{count}")
+        made = shlex.join(["repro", "matrix", *selection, f"shard={number}/{count}"])
+        print(f"missing: shard {number} of {count}; it is made by: {made}")
     for shard, cells in lacking.items():
         few = "; ".join(cells[:SHOWN]) + (f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else "")
         lacks = counted(len(cells), "cell")
@@ -62,3 +71,18 @@ def main(args: argparse.Namespace) -> int:
     print(f"{counted(merged, 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
     print(f"exit code {code}: " + ("not all of it is there" if code else "every shard is there and whole"))
     return code
+
+
+def _copy(files: Mapping[Path, Path], target: Path) -> None:
+    """All of them or none: half a copy would be taken for the run. Raises ResultsError: it cannot be written."""
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        beside.mkdir(parents=True)
+        for below, source in files.items():
+            (beside / below).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, beside / below)
+        os.replace(beside, target)  # an empty folder gives way
+    except OSError as error:
+        raise ResultsError(f"{target}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -34,11 +34,16 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.terminal.report import print_json, print_table
 
     today = datetime.now(timezone.utc).date()
+    given = [f"--{name}" for name in ("arm", "owner", "until", "reason", "remove") if getattr(args, name)]
+    if args.cell is None and given:
+        raise ConfigError(f"{', '.join(given)}: of which cell? repro mute CELL ... (`repro list --json`: key)")
     mutes = muted.read()
     if args.cell is None:
         expired = [mute for mute in mutes if mute.until < today]
         if args.json:
             print_json([{**mute.model_dump(mode="json"), "expired": mute in expired} for mute in mutes])
+        elif not mutes:
+            print("nothing is muted")
         else:
             state = {True: "EXPIRED", False: "silent"}
             rows = [[m.cell, m.arm or "all", state[m in expired], m.until, m.owner, m.reason] for m in mutes]
@@ -53,12 +58,14 @@ def main(args: argparse.Namespace) -> int:
         lacking = [f"--{name}" for name in ("owner", "until", "reason") if not getattr(args, name)]
         if lacking:
             raise ConfigError(f"{args.cell}: {', '.join(lacking)} missing: who, until which day, and why")
-        entry = {"cell": args.cell, "arm": args.arm, "owner": args.owner, "reason": args.reason}
-        new = muted.Mute.model_validate({**entry, "until": _day(args.until, today)})
+        new = muted.entry(args.cell, args.arm, args.owner, _day(args.until, today), args.reason)
         kept.append(new)
-        muted.check([new], catalogues.load())
+        muted.check([new], catalogues.load(), "repro mute")
     _write(muted.written(kept))
-    print(f"{muted.file()}: {len(kept)} entries; commit it with a review")
+    if args.json:
+        print_json([mute.model_dump(mode="json") for mute in kept])
+    else:
+        print(f"{muted.file()}: {len(kept)} {'entry' if len(kept) == 1 else 'entries'}; commit it with a review")
     return 0
 
 
@@ -81,6 +88,7 @@ def _write(text: str) -> None:
     from repro_matrix.results.store import write_text
 
     try:
+        muted.file().parent.mkdir(parents=True, exist_ok=True)
         write_text(muted.file(), text)
     except OSError as error:
         raise ResultsError(f"{muted.file()}: cannot be written: {error.strerror or error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from repro_matrix.conf.errors import ConfigError, ResultsError
 
 if TYPE_CHECKING:
     from repro_matrix.nights.host import Issue
+    from repro_matrix.nights.night import Night
     from repro_matrix.nights.tonight import Changed
 
 EPILOG = """RESULTS: tonight's folders (the pinned stack's, the floating one's). After the runs, as the last step of a
@@ -77,9 +79,10 @@ def main(args: argparse.Namespace) -> int:
         _keep_locks(folder, name, locks)
         # It may be told once more, or days later, from what a runner had uploaded before it was lost.
         own = of_briefs(name, briefs).started
-        ledger = [night for night in kept.ledger(folder, []) if night.name != name and night.started <= own]
+        others = [night for night in kept.ledger(folder, []) if night.name != name]
+        ledger = [night for night in others if night.started <= own]
         compared = tonight.since_green(briefs, ledger, lambda key, arm: any(m.covers(key, arm) for m in mutes))
-    print_notes(compared.notes)
+    print_notes([*_odd_clock(own, others), *compared.notes])
     search = Searches(folder, name, seconds)
     by_case: dict[str, list[Changed]] = {}
     for one in compared.changed:
@@ -104,6 +107,23 @@ def main(args: argparse.Namespace) -> int:
     why = "" if open_ or not code else ": that of the runs" if args.code else f": {len(unread)} files could not be read"
     print(f"exit code {code}{why}")
     return code
+
+
+def _odd_clock(started: float, others: Sequence[Night]) -> list[str]:
+    """Tonight is compared with nights before it, so that it matters what its machine takes for now."""
+    found = []
+    if started > time.time() + 3600:
+        found.append(f"tonight's results say that they were measured {_day(started)}, which is still to come")
+    later = [night.name for night in others if night.started > started]
+    if later:
+        told = ", ".join(later[-3:]) + (f" and {len(later) - 3} more" if len(later) > 3 else "")
+        why = "it is told late, or a clock was wrong"
+        found.append(f"tonight was measured {_day(started)}, before {told}: not compared with these ({why})")
+    return found
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
 def _name(given: str | None) -> str:
@@ -166,7 +186,7 @@ class Searches:
         words = ["bisect", found.case, "--good", str(good), "--bad", str(bad), "--arm", told[0].arm, "--find", "change"]
         words += [*told[0].axes, f"hardware={told[0].hardware}", f"results={self.folder / 'bisect'}"]
         left = self.until - time.monotonic()
-        again = "repro " + " ".join(words)
+        again = shlex.join(["repro", *words])
         if left <= 0:
             return f"no time was left for a search (--budget): `{again}`"
         print(f"searching for {left:.0f} s at most: {again}", file=sys.stderr, flush=True)

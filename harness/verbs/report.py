@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from repro_matrix.nights.night import Night
     from repro_matrix.page.view import Cell
 
-FORMATS = ("html", "junit", "markdown", "json", "csv")
+FORMATS = ("html", "junit", "markdown", "json", "csv", "parquet")
 AXES = ("case", "model", "strategy", "stack", "hardware")
 
 
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.conf import catalogue as catalogues
     from repro_matrix.conf import project
-    from repro_matrix.page import formats, render
+    from repro_matrix.page import formats, render, tables
     from repro_matrix.page.page import of_views, page
     from repro_matrix.page.read import Results, Views, read, views
     from repro_matrix.results import unshown
@@ -59,9 +59,13 @@ def main(args: argparse.Namespace) -> int:
     if args.site and (args.output or args.format != "html"):
         raise ConfigError("--site writes pages of its own: not together with --output or another --format")
     target = _target(args, folders, results)
+    if args.format == "parquet":  # else it is found out when everything has been read
+        tables.arrow()
+        if target is None and sys.stdout.isatty():
+            raise ConfigError("--format parquet is no text: --output PATH")
     catalogue = catalogues.load()
-    for text in [*(f"left out: {text}" for text in catalogue.left_out), *unshown.dropped(catalogue)]:
-        print(f"note: {text}", file=sys.stderr)
+    for note in [*(f"left out: {text}" for text in catalogue.left_out), *unshown.dropped(catalogue)]:
+        print(f"note: {note}", file=sys.stderr)
     as_page = args.format == "html" and not args.site  # from what is kept of each case, without its cells
     found: Results | Views = (views if as_page else read)(folders, catalogue, wanted)
     if not found.count and not found.unjudged:
@@ -69,6 +73,7 @@ def main(args: argparse.Namespace) -> int:
     if args.format != "html":
         print_notes(found.notes)  # the page has them itself
     made = made_line(folders)
+    text: str | bytes
     if isinstance(found, Views):
         view = of_views(
             found.views, title_of(folders), made, found.ledger, found.sources, found.notes,
@@ -90,13 +95,18 @@ def main(args: argparse.Namespace) -> int:
         told = [str(folder) for folder in folders]
         text = formats.as_json(found.cells, found.ledger, told, made, found.unjudged, found.notes)
     elif args.format == "csv":
-        text = formats.as_csv(found.cells)
+        text = tables.as_csv(found.cells)
+    elif args.format == "parquet":
+        text = tables.as_parquet(found.cells)
     elif args.format == "junit":
         text = formats.as_junit(found.cells, found.unjudged, found.notes, [*found.damaged, *found.unfinished])
     else:
         text = formats.as_markdown(found.cells, title_of(folders), unjudged=found.unjudged, unfinished=found.unfinished)
     if target is None:
-        sys.stdout.write(text)
+        if isinstance(text, bytes):
+            sys.stdout.buffer.write(text)
+        else:
+            sys.stdout.write(text)
         return 0
     write(target, text)
     print(target)
@@ -216,12 +226,12 @@ def of_run(documents: list[Document], folder: Path) -> Path:
     return target
 
 
-def write(target: Path, text: str) -> None:
+def write(target: Path, text: str | bytes) -> None:
     """Raises ResultsError: it cannot be written."""
-    from repro_matrix.results.store import write_text
+    from repro_matrix.results.store import write_bytes
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, text)
+        write_bytes(target, text.encode() if isinstance(text, str) else text)
     except OSError as error:
         raise ResultsError(f"{target}: cannot be written ({error.strerror or error})") from None

@@ -11,11 +11,12 @@ from repro_matrix.conf.overrides import expand
 from repro_matrix.conf.schema import Arm, Case
 from repro_matrix.judge.expect import expected
 from repro_matrix.judge.facts import depends_on
-from repro_matrix.launch.attempt import Attempt, torchrun_line
+from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.running import session
-from repro_matrix.terminal.report import print_json, print_table
+from repro_matrix.running.attempts import recipe
+from repro_matrix.terminal.report import print_json, print_notes, print_table, print_wrapped
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,7 @@ def main(args: argparse.Namespace) -> int:
 
     expand("case", [args.case], catalogue.load().cases)
     prepared = session.prepare([f"case={args.case}", *args.overrides], build_stacks=False)
+    print_notes(prepared.left_out)  # what is expected and not believed, too
     plan = prepared.plans[0]
     case = prepared.catalogue.cases[plan.cell.case]
     script = prepared.catalogue.script(case)
@@ -35,19 +37,7 @@ def main(args: argparse.Namespace) -> int:
     for arm in plan.arms:
         spec = case.arms[arm.arm]
         stack = prepared.stacks.get(arm.stack)
-        attempt = Attempt(
-            id="show",
-            run_id="show",
-            directory=Path("."),
-            script=script,
-            kit=REPROS if script.parent != REPROS else None,
-            files=prepared.catalogue.files(arm.settings),
-            settings=arm.settings,
-            python=stack.python if stack else "python",
-            world_size=arm.world_size,
-            deadline_s=arm.deadline,
-            env={**case.launch.env, **arm.settings.get("env", {}), **spec.env},
-        )
+        attempt = recipe(prepared.catalogue, arm, stack, Path("show"))
         settings = arm.settings
         arms.append(
             {
@@ -68,33 +58,39 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(data)
         return 0
-    print(f"{case.slug}: {case.title}")
+    print_wrapped(f"{case.slug}: {case.title}")
     if case.simulated:
-        print(f"SIMULATED: {case.simulated}")
-    print(f"references: {', '.join(case.references) or 'none'}   script: {data['script']}")
+        print_wrapped(f"SIMULATED: {case.simulated}")
+    print_wrapped(f"references: {', '.join(case.references) or 'none'}", f"script: {data['script']}")
     if case.summary:
-        print(case.summary)
+        print_wrapped(case.summary)
     needs = [*case.needs.requires, *([f"{case.needs.gpus} GPUs"] if case.needs.gpus else [])]
     if needs or case.needs.stack:
-        print(f"needs: {', '.join(needs) or 'nothing special'}; known to fire on: {case.needs.stack or 'current'}")
-    print(f"clean means: {case.proof.kind}: {', '.join(case.proof.checks)} on {case.proof.ranks} rank(s)")
+        known = case.needs.stack or "current"
+        print_wrapped(f"needs: {', '.join(needs) or 'nothing special'}; known to fire on: {known}")
+    ranks = "all ranks" if case.proof.ranks == "all" else "the first rank"
+    print_wrapped(f"clean means: {case.proof.kind}: {', '.join(case.proof.checks)} on {ranks}")
     for signature in case.signatures:
         detail = (
             signature.message or signature.check or signature.signal or ", ".join(f.function for f in signature.frames)
         )
-        print(f"signature {signature.name} ({signature.kind}): {signature.type or ''} {detail}".rstrip())
+        print_wrapped(f"signature {signature.name} ({signature.kind}): {signature.type or ''} {detail}".rstrip())
     print()
+    title = f"expected of {plan.cell.where} on {plan.profile.name} with this stack"
+    if not case.expect:
+        title = f"nothing is expected: no results/expected/{case.slug}.yaml, which `repro accept` writes"
     print_table(
-        f"expected of {plan.cell.where} on {plan.profile.name} with this stack",
+        title,
         ["arm", "expected", "what it changes", "help"],
         [[a["arm"], a["expected"], _change(case.arms[a["arm"]]), a["help"]] for a in arms],
+        narrow=("help",),
     )
     for arm_row in arms:
         print(f"\n{arm_row['arm']}" + (f"  (skipped here: {arm_row['skipped']})" if arm_row["skipped"] else ""))
         print(f"  {arm_row['torchrun']}")
     if case.claims:
         print()
-        print_table("", ["claim", "source", "text"], [[c.id, c.source, c.text] for c in case.claims])
+        print_table("", ["claim", "source", "text"], [[c.id, c.source, c.text] for c in case.claims], ("text",))
     return 0
 
 

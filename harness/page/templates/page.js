@@ -36,11 +36,11 @@
   const total = sections.reduce((sum, section) => sum + +section.data.count, 0);
   const packed = document.getElementById("later");
   const later = packed && (async () => {
-    for (const {case: slug, marks, cells: data} of await unpack(packed)) {
+    for (const {case: slug, marks, arms: known, cells: data} of await unpack(packed)) {
       const section = bySlug.get(slug), here = new Set(section.cells.map(cell => cell.id));  // packed as well
       const looks = marks.map(([name, symbol, word, tone]) => ({name, symbol, word, tone}));
       for (const [id, pack, m, s, k, h, r, also, ranks, odd, states, seen] of data) if (!here.has(id)) {
-        const groups = seen.map(([look, arms]) => ({look: looks[look], arms}));
+        const groups = seen.map(([look, arms]) => ({look: looks[look], arms: arms.map(one => known[one])}));
         add(section, {section, id, pack, also, ranks, odd, groups, of: [m, s, k, h, r], verdicts: groups.map(one => one.look.name), states});
       }
     }
@@ -66,21 +66,23 @@
     return el("span", "m " + tone, sign, " " + said);
   };
   const where = ({of: [m, s, k, h, r], also, ranks}) => [m, also ? `${s} ${also}` : s, [`${ranks} ranks`, h, k, ...r ? [r] : []].join(" \u00b7 ")];
-  const grouped = ({look, arms}) => `${look.word}: ${arms}`;
+  const most = +form.dataset.named, names = arms => arms.slice(0, most).join(", ") + (arms.length > most ? ` and ${arms.length - most} more` : "");
+  const grouped = ({look, arms}) => `${look.word}: ${names(arms)}`;
+  const unnamed = ({groups}) => groups.flatMap(one => one.arms.slice(most)).join(" ");
   const unlike = cell => `${cell.odd} not as expected`;
   const draw = cell => {
-    const [model, strategy, small] = where(cell), [m, s, k, h, r] = cell.of, seen = el("span", "seen");
+    const [model, strategy, small] = where(cell), [m, s, k, h, r] = cell.of, a = unnamed(cell), seen = el("span", "seen");
     if (cell.odd) seen.append(badge({symbol: form.dataset.odd, tone: "bad"}, unlike(cell)), " ");
     for (const group of cell.groups) seen.append(badge(group.look, grouped(group)), " ");
     const axes = el("span", "axes", el("strong", "", model), " ", el("span", "", strategy), " ", el("small", "", small));
     const node = el("details", "cell", el("summary", "", axes, "\n", seen, "\n"));
     node.id = cell.id;
-    Object.assign(node.dataset, {m, s, k, h, ...r ? {r} : {}, v: cell.verdicts.join(" "), e: cell.states.join("|"), p: cell.pack});
+    Object.assign(node.dataset, {m, s, k, h, ...r ? {r} : {}, v: cell.verdicts.join(" "), e: cell.states.join("|"), ...a ? {a} : {}, p: cell.pack});
     return node;
   };
   const made = cell => cell.node ??= draw(cell);
-  const text = cell => cell.text ??= cell.section.words + (cell.node ? cell.node.firstElementChild.textContent
-    : [...where(cell), ...cell.odd ? [unlike(cell)] : [], ...cell.groups.map(grouped)].join(" ")).toLowerCase();
+  const text = cell => cell.text ??= cell.section.words + (cell.node ? `${cell.node.firstElementChild.textContent} ${cell.node.dataset.a || ""}`
+    : [...where(cell), ...cell.odd ? [unlike(cell)] : [], ...cell.groups.map(grouped), unnamed(cell)].join(" ")).toLowerCase();
 
   const fill = async node => {
     if (node.dataset.p === undefined || node.dataset.filled) return;

@@ -1,0 +1,157 @@
+"""What of an environment is not as its packages were installed: files edited in place, code that every process runs.
+
+Whoever looks for a failure edits a library's files, or puts a patch beside them, and forgets it; the version still says
+what was released. Such a verdict is of this environment, not of the release.
+
+Compared with what installers write down (RECORD: path, hash, size; PyPA's specification of recorded projects). What has
+no RECORD (a distribution's own packages, a checkout) cannot be compared.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackagePath
+from pathlib import Path
+from typing import NamedTuple
+
+from repro_matrix.conf.packages import TRAINERS, UPSTREAM
+from repro_matrix.stacks.stack import Stack, short_hash, site_folders
+
+COMPARED = frozenset({*UPSTREAM, *TRAINERS})
+# An environment's maker lists it nowhere: virtualenv and uv put it into every environment (pypa/virtualenv#1895).
+OF_ENVIRONMENTS = "_virtualenv.pth"
+AT_START = ("sitecustomize", "usercustomize")
+LOADED = (".py", ".so", ".pyd")
+
+
+class Changed(NamedTuple):
+    """A file that is not as it was installed. ``package``: whose it is; "" where no installed package brought it."""
+
+    package: str
+    path: Path
+    note: str
+    digest: str  # of what it holds now
+
+
+def told(stack: Stack) -> str:
+    """In a sentence, that it is not what its versions say; "" where it is."""
+    more = f" (and {len(stack.changed) - 1} more)" if len(stack.changed) > 1 else ""
+    return (
+        f"stack {stack.name} is not as its packages were installed: {stack.changed[0]}{more}" if stack.changed else ""
+    )
+
+
+def with_changes(stack: Stack) -> Stack:
+    """The stack, and another one than before where its environment was changed: what was measured before is not its."""
+    base = [one for one in changed(stack.python) if one.package not in stack.moved]  # else a layer hides it
+    found = [*(one for folder in stack.path for one in in_folder(Path(folder))), *base]
+    if not found:
+        return stack
+    digest = short_hash(*(f"{one.path} {one.digest}" for one in found))
+    content = short_hash(stack.content, *(one.digest for one in found)) if stack.content else ""
+    notes = tuple(one.note for one in found)
+    return replace(
+        stack, key=short_hash(stack.key, digest), content=content, compiled=stack.compiled or stack.key, changed=notes
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def changed(python: str) -> tuple[Changed, ...]:
+    """What of the environment of this interpreter was changed after it was installed, as far as it can be known."""
+    return tuple(one for folder in site_folders(python) for one in in_folder(folder))
+
+
+@functools.lru_cache(maxsize=256)
+def in_folder(folder: Path) -> tuple[Changed, ...]:
+    """The same of one folder of packages."""
+    return tuple(_found(folder))
+
+
+def _found(folder: Path) -> Iterator[Changed]:
+    for path in _started(folder):
+        note = f"{path.name} in {folder} runs in every process, and no installed package brought it"
+        yield Changed("", path, note, _hash(path))
+    for name in sorted(COMPARED):
+        for one in importlib.metadata.distributions(name=name, path=[str(folder)]):
+            files = list(one.files or ())
+            for path in _edited(folder, files):
+                note = f"{path.relative_to(folder)} is not as {name} {one.version} was installed"
+                yield Changed(name, path, note, _hash(path))
+            for path in _added(folder, name, files):
+                note = f"{path.relative_to(folder)} is none of {name} {one.version}'s files"
+                yield Changed(name, path, note, _hash(path))
+
+
+def _started(folder: Path) -> list[Path]:
+    """By what code runs in every process of the environment, and that no installed package brought (as it is)."""
+    own = [path for path in sorted(folder.iterdir()) if path.stem in AT_START or path.suffix == ".pth"]
+    runs = [path for path in own if _runs(path)]
+    found = importlib.metadata.distributions(path=[str(folder)]) if runs else ()
+    listed = {str(path): path.hash for one in found for path in one.files or ()}
+    return [path for path in runs if (said := listed.get(path.name)) is None or _hash(path, said.mode) != said.value]
+
+
+def _runs(path: Path) -> bool:
+    if path.suffix != ".pth":
+        return path.suffix == ".py" or (path / "__init__.py").exists()
+    lines = [line.strip() for line in _text(path).splitlines() if line.startswith(("import ", "import\t"))]  # as site
+    if path.name == OF_ENVIRONMENTS and lines == ["import _virtualenv"]:
+        return any(name in _text(path.with_suffix(".py")) for name in COMPARED)
+    return bool(lines)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _edited(folder: Path, files: list[PackagePath]) -> Iterator[Path]:
+    """The package's files that are not as its RECORD says: sources, and of libraries those of another length. RECORD is
+    written last: a source that is older, and as long as it says, is not read (6,000 files would cost a second)."""
+    own = next((path for path in files if path.match("*.dist-info/RECORD")), None)
+    written = os.stat(folder / own).st_mtime if own and (folder / own).exists() else 0.0
+    for listed in files:
+        if listed.suffix not in LOADED or listed.hash is None:
+            continue
+        path = folder / listed
+        try:
+            info = os.stat(path)
+        except OSError:
+            yield path
+            continue
+        if listed.suffix != ".py":
+            if info.st_size != listed.size:
+                yield path
+            continue
+        newer = info.st_mtime > written or info.st_size != listed.size
+        if newer and _hash(path, listed.hash.mode) != listed.hash.value:
+            yield path
+
+
+def _added(folder: Path, name: str, files: list[PackagePath]) -> Iterator[Path]:
+    """What lies among the package's modules and was not installed with it: it may hide one of them."""
+    listed = {str(path) for path in files}
+    if f"{name}/__init__.py" not in listed:
+        return
+    for at, folders, names in os.walk(folder / name):
+        folders[:] = sorted(each for each in folders if each != "__pycache__")
+        below = os.path.relpath(at, folder)
+        for each in sorted(names):
+            if os.path.splitext(each)[1] in LOADED and os.path.join(below, each) not in listed:
+                yield Path(at) / each
+
+
+def _hash(path: Path, kind: str = "sha256") -> str:
+    """As RECORD has it; "" where the file is not there, or cannot be read."""
+    try:
+        return base64.urlsafe_b64encode(hashlib.new(kind, path.read_bytes()).digest()).rstrip(b"=").decode()
+    except (OSError, ValueError):
+        return ""
