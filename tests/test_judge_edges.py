@@ -342,7 +342,15 @@ def test_when_the_deadline_is_no_hang() -> None:
     assert seen(still, still) is None and seen(None, None) is None
     assert seen(still, moved) == ("too slow", "still at work after 120 s: rank 1 (phase step 3)")
     kind, said = seen(still, still[:1])
-    assert kind == "unknown" and said.startswith("after 120 s, and whether")
+    assert (
+        kind == "unknown"
+        and said.startswith("after 120 s, and whether")
+        and said.endswith("(rank 1: not looked at twice)")
+    )
+    for change, why in (({"busy": True}, "about to run"), ({"cpu_s": None}, "its CPU time could not be read")):
+        assert seen(still, [LOOK, {**LOOK, "at_s": 20.0, **change}])[1].endswith(f"(rank 1: {why})")
+    blind = {**LOOK, "stack": None, "entered": None}
+    assert seen([blind, {**blind, "at_s": 20.0}], still)[1].endswith("(rank 0: no backtrace)")
     starting = {"never_meet": None, "limit_s": 30.0, "starting": True}
     assert seen(still, still, hang=starting) == (
         "start-up too slow",

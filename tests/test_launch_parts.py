@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 
 from repro_matrix.hardware.gpus import Seen
-from repro_matrix.launch import cold, cut_logs, observe, open_launcher, processes, shm, watch
+from repro_matrix.judge import looks as judge_looks
+from repro_matrix.launch import cold, cut_logs, looks, observe, open_launcher, processes, shm, watch
 from repro_matrix.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
 from repro_matrix.launch.watch import Watched
 from repro_matrix.running.board import Kept
@@ -432,3 +434,44 @@ def test_a_start_that_the_kernel_loses_is_made_once_more(
         else:
             with pytest.raises(ProcessLookupError):
                 cold._started([sys.executable, "-c", "pass"], {}, tmp_path, log)
+
+
+# --- looks at the deadline
+
+
+@pytest.mark.parametrize(
+    ("busy", "taken", "said"),
+    [
+        ([0, 0], 2, "stuck"),  # nobody moves: two looks are enough
+        ([1, 0, 1, 0, 1, 0, 0], 7, "stuck"),  # a machine under load: pairs that say nothing are no answer yet
+        ([1, 0] * 10, 9, "unknown"),
+        ([1, 1, 1, 0, 0], 3, "progress"),  # it moved twice
+        ([1, 1, 0, 0], 4, "stuck"),  # it had moved before it hung
+    ],
+)
+def test_ranks_are_looked_at_until_it_is_known_whether_they_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: list[int], taken: int, said: str
+) -> None:
+    seen = []
+
+    def take(watched: watch.Watch) -> dict[int, looks.Look]:
+        seen.append(busy[len(seen)])
+        at = 3.0 * len(seen)
+        return {
+            0: looks.Look({"at_s": at, "cpu_s": 1.0, "io": 0, "busy": bool(seen[-1]), "stack": "a", "ended": False})
+        }
+
+    monkeypatch.setattr(watch.Watch, "_take", take)
+    monkeypatch.setattr(watch, "APART_S", 0.0)
+    watched = watch.Watch(attempt_of(tmp_path, "none", deadline=1))
+    watched._working = 0.0
+    watched._look_twice(threading.Event())
+    pair = judge_looks.pair([each.seen for each in watched.result.looks[0]])
+    assert len(seen) == taken and judge_looks.of_rank(*pair) == said
+    watched.result.looks = {}
+    stop = threading.Event()
+    stop.set()
+    seen.clear()
+    watched.result.timed_out = True
+    watched._look_twice(stop)
+    assert len(seen) == 1 and watched.result.interrupted and not watched.result.timed_out, "Ctrl-C does not wait"

@@ -105,8 +105,19 @@ def no_hang(attempt: Attempt) -> tuple[InfraKind, str] | None:
         ]
         return "too slow", f"still at work after {limit:g} s: {', '.join(moved)}"
     if answer == "unknown":
-        return "unknown", f"after {limit:g} s, and whether its ranks moved could not be seen"
+        unseen = {rank: _unseen(*looks) for rank, looks in pairs.items() if of_rank(*looks) == "unknown"}
+        said = ", ".join(f"rank {rank}: {why}" for rank, why in unseen.items()) or "all had ended"
+        return "unknown", f"after {limit:g} s, and whether its ranks moved could not be seen ({said})"
     return None
+
+
+def _unseen(first: Look | None, second: Look | None) -> str:
+    """Why two looks do not say whether a rank moved."""
+    if not first or not second or (_grown(first, second, "at_s") or 0.0) < APART_S:
+        return "not looked at twice"
+    if _grown(first, second, "cpu_s") is None:
+        return "its CPU time could not be read"
+    return "about to run" if first.get("busy") or second.get("busy") else "no backtrace"
 
 
 def inside(stack: str) -> str:

@@ -34,7 +34,7 @@ QUIET_S = 3.0  # ranks that used no CPU time for so long are worth a closer look
 QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbeats, this watch's own looks
 GPU_EVERY_S = 10.0  # ranks that wait on a GPU spin: they are looked at now and then, quiet or not
 PATIENCE = 2.0  # after looks that found no hang, the next ones wait so many times longer
-TRIES = 3  # pairs of looks at the deadline, at most
+TRIES = 8  # pairs of looks at the deadline, at most: on a machine under load several may say nothing
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Watch:
         try:
             self._wait(finished, stop)
             if self.result.timed_out:
-                self._look_twice()
+                self._look_twice(stop)
                 self._last_moment(finished)
             if self.result.looks and self.attempt.device == "cuda":
                 last = looks.with_frames({r: each[-1] for r, each in self.result.looks.items()}, self.attempt.records)
@@ -205,14 +205,15 @@ class Watch:
                 pass
             self.result.timed_out, self.result.looks = False, {}
 
-    def _look_twice(self) -> None:
+    def _look_twice(self, stop: threading.Event) -> None:
         """At the deadline: do the ranks move? Ranks that moved once may have done so just before they hung."""
         if self.result.looks or self._working is None:
             return
         seen: dict[int, list[looks.Look]] = {}
         for number in range(TRIES + 1):
-            if number:
-                time.sleep(APART_S)
+            if number and stop.wait(APART_S):
+                self.result.timed_out, self.result.interrupted = False, True
+                return
             for rank, look in self._take().items():
                 seen.setdefault(rank, []).append(look)
             if number:
