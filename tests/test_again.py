@@ -130,9 +130,15 @@ def test_the_plan_stands_in_the_attempt_too() -> None:
     assert named(cell(fix=seen))[0] == ["INCONCLUSIVE"], "the document's versions are others"
 
 
-def test_an_arm_on_a_stack_of_its_own_has_versions_of_its_own() -> None:
+def test_an_arm_on_a_stack_of_its_own_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = cell(fix=ran_on(transformers="4.39.3"))
     stored["arms"]["fix"]["stack"] = "older"
+    assert named(stored) == (
+        [],
+        [f"{stored['path']}: left out: arm fix was measured on stack older, the document is of current"],
+    )
+    declared = case(arms={"broken": {}, "fix": {"flags": {"call": "root"}, "stack": "older"}})
+    monkeypatch.setitem(CASES, CASE.slug, declared)
     assert named(stored)[0] == ["FIX_HOLDS"]
     stored["arms"]["fix"]["attempts"][0]["observation"]["attempt"]["versions"] = VERSIONS
     assert named(stored)[0] == ["INCONCLUSIVE"]
@@ -150,7 +156,8 @@ def test_an_edited_fingerprint_leaves_the_document_out() -> None:
 def test_cases_and_arms_that_are_gone_are_not_read() -> None:
     assert named(cell(case="gone")) == ([], [])
     stored = cell()
-    stored["arms"]["gone"] = stored["arms"]["fix"]
+    stored["arms"]["gone"] = {**stored["arms"]["fix"], "attempts": []}
+    stored["complete"] = False
     assert "gone" not in judged_again([stored], CASES).documents[0]["arms"]
 
 

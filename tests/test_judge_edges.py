@@ -693,7 +693,11 @@ def test_a_document_says_what_its_attempts_ran_with() -> None:
 
     def said(arm: str = "broken", settings: dict[str, Any] | None = None, **changes: Any) -> str | None:
         seen = observation(ok(0), ok(1), settings=settings or ran)
-        other = {"broken": [("clean", seen)]} if arm == "broken" else {"broken": [], arm: [("clean", seen)]}
+        other = (
+            {"broken": [("clean", seen)]}
+            if arm == "broken"
+            else {"broken": [("fires", observation(failed(0)))], arm: [("clean", seen)]}
+        )
         return genuine.contradiction(document(other, {}, **changes), CASE)  # type: ignore[arg-type]
 
     assert said() is None
@@ -721,7 +725,7 @@ def test_a_document_says_what_its_attempts_ran_with() -> None:
     )  # type: ignore[arg-type]
     assert said(path="results/gpu1/s/other-case/m.json") is None
     simulated = case(simulated="devices", accelerator="cpu", launch={"backend": "fake"})
-    assert genuine.contradiction(document({"broken": []}, {}), simulated) == (  # type: ignore[arg-type]
+    assert genuine.contradiction(document({"broken": [("fires", observation(failed(0)))]}, {}), simulated) == (  # type: ignore[arg-type]
         "case some-case is simulated, and it does not say so"
     )
     changed = document({"broken": [("clean", observation(ok(0), settings={"seed": 1}))]}, {})

@@ -57,18 +57,6 @@ def test_only_attempts_that_count_are_counted_and_a_skip_needs_none() -> None:
     assert refusals([skipped]) == []
 
 
-def test_attempts_without_a_name_are_told_apart_by_their_place() -> None:
-    """Of an older launcher; those with one are the same where name and start are."""
-    old, twice = cell(), cell()
-    for attempt in old["arms"]["fix"]["attempts"]:
-        attempt["observation"]["attempt"]["id"] = ""
-    assert refusals([old]) == []
-    first = twice["arms"]["fix"]["attempts"][0]["observation"]
-    for attempt in twice["arms"]["fix"]["attempts"]:
-        attempt["observation"] = first
-    assert "an attempt is there more than once" in str(refusals([twice])[0])
-
-
 @pytest.mark.parametrize("verdict", ["CHANGED", "FIX_HARMFUL"])
 def test_what_may_be_a_mistake_is_published_only_when_it_is_named(verdict: str) -> None:
     (found,) = refusals([cell(verdict)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import sys
 import textwrap
 import threading
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 
 from repro_matrix import stacks
-from repro_matrix.script import command, failure, measure
+from repro_matrix.script import command, failure, measure, show
 from repro_matrix.script.failure import Failure
+from repro_matrix.stacks import shell
 
 pytestmark = pytest.mark.ranks
 
@@ -113,6 +116,28 @@ def test_the_environments_own_sitecustomize_is_imported(bench: Bench, monkeypatc
         "import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)", Failure("exit", code=7)
     )
     assert found["outcome"]["outcome"] == "fires"
+
+
+def test_a_package_of_the_shells_pythonpath_is_named_and_is_another_measurement(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script is launched with the shell's environment: the stack's label would say what was not measured."""
+    text = "import transformers, sys; sys.exit(getattr(transformers, 'patched', 0))"
+    script = measure.Script(command.of_words(["python", str(bench.write(text))]), Failure(), bench.folder / "results")
+    before = script.path(bench.stack)
+    (bench.folder / "mine" / "transformers").mkdir(parents=True)
+    patched = bench.write("patched = 7", "mine/transformers/__init__.py")
+    monkeypatch.setenv("PYTHONPATH", f"{bench.folder / 'other'}:mine")
+    document, _ = measure.measure(script, bench.stack, 1, threading.Event())
+    note = f"transformers is {patched} (the shell's PYTHONPATH), not the stack's"
+    assert document["attempts"][0]["outcome"]["outcome"] == "fires"
+    assert document["stack"]["changed"] == [note] and f"  note: {note}" in list(show.lines(document))
+    with_it = script.path(bench.stack)
+    patched.write_text("patched = 0", encoding="utf-8")
+    os.utime(patched, (1, 1))
+    assert len({before, with_it, script.path(bench.stack)}) == 3
+    layered = dataclasses.replace(bench.stack, moved={"transformers": ("5.23.0", "5.24.0")})
+    assert shell.hidden(layered, "mine") == [], "a layer of the stack comes before it"
 
 
 def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,11 @@ from repro_matrix.judge.outcome import Outcome
 
 @dataclass
 class Judged:
-    """``documents`` as they are to be read, and ``remarks``: which of them said something else, or were left out."""
+    """``documents`` as they are to be read, ``left_out`` with why, and ``remarks``: which said something else, or were
+    left out."""
 
     documents: list[Document] = field(default_factory=list)
+    left_out: list[tuple[Document, str]] = field(default_factory=list)
     remarks: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -56,6 +58,7 @@ def judged_again(
         case, where = cases[document["case"]], named(document)
         wrong = contradiction(document) or genuine.contradiction(document, case)
         if wrong:
+            found.left_out.append((document, wrong))
             found.remarks.append((where, f"left out: {wrong}"))
             continue
         if graded:

@@ -94,11 +94,47 @@ def contradiction(document: Document, case: Case) -> str | None:
             if wrong:
                 return f"arm {name}: {wrong}"
             ended.append(number(made["ended"]) or -1.0)
+    wrong = _told_twice(document) or _of_arms(document, case)
+    if wrong:
+        return wrong
     started = number(document["provenance"]["started"])
     if started is not None and max(ended) >= 0 and started > max(ended) + SKEW_S:
         return "it says that it was begun after its last attempt had ended"
     if document["simulated"] is None and case.simulated:
         return f"case {case.slug} is simulated, and it does not say so"
+    return None
+
+
+def _told_twice(document: Document) -> str | None:
+    """One attempt that stands in two places: by its name, or by a rank's process and when that began its record."""
+    seen: dict[object, str] = {}
+    for name, arm in document["arms"].items():
+        for index, made in enumerate(arm["attempts"]):
+            here, observation = f"attempt {index} of arm {name}", made["observation"]
+            marks: list[object] = [name for name in [observation["attempt"]["id"]] if name]  # older launchers gave none
+            for rank in observation["ranks"]:
+                began = number(rank["record"].get("started")) if rank["record"] else None
+                if rank.get("pid") is not None and began is not None:
+                    marks.append((rank["pid"], began))
+            for mark in marks:
+                if seen.setdefault(mark, here) != here:
+                    return f"{here} is {seen[mark]}, told twice"
+    return None
+
+
+def _of_arms(document: Document, case: Case) -> str | None:
+    """What it says of an arm that it does not hold, or that another stack than its own and the case's measured."""
+    for name in document["verdicts"]:
+        if name not in document["arms"]:
+            return f"it has a verdict of arm {name}, and no such arm"
+    for name, arm in document["arms"].items():
+        if document["complete"] and not arm["attempts"] and not arm["skipped"]:
+            return f"it says that it is complete, and arm {name} was neither launched nor skipped"
+        elsewhere = name in case.arms and case.arms[name].stack is not None
+        if not elsewhere and arm.get("stack") not in (None, document["stack"]["name"]):
+            return (
+                f"arm {name} was measured on stack {arm.get('stack')}, the document is of {document['stack']['name']}"
+            )
     return None
 
 

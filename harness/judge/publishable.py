@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from repro_matrix.cell.document import Cell, Made
+from repro_matrix.cell.document import Cell
 from repro_matrix.judge.comparable import machine
 from repro_matrix.judge.verdict import NO_EVIDENCE
 
@@ -46,9 +46,7 @@ def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]
         yield "", f"measured in an environment that was changed after it was installed: {note}"
     for name, arm in document["arms"].items():
         counts = [attempt for attempt in arm["attempts"] if attempt["outcome"]["outcome"] not in NO_EVIDENCE]
-        counted = len({_identity(attempt, number) for number, attempt in enumerate(counts)})
-        if counted < len(counts):
-            yield name, "an attempt is there more than once"
+        counted = len(counts)
         if not arm["skipped"] and counted < ATTEMPTS:
             made = f"{counted} attempt that counts" if counted == 1 else f"{counted} attempts that count"
             yield name, f"{made}; {ATTEMPTS} are the floor (repeat={ATTEMPTS})"
@@ -56,12 +54,6 @@ def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]
         said = verdict["name"]
         if said in SUSPICIOUS and said not in named:
             yield name, f"{said}: {verdict['reason']} (--take {said} if so)"
-
-
-def _identity(attempt: Made, number: int) -> tuple[Any, ...]:
-    """What two attempts cannot share: their name, and when they began."""
-    made = attempt["observation"]["attempt"]
-    return (made["id"], made["started"]) if made["id"] else (number,)
 
 
 def _machines(documents: Iterable[Cell]) -> Iterable[Refusal]:

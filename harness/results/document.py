@@ -10,8 +10,8 @@ from repro_matrix.cell.observation import Observation, Settings
 from repro_matrix.cell.values import Accelerator
 from repro_matrix.conf.schema import Case
 from repro_matrix.hardware import Machine
-from repro_matrix.judge import facts, grade, outcome
-from repro_matrix.judge.again import verdicts_of, with_expectations
+from repro_matrix.judge import facts, genuine, grade, outcome
+from repro_matrix.judge.again import contradiction, verdicts_of, with_expectations
 from repro_matrix.judge.comparable import machine
 from repro_matrix.planning.plan import ArmPlan, CellPlan
 
@@ -72,6 +72,12 @@ def _arm(plan: ArmPlan) -> Arm:
     if plan.memory:
         made["planned"] = plan.memory.to_json()
     return made
+
+
+def believed(document: Document, case: Case) -> bool:
+    """Whether a document may be gone on with: one that contradicts itself is measured anew (and stays in the
+    history)."""
+    return contradiction(document) is None and genuine.contradiction(document, case) is None
 
 
 def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:

@@ -143,7 +143,7 @@ class Engine:
         if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
         older = self.store.read(path) if resume else None
-        if older is not None:
+        if older is not None and documents.believed(older, case):
             documents.take_over(document, older, plan, case, given.catalogue.cases)
             self._summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
         missing = documents.missing(document, plan)

@@ -31,7 +31,7 @@ from repro_matrix.script.command import Command
 from repro_matrix.script.document import Document, read
 from repro_matrix.script.failure import Failure, judge
 from repro_matrix.script.forked import Forked
-from repro_matrix.stacks import Stack
+from repro_matrix.stacks import Stack, shell
 from repro_matrix.stacks.stack import short_hash
 
 START_S = 180.0  # for a launcher to begin its ranks: it imports torch first
@@ -63,7 +63,8 @@ class Script:
         # Of the definition only what is read off an attempt while its logs are there; the rest is judged again.
         read = f"{self.failure.kind}: {self.failure.pattern}" if self.failure.kind in ("log", "metric") else ""
         what = [*self.command.argv, text, *beside(self.command.script), read, json.dumps(self.env), str(self.limit_s)]
-        return short_hash(stack.key, os.getcwd(), *what)
+        over = shell.mark(shell.hidden(stack, os.environ.get("PYTHONPATH", "")))
+        return short_hash(stack.key, os.getcwd(), *what, *([over] if over else []))
 
     def path(self, stack: Stack) -> Path:
         label = stack_label(stack.versions, stack.label_key)
@@ -137,6 +138,9 @@ def measure(
         "provenance": {"started": time.time(), "git_commit": commit, "git_dirty": dirty},
         "attempts": kept,
     }  # fmt: skip
+    changed = [*stack.changed, *shell.notes(shell.hidden(stack, os.environ.get("PYTHONPATH", "")))]
+    if changed:
+        document["stack"]["changed"] = changed
     if script.keep_text and script.command.script:
         document["text"] = script.command.script.read_text(encoding="utf-8")
     path = script.path(stack)

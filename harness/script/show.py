@@ -26,6 +26,7 @@ def lines(document: Document) -> Iterator[str]:
     asked = document["failure"].get("text")
     yield f"{document['command']}" + (f"   (the failure: {asked})" if asked else "")
     yield ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in count.most_common())
+    yield from (f"  note: {text}" for text in document["stack"].get("changed", [])[:FRAMES])
     shown = next((a for a in attempts if a["outcome"]["outcome"] != "clean"), attempts[0] if attempts else None)
     if shown is None:
         return

@@ -21,7 +21,7 @@ from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError, ResultsError
 from repro_matrix.conf.project import Project
 from repro_matrix.conf.schema import Case
-from repro_matrix.judge.again import judged_again
+from repro_matrix.judge.again import judged_again, named
 from repro_matrix.judge.foreign import too_wide
 from repro_matrix.judge.publishable import Refusal, refusals
 from repro_matrix.paths import ROOT, cache_dir
@@ -79,6 +79,7 @@ def main(args: argparse.Namespace) -> int:
     held = [d for d in judged.documents if _within(own.baseline, d)]
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     refused = refusals(documents, args.take)
+    refused += [Refusal(named(document), "", f"contradicts itself: {why}") for document, why in judged.left_out]
     if refused and not args.plan:
         raise ResultsError("\n  ".join([f"{source}: not published:", *_grouped(refused)]))
     for name in sorted({str(d["case"]) for d in documents}):

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from repro_matrix.cell import doubt
 from repro_matrix.conf import catalogue
@@ -45,7 +46,17 @@ def attempts_of(document: Json, arm: str, under: str) -> list[Json]:
         if "fingerprint" in attempt["observation"]["attempt"]:
             attempt["observation"]["attempt"]["fingerprint"] = document["arms"][under]["fingerprint"]
         attempt["observation"]["attempt"]["settings"] = document["arms"][under]["settings"]
-    return made
+    return renewed(made, arm + under)
+
+
+def renewed(attempts: list[Json], mark: object) -> list[Json]:
+    """The same attempts as if they had been made once more: with names and processes of their own."""
+    for attempt in attempts:
+        attempt["observation"]["attempt"]["id"] += f"-{mark}"
+        for rank in attempt["observation"]["ranks"]:
+            rank["pid"] += 1 + crc32(str(mark).encode())
+            rank["record"]["pid"] = rank["pid"]
+    return attempts
 
 
 def older(document: Json) -> Json:
@@ -53,6 +64,8 @@ def older(document: Json) -> Json:
     made = copy.deepcopy(document)
     made["stack"].update(name="older", label=OLD)
     made["stack"]["versions"].update(torch="2.2.2", transformers="4.39.3")
+    for arm in made["arms"].values():
+        arm["stack"] = "older"
     made["path"] = f"baseline/cpu/{OLD}.jsonl:2"
     _ranks_on(made)
     return made
@@ -183,6 +196,17 @@ def half_of_it(document: Json) -> None:
     document["arms"]["broken"]["attempts"] += attempts_of(document, FIX, "broken")
 
 
+def told_twice(document: Json) -> None:
+    """What was seen once stands there as two of two."""
+    document["arms"][FIX]["attempts"] *= 2
+
+
+def told_twice_by_name(document: Json) -> None:
+    attempts = document["arms"][FIX]["attempts"]
+    attempts.append(copy.deepcopy(attempts[0]))
+    attempts[1]["observation"]["attempt"]["id"] += "-again"
+
+
 STORED = Bench(
     "stored",
     "a published document edited, judged anew",
@@ -211,6 +235,13 @@ STORED = Bench(
         Lie("a measurement of the future", "more", edit("provenance", "started", to=9e12), "^left out.*begun after"),
         Lie("another arm's attempt", "more", the(FIX, "observation", "attempt", "settings", "arm", to="broken"),
             "^INCONCLUSIVE.*attempt of arm broken"),
+        Lie("one attempt told twice", "more", told_twice, "^left out.*told twice"),
+        Lie("one attempt told twice, under a name of its own", "more", told_twice_by_name, "^left out.*told twice"),
+        Lie("an arm taken out", "more", lambda document: document["arms"].pop("bucket-view"),
+            "^left out.*verdict of arm bucket-view"),
+        Lie("another stack's name", "more", edit("stack", "name", to="known"), "^left out.*measured on stack current"),
+        Lie("an arm without attempts in a complete cell", "more", edit("arms", "bucket-view", "attempts", to=[]),
+            "^left out.*neither launched nor skipped"),
         Lie("an observation without ranks", "P10", the(FIX, "observation", "ranks", to=[]), "^INCONCLUSIVE"),
         Lie("an observation that is a text", "P10", the(FIX, "observation", to="clean"),
             r"^left out: damaged \(arms.find-unused.attempts\[0\].observation: "),
@@ -252,19 +283,19 @@ def _publish(plants: Sequence[Any]) -> list[str]:
         document = published()
         document["provenance"].update(git_commit="c0ffee", git_dirty=False)
         document["arms"] = {name: document["arms"][name] for name in ("broken", FIX)}
+        document["verdicts"] = {FIX: document["verdicts"][FIX]}
         for arm in document["arms"].values():
             arm["attempts"] = [_another(arm["attempts"][0], number) for number in range(3)]
         more = (plant(document) or []) if plant else []
         found = judged_again([document, *more], KNOWN.cases)
-        said.append("; ".join(map(str, refusals(found.documents))) or "published")
+        told = [*map(str, refusals(found.documents)), *(why for _, why in found.left_out)]
+        said.append("; ".join(told) or "published")
     return said
 
 
 def _another(attempt: Json, number: int) -> Json:
     """One more attempt that came out alike."""
-    made = copy.deepcopy(attempt)
-    made["observation"]["attempt"]["id"] += f"-{number}"
-    return made
+    return renewed([copy.deepcopy(attempt)], number)[0]
 
 
 def one_attempt_thrice(document: Json) -> None:
@@ -291,7 +322,9 @@ def one_attempt(document: Json) -> None:
 
 def harmful(document: Json) -> None:
     quiet(document)
-    document["arms"][FIX]["attempts"] = attempts_of(published(), "bucket-view", FIX) * 3
+    document["arms"][FIX]["attempts"] = [
+        _another(attempts_of(published(), "bucket-view", FIX)[0], number) for number in range(3)
+    ]
 
 
 PUBLISHED = Bench(
@@ -303,7 +336,7 @@ PUBLISHED = Bench(
         Lie("measured on a changed tree", "P15", edit("provenance", "git_dirty", to=True), "not committed"),
         Lie("measured outside a checkout", "P15", edit("provenance", "git_commit", to=None), "outside a checkout"),
         Lie("an arm with one attempt", "P15", one_attempt, "arm broken: 1 attempt that counts"),
-        Lie("one attempt three times", "P15", one_attempt_thrice, "an attempt is there more than once"),
+        Lie("one attempt three times", "P15", one_attempt_thrice, "told twice"),
         Lie("infra that calls itself clean", "P15", two_of_three_lost, f"arm {FIX}: 1 attempt that counts"),
         Lie("two machines under one profile", "P15", other_machine, "another machine"),
         Lie("a broken arm that never fired, with a fix that fails", "P15",
