@@ -130,24 +130,29 @@ def in_browser(page: Path) -> dict[str, Any]:
 
 
 # The outcomes are those of this very judge: the documents are the published ones.
-TAKE = """import gc, sys
+END = """import gc, os, sys, time
 from pathlib import Path
 from repro_matrix.conf import catalogue
 from repro_matrix.judge.again import judged_again, with_expectations
-from repro_matrix.page import read
 from repro_matrix.results.store import Store
+from repro_matrix.verbs.report import of_run
 known, folder = catalogue.load(), Path(sys.argv[1])
 gc.disable()
 documents = judged_again(Store(folder).documents(), known.cases, graded=True).documents
 documents = [with_expectations(one, known.cases[one["case"]]) for one in documents]
-assert read.take(documents, folder, known), "it is not what the run judged"
+began, before = time.monotonic(), os.times()
+of_run(documents, folder)
+print(time.monotonic() - began, sum(os.times()[:4]) - sum(before[:4]))
 """
 
 
-def taken(folder: Path, cache: Path) -> None:
-    """As a run ends: what it has judged is kept for who reads its folder."""
+def ended(folder: Path, cache: Path) -> dict[str, float]:
+    """As a run ends: it writes its page, and what it has judged and shown is kept for who reads its folder."""
     environ = os.environ | {"REPRO_CACHE": str(cache)}
-    subprocess.run([sys.executable, "-c", TAKE, str(folder)], cwd=ROOT, env=environ, check=True)
+    command = [sys.executable, "-c", END, str(folder)]
+    said = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True).stdout
+    wall, cpu = map(float, said.split())
+    return {"wall_s": round(wall, 1), "cpu_s": round(cpu, 1)}
 
 
 def summarised(count: int) -> dict[str, Any]:
@@ -175,7 +180,7 @@ def main() -> None:
         result["diff, first of foreign results"] = verb(*compare, cache=cache)
         result["cache_mb"] = round(sum(f.stat().st_size for f in cache.rglob("*") if f.is_file()) / 1e6)
         for folder in (one, other):
-            taken(folder, own)
+            result["a run's end: its page, and what is kept"] = ended(folder, own)
         result["report, first of a run's own"] = verb(*report, cache=own)
         result["diff, first of runs' own"] = verb(*compare, cache=own)
         made[0].touch()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -160,42 +163,92 @@ def test_of_many_cases_fewer_cells_each_are_written_out() -> None:
     assert written.count('<details class="cell"') == TOGETHER and f"{LEAST} are listed; filters look" in written
 
 
-def as_a_run_ends(folder: Path) -> list[Document]:
-    """A published cell in the folder, and as the run that measured it has it in memory."""
+FIXED = "lora-reentrant-checkpointing"
+
+
+def as_a_run_ends(folder: Path, cases: Collection[str] = (CASE,), most: int = 1) -> list[Document]:
+    """Published cells in the folder, and as the run that measured them has them in memory."""
     known = catalogue.load()
     shutil.rmtree(folder)
-    one = next(Store(BASELINE).documents(cases=[CASE]))
-    write_json(below(folder, one), one)
+    for case in cases:
+        for one in itertools.islice(Store(BASELINE).documents(cases=[case]), most):
+            write_json(below(folder, one), one)
     judged = judged_again(Store(folder).documents(), known.cases).documents
-    return [with_expectations(document, known.cases[CASE]) for document in judged]
+    return [with_expectations(document, known.cases[document["case"]]) for document in judged]
 
 
 def below(folder: Path, one: Document) -> Path:
     path = folder / one["hardware"]["profile"] / one["stack"]["label"] / f"{one['key']}.json"
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def test_what_a_run_has_judged_is_not_judged_again_by_who_reads_its_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture
+def judges_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def nothing() -> Iterator[None]:
+        with monkeypatch.context() as patched:
+            patched.setattr(Stored, "made", lambda self: pytest.fail("judged for a report"))
+            patched.setattr(sides, "_chunk", lambda paths: pytest.fail("judged for a comparison"))
+            yield
+
+    return nothing
+
+
+def test_a_runs_own_report_is_that_of_the_same_documents_copied_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, judges_nothing: Any
 ) -> None:
-    known, documents = catalogue.load(), as_a_run_ends(folder)
-    assert take(documents, folder, known)
-    with monkeypatch.context() as patched:
-        patched.setattr(Stored, "made", lambda self: pytest.fail("judged for a report"))
-        patched.setattr(sides, "_chunk", lambda paths: pytest.fail("judged for a comparison"))
-        warm, briefs = html(views([folder], known)), sides.read(folder).briefs
+    """What is kept is what is made from the files, of failures and controls, of a case's several stacks; a run that has
+    ended draws it, too."""
+    known, documents = catalogue.load(), as_a_run_ends(folder, (CASE, "train-step", FIXED), 4)
+    shutil.copytree(folder, tmp_path / "elsewhere" / "results")
+    shown_at_its_end = html(take(documents, folder, known))
+    with judges_nothing(), monkeypatch.context() as patched:
+        patched.setattr(OfCase, "made", lambda self: pytest.fail("drawn for a report"))
+        own, briefs = html(views([folder], known)), sides.read(folder)
+    assert own == shown_at_its_end
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "another"))
-    assert html(views([folder], known)) == warm and sides.read(folder).briefs == briefs, "the same from the files"
-    assert CASE in warm and [one.case for one in briefs] == [CASE]
+    foreign, again = views([tmp_path / "elsewhere" / "results"], known), sides.read(tmp_path / "elsewhere" / "results")
+    assert html(foreign) == own and foreign.count == len(documents) > 9
+    assert [replace(one, path="") for one in again.briefs] == [replace(one, path="") for one in briefs.briefs]
+    assert again.notes == briefs.notes == []
 
 
-def test_what_a_run_knows_from_elsewhere_is_not_kept_for_who_reads_its_folder(folder: Path) -> None:
+def test_who_reads_a_folder_is_told_what_is_in_it_and_not_what_its_run_knew_from_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, judges_nothing: Any
+) -> None:
+    """An older stack that fired lies elsewhere: to the run it is fixed upstream, by the folder it does not fire.
+    Neither of them judges it again."""
+    known, documents = catalogue.load(), as_a_run_ends(folder, (CASE, FIXED), 1)
+    (one,) = (each for each in documents if each["case"] == FIXED)
+    name, said = next((name, said) for name, said in one["verdicts"].items() if said["name"] == "NOT_FIRING")
+    fixed = {**one["verdicts"], name: {**said, "name": "UPSTREAM_FIXED", "reason": "it fired elsewhere"}}
+    of_run = html(take([{**one, "verdicts": fixed} if each is one else each for each in documents], folder, known))
+    assert "it fired elsewhere" in unpacked_all(of_run)
+    with judges_nothing():
+        own, briefs = html(views([folder], known)), sides.read(folder).briefs
+    assert "it fired elsewhere" not in unpacked_all(own)
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "another"))
+    assert html(views([folder], known)) == own and sides.read(folder).briefs == briefs
+
+
+def unpacked_all(text: str) -> str:
+    """A page with all that is packed in it."""
+    return text + "".join(str(unpacked(one)) for one in re.findall(r'class="pack"[^>]*>([^<]+)</script>', text))
+
+
+def test_what_does_not_say_what_it_shows_is_not_kept_from_a_run(
+    folder: Path, made_again: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     known, (one,) = catalogue.load(), as_a_run_ends(folder)
     name = next(name for name in one["verdicts"])
-    elsewhere = {**one["verdicts"], name: {**one["verdicts"][name], "name": "UPSTREAM_FIXED"}}
-    assert not take([{**one, "verdicts": elsewhere}], folder, known)
-    assert not take([], folder, known) and take([one], folder, known)
-    (folder / "cpu" / "s" / "some-case").mkdir(parents=True)
-    (folder / "cpu" / "s" / "some-case" / "m.json").write_text(json.dumps({**MADE, "case": "some-case"}))
-    assert not take([one], folder, known), "there is more than the run has measured"
+    wrong = {**one["verdicts"], name: {**one["verdicts"][name], "name": "UPSTREAM_FIXED"}}
+    take([{**one, "verdicts": wrong}], folder, known)
+    views([folder], known)
+    assert f"Stored {CASE}" in made_again, "its files are judged"
+    made_again.clear()
+    assert take([], folder, known).views == [], "of what the run did not measure its page says nothing"
+    another = folder / "cpu" / "s" / "some-case" / "m.json"
+    another.parent.mkdir(parents=True)
+    another.write_text(json.dumps({**MADE, "case": "some-case"}))
+    assert [view.slug for view in take([one], folder, known).views] == [CASE] and not made_again

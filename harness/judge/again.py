@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from repro_matrix.cell import place
@@ -146,7 +146,7 @@ def verdicts_of(document: Cell, case: Case, older: Iterable[Cell]) -> dict[str, 
     stack = document["stack"]
     changed = stack.get("changed", ())
     judged = verdict.judge(case, outcomes, older, stack["versions"], settings, known, changed)
-    return {name: cast(Stored, asdict(found)) for name, found in judged.items()}
+    return {name: cast(Stored, found.to_json()) for name, found in judged.items()}
 
 
 def contradiction(document: Document) -> str | None:

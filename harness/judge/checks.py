@@ -116,7 +116,10 @@ def _number(value: Any) -> float | None:
 
 def _numbers(value: Any) -> list[float] | None:
     """A number, or a flat list of at least one, as a list; None for everything else."""
-    found = [_number(item) for item in (value if isinstance(value, list) else [value])]
+    if not isinstance(value, list):
+        one = _number(value)
+        return None if one is None else [one]
+    found = [_number(item) for item in value]
     numbers = [item for item in found if item is not None]
     return numbers if numbers and len(numbers) == len(found) else None
 

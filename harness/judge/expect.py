@@ -33,10 +33,11 @@ def expected(
     then the one that says more about versions; after that the later in the file.
     """
     best: tuple[tuple[int, int, int], Expectation] | None = None
+    cell = _split(case, where)
     for entry in case.expect:
         if arm not in entry.verdicts or not fnmatchcase(hardware, entry.hardware):
             continue
-        cells = _cells(case, entry.cells, where)
+        cells = _cells(case, entry.cells, cell)
         bounds = _bounds(entry.versions, versions)
         if cells is None or bounds is None or differs(depends_on(case, arm), facts or {}, entry.facts):
             continue
@@ -123,9 +124,9 @@ def said_of_met(verdict: Verdict, expectation: Expectation | None) -> str:
     return f"expected to meet {' or '.join(listed)}, met {', '.join(map(str, verdict.met))}"
 
 
-def _cells(case: Case, listed: list[str], where: str) -> int | None:
+def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
     """How specifically the list names the cell: 2 by name, 1 by a pattern, 0 for every cell; None when it does not."""
-    name, flags = _split(case, where)
+    name, flags = cell
     if not listed:
         return 0 if flags.keys() <= case.flags.keys() else None  # with other ranks or sizes it is another cell
     scores = []
@@ -139,6 +140,8 @@ def _cells(case: Case, listed: list[str], where: str) -> int | None:
 def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
     """``model/strategy`` and the flags that differ from their default (a flag at its default is the same cell)."""
     parts = where.split("/")
+    if len(parts) <= 2:
+        return where, {}
     flags: dict[str, str] = {}
     last = ""
     for part in parts[2:]:

@@ -37,7 +37,7 @@ from repro_matrix.judge.evidence import Attempt, Rank
 from repro_matrix.judge.outcome import InfraKind, Outcome, Primary, Recognised
 from repro_matrix.judge.own import script_fails
 from repro_matrix.judge.peers import Failure, Failures, died_of, failures_of
-from repro_matrix.judge.signature import match_attempt, near_misses
+from repro_matrix.judge.signature import can_show, match_attempt, near_misses
 
 SHOWN = 500  # characters of a message kept in an outcome; the observation has all of it
 
@@ -200,11 +200,12 @@ def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
     found = []
     others = (other for other in cases if other.slug != case.slug)
     able = [other for other in others if not attempt.strategy or attempt.strategy in other.axes.strategy]
+    kinds = can_show(attempt, failures)
     for known in [case, *able]:
         # A check's name and a bare signal mean something within one script only.
         foreign = known.slug != case.slug and known.script_name != case.script_name
         for signature in known.signatures:
-            if foreign and signature.kind in ("oracle", "signal"):
+            if signature.kind not in kinds or (foreign and signature.kind in ("oracle", "signal")):
                 continue
             match = match_attempt(signature, attempt, failures)
             if match:
@@ -241,7 +242,7 @@ def _stack_changed(attempt: Attempt, planned: Mapping[str, str]) -> Found | None
     for rank in attempt.ranks:
         for package, had in rank.record["versions"].items():
             want = planned.get(package)
-            if want is not None and had != "unknown" and not same_release(want, had):
+            if want is not None and want != had != "unknown" and not same_release(want, had):
                 said = f"rank {rank.rank} had {package} {had}, the plan {want}"
                 return _no_evidence("stack changed", said, [rank.rank])
     apart = genuine.versions_apart(attempt)

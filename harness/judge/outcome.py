@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from repro_matrix.cell.judged import Outcome as Stored
@@ -38,7 +38,7 @@ InfraKind = LaunchersInfra | NoEvidence
 
 @dataclass(frozen=True)
 class Outcome:
-    """An attempt judged. ``asdict`` makes it JSON; ``from_json`` reads it back."""
+    """An attempt judged. ``to_json`` makes it JSON; ``from_json`` reads it back."""
 
     outcome: OutcomeName
     reason: str
@@ -52,7 +52,9 @@ class Outcome:
     infra: InfraKind | None = None  # of ``infra``: what kind
 
     def to_json(self) -> Stored:
-        return cast(Stored, asdict(self))
+        recognised = tuple(dict(vars(item)) for item in self.recognised)  # asdict would copy every value of them
+        primary = dict(vars(self.primary)) if self.primary else None
+        return cast(Stored, {**vars(self), "recognised": recognised, "primary": primary})
 
     @classmethod
     def from_json(cls, data: Stored) -> Outcome:

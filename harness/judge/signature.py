@@ -70,6 +70,14 @@ def match_attempt(
     return Match(signature.name, ranks, found[ranks[0]])
 
 
+def can_show(attempt: Attempt, failures: Failures) -> set[str]:
+    """The kinds of signatures that can match: most attempts are clean, and are compared with the whole catalogue."""
+    found = {"exception", "signal"} if failures.primary else set()
+    found |= {"hang"} if attempt.timed_out else set()
+    found |= {"log"} if any(rank.notes for rank in attempt.ranks) else set()
+    return found | ({"oracle"} if any(rank.done for rank in attempt.ranks) else set())
+
+
 def _everywhere(signature: Signature, found: Mapping[int, str], attempt: Attempt, failures: Failures) -> bool:
     """Every rank that could show it does; one that failed or was ended because of another does not count against it."""
     excused = failures.excused

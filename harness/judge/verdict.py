@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -46,7 +46,7 @@ DATED = frozenset({*UPSTREAM, "trl"})
 
 @dataclass(frozen=True)
 class Verdict:
-    """A fix arm (or a control) judged. ``asdict`` makes it JSON."""
+    """A fix arm (or a control) judged. ``to_json`` makes it JSON."""
 
     name: VerdictName
     reason: str
@@ -63,7 +63,7 @@ class Verdict:
     unseen: bool = False  # a failure that nothing stored expects and that does not fire: less than was asked for
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "met": tuple(dict(vars(met)) for met in self.met)}
 
 
 KEYS = frozenset(each.name for each in fields(Verdict))

@@ -13,7 +13,7 @@ from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from repro_matrix.cell.document import Arm, Document
 from repro_matrix.cell.observation import Observation
@@ -42,6 +42,14 @@ class Part:
     damaged: list[str] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
     documents: list[Document] | None = None  # slim, for the ledger; None: they are kept apart
+
+
+class Took(NamedTuple):
+    """Of a run that has just ended: its documents as they are judged without what is expected, and whether who reads
+    the folder is told what the run was."""
+
+    documents: list[Document]
+    same: bool
 
 
 @dataclass(frozen=True)
@@ -97,22 +105,25 @@ class Stored:
         store = Store(self.asked.folder)
         paths = [path for path, _ in self.files]
         stored = [document for document in _stored(store, paths) if _is_wanted(document, self.asked.wanted)]
-        judged, told = self._told(stored)
         unknown = {str(d["case"]) for d in stored if d["case"] not in self.asked.catalogue.cases}
-        return self._keep(Part(notes=judged.notes, damaged=store.damaged, unknown=unknown), told)
+        judged, told = self._told(stored)
+        notes = judged.notes
+        del stored, judged  # a document goes as its cell has been made: of a case there may be thousands
+        return self._keep(Part(notes=notes, damaged=store.damaged, unknown=unknown), told)
 
-    def took(self, documents: Sequence[Document]) -> list[Document] | None:
-        """Keep what a run that has just ended judged: its documents are read from memory, and not graded again.
-        Returned: as they are judged without what is expected. None: they are not all of the case's, or who reads the
-        folder would be told otherwise (the run knew of evidence that lies elsewhere), or nothing can be kept."""
+    def took(self, documents: Sequence[Document]) -> Took | None:
+        """Keep what a run that has just ended judged: its documents are read from memory, and not graded again. What is
+        kept is what who reads the folder is told: the run may have known of evidence that lies elsewhere.
+        None: they are not all of the case's, or they say something else than they show, or nothing can be kept."""
         if {document.get("path") for document in documents} != {path for path, _ in self.files}:
             return None
         judged, told = self._told(documents, graded=True)
-        by_path = {document["path"]: document["verdicts"] for document in documents}
-        if len(told) != len(documents) or any(by_path[one["path"]] != one["verdicts"] for one in told):
+        if len(told) != len(documents) or judged.remarks:
             return None
-        self._keep(Part(notes=judged.notes), told)
-        return judged.documents if self.is_kept else None
+        by_path = {document["path"]: document["verdicts"] for document in documents}
+        same = all(by_path[one["path"]] == one["verdicts"] for one in told)
+        self._keep(Part(), told)
+        return Took(judged.documents, same) if self.is_kept else None
 
     def _told(self, stored: Sequence[Document], graded: bool = False) -> tuple[Judged, list[Document]]:
         """The documents judged, and then beside what is expected and muted now."""
@@ -121,11 +132,15 @@ class Stored:
         compared = (with_expectations(document, cases[document["case"]]) for document in judged.documents)
         return judged, muted.applied(compared, self.asked.mutes, self.asked.today).documents
 
-    def _keep(self, part: Part, told: Sequence[Document]) -> Part:
-        """The part with its cells."""
+    def _keep(self, part: Part, told: list[Document]) -> Part:
+        """The part with its cells; none of ``told`` is left."""
         cases = self.asked.catalogue.cases
-        part.cells = [cell(document, cases[document["case"]], self.asked.source) for document in told]
-        documents = [slim(document) for document in told]
+        documents = []
+        told.reverse()
+        while told:
+            document = told.pop()
+            part.cells.append(cell(document, cases[document["case"]], self.asked.source))
+            documents.append(slim(document))
         kept.write(self._file("cells"), self.key, part)
         kept.write(self._file("documents"), self.key, documents)
         return replace(part, documents=documents)

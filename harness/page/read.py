@@ -15,12 +15,12 @@ from repro_matrix.diff import sides
 from repro_matrix.judge import claims
 from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.page import shown
-from repro_matrix.page.case import CaseView
-from repro_matrix.page.page import Said
+from repro_matrix.page.case import CaseView, case_view
+from repro_matrix.page.page import Said, said
 from repro_matrix.page.parts import Asked, Stored, listed
 from repro_matrix.page.render import Drawn
 from repro_matrix.page.shown import OfCase
-from repro_matrix.page.view import Cell
+from repro_matrix.page.view import Cell, cell
 from repro_matrix.paths import BASELINE
 from repro_matrix.results import muted, runs
 
@@ -119,16 +119,29 @@ def _unfinished(folders: Iterable[Path]) -> list[str]:
     ]
 
 
-def take(documents: Iterable[Document], folder: Path, catalogue: Catalogue) -> bool:
-    """Keep what ``views`` and a comparison make of a folder, from the documents of the run that has just written it:
-    nobody need judge them once more. Whether that is all of the folder."""
+def take(documents: Sequence[Document], folder: Path, catalogue: Catalogue) -> Views:
+    """What the page of a run is made of that has just written this folder. Kept is what ``views`` and a comparison make
+    of it: nobody need judge them once more, nor draw those cases of which the run knew no more than the folder says."""
     by_case: dict[str, list[Document]] = {}
     for document in documents:
         by_case.setdefault(document["case"], []).append(document)
     cases, _ = _asked([folder], catalogue, {})
-    judged = [stored.took(by_case.get(one.case, [])) for one in cases for stored in one.stored]
-    sides.take(folder, [document for found in judged for document in found or ()])
-    return {one.case for one in cases} == by_case.keys() and all(found is not None for found in judged)
+    took = {one.case: [stored.took(by_case.get(one.case, [])) for stored in one.stored] for one in cases}
+    sides.take(folder, [document for each in took.values() for one in each if one for document in one.documents])
+    same = {case for case, found in took.items() if all(one is not None and one.same for one in found)}
+    if same == by_case.keys() == took.keys():
+        return views([folder], catalogue)
+    told = shown.shown([one for one in cases if one.case in same])
+    drawn = {one.view.slug: (one.view, one.drawn) for one in told if one.view is not None and one.drawn is not None}
+    found = Views(ledger=[said(row) for row in ledger(catalogue, documents, by_case)])
+    for slug, own in by_case.items():
+        if slug in drawn:
+            view, found.drawn[slug] = drawn[slug]
+        else:
+            case = catalogue.cases.get(slug)
+            view = case_view([cell(document, case) for document in own], case)
+        found.views.append(view)
+    return found
 
 
 def _asked(

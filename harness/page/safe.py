@@ -18,6 +18,8 @@ _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 def harmless(text: str, limit: int = 2000) -> str:
     """Lines that can be read, of about ``limit`` characters at most: the beginning and the end of a longer text."""
+    if len(text) <= limit and _is_plain(text):
+        return text
     if len(text) > limit:  # before anything looks at every character of it
         head = limit // 3
         tail = limit - head
@@ -28,8 +30,14 @@ def harmless(text: str, limit: int = 2000) -> str:
 
 def line(text: str, limit: int = 240) -> str:
     """The same in one line; what is longer ends with an ellipsis."""
+    if len(text) <= limit and _is_plain(text):  # as nearly all are: neither an escape sequence nor a line's end
+        return " ".join(text.split())
     flat = " ".join(harmless(text[: 4 * limit]).split())
     return flat if len(flat) <= limit and len(text) <= 4 * limit else flat[: limit - 1] + "…"
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable()
 
 
 def _shown(character: str) -> str:

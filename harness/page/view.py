@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 from repro_matrix.cell.document import Arm, Document
-from repro_matrix.cell.observation import Settings
 from repro_matrix.conf.packages import UPSTREAM
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.evidence import number
@@ -110,7 +109,8 @@ def cell(document: Document, case: Case | None = None, source: str = "") -> Cell
     """``case``: its arms' help, where the catalogue has it. ``source``: which results these are."""
     listed = rows.arm_rows(document)
     arms, stack, hardware = document["arms"], document["stack"], document["hardware"]
-    base = arms["broken"]["settings"] if "broken" in arms else None
+    settings = arms["broken"]["settings"] if "broken" in arms else None
+    base = change.flat(settings) if settings else None
     versions = stack["versions"]
     told = document["provenance"]
     started = number(told["started"]) or 0.0
@@ -171,7 +171,7 @@ def _path(document: Document) -> str:
     return path.partition("/results/")[2] or path
 
 
-def _arm(document: Document, row: rows.Row, arm: Arm, base: Settings | None, case: Case | None) -> ArmView:
+def _arm(document: Document, row: rows.Row, arm: Arm, base: change.Flat | None, case: Case | None) -> ArmView:
     attempts = arm["attempts"]
     told = next((attempt for attempt in attempts if attempt["outcome"]["outcome"] != "clean"), None)
     shown = told or (attempts[0] if attempts else None)
@@ -209,10 +209,10 @@ def _arm(document: Document, row: rows.Row, arm: Arm, base: Settings | None, cas
     )
 
 
-def _changes(base: Settings | None, arm: Arm, row: rows.Row) -> Iterable[change.Change]:
-    if not base or row["arm"] == "broken":
+def _changes(base: change.Flat | None, arm: Arm, row: rows.Row) -> Iterable[change.Change]:
+    if base is None or row["arm"] == "broken":
         return
-    found = change.changes(base, arm["settings"])
+    found = change.differing(base, arm["settings"])
     held = arm.get("stack")
     found += [change.Change("stack", row["stack"], held)] if held and held != row["stack"] else []
     for key, before, after in found:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from repro_matrix.cell.document import Document
     from repro_matrix.conf.catalogue import Catalogue
     from repro_matrix.nights.night import Night
-    from repro_matrix.page.view import Cell
 
 FORMATS = ("html", "junit", "markdown", "json", "csv", "parquet")
 AXES = ("case", "model", "strategy", "stack", "hardware")
@@ -209,18 +208,11 @@ def of_run(documents: list[Document], folder: Path) -> Path:
     cannot be written."""
     from repro_matrix.conf import catalogue as catalogues
     from repro_matrix.page import read, render
-    from repro_matrix.page.page import of_views, page
-    from repro_matrix.page.view import cell
+    from repro_matrix.page.page import of_views
 
-    catalogue = catalogues.load()
-    title, made = title_of([folder]), made_line([folder])
-    if documents and read.take(documents, folder, catalogue):  # then it is what `repro report` shows, which has it now
-        found = read.views([folder], catalogue)
-        text = render.one_file(of_views(found.views, title, made, found.ledger, (), found.notes), found.drawn)
-    else:
-        cells: list[Cell] = [cell(document, catalogue.cases.get(document["case"])) for document in documents]
-        told = read.ledger(catalogue, documents, {one.case for one in cells})
-        text = render.one_file(page(cells, title, made, catalogue.cases, told))
+    found = read.take(documents, folder, catalogues.load())
+    view = of_views(found.views, title_of([folder]), made_line([folder]), found.ledger, (), found.notes)
+    text = render.one_file(view, found.drawn)
     target = folder / "report.html"
     write(target, text)
     return target
