@@ -114,7 +114,8 @@ def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_com
     timed: list[tuple[Brief, str, ArmBrief, ArmBrief]] = []
     arms = 0
     for before, after in pairs:
-        for name in dict.fromkeys([*before.arms, *after.arms]):
+        alike = before.arms.keys() == after.arms.keys()
+        for name in before.arms if alike else dict.fromkeys([*before.arms, *after.arms]):
             was, now = before.arms.get(name), after.arms.get(name)
             if was is None or now is None:
                 changes += _come_or_gone(after, name, was, now)
@@ -181,8 +182,7 @@ def _answer(broken: bool, was: ArmBrief, now: ArmBrief) -> str | None:
     """The kind of an arm's change of answer, or None."""
     if not was.measured or not now.measured:
         return None if was.measured == now.measured else "unmeasured" if was.measured else "measured"
-    before, after = set(was.met), set(now.met)
-    if before != after:
+    if was.met != now.met and (before := set(was.met)) != (after := set(now.met)):
         if broken:
             fired, fires = ("fires" in side.kinds for side in (was, now))
             if fired != fires:

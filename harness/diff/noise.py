@@ -19,12 +19,12 @@ FLOOR = math.log(1.1)  # what no clock or allocator keeps apart
 
 def known(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether both sides say how far their attempts lie apart."""
-    return min(len(one), len(other)) >= LEAST and min(*one, *other) > 0
+    return len(one) >= LEAST <= len(other) and min(one) > 0 < min(other)
 
 
 def common(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
     """By how much the second side is larger as a whole: the logarithm of the middle ratio of medians; 0 without any."""
-    ratios = [_middle(other) - _middle(one) for one, other in pairs if one and other and min(*one, *other, 1.0) > 0]
+    ratios = [_middle(other) - _middle(one) for one, other in pairs if one and other and min(one) > 0 < min(other)]
     return statistics.median(ratios) if ratios else 0.0
 
 
@@ -40,10 +40,14 @@ def _middle(side: Sequence[float]) -> float:
 
 def beyond(one: Sequence[float], other: Sequence[float], shift: float = 0.0) -> int:
     """1 where ``other`` is larger beyond noise, -1 smaller, 0 neither (or unknown). ``shift``: see ``common``."""
-    if not known(one, other):
+    if len(one) < LEAST or len(other) < LEAST:
         return 0
-    up, down = math.log(min(other) / max(one)), math.log(min(one) / max(other))
-    if max(up - shift, down + shift) <= FLOOR:  # most of many thousand arms
+    low, high, lowest, highest = min(one), max(one), min(other), max(other)
+    overlap = lowest <= high and low <= highest
+    if low <= 0 or lowest <= 0 or (overlap and -FLOOR <= shift <= FLOOR):  # most of many thousand arms
+        return 0
+    up, down = math.log(lowest / high), math.log(low / highest)
+    if max(up - shift, down + shift) <= FLOOR:
         return 0
     noise = max(math.log(max(side) / min(side)) for side in (one, other))
     if up - shift > max(noise, FLOOR):

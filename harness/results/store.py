@@ -11,9 +11,8 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 from pydantic_core import from_json
@@ -138,8 +137,7 @@ class Store:
                 yield document
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A document in a folder. ``path`` names it (harness/cell/place.py); ``case``: by its folder or its line's key, ""
     of a line that is damaged. ``state``: of the file that holds it."""
 
@@ -157,10 +155,15 @@ def listed(root: Path, history: bool = False) -> Iterator[Found]:
     for folder, names, files in os.walk(root, onerror=_raise):
         left_out = {*([] if history else ["history"]), *([SCRIPTS] if folder == str(root) else [])}
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in left_out)
+        case = os.path.basename(folder)
         for name in sorted(files):
             if name.endswith((".json", place.LINES)) and not name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):  # gone since: a run may be at work here
-                    yield from _in_file(os.path.join(folder, name), os.path.basename(folder))
+                    path = os.path.join(folder, name)
+                    if name.endswith(place.LINES):
+                        yield from _in_file(path, case)
+                    else:  # nearly all of many thousand
+                        yield Found(path, case, state_of(path))
 
 
 def _in_file(path: str, case: str) -> Iterator[Found]:
