@@ -266,3 +266,12 @@ def test_the_page_shows_what_changed_over_the_nights(folder: Path, capsys: pytes
     assert "4 nights, monday to thursday" in target.read_text()
     assert cli.main(["report", three[0], "--output", str(target)]) == 0
     assert 'id="nights"' not in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--compact", "7"], "--compact takes one folder of nights, and no case (got none)"), ([], "repro history CASE")],
+)  # fmt: skip
+def test_history_of_nothing_says_what_it_takes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["history", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

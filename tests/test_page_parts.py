@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from repro_matrix.conf import catalogue
 from repro_matrix.diff import sides
 from repro_matrix.judge.again import judged_again, with_expectations
 from repro_matrix.page import parts, shown
+from repro_matrix.page.formats import as_markdown
 from repro_matrix.page.page import of_views
 from repro_matrix.page.parts import Asked, Stored, listed
 from repro_matrix.page.read import Views, read, take, views
@@ -252,3 +253,17 @@ def test_what_does_not_say_what_it_shows_is_not_kept_from_a_run(
     another.parent.mkdir(parents=True)
     another.write_text(json.dumps({**MADE, "case": "some-case"}))
     assert [view.slug for view in take([one], folder, known).views] == [CASE] and not made_again
+
+
+def test_a_mute_whose_day_is_over_is_said_on_the_page_and_for_a_pull_request(folder: Path, tmp_path: Path) -> None:
+    known, yesterday = catalogue.load(), datetime.now(timezone.utc).date() - timedelta(1)
+    entry = Mute(cell=f"{CASE}/m-fsdp", owner="someone", until=yesterday, reason="r")
+    (tmp_path / "muted.yaml").write_text(muted.written([entry, entry.model_copy(update={"cell": "other/cell"})]))
+    for _ in ("made", "kept"):
+        (note,) = (note for note in views([folder], known).notes if "its day is over" in note)
+        assert entry.told() in note
+    found = read([folder], known)
+    assert found.expired == [note] and note in found.notes
+    assert "its day is over" in as_markdown(found.cells, expired=found.expired)
+    (tmp_path / "muted.yaml").unlink()
+    assert read([folder], known).expired == []

@@ -119,9 +119,11 @@ def as_markdown(
     link: str = "",
     unjudged: Mapping[str, str] = MappingProxyType({}),
     unfinished: Sequence[str] = (),
+    expired: Sequence[str] = (),
 ) -> str:
     """For a job's summary or a comment: what changed first, always under ``MOST`` bytes. ``link``: to the page.
-    ``unjudged``: case -> why none of its documents is judged. ``unfinished``: runs that did not get to their end."""
+    ``unjudged``: case -> why none of its documents is judged. ``unfinished``: runs that did not get to their end.
+    ``expired``: mutes whose day is over."""
     out = _Short(MOST - 200)
     found = [(cell, arm) for cell in cells for arm in cell.arms]
     odd = {state: [item for item in found if item[1].expected == MARKS[state]] for state in (*ODD, "unset")}
@@ -133,7 +135,7 @@ def as_markdown(
     nothing = "Of what was measured nothing differs from what is expected."
     if not unjudged and not unfinished:
         nothing = "Nothing differs from what is expected."
-    out.each([f"**{plain(text)}**\n" for text in unfinished], "more")
+    out.each([f"**{plain(text)}**\n" for text in (*unfinished, *expired)], "more")
     if unjudged:
         out.add(f"**Nothing can be said of {', '.join(map(plain, list(unjudged)[:8]))}.**\n")
         out.each([f"- {plain(reason)}" for reason in unjudged.values()], "more")

@@ -41,6 +41,7 @@ class Part:
     notes: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
+    expired: list[str] = field(default_factory=list)  # mutes of its cells whose day is over
     documents: list[Document] | None = None  # slim, for the ledger; None: they are kept apart
 
 
@@ -106,10 +107,10 @@ class Stored:
         paths = [path for path, _ in self.files]
         stored = [document for document in _stored(store, paths) if _is_wanted(document, self.asked.wanted)]
         unknown = {str(d["case"]) for d in stored if d["case"] not in self.asked.catalogue.cases}
-        judged, told = self._told(stored)
+        judged, told, expired = self._told(stored)
         notes = judged.notes
         del stored, judged  # a document goes as its cell has been made: of a case there may be thousands
-        return self._keep(Part(notes=notes, damaged=store.damaged, unknown=unknown), told)
+        return self._keep(Part(notes=notes, damaged=store.damaged, unknown=unknown, expired=expired), told)
 
     def took(self, documents: Sequence[Document]) -> Took | None:
         """Keep what a run that has just ended judged: its documents are read from memory, and not graded again. What is
@@ -117,20 +118,21 @@ class Stored:
         None: they are not all of the case's, or they say something else than they show, or nothing can be kept."""
         if {document.get("path") for document in documents} != {path for path, _ in self.files}:
             return None
-        judged, told = self._told(documents, graded=True)
+        judged, told, expired = self._told(documents, graded=True)
         if len(told) != len(documents) or judged.remarks:
             return None
         by_path = {document["path"]: document["verdicts"] for document in documents}
         same = all(by_path[one["path"]] == one["verdicts"] for one in told)
-        self._keep(Part(), told)
+        self._keep(Part(expired=expired), told)
         return Took(judged.documents, same) if self.is_kept else None
 
-    def _told(self, stored: Sequence[Document], graded: bool = False) -> tuple[Judged, list[Document]]:
-        """The documents judged, and then beside what is expected and muted now."""
+    def _told(self, stored: Sequence[Document], graded: bool = False) -> tuple[Judged, list[Document], list[str]]:
+        """The documents judged, and then beside what is expected and muted now; mutes whose day is over."""
         cases = self.asked.catalogue.cases
         judged = judged_again(stored, cases, graded)
         compared = (with_expectations(document, cases[document["case"]]) for document in judged.documents)
-        return judged, muted.applied(compared, self.asked.mutes, self.asked.today).documents
+        applied = muted.applied(compared, self.asked.mutes, self.asked.today)
+        return judged, applied.documents, [mute.over() for mute in applied.expired]
 
     def _keep(self, part: Part, told: list[Document]) -> Part:
         """The part with its cells; none of ``told`` is left."""

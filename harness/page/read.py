@@ -31,7 +31,8 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 class Results:
     """``sources``: the names of the results, where there are several. ``unjudged``: of what cases there are documents
     that nobody can judge here, and why not. ``damaged``: those of the notes that name evidence which cannot be read;
-    ``unfinished``: that a run was ended before its time, so that what is not there says nothing."""
+    ``unfinished``: that a run was ended before its time, so that what is not there says nothing. ``expired``:
+    mutes whose day is over."""
 
     cells: list[Cell] = field(default_factory=list)
     ledger: list[ClaimRow] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Results:
     unjudged: dict[str, str] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
+    expired: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -63,7 +65,8 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
         for stored in one.stored:
             part = stored.part()
             found.cells += part.cells
-            found.notes += [*part.notes, *part.damaged]
+            found.notes += [*part.expired, *part.notes, *part.damaged]
+            found.expired += part.expired
             found.damaged += part.damaged
             kept += stored.documents() if part.documents is None else part.documents
             unknown |= part.unknown

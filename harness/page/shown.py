@@ -71,7 +71,8 @@ class OfCase:
         documents = self.documents() if case and case.kind == "control" else []
         made = Shown(
             replace(view, cells=()) if view else None, render.drawn(view) if view else None,
-            tuple(note for part in parts for note in part.notes), tuple(d for part in parts for d in part.damaged),
+            tuple(note for part in parts for note in (*part.expired, *part.notes)),
+            tuple(told for part in parts for told in part.damaged),
             frozenset(name for part in parts for name in part.unknown), tuple(map(_as_control, documents)),
         )  # fmt: skip
         kept.write(self.file, self.key, made)

@@ -44,6 +44,10 @@ class Mute(BaseModel):
     def covers(self, key: str, arm: str) -> bool:
         return self.cell == key and self.arm in (None, arm)
 
+    def over(self) -> str:
+        """What is said once its day is over."""
+        return f"{file()}: its day is over: {self.told()}: mend it, renew or remove it"
+
     def told(self) -> str:
         arm = f" arm {self.arm}" if self.arm else ""
         return f"{self.cell}{arm}, {self.owner} until {self.until}: {self.reason}"

@@ -26,7 +26,7 @@ exit codes: 0; 2 nothing there to be shown"""
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("names", nargs="+", metavar="CASE [NIGHTS...]", help="the case's slug, then folders")
+    parser.add_argument("names", nargs="*", metavar="CASE [NIGHTS...]", help="the case's slug, then folders")
     told = "fold all but the newest N folders of a folder of nights; no CASE then"
     parser.add_argument("--compact", type=arguments.number(0), metavar="N", help=told)
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
@@ -35,6 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.compact is not None:
         return _compact(args)
+    if not args.names:
+        raise ConfigError("history is of a case: `repro history CASE [NIGHTS...]` (`repro list` names them)")
     case, *folders = args.names
     if not folders and Path(case).expanduser().is_dir():
         raise ConfigError(f"{case}: is a folder; the case comes first: repro history CASE {case}")
@@ -69,7 +71,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _compact(args: argparse.Namespace) -> int:
     if len(args.names) != 1:
-        raise ConfigError("--compact takes one folder of nights, and no case")
+        got = " ".join(args.names) or "none"
+        raise ConfigError(f"--compact takes one folder of nights, and no case (got {got}): --compact 7 results/nights")
     names, notes = kept.compact(Path(args.names[0]).expanduser(), args.compact)
     print_notes(notes)
     if args.json:

@@ -144,7 +144,10 @@ def measure(
             print_lines(summaries.lines(summary.documents, found, wide()))
             print()
         print_lines(summaries.left_out(prepared.left_out, wide()))
+        print_wrapped(*(f"MUTED no longer: {mute.over()}" for mute in told.expired))
         print_lines(summaries.wrapped(summary_line(found), "", 4, wide()))
+        if summary.interrupted:
+            print_wrapped(_interrupted(prepared, summary.documents))
         print_wrapped(
             f"{summaries.counted(summary.attempts, 'attempt')} ({summary.reused} more reused), {summary.cpu_s:.0f} "
             f"CPU-seconds ({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s"
@@ -179,12 +182,20 @@ def measure(
     if changed and changed.exit_code == DIFFERS:
         code = DIFFERS
     for mute in told.expired:
-        print(f"repro: {muted.file()}: its day is over: {mute.told()}: mend it, renew or remove it", file=sys.stderr)
+        print(f"repro: {mute.over()}", file=sys.stderr)
     code = code or (ConfigError.exit_code if told.expired else 0)
     if not args.json:
         left = f"; not asked (budget): {summaries.counted(len(prepared.left), 'cell')}" if prepared.left else ""
         print(summaries.ending(code, found, len(changed.answers) if changed else 0) + left)
     return code
+
+
+def _interrupted(prepared: session.Session, documents: Sequence[Document]) -> str:
+    """What the lines above do not speak of."""
+    asked = len({(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans})
+    lacking = asked - sum(document["complete"] for document in documents)
+    of = summaries.counted(asked, "cell")
+    return f"INTERRUPTED: {lacking} of {of} not measured, or not to the end: of these nothing is said"
 
 
 def _known(folder: Path) -> Mapping[At, Known]:

@@ -100,7 +100,9 @@ def main(args: argparse.Namespace) -> int:
     elif args.format == "junit":
         text = formats.as_junit(found.cells, found.unjudged, found.notes, [*found.damaged, *found.unfinished])
     else:
-        text = formats.as_markdown(found.cells, title_of(folders), unjudged=found.unjudged, unfinished=found.unfinished)
+        text = formats.as_markdown(
+            found.cells, title_of(folders), "", found.unjudged, found.unfinished, found.expired
+        )  # fmt: skip
     if target is None:
         if isinstance(text, bytes):
             sys.stdout.buffer.write(text)
