@@ -16,7 +16,8 @@ from repro_matrix.results import sheet
 from repro_matrix.results.compact import TAIL, applied, compacted, difference, expanded
 from repro_matrix.results.store import Store
 
-LINES = st.lists(st.sampled_from(["", "a", "Traceback (most recent call last):"]), max_size=5).map("\n".join)
+LINE = st.lists(st.sampled_from(["", "a", "Traceback", "[rank1]:"]), max_size=3).map(" ".join)
+LINES = st.lists(LINE, max_size=5).map("\n".join)
 PLAIN = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3) | LINES
 JSON = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
@@ -43,10 +44,19 @@ def test_a_text_is_told_by_its_lines(base: str, value: str) -> None:
     assert len(json.dumps(found)) <= len(json.dumps([value]))
 
 
+def test_of_a_command_only_the_words_that_differ_are_written() -> None:
+    command = "env PATH=/a:/b torchrun repros/x.py --arm broken --flag a=1"
+    later = command.replace("broken", "fix") + " --flag b=2"
+    assert difference(command, later) == {"words": 10, "5": "fix", "8": "--flag", "9": "b=2"}
+    assert (
+        applied(command, difference(command, later)) == later and applied(later, difference(later, command)) == command
+    )
+
+
 def test_of_a_log_only_the_lines_that_differ_are_written() -> None:
     log = "\n".join(f"  File x, line {number}" for number in range(40))
     later = "0%| 12 it/s\n" + log.replace("line 17", "line 18")
-    assert difference(log, later) == {"lines": 41, "22": "  File x, line 18", "40": "0%| 12 it/s"}
+    assert difference(log, later) == {"lines": 41, "22": {"5": "18"}, "40": "0%| 12 it/s"}
     assert applied(log, difference(log, later)) == later and applied(later, difference(later, log)) == log
 
 

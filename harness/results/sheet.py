@@ -1,9 +1,11 @@
 """A stack's published file: what its cells share, said once, then a line for each cell. Pure but for reading it.
 
-``{"published": 2, "shared": ..., "records": ...}`` stands in the first line: stack, hardware, provenance and the rest
-that the cells share, and what the ranks' records do. Every other line is ``{"key": "case/cell", "cell": ...}``, sorted
-by key: the compact document (harness/results/compact.py) as what differs from ``shared``. Within it an arm's settings
-are what differs from the first arm's, an attempt's versions from its stack's, a record's from ``records``.
+``{"published": 3, "shared": ..., "attempts": ..., "records": ...}`` stands in the first line: stack, hardware,
+provenance and the rest that the cells share, what their attempts do, and the ranks' records. Then a line for each cell,
+``{"key": "case/cell", "cell": ...}``, sorted by key: the compact document (harness/results/compact.py) as what differs
+from ``shared``. Within it an arm's settings are what differs from the first arm's, an attempt from ``attempts`` and its
+versions from its stack's, a record's from ``records``. At the end stands what these lines say more than once
+(harness/results/said.py).
 
 A line can be replaced without touching another: the first one is made anew only where every other line is.
 """
@@ -18,11 +20,23 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from repro_matrix.results.compact import applied, compacted, difference
+from repro_matrix.results import said
+from repro_matrix.results.compact import applied, compacted, difference, expanded
 
-VERSION = 2  # 1: an arm's first attempt whole (nothing else differs)
+VERSION = 3  # 1: an arm's first attempt whole (nothing else differs); 2: nothing said in a line of its own
 SHARED = ("compact", "schema", "simulated", "kind", "flags", "scale", "weights", "stack", "hardware", "complete")
 OF_RUN = ("git_commit", "git_dirty", "harness_version", "seed", "launcher", "command")  # of the provenance
+OF_ATTEMPT = (
+    "launcher",
+    "command",
+    "torchrun",
+    "backend",
+    "deadline_s",
+    "timed_out",
+    "hang",
+    "interrupted",
+    "leftover",
+)
 OF_RECORD = ("versions", "packages")
 Json = dict[str, Any]
 _KEY = re.compile(rb'\{"key":"([^"\\]+)"')  # as it is written here: known without reading 50 kB of a line
@@ -46,7 +60,18 @@ class Sheet:
             self.head()
         except ValueError:
             return {1: ""}
-        return {number: _key(line) for number, line in enumerate(self.lines[1:], 2) if line.strip()}
+        lines = enumerate(self.lines[1:], 2)
+        return {number: _key(line) for number, line in lines if line.strip() and not said.in_line(line)}
+
+    @cached_property
+    def said(self) -> dict[str, bytes]:
+        """What the file says in lines of their own (harness/results/said.py), name -> text."""
+        return dict(filter(None, map(said.in_line, self.lines)))
+
+    @cached_property
+    def _whole(self) -> dict[str, bytes]:
+        """The same without names, as far as it was asked for."""
+        return {}
 
     def head(self) -> Json:
         """The first line: another object each time, for what is read of the file becomes part of the documents. Raises
@@ -58,8 +83,9 @@ class Sheet:
             raise NewerSchema(
                 f"published {found['published']}: a newer repro-matrix wrote it; this one reads {VERSION}"
             )
-        if not isinstance(found.get("shared"), dict) or not isinstance(found.get("records"), dict):
-            raise ValueError("not the first line of a published file: no shared, or no records")
+        for key in ("shared", "records", *(["attempts"] if found["published"] > 2 else [])):
+            if not isinstance(found.get(key), dict):
+                raise ValueError(f"not the first line of a published file: no {key}")
         return found
 
     def document(self, number: int) -> Json:
@@ -71,11 +97,12 @@ class Sheet:
         if key and first != number:
             raise ValueError(f"cell {key} stands in line {first} too")
         try:
-            line = json.loads(self.lines[number - 1])
+            text = self.lines[number - 1]
+            line = json.loads(said.whole(text, self.said, self._whole) if head["published"] > 2 else text)
             made = applied(head["shared"], line["cell"])
             if not line["key"].startswith(f"{made['case']}/"):
                 raise ValueError(f"its key is {line['key']!r}, and its case {made['case']!r}")
-            return {**made, "key": line["key"], "arms": _arms(made, head["records"], _back)}
+            return {**made, "key": line["key"], "arms": _arms(made, head, applied)}
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"not a published cell: {type(error).__name__}: {error}") from None
 
@@ -113,29 +140,55 @@ def _key(line: bytes) -> str:
 
 def rewritten(old: Sheet | None, written: Mapping[str, Mapping[str, Any]], dropped: Iterable[str]) -> bytes:
     """A file with these documents (key -> document) in place of its own, and without the dropped ones; empty where
-    none is left. Every other line stays what it was. Raises ValueError where a line of it cannot be told."""
+    none is left. Every other line stays what it was, but those of an older version. Raises ValueError where a line of
+    it cannot be told."""
+    again: dict[str, Mapping[str, Any]] = {}
     kept: dict[str, bytes] = {}
     if old:
-        old.head()
+        older = old.head()["published"] < VERSION
         for number, key in old.keys.items():
-            if not key or key in kept:
+            if not key or key in kept or key in again:
                 raise ValueError(f"line {number} is damaged")
-            kept[key] = old.lines[number - 1]
-    for key in {*written, *dropped} & kept.keys():
-        del kept[key]
-    made = {key: compacted(dict(document)) for key, document in written.items()}
-    head = {**old.head(), "published": VERSION} if old and kept else first_line(list(made.values()))
-    lines = {**kept, **{key: _dump({"key": key, "cell": _cell(head, one)}) for key, one in made.items()}}
-    return b"\n".join([_dump(head), *(lines[key] for key in sorted(lines)), b""]) if lines else b""
+            if older:
+                again[key] = expanded(old.document(number))
+            else:
+                kept[key] = old.lines[number - 1]
+    for key in {*written, *dropped}:
+        again.pop(key, None)
+        kept.pop(key, None)
+    made = {key: compacted(dict(document)) for key, document in {**again, **written}.items()}
+    head = old.head() if old and kept else first_line(list(made.values()))
+    known = old.said if old and kept else {}
+    for name, text in known.items():
+        try:
+            json.loads(text)
+        except ValueError:
+            raise ValueError(f"the line that says {name} is damaged") from None
+    cells, new = said.told([_cell(head, one) for one in made.values()], known)
+    lines = kept | {key: b'{"key":%s,"cell":%s}' % (_dump(key), cell) for key, cell in zip(made, cells)}
+    if not lines:
+        return b""
+    apart = [said.line(name, text) for name, text in said.needed(lines.values(), {**known, **new}).items()]
+    return b"\n".join([_dump(head), *(lines[key] for key in sorted(lines)), *apart, b""])
 
 
 def first_line(made: Sequence[Json]) -> Json:
     """What most of these compact documents say."""
     shared = _common([{key: one[key] for key in SHARED if key in one} for one in made])
-    runs = [{key: one["provenance"][key] for key in OF_RUN if key in one["provenance"]} for one in made]
-    records = [record for one in made for record in _records(one)]
-    said = [{key: record[key] for key in OF_RECORD if isinstance(record.get(key), dict)} for record in records]
-    return {"published": VERSION, "shared": {**shared, "provenance": _common(runs)}, "records": _common(said)}
+    runs = [_some(one["provenance"], OF_RUN) for one in made]
+    seen = [found for one in made for found in _observations(one)]
+    records = [rank["record"] for found in seen for rank in found["ranks"][:1] if rank.get("record")]
+    told = [{key: record[key] for key in OF_RECORD if isinstance(record.get(key), dict)} for record in records]
+    return {
+        "published": VERSION,
+        "shared": {**shared, "provenance": _common(runs)},
+        "attempts": _common([_some(found["attempt"], OF_ATTEMPT) for found in seen]),
+        "records": _common(told),
+    }
+
+
+def _some(value: Json, keys: Iterable[str]) -> Json:
+    return {key: value[key] for key in keys if key in value}
 
 
 def _common(values: Sequence[Json]) -> Json:
@@ -155,14 +208,10 @@ def _common(values: Sequence[Json]) -> Json:
 
 def _cell(head: Json, made: Json) -> Any:
     told = {key: value for key, value in made.items() if key != "key"}
-    return difference(head["shared"], {**told, "arms": _arms(made, head["records"], difference)})
+    return difference(head["shared"], {**told, "arms": _arms(made, head, difference)})
 
 
-def _back(base: Any, found: Any) -> Any:
-    return applied(base, found)
-
-
-def _arms(document: Json, records: Json, made: Callable[[Any, Any], Any]) -> Json:
+def _arms(document: Json, head: Json, made: Callable[[Any, Any], Any]) -> Json:
     """A compact document's arms as they are written in a line (``made``: difference), or back (applied)."""
     found: Json = {}
     first: Any = None
@@ -174,32 +223,32 @@ def _arms(document: Json, records: Json, made: Callable[[Any, Any], Any]) -> Jso
             else:
                 told["settings"] = made(first, arm["settings"])
         if "like" not in arm:  # else its attempt is what differs from that arm's
-            firsts = [_attempt(document, attempt, records, made) for attempt in arm["attempts"][:1]]
+            firsts = [_attempt(document, attempt, head, made) for attempt in arm["attempts"][:1]]
             told["attempts"] = [*firsts, *arm["attempts"][1:]]
         found[name] = told
     return found
 
 
-def _attempt(document: Json, attempt: Json, records: Json, made: Callable[[Any, Any], Any]) -> Json:
+def _attempt(document: Json, attempt: Json, head: Json, made: Callable[[Any, Any], Any]) -> Json:
     seen = attempt["observation"]
-    own = dict(seen["attempt"])
-    if "versions" in own:
-        own["versions"] = made(document["stack"]["versions"], own["versions"])
+    own = seen["attempt"]
+    if head["published"] > 2:
+        own = made({**head["attempts"], "versions": document["stack"]["versions"]}, own)
+    elif "versions" in own:
+        own = {**own, "versions": made(document["stack"]["versions"], own["versions"])}
     ranks = list(seen["ranks"])
     record = ranks[0].get("record") if ranks else None
     if record:
-        told = {key: made(records.get(key, {}), record[key]) for key in OF_RECORD if key in record}
+        told = {key: made(head["records"].get(key, {}), record[key]) for key in OF_RECORD if key in record}
         ranks[0] = {**ranks[0], "record": {**record, **told}}
     return {**attempt, "observation": {**seen, "attempt": own, "ranks": ranks}}
 
 
-def _records(made: Json) -> Iterable[Json]:
-    """The first rank's record of each arm's first attempt."""
+def _observations(made: Json) -> Iterable[Json]:
+    """That of each arm's first attempt."""
     for arm in made["arms"].values():
         for attempt in arm["attempts"][:1] if "like" not in arm else ():
-            for rank in attempt["observation"]["ranks"][:1]:
-                if rank.get("record"):
-                    yield rank["record"]
+            yield attempt["observation"]
 
 
 def _dump(value: Any) -> bytes:
