@@ -106,6 +106,12 @@ def test_what_a_search_cannot_take(texts: list[str], said: str) -> None:
         arguments.one_stack(given_overrides(*texts), {"arms": "not here"})
 
 
+def test_a_value_that_begins_with_a_dash_is_told_how_to_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "./x.py", "--args", "--bug"]) == 2
+    assert "a value that begins with a dash is written --args=-VALUE" in capsys.readouterr().err
+    assert arguments.parse(parser("run"), ["./x.py", "--args=--bug"]).script_args == "--bug"
+
+
 def test_too_many_words_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "--jsn"]) == 2 and "did you mean '--json'" in capsys.readouterr().err
     assert cli.main(["stack", "list", "--older-than", "3"]) == 2

@@ -116,13 +116,15 @@ def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixtu
     assert f"the last run, {ended}, was not interrupted" in capsys.readouterr().err
 
 
-def test_a_named_folder_knows_its_own_selection(tmp_path: Path) -> None:
+def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = RunSettings(results=str(tmp_path / "mine"))
     with going_on.folder(Namespace(settings=settings), ["case=a", f"results={settings.results}"]) as ended:  # type: ignore[arg-type]
         ended(False)
     let_go()
     assert going_on.resumed([f"results={settings.results}"]) == (["case=a", f"results={settings.results}"], None)
+    assert "nothing to go on with" not in capsys.readouterr().err
     assert going_on.resumed(["results=/nowhere/at/all"]) == (["results=/nowhere/at/all"], None)
+    assert "/nowhere/at/all holds nothing to go on with: all of it is measured" in capsys.readouterr().err
 
 
 def test_going_on_is_said_and_what_is_given_anew_counts(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config-dir", metavar="DIR", help=told)
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):  # argparse takes what begins with a dash for an option
+            option = message.removeprefix("argument ").partition(":")[0]
+            message += f"; a value that begins with a dash is written {option}=-VALUE"
         raise ConfigError(f"{message} (`{self.prog} --help` shows its arguments)")
 
 

@@ -26,6 +26,8 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     root = Path(named).expanduser() if named else own_results.scratch()
     chosen = selection(line)
     runs.sound(root)
+    if named and not (root.is_dir() and any(root.iterdir())):
+        print(f"repro: --resume: {root} holds nothing to go on with: all of it is measured", file=sys.stderr)
     if chosen:
         known = runs.listed(root)
         alike = [run for run in known if _selection(run.texts) == chosen] or known

@@ -150,9 +150,16 @@ def _ending(run_dir: Path) -> Iterator[None]:
                 shutil.rmtree(run_dir, ignore_errors=True)
 
 
+RESUMED = "what is recorded is kept: --resume goes on"
+
+
 @contextlib.contextmanager
-def interruptible(stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) ends the ranks and keeps what is recorded; a second one does not wait for anything."""
+def interruptible(
+    stop: threading.Event, say: Callable[[str], None], kept: str = "what is recorded is kept: the same command goes on"
+) -> Iterator[None]:
+    """Ctrl-C (or SIGTERM) ends the ranks and keeps what is recorded; a second one does not wait for anything.
+
+    ``kept``: what becomes of what is measured."""
     import os
 
     import psutil
@@ -164,7 +171,7 @@ def interruptible(stop: threading.Event, say: Callable[[str], None]) -> Iterator
                     child.kill()
             os._exit(130)
         stop.set()
-        say("stopping: ending the ranks; what is recorded is kept (--resume goes on). Again: stop at once")
+        say(f"stopping: ending the ranks; {kept}. Again: stop at once")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

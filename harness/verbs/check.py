@@ -72,7 +72,10 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
     given = {key for key, _ in asked.selections[0].words}
     stop = threading.Event()
     found: dict[str, list[Document]] = {}
-    with workplace.interruptible(stop, _say), tempfile.TemporaryDirectory(prefix="repro-check-") as folder:
+    with (
+        workplace.interruptible(stop, _say, "nothing of it is kept"),
+        tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
+    ):
         for way, launcher in (("warm", LauncherName.warm), ("cold", LauncherName.torchrun)):
             print(f"{slug}: {times} attempts an arm, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}

@@ -38,6 +38,7 @@ Json = dict[str, Any]
 SHARES = {"cells": 0.6, "cold": 0.7, "hang": 0.8}  # of the time that is left; the other steps take seconds
 ASK_S = 60.0  # what is left for asking stacks what their models need; less is not begun
 # One attempt of each strategy that these cards can run.
+KEPT = "what is measured is in its folder"
 COLD = {"case": "train-step", "model": "qwen1.5-0.5b", "launcher": LauncherName.torchrun}
 # A collective that one rank never enters; on one card, which ranks can share under DDP alone.
 HANGS = [{"case": case, "arms": ["broken"]} for case in ("fsdp-rank0-state-dict", "ddp-uneven-batches")]
@@ -66,7 +67,7 @@ class Proof:
         limit.daemon = True
         limit.start()
         try:
-            with workplace.interruptible(stop, lambda text: print(f"note: {text}", file=sys.stderr)):
+            with workplace.interruptible(stop, lambda text: print(f"note: {text}", file=sys.stderr), KEPT):
                 summary = workplace.execute(
                     replace(prepared, settings=settings), lambda event: None, stop, on_warning=warned.append
                 )

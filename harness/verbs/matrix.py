@@ -92,7 +92,7 @@ def measure(
     with (
         going_on.folder(prepared, texts, resumed) as ended,
         Progress(verbose=live) as progress,
-        workplace.interruptible(stop, progress.warn),
+        workplace.interruptible(stop, progress.warn, workplace.RESUMED),
     ):
         summary = workplace.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
         ended(not summary.interrupted and summary.problem is None)

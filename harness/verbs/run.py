@@ -57,7 +57,7 @@ def of_script(args: argparse.Namespace) -> int:
         return 0
     stack = stacks.resolve(spec, say=_say)
     stop = threading.Event()
-    with workplace.interruptible(stop, _say):
+    with workplace.interruptible(stop, _say, workplace.RESUMED):
         document, _ = measure.measure(script, stack, settings.repeat or 1, stop, fresh=not args.resume)
     outcomes = [attempt["outcome"]["outcome"] for attempt in document["attempts"]]
     if args.json:
