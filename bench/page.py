@@ -44,7 +44,12 @@ def stored(folder: Path, count: int) -> list[Path]:
             stack, told = document["stack"], document["provenance"]
             stack = {**stack, "label": f"{stack['label']}x{again}", "name": f"{stack['name']}-{again}"}
             told = {**told, "started": told["started"] - 0.001 * again}  # else it would be begun after its attempts
-            document = {**document, "stack": stack, "provenance": told}
+            before = document["stack"]["name"]
+            arms = {
+                name: {**arm, "stack": stack["name"]} if arm.get("stack") == before else arm
+                for name, arm in document["arms"].items()
+            }
+            document = {**document, "stack": stack, "provenance": told, "arms": arms}
         at = folder / f"{place(document)}.json"
         at.parent.mkdir(parents=True, exist_ok=True)
         at.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")

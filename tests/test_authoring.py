@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +22,7 @@ from repro_matrix.authoring import draft, ready
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.schema import Case
-from repro_matrix.running import session
+from repro_matrix.running import session, workplace
 
 LOG = """\
 [rank1]: Traceback (most recent call last):
@@ -211,6 +215,26 @@ SHRUNK = {
     "script": "train.py", "nproc": 1, "args": ["--depth", "2"], "command": ["repro", "run"],
     "lines": {"text": "import torch\n\ntorch.optim.SGD([], lr=0.1)\n", "done": True}, "document": "shown.json",
 }  # fmt: skip
+
+
+def test_a_check_that_was_interrupted_or_broke_down_does_not_say_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(prepared: Any, on_event: Any, stop: threading.Event, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C, or timeout(1) with TERM
+        assert stop.is_set()
+        return SimpleNamespace(problem=None, documents=[])
+
+    monkeypatch.setattr(workplace, "execute", ends)
+    assert cli.main(["check", "ddp-ready-once"]) == 130
+    said = capsys.readouterr()
+    assert "ready" not in said.out and "interrupted: whether it is ready was not found out" in said.err
+    monkeypatch.setattr(
+        workplace, "execute", lambda *_, **more: SimpleNamespace(problem="the disk is full", documents=[])
+    )
+    assert cli.main(["check", "ddp-ready-once"]) == 3
+    said = capsys.readouterr()
+    assert "ready" not in said.out and "the disk is full" in said.err
 
 
 def test_new_from_a_shrunk_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,11 @@ def main(args: argparse.Namespace) -> int:
     for folder in project.published():
         found += ready.of_others(shown, case, known.cases, Store(folder).documents())
     if parses and not args.no_run:
-        found += ready.of_attempts(shown, code, case, _measured(args.case, args.times, args.overrides))
+        measured = _measured(args.case, args.times, args.overrides)
+        if measured is None:
+            print(f"{case.slug}: interrupted: whether it is ready was not found out", file=sys.stderr)
+            return 130
+        found += ready.of_attempts(shown, code, case, measured)
     found = list(dict.fromkeys(found))
     if args.json:
         print_json({"case": case.slug, "ready": not found, "findings": [vars(finding) for finding in found]})
@@ -63,8 +67,10 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
     return [f"{slug}: {how}; then `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
 
 
-def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]]:
+def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]] | None:
+    """The documents of each way of launching; None: interrupted. Raises MeasureError: it could not be measured."""
     from repro_matrix.conf.config import LauncherName
+    from repro_matrix.conf.errors import MeasureError
     from repro_matrix.running import session, workplace
     from repro_matrix.running.request import ask
 
@@ -80,7 +86,12 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
             print(f"{slug}: {times} attempts an arm, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
             prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))
-            found[way] = workplace.execute(prepared, lambda event: None, stop, on_warning=_say).documents
+            summary = workplace.execute(prepared, lambda event: None, stop, on_warning=_say)
+            if summary.problem:
+                raise MeasureError(summary.problem)
+            if stop.is_set():
+                return None
+            found[way] = summary.documents
     return found
 
 
