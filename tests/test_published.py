@@ -208,7 +208,9 @@ def test_what_no_line_says_any_more_costs_the_cells_that_name_it(tmp_path: Path)
     logs = {name: f"a log of {name} " * 9 for name in "ab"}
     lines = write(tmp_path, *(logged(f"{name}{number}", log) for name, log in logs.items() for number in (1, 2)))
     (said_it,) = (line for line in lines if logs["a"].encode() in line)
-    for left in (b"", said_it[:-1], said_it[:-2], b"<<<<<<<" + said_it):
+    edited = said_it.replace(b"a log of a a log", b"a log of b a log")
+    assert edited != said_it
+    for left in (b"", said_it[:-1], said_it[:-2], b"<<<<<<<" + said_it, edited):
         (tmp_path / FILE).write_bytes(b"\n".join(left if line == said_it else line for line in lines))
         found, damaged = read(tmp_path)
         assert sorted(found) == ["some-case/b1", "some-case/b2"] and len(damaged) in (2, 3), damaged

@@ -20,6 +20,7 @@ from typing import Any
 LEAST = 80  # characters of a value, as it is written: naming it costs twenty
 _LINE = re.compile(rb'\{"said":"([0-9a-f]+)","is":(.*)\}', re.DOTALL)
 _NAMED = re.compile(rb'\{"see":"([0-9a-f]+)"\}')
+_ESCAPED = b'"\\u0073ee"'  # a key that happens to be ``see``; nothing else is written so
 Json = Any
 
 
@@ -33,16 +34,23 @@ def line(name: str, text: bytes) -> bytes:
     return b'{"said":"%s","is":%s}' % (name.encode(), text)
 
 
+def see(name: str) -> bytes:
+    return b'{"see":"%s"}' % name.encode()
+
+
 def whole(text: bytes, said: Mapping[str, bytes], known: dict[str, bytes]) -> bytes:
     """A text with what its names stand for. ``known``: what was made whole before, added to. Raises ValueError: nobody
-    says one of them."""
+    says one of them, or what is said is not what its name was made of."""
 
     def of(found: re.Match[bytes]) -> bytes:
         name = found[1].decode()
         if name not in known:
             if name not in said:
                 raise ValueError(f"no line says {name}")
-            known[name] = whole(said[name], said, known)
+            text = whole(said[name], said, known)
+            if _name(text.replace(_ESCAPED, b'"see"').decode()) != name:
+                raise ValueError(f"what the line of {name} says was edited")
+            known[name] = text
         return known[name]
 
     return _NAMED.sub(of, text)
@@ -81,11 +89,11 @@ def told(values: Sequence[Json], known: Collection[str]) -> tuple[list[bytes], d
         if len(text) < LEAST:
             return inside(value) if '"see":' in text else text
         if times[text] > 1 or known:
-            name = hashlib.sha256(text.encode()).hexdigest()[:12]
+            name = _name(text)
             if times[text] > 1 and name not in known and name not in said:
                 said[name] = inside(value).encode()
             if name in known or name in said:
-                return _dump({"see": name})
+                return see(name).decode()
         return inside(value)
 
     def inside(value: Json) -> str:
@@ -98,8 +106,12 @@ def told(values: Sequence[Json], known: Collection[str]) -> tuple[list[bytes], d
     return [inside(value).encode() for value in values], said
 
 
+def _name(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def _key(key: str) -> str:
-    return '"\\u0073ee"' if key == "see" else _dump(key)
+    return _ESCAPED.decode() if key == "see" else _dump(key)
 
 
 def _dump(value: Json) -> str:
