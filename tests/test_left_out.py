@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from repro_matrix import cli
 from repro_matrix.conf import catalogue, project
 from repro_matrix.conf.errors import ConfigError, Options, unknown
 from repro_matrix.paths import BASELINE, CONF, EXPECTED
+from repro_matrix.results import provenance, unshown
 from repro_matrix.results.exit_code import TOO_LITTLE
 from repro_matrix.results.publishing import place
 from repro_matrix.results.store import Store, write_json
@@ -85,7 +87,7 @@ def test_its_summary_says_so_and_its_exit_code(
     words = ["case=train-st?p", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu", f"results={tmp_path / 'r'}"]
     code, out, err = said(capsys, "run", "train-st?p", *words[1:])
     assert code == TOO_LITTLE, out + err
-    assert "LEFT OUT, and not measured: 1 file" in out and "train-stop.yaml: unknown key 'tilte'" in out
+    assert "LEFT OUT: 1 file with an error" in out and "train-stop.yaml: unknown key 'tilte'" in out
     assert "bad.yaml" not in out and "bad.yaml" in err  # known to be wrong, and not asked for
     code, out, _ = said(capsys, "run", "train-step", "--json", "--resume", *words[1:])
     assert code == 0 and json.loads(out)["summary"]["left_out"] == []
@@ -215,3 +217,54 @@ def test_a_damaged_published_document_is_named_and_the_rest_is_read(
     assert len(known) == len(rest) and len(told) == 1 and str(first) in told[0] and "hardware" in told[0]
     code, out, err = said(capsys, "claims", "--json", f"results={tmp_path / 'none'}")
     assert code == 0 and json.loads(out) and str(first) in err
+
+
+# --- a table of what is shipped that was written by hand
+
+
+def test_a_shipped_table_that_differs_from_the_commit_is_believed_where_measurements_show_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slug = "ddp-ready-once"
+    table = EXPECTED / f"{slug}.yaml"
+    known = catalogue.load()
+    whole = known.cases[slug]
+    assert whole.expect and not unshown.files()
+    monkeypatch.setattr(provenance, "changed", lambda folder: [table, EXPECTED / "notes.txt"])
+    assert unshown.dropped(known) == [] and known.cases[slug] is whole, "as `repro accept` writes it, before the commit"
+    assert unshown.files(), "what is published decides now"
+    entry = whole.expect[0]
+    arm = next(name for name, verdict in entry.verdicts.items() if verdict == "FIX_HOLDS")
+    flipped = entry.model_copy(update={"verdicts": {**entry.verdicts, arm: "FIX_BROKEN"}})
+    known.cases[slug] = whole.model_copy(update={"expect": [flipped, *whole.expect[1:]]})
+    assert unshown.dropped(known, ["train-step"]) == [], "of the cases that are asked for"
+    (said,) = unshown.dropped(known)
+    assert (
+        f"{table}: not believed" in said
+        and f"{arm} is expected to be FIX_BROKEN, and was measured as FIX_HOLDS" in said
+    )
+    assert known.cases[slug].expect == []
+    gone = EXPECTED / "no-table" / f"{slug}.yaml"
+    monkeypatch.setattr(provenance, "changed", lambda folder: [gone])
+    assert unshown.dropped(known) == [f"{gone}: is gone since the commit: nothing is expected of {slug}"]
+
+
+def test_which_files_differ_from_the_commit(tmp_path: Path) -> None:
+    def git(*args: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b", *args], check=True)
+
+    assert provenance.changed(tmp_path) == [], "no repository"
+    git("init", "-q")
+    folder = tmp_path / "own tables"
+    folder.mkdir()
+    for name in ("same", "edited", "gone"):
+        (folder / f"{name} é.yaml").write_text(f"{name}\n")
+    (tmp_path / "elsewhere.yaml").write_text("1\n")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    assert provenance.changed(folder) == []
+    (folder / "edited é.yaml").write_text("by hand\n")
+    (folder / "gone é.yaml").unlink()
+    (folder / "new.yaml").write_text("new\n")
+    (tmp_path / "elsewhere.yaml").write_text("2\n")
+    assert provenance.changed(folder) == [folder / "edited é.yaml", folder / "gone é.yaml", folder / "new.yaml"]

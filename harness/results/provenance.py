@@ -28,19 +28,26 @@ def git_state() -> tuple[str | None, bool]:
     return (commit if own.file else shipped), changed or more
 
 
+def changed(folder: Path) -> list[Path]:
+    """Files of a folder that differ from the commit, also those that are gone or new; [] outside a repository."""
+    said = _git(folder, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", ".")
+    top = _git(folder, "rev-parse", "--show-toplevel") if said else None
+    return sorted(Path(top) / line[3:] for line in (said or "").split("\0") if line) if top else []
+
+
 def _state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
     """(commit, whether one of the paths differs from it); (None, False) outside a repository."""
+    commit = _git(root, "rev-parse", "HEAD")
+    differs = _git(root, "status", "--porcelain", "--", *map(str, paths)) if paths else None
+    return commit, bool(differs)
 
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
-    commit = git("rev-parse", "HEAD")
-    changed = git("status", "--porcelain", "--", *map(str, paths)) if paths else None
-    return commit, bool(changed)
+def _git(root: Path, *args: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
 
 
 def harness_version() -> str:

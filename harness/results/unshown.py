@@ -1,4 +1,8 @@
-"""What a user's repository expects of its own cases, and no measurement of its baseline shows: it is not believed."""
+"""What is expected and no published measurement shows, because a table was written by hand: it is not believed.
+
+Looked at are the tables of a user's repository, and of what is shipped those that differ from the commit: the others
+were looked at by a test (tests/test_baseline.py).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from repro_matrix.cell.place import LINES
 from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.judge.again import judged_again
-from repro_matrix.paths import EXPECTED
+from repro_matrix.paths import CHECKOUT, EXPECTED
+from repro_matrix.results import provenance
 from repro_matrix.results.backed import unbacked
 from repro_matrix.results.store import Store
 
@@ -17,18 +22,19 @@ from repro_matrix.results.store import Store
 def dropped(catalogue: Catalogue, cases: Iterable[str] | None = None) -> list[str]:
     """Takes such a case's expectations out of the catalogue, so that nothing is expected of it: why, for each file.
 
-    ``cases``: look at these alone. It is no error: the way out is to measure the case and to accept that. What is
-    shipped is looked at by a test (tests/test_baseline.py).
+    ``cases``: look at these alone. It is no error: the way out is to measure the case and to accept that.
     """
     own = project.current()
-    if own.expected == EXPECTED:
-        return []
     wanted = set(catalogue.cases if cases is None else cases)
     found = []
-    for file in sorted(own.expected.glob("*.yaml")):
+    for file in _tables():
         slug = file.stem
         case = catalogue.cases.get(slug)
-        if case is None or slug not in wanted or not case.expect:
+        if case is None or slug not in wanted:
+            continue
+        if not file.exists():
+            found.append(f"{file}: is gone since the commit: nothing is expected of {slug}")
+        if not case.expect:
             continue
         store = Store(own.baseline)
         judged = judged_again(store.documents(cases=[slug]), catalogue.cases).documents
@@ -43,8 +49,16 @@ def dropped(catalogue: Catalogue, cases: Iterable[str] | None = None) -> list[st
 
 
 def files() -> list[Path]:
-    """What it is decided by, beside the catalogue: the user's own measurements, where there are such tables."""
+    """What it is decided by, beside the catalogue: the measurements that are published, where there are such tables."""
     own = project.current()
-    if own.expected == EXPECTED or not any(own.expected.glob("*.yaml")):
+    if not _tables():
         return []
     return [path for path in sorted(own.baseline.rglob("*")) if path.suffix in (".json", LINES)]
+
+
+def _tables() -> list[Path]:
+    """The tables that are looked at; of what is shipped also those that are gone."""
+    own = project.current()
+    if own.expected != EXPECTED:
+        return sorted(own.expected.glob("*.yaml"))
+    return [path for path in provenance.changed(EXPECTED) if path.suffix == ".yaml"] if CHECKOUT else []

@@ -83,9 +83,9 @@ def _no_answer(row: Row) -> bool:
 
 
 def left_out(texts: Sequence[str], width: int = WIDTH) -> Iterator[str]:
-    """The files of conf/ that are wrong, and were not measured for it."""
+    """The files of conf/ that are wrong, and were not measured for it; tables that nothing stored shows."""
     if texts:
-        yield f"LEFT OUT, and not measured: {len(texts)} file{'s' if len(texts) > 1 else ''} with an error"
+        yield f"LEFT OUT: {len(texts)} file{'s' if len(texts) > 1 else ''} with an error, or not believed"
         for text in texts:
             for line in text.splitlines():
                 yield from wrapped(line, "  ", 4, width)
