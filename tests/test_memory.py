@@ -451,7 +451,8 @@ def test_fake_tensors_hold_nothing_of_a_model_at_full_size(
 
 
 def test_hardware_that_is_not_here_can_be_planned_for_but_not_mistaken() -> None:
-    profile, machine, only = planned.settle("a100x8", CATALOGUE.hardware, LAPTOP)
+    profile, machine, only = planned.settle("a100x8", CATALOGUE.hardware, replace(LAPTOP, free_gb=2.0))
+    assert machine.free_gb is None, "what is free here says nothing of it"
     assert only and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024 and machine.memory_gb == 1000
     assert planned.settle("cpu", CATALOGUE.hardware, LAPTOP) == (CPU, LAPTOP, False)
     with pytest.raises(ConfigError, match="did you mean"):

@@ -168,7 +168,7 @@ def test_a_script_that_puts_itself_in_the_background_is_ended_and_said(bench: Be
         time.sleep(600)
     """)
     assert any("killed" in each for each in found["observation"]["attempt"]["leftover"])
-    shown = "\n".join(lines({"command": "x", "failure": {}, "attempts": [found]}))
+    shown = "\n".join(lines({"command": "x", "failure": {}, "stack": {}, "attempts": [found]}))
     assert "left processes behind" in shown and "os._exit" in shown
 
 

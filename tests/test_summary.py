@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, exception, failed, observation, ok
 
+from repro_matrix.results.exit_code import exit_code
 from repro_matrix.results.rows import again, arm_rows, by_attention
 from repro_matrix.terminal import summary
 from repro_matrix.terminal.report import summary_line
@@ -181,3 +182,22 @@ def test_the_last_line_says_the_exit_code_and_why() -> None:
     assert summary.ending(1, rows).startswith("exit code 1: 1 arm differ")
     assert summary.ending(0, rows) == "exit code 0: nothing unexpected"
     assert "repro doctor" in summary.ending(3, rows)
+
+
+def test_a_broken_arm_measured_alone_that_fails_otherwise_is_said_and_is_not_green() -> None:
+    """Without a fix beside it there is no verdict: nothing compares it with what is expected."""
+
+    def alone(*kinds: str, verdicts: dict[str, Any] | None = None) -> dict[str, Any]:
+        made = document({"broken": [(kind, observation(ok(0))) for kind in kinds]}, verdicts or {})
+        made["complete"] = True
+        return made
+
+    for kinds, code in ((("fires", "fires"), 0), (("clean",), 0), (("fires", "other_error"), 3), (("hang",), 3)):
+        stored = [alone(*kinds)]
+        assert exit_code(stored, 1) == code, kinds  # type: ignore[arg-type]
+        said = " ".join(summary.lines(stored, arm_rows(stored[0])))  # type: ignore[arg-type]
+        assert ("ANOTHER FAILURE THAN THE KNOWN ONE, of 1 broken arm measured alone" in said) == (code == 3)
+    judged = document(
+        {"broken": [("other_error", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}, {"fix": "CHANGED"}
+    )
+    assert exit_code([judged], 1) == 0, "its fix's verdict says it"  # type: ignore[list-item]

@@ -43,6 +43,7 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> tuple[Pro
         left_out=(),
         meant=(),
         disk_gb=None,
+        free_gb=None,
         cpu=f"not this machine: {name} as conf/hardware describes it",
     )
     return Profile(name, "cuda", backend, gpus), there, True

@@ -11,7 +11,7 @@ from repro_matrix.cell.values import Accelerator
 from repro_matrix.conf.schema import Case
 from repro_matrix.hardware import Machine
 from repro_matrix.judge import facts, genuine, grade, outcome
-from repro_matrix.judge.again import contradiction, verdicts_of, with_expectations
+from repro_matrix.judge.again import verdicts_of, with_expectations
 from repro_matrix.judge.comparable import machine
 from repro_matrix.planning.plan import ArmPlan, CellPlan
 
@@ -75,9 +75,9 @@ def _arm(plan: ArmPlan) -> Arm:
 
 
 def believed(document: Document, case: Case) -> bool:
-    """Whether a document may be gone on with: one that contradicts itself is measured anew (and stays in the
-    history)."""
-    return contradiction(document) is None and genuine.contradiction(document, case) is None
+    """Whether a document may be gone on with: one whose attempts contradict it is measured anew (and stays in the
+    history). An arm under another fingerprint is left behind by itself (``take_over``)."""
+    return genuine.contradiction(document, case) is None
 
 
 def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:

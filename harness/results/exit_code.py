@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from repro_matrix.cell.document import Document, Made
+from repro_matrix.results import alone
 
 DIFFERS = 1
 TOO_LITTLE = 3
@@ -24,7 +25,8 @@ def exit_code(documents: Iterable[Document], min_measured: int, stopped_early: b
     measured = sum(
         any(arm["attempts"] for arm in document["arms"].values()) and document["complete"] for document in documents
     )
-    return TOO_LITTLE if lost or unseen or stopped_early or measured < min_measured or _unknown(documents) else 0
+    little = lost or unseen or stopped_early or measured < min_measured
+    return TOO_LITTLE if little or _unknown(documents) or alone.unshown(documents) else 0
 
 
 def _unknown(documents: Iterable[Document]) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from repro_matrix.results import alone
 from repro_matrix.results.rows import Row, again, where_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
             where = f"{row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
             told = f"{row['verdict']}: {by.get('reason')} ({by.get('owner')}, until {by.get('until')})"
             yield from wrapped(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4, width)
+    judged_by_nobody = alone.unshown(documents)
+    if judged_by_nobody:
+        told = f"ANOTHER FAILURE THAN THE KNOWN ONE, of {counted(len(judged_by_nobody), 'broken arm')} measured alone"
+        yield from _title(f"{told} (compared with what is expected where a fix is measured beside it)", width)
+        for document, made in judged_by_nobody:
+            yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
     silent = [row for row in rows if _no_answer(row)]
     if silent:
         yield from _title(f"NO ANSWER: {_arms(len(silent))}", width)

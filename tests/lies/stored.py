@@ -196,6 +196,12 @@ def half_of_it(document: Json) -> None:
     document["arms"]["broken"]["attempts"] += attempts_of(document, FIX, "broken")
 
 
+def of_another_arm(document: Json) -> None:
+    arm = document["arms"][FIX]
+    for settings in (arm["settings"], *(made["observation"]["attempt"]["settings"] for made in arm["attempts"])):
+        settings["arm"] = "broken"
+
+
 def told_twice(document: Json) -> None:
     """What was seen once stands there as two of two."""
     document["arms"][FIX]["attempts"] *= 2
@@ -234,7 +240,8 @@ STORED = Bench(
         Lie("one machine's profile as another's", "more", edit("hardware", "profile", to="a100x8"), "^left out.*fold"),
         Lie("a measurement of the future", "more", edit("provenance", "started", to=9e12), "^left out.*begun after"),
         Lie("another arm's attempt", "more", the(FIX, "observation", "attempt", "settings", "arm", to="broken"),
-            "^INCONCLUSIVE.*attempt of arm broken"),
+            "^left out.*its arm is not what its attempt ran with"),
+        Lie("another arm's attempt, and its settings", "more", of_another_arm, "^INCONCLUSIVE.*attempt of arm broken"),
         Lie("one attempt told twice", "more", told_twice, "^left out.*told twice"),
         Lie("one attempt told twice, under a name of its own", "more", told_twice_by_name, "^left out.*told twice"),
         Lie("an arm taken out", "more", lambda document: document["arms"].pop("bucket-view"),
