@@ -194,6 +194,8 @@ def _interrupted(prepared: session.Session, documents: Sequence[Document]) -> st
     """What the lines above do not speak of."""
     asked = len({(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans})
     lacking = asked - sum(document["complete"] for document in documents)
+    if lacking <= 0:
+        return "INTERRUPTED, when all of it was measured"
     of = summaries.counted(asked, "cell")
     return f"INTERRUPTED: {lacking} of {of} not measured, or not to the end: of these nothing is said"
 
