@@ -22,6 +22,9 @@ from typing import Any
 
 from bench.browser import Browser, program
 from bench.machine import machine
+from repro_matrix.conf import catalogue
+from repro_matrix.judge import genuine
+from repro_matrix.judge.again import contradiction
 from repro_matrix.paths import BASELINE, ROOT
 from repro_matrix.results import rows
 from repro_matrix.results.publishing import place
@@ -37,6 +40,7 @@ def stored(folder: Path, count: int) -> list[Path]:
     """So many cells in a folder, as a run writes them."""
     published = [{k: v for k, v in d.items() if k != "path"} for d in Store(BASELINE).documents()]
     made = []
+    cases = catalogue.load().cases
     for number, source in enumerate(itertools.islice(itertools.cycle(published), count)):
         document: Any = source
         again = number // len(published)
@@ -50,6 +54,9 @@ def stored(folder: Path, count: int) -> list[Path]:
                 for name, arm in document["arms"].items()
             }
             document = {**document, "stack": stack, "provenance": told, "arms": arms}
+        wrong = contradiction(document) or genuine.contradiction(document, cases[document["case"]])
+        if wrong:  # it would be left out, and what is measured would be the reading of nothing
+            raise SystemExit(f"{place(document)}: {wrong}")
         at = folder / f"{place(document)}.json"
         at.parent.mkdir(parents=True, exist_ok=True)
         at.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
