@@ -110,6 +110,31 @@ def test_copies_of_the_model_are_counted() -> None:
     assert graded(*four).outcome == "infra"  # half of it on each of four ranks, a quarter was promised
 
 
+def on_cards(known: Case | None, devices: int, split: bool, *peaks: Any) -> Outcome:
+    checks = [{**ok(0)["record"]["checks"][0], "name": "split"}] if split else []
+    ranks = [ok(n, record=record(n, in_force=evidence(), read={}, peak_gpu_mb=mb)) for n, mb in enumerate(peaks)]
+    for rank in ranks:
+        rank["record"]["checks"] += checks
+    settings = {"device": "cuda", "devices": devices, "flags": {}, "strategy": {"slug": "fsdp", "promises": SHARDED}}
+    known = known or training()
+    return grade(known, "broken", observation(*ranks, settings=settings), [known])
+
+
+def test_what_was_given_cards_computed_on_them() -> None:
+    """gloo, and a lone process, compute on the CPU without an error: HEALTHY "on a GPU" where no card did anything."""
+    assert on_cards(None, 2, False, 512.0, 1.0).outcome == "clean"
+    for peak in (0, 0.0, None, float("nan"), "512"):
+        found = on_cards(None, 2, False, 512.0, peak)
+        assert found.outcome == "infra" and "no card was in force: rank 1 used no memory of one" in found.reason
+    loading = case(proof={"kind": "loading", "checks": ["logits"]})
+    assert on_cards(loading, 2, False, None, None).outcome == "clean", "what is loaded may stay on the host"
+
+
+def test_what_was_given_more_cards_than_ranks_was_split_over_them() -> None:
+    assert "rank 0 that the model was split over 4 cards" in on_cards(None, 4, False, 512.0, 512.0).reason
+    assert on_cards(None, 4, True, 512.0, 512.0).outcome == "clean"
+
+
 def test_an_arm_may_promise_something_else() -> None:
     known = training()
     arms = {**known.model_dump()["arms"], "fix": {"flags": {"call": "root"}, "promises": REPLICATED}}

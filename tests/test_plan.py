@@ -292,10 +292,12 @@ def test_sweeps_have_documents_of_their_own() -> None:
 
     sweeps = [
         ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"], ["tp_size=2"],
+        ["env.OMP_NUM_THREADS=1"], ["env.OMP_NUM_THREADS=2"], ["env.CUDA_MODULE_LOADING=a/b"],
+        ["env.CUDA_MODULE_LOADING=a:b"],
     ]  # fmt: skip
     found = [keys(*texts) for texts in sweeps]
-    assert keys() == keys("ranks=2") == keys("repeat=3", "jobs=1") == {"train-step/qwen1.5-0.5b-ddp"}
-    assert len(set().union(*found)) == 8 and all(key.count("/") == 1 for some in found for key in some)
+    assert keys() == keys("ranks=2") == keys("repeat=3", "jobs=1", "env.NCCL_SOCKET_IFNAME=eth0") == {"train-step/qwen1.5-0.5b-ddp"}
+    assert len(set().union(*found)) == 12 and all(key.count("/") == 1 for some in found for key in some)
 
 
 def test_full_size_is_bfloat16_and_what_is_asked_for_wins() -> None:

@@ -1,9 +1,11 @@
 """Was what the arm names in force? Judged from what every rank measured of it. Pure.
 
 Libraries fall back without a word: accelerate to DDP, ZeRO to stage 0, adapters that match no module. An attempt that
-ran like that is no evidence about what it names. Three questions, of attempts that would be clean otherwise:
+ran like that is no evidence about what it names. Four questions, of attempts that would be clean otherwise:
 
 - the strategy: its promises (conf/strategy) against elements held, reduced and updated, and the collectives called;
+- the cards: what computes and was given GPUs used memory of one on every rank, and what was given more cards than
+  ranks was split over several;
 - what else the case's proof lists (``in_force``) or a rank measured: a number within its bounds;
 - flags and options that the arm changes: some rank has read them.
 
@@ -23,6 +25,7 @@ from repro_matrix.judge.evidence import Attempt, Rank, mapping, number
 SHARE = 1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
 SPARE = 0.01  # ... and this part of the whole
 WHOLE = 0.9  # what is called whole: a few parameters may have no gradient
+COMPUTES = ("training", "inference", "generating")  # what is only loaded or saved may stay on the host
 VERBS = {"parameters": "holds all parameters", "gradients": "holds all gradients", "updates": "updates all parameters"}
 
 
@@ -36,6 +39,7 @@ def problem(case: Case, arm: str, attempt: Attempt) -> str | None:
     promised = {**promises, **(own.model_dump(exclude_unset=True) if own else {})}
     return (
         _group(attempt)
+        or _cards(case, attempt)
         or _promises(attempt, attempt.strategy or "the strategy", promised, strategy, case.proof.kind)
         or _measured(case, attempt.ranks)
         or _read(case, arm, attempt)
@@ -67,6 +71,19 @@ def _group(attempt: Attempt) -> str | None:
         backend = found[-1].get("backend", "")
         if attempt.backend not in ("", "auto") and attempt.backend not in backend:
             return f"the backend {attempt.backend} was not in force: rank {rank.rank} used {backend or 'none'}"
+    return None
+
+
+def _cards(case: Case, attempt: Attempt) -> str | None:
+    """Computed on the cards that the attempt was given. gloo and a lone process would compute on the CPU and not fail."""
+    if attempt.accelerator != "cuda" or case.simulated or case.proof.kind not in COMPUTES:
+        return None
+    for rank in attempt.ranks:
+        if not (number(rank.record.get("peak_gpu_mb")) or 0) > 0:
+            return f"no card was in force: rank {rank.rank} used no memory of one"
+        devices = number(attempt.settings.get("devices"))
+        if (devices or 0) > attempt.world_size and not any(each.name == "split" for each in rank.checks):
+            return f"no evidence on rank {rank.rank} that the model was split over {_n(devices)} cards"
     return None
 
 

@@ -36,8 +36,9 @@ class Cell:
     def key(self) -> str:
         """The cell's name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as a path."""
         parts = [f"{self.model}-{self.strategy}", *self.variant, *_words(self.flags)]
-        tail = re.sub(r"[^\w.=,+-]+", "_", "-".join(parts).replace('"', ""))
-        if len(tail) > LONGEST:
+        plain = "-".join(parts).replace('"', "")
+        tail = re.sub(r"[^\w.=,+-]+", "_", plain)
+        if len(tail) > LONGEST or tail != plain:  # else two cells might share a name
             tail = f"{tail[:LONGEST]}-{hashlib.sha256('-'.join(parts).encode()).hexdigest()[:8]}"
         return f"{self.case}/{tail}"
 
@@ -47,6 +48,9 @@ class Cell:
         return "/".join([self.model, self.strategy, *self.variant, *_words(self.flags)])
 
 
+# How this machine's ranks reach each other: some must be given where nothing runs without them, and what is measured is
+# compared with what was measured elsewhere without.
+TRANSPORT = ("NCCL_", "GLOO_")
 LONGEST = 150  # characters of a file's name
 
 
@@ -135,6 +139,7 @@ def variant_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Seque
         value = getattr(settings, name)
         if value != getattr(usual, name):
             words.append(f"{name}={getattr(value, 'value', value)}")
+    words += [f"env.{name}={value}" for name, value in sorted(settings.env.items()) if not name.startswith(TRANSPORT)]
     for group, changes in sorted(patches.items()):
         words += [f"{group}.{'.'.join(keys)}={json.dumps(value)}" for keys, value in changes]
     return tuple(words)
