@@ -75,7 +75,7 @@ def _group(attempt: Attempt) -> str | None:
 
 
 def _cards(case: Case, attempt: Attempt) -> str | None:
-    """Computed on the cards that the attempt was given. gloo and a lone process would compute on the CPU and not fail."""
+    """Computed on the cards that the attempt was given: gloo and a lone process would use the CPU and not fail."""
     if attempt.accelerator != "cuda" or case.simulated or case.proof.kind not in COMPUTES:
         return None
     for rank in attempt.ranks:
