@@ -102,6 +102,29 @@ def test_only_the_case_with_a_changed_document_is_made_again(folder: Path, made_
     assert "<strong>n</strong>" in html(found)
 
 
+def test_a_case_that_is_read_in_divisions_says_what_it_says_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_again: list[str]
+) -> None:
+    known, root, case = catalogue.load(), tmp_path / "results", "lora-reentrant-checkpointing"
+    for document in Store(BASELINE).documents(cases=[case]):
+        at = root / document["hardware"]["profile"] / document["stack"]["label"] / f"{document['key']}.json"
+        at.parent.mkdir(parents=True, exist_ok=True)
+        write_json(at, document)
+    found, cells = [], []
+    for together in (10_000, 4):
+        monkeypatch.setattr(parts, "TOGETHER", together)
+        monkeypatch.setenv("REPRO_CACHE", str(tmp_path / f"cache {together}"))
+        found.append(html(views([root], known)))
+        cells.append(read([root], known).cells)
+    assert found[0] == found[1] and cells[0] == cells[1]
+    assert {row["verdict"] for one in cells[0] for row in one.rows} >= {"UPSTREAM_FIXED"}, "of another stack's document"
+    assert made_again.count(f"Stored {case}") > 3
+    made_again.clear()
+    os.utime(at)
+    views([root], known)
+    assert sorted(made_again) == [f"OfCase {case}", f"Stored {case}"], "the others are kept"
+
+
 def test_it_is_made_again_when_a_file_the_selection_a_mute_the_judge_or_a_template_changed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,14 @@
 """What a report takes of one case's documents, made once: judging anew takes milliseconds a document.
 
 Kept (results/kept.py) for each case of a folder while its files, the code, the cases, what is expected and what is
-muted are the same: its cells, and apart from them its documents as the ledger reads them. One changed document has its
-case read again, because the documents of a case are each other's history.
+muted are the same: its cells, and apart from them its documents as the ledger reads them. The documents of one cell are
+each other's history and are judged together; of a case that has many the cells are divided (``divided``), so that
+neither memory nor a second core need hold all of it, and one changed document has its division read again.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -15,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from repro_matrix.cell import place
 from repro_matrix.cell.document import Arm, Document
 from repro_matrix.cell.observation import Observation
 from repro_matrix.conf.catalogue import Catalogue
@@ -25,9 +28,9 @@ from repro_matrix.page.view import Cell, cell
 from repro_matrix.results import kept, muted
 from repro_matrix.results import store as stores
 from repro_matrix.results.muted import Mute
-from repro_matrix.results.store import State, Store
+from repro_matrix.results.store import Found, Store
 
-File = tuple[str, State]  # a document's path, and its file's state
+TOGETHER = 128  # documents that are judged at a time, about: they take up to a megabyte each
 # What the ledger does not look at, and most of a document: of a rank's record, and of an attempt.
 _OF_RECORD = {"exception", "checks", "facts", "versions", "packages", "warnings", "logs", "read", "in_force"}
 _OF_ATTEMPT = {"command", "torchrun", "settings", "versions", "leftover"}
@@ -75,11 +78,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Stored:
-    """The documents of one case in one folder."""
+    """The documents of one case in one folder, or one of ``of`` divisions of them."""
 
     asked: Asked
     case: str
-    files: tuple[File, ...]
+    files: tuple[Found, ...]
+    number: int = 0
+    of: int = 1
 
     @cached_property
     def key(self) -> bytes:
@@ -104,7 +109,7 @@ class Stored:
     def made(self) -> Part:
         """From the files; kept where the cache can be written."""
         store = Store(self.asked.folder)
-        paths = [path for path, _ in self.files]
+        paths = [one.path for one in self.files]
         stored = [document for document in _stored(store, paths) if _is_wanted(document, self.asked.wanted)]
         unknown = {str(d["case"]) for d in stored if d["case"] not in self.asked.catalogue.cases}
         judged, told, expired = self._told(stored)
@@ -116,7 +121,9 @@ class Stored:
         """Keep what a run that has just ended judged: its documents are read from memory, and not graded again. What is
         kept is what who reads the folder is told: the run may have known of evidence that lies elsewhere.
         None: they are not all of the case's, or they say something else than they show, or nothing can be kept."""
-        if {document.get("path") for document in documents} != {path for path, _ in self.files}:
+        here = {one.path for one in self.files}
+        documents = [document for document in documents if document.get("path") in here]
+        if len(documents) != len(here):
             return None
         judged, told, expired = self._told(documents, graded=True)
         if len(told) != len(documents) or judged.remarks:
@@ -148,15 +155,38 @@ class Stored:
         return replace(part, documents=documents)
 
     def _file(self, what: str) -> Path:
-        return kept.file(what, str(self.asked.folder.resolve()), self.case)
+        return kept.file(what, str(self.asked.folder.resolve()), self.case, self.number, self.of)
 
 
-def listed(folder: Path) -> dict[str, tuple[File, ...]]:
+def divided(asked: Asked, case: str, files: Sequence[Found]) -> list[Stored]:
+    """All documents of a case, those of one cell together. Which division a cell is in does not depend on the others,
+    but for how many there are: a power of two. (A file that bears another cell's name is nobody's history.)"""
+    count = 1
+    while count * TOGETHER < len(files):
+        count *= 2
+    parts: list[list[Found]] = [[] for _ in range(count)]
+    for each in files:
+        parts[zlib.crc32(each.cell.encode(errors="surrogateescape")) % count].append(each)
+    return [Stored(asked, case, tuple(part), number, count) for number, part in enumerate(parts) if part]
+
+
+def as_listed(cells: Iterable[Cell], sources: Sequence[str]) -> list[Cell]:
+    """The cells of several divisions, in the order in which their documents are listed. ``sources``: the results'
+    names, in their order; empty where there is one."""
+
+    def at(cell: Cell) -> tuple[int, list[str], int]:
+        where = place.read(cell.path)
+        return sources.index(cell.source) if sources else 0, where.file.split("/"), where.line or 0
+
+    return sorted(cells, key=at)
+
+
+def listed(folder: Path) -> dict[str, tuple[Found, ...]]:
     """Case -> its documents; older ones in the history are left out. Raises ResultsError: it cannot be read."""
-    found: dict[str, list[File]] = {}
+    found: dict[str, list[Found]] = {}
     try:
         for each in stores.listed(folder):
-            found.setdefault(each.case, []).append((each.path, each.state))
+            found.setdefault(each.case, []).append(each)
     except OSError as error:
         raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})") from None
     return {case: tuple(files) for case, files in sorted(found.items())}

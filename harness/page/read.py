@@ -17,7 +17,7 @@ from repro_matrix.judge.claims import ClaimRow
 from repro_matrix.page import shown
 from repro_matrix.page.case import CaseView, case_view
 from repro_matrix.page.page import Said, said
-from repro_matrix.page.parts import Asked, Stored, listed
+from repro_matrix.page.parts import Asked, Stored, Took, as_listed, divided, listed
 from repro_matrix.page.render import Drawn
 from repro_matrix.page.shown import OfCase
 from repro_matrix.page.view import Cell, cell
@@ -62,14 +62,17 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
         lambda one: len(one.files),
     )
     for one in cases:
+        of_case: list[Cell] = []
         for stored in one.stored:
             part = stored.part()
-            found.cells += part.cells
+            of_case += part.cells
             found.notes += [*part.expired, *part.notes, *part.damaged]
             found.expired += part.expired
             found.damaged += part.damaged
             kept += stored.documents() if part.documents is None else part.documents
             unknown |= part.unknown
+        found.cells += as_listed(of_case, found.sources)
+    found.notes, found.expired = list(dict.fromkeys(found.notes)), list(dict.fromkeys(found.expired))
     found.unjudged = _unjudged(unknown, catalogue)
     found.unfinished = _unfinished(folders)
     found.notes += [*found.unfinished, *(f"not judged: {text}" for text in found.unjudged.values())]
@@ -129,7 +132,7 @@ def take(documents: Sequence[Document], folder: Path, catalogue: Catalogue) -> V
     for document in documents:
         by_case.setdefault(document["case"], []).append(document)
     cases, _ = _asked([folder], catalogue, {})
-    took = {one.case: [stored.took(by_case.get(one.case, [])) for stored in one.stored] for one in cases}
+    took = {one.case: _took(one, by_case.get(one.case, [])) for one in cases}
     sides.take(folder, [document for each in took.values() for one in each if one for document in one.documents])
     same = {case for case, found in took.items() if all(one is not None and one.same for one in found)}
     if same == by_case.keys() == took.keys():
@@ -147,6 +150,12 @@ def take(documents: Sequence[Document], folder: Path, catalogue: Catalogue) -> V
     return found
 
 
+def _took(case: OfCase, documents: Sequence[Document]) -> list[Took | None]:
+    """Of each division what it has kept; None where these are not all of the case's documents."""
+    whole = len(documents) == sum(len(stored.files) for stored in case.stored)
+    return [stored.took(documents) if whole else None for stored in case.stored]
+
+
 def _asked(
     folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Sequence[str]]
 ) -> tuple[list[OfCase], Results]:
@@ -160,7 +169,7 @@ def _asked(
             raise ResultsError(f"{folder}: no such folder of results (`repro matrix` writes one)")
         asked = Asked(folder, name if found.sources else "", catalogue, wanted, mutes, today)
         for case, files in listed(folder).items():
-            by_case.setdefault(case, []).append(Stored(asked, case, files))
+            by_case.setdefault(case, []).extend(divided(asked, case, files))
     return [OfCase(case, tuple(own), tuple(found.sources)) for case, own in by_case.items()], found
 
 

@@ -23,7 +23,7 @@ from repro_matrix.judge.runs_here import Grounds
 from repro_matrix.page import render
 from repro_matrix.page.case import CaseView, case_view
 from repro_matrix.page.page import Said, said
-from repro_matrix.page.parts import Document, Stored
+from repro_matrix.page.parts import Document, Stored, as_listed
 from repro_matrix.page.render import Drawn
 from repro_matrix.results import kept
 
@@ -45,7 +45,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class OfCase:
-    """A case in all folders that are asked for."""
+    """A case in all folders that are asked for, each undivided or in its divisions."""
 
     case: str
     stored: tuple[Stored, ...]
@@ -57,7 +57,11 @@ class OfCase:
 
     @property
     def file(self) -> Path:
-        return kept.file("case", [str(one.asked.folder.resolve()) for one in self.stored], self.case)
+        return kept.file("case", self.folders, self.case)
+
+    @property
+    def folders(self) -> list[str]:
+        return list(dict.fromkeys(str(one.asked.folder.resolve()) for one in self.stored))
 
     def shown(self) -> Shown:
         found = kept.read(self.file, self.key)
@@ -65,13 +69,13 @@ class OfCase:
 
     def made(self) -> Shown:
         parts = [one.part() for one in self.stored]
-        cells = [cell for part in parts for cell in part.cells]
+        cells = as_listed((cell for part in parts for cell in part.cells), self.sources)
         case = self.stored[0].asked.catalogue.cases.get(self.case)
         view = case_view(cells, case, self.sources) if cells else None
         documents = self.documents() if case and case.kind == "control" else []
         made = Shown(
             replace(view, cells=()) if view else None, render.drawn(view) if view else None,
-            tuple(note for part in parts for note in (*part.expired, *part.notes)),
+            tuple(dict.fromkeys(note for part in parts for note in (*part.expired, *part.notes))),
             tuple(told for part in parts for told in part.damaged),
             frozenset(name for part in parts for name in part.unknown), tuple(map(_as_control, documents)),
         )  # fmt: skip
@@ -124,7 +128,7 @@ def ledger(catalogue: Catalogue, cases: Mapping[str, OfCase], controls: Iterable
         if slug in cases and case.claims:
             about = _about(case)
             key = kept.digest(by, strategies, [(name, cases[name].key) for name in about if name in cases])
-            file = kept.file("claims", [str(one.asked.folder.resolve()) for one in cases[slug].stored], slug)
+            file = kept.file("claims", cases[slug].folders, slug)
             known = kept.read(file, key)
             if not isinstance(known, list):
                 documents = [d for name in about if name in cases for d in cases[name].documents() if d["complete"]]

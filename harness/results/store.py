@@ -139,11 +139,12 @@ class Store:
 
 class Found(NamedTuple):
     """A document in a folder. ``path`` names it (harness/cell/place.py); ``case``: by its folder or its line's key, ""
-    of a line that is damaged. ``state``: of the file that holds it."""
+    of a line that is damaged; ``cell``: by its file or that key. ``state``: of the file that holds it."""
 
     path: str
     case: str
     state: State
+    cell: str = ""
 
 
 def listed(root: Path, history: bool = False) -> Iterator[Found]:
@@ -163,20 +164,21 @@ def listed(root: Path, history: bool = False) -> Iterator[Found]:
                     if name.endswith(place.LINES):
                         yield from _in_file(path, case)
                     else:  # nearly all of many thousand
-                        yield Found(path, case, state_of(path))
+                        yield Found(path, case, state_of(path), name)
 
 
 def _in_file(path: str, case: str) -> Iterator[Found]:
     at = place.read(path)
     state = state_of(at.file)
     if not at.file.endswith(place.LINES):
-        yield Found(path, case, state)
+        yield Found(path, case, state, os.path.basename(path))
         return
     held = sheet.at(at.file, state)
     if sheet.is_one(held):
         for number, key in held.keys.items():
             if at.line in (None, number):
-                yield Found(str(place.Place(at.file, number)), key.partition("/")[0], state)
+                case, _, cell = key.partition("/")
+                yield Found(str(place.Place(at.file, number)), case, state, f"{cell}.json")
 
 
 def state_of(path: str) -> State:
