@@ -102,6 +102,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/verdict.py": ("test_verdict", "test_met", "test_own_mistakes", "test_expect", "test_comparable"),
     "harness/cell/doubt.py": ("test_result_schema", "test_store"),
     "harness/results/backed.py": ("test_backed",),
+    "harness/results/unshown.py": ("test_left_out",),
     "harness/results/document.py": ("test_taken_over", "test_result_schema", "test_store", "test_engine"),
     "harness/results/publishing.py": ("test_publishing", "test_accept", "test_publishable"),
     "harness/running/again.py": ("test_taken_over",),

@@ -32,6 +32,7 @@ for profile, examples in (("gate", 25), ("many", 200)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
+@pytest.hookimpl(optionalhook=True)  # bench/mutants.py runs without xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: what launches ranks waits for a sixth of its time (for a hang to be one, for a
     server, for processes to end), and of two cores one idled then."""
