@@ -47,7 +47,7 @@ SLOW = (
 )
 
 # Module -> its fast tests, those that see most first.
-_GRADE = ("test_judge_edges", "test_own_mistakes", "test_grade", "test_checks", "test_place")
+_GRADE = ("test_judge_edges", "test_own_mistakes", "test_grade", "test_checks", "test_place", "test_in_force", "test_again")
 MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/again.py": ("test_judge_edges", "test_again", "test_facts", "test_comparable"),
     "harness/judge/checks.py": ("test_judge_edges", "test_checks", "test_grade"),
@@ -115,6 +115,16 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 # (module, what the mutant does, the line's text) -> why nothing can, or need, notice it.
 EXPLAINED: dict[tuple[str, str, str], str] = {
+    (
+        "harness/judge/grade.py",
+        "returns None",
+        'return None if rank.done else "exit 0 without its done marker"',
+    ): "such a rank has failed by then (peers.py): this is asked of nobody",
+    (
+        "harness/judge/genuine.py",
+        "0 -> 1",
+        "if started is not None and max(ended) >= 0 and started > max(ended) + SKEW_S:",
+    ): "no attempt ended in the first second of 1970",
     ("harness/judge/signature.py", "returns None", "return False"): "only whether it is true is looked at",
     (
         "harness/judge/conditions.py",

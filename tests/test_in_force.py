@@ -86,6 +86,12 @@ def test_what_was_not_in_force_is_no_evidence(ranks: tuple[Any, ...], says: str)
     assert verdict.name == "INCONCLUSIVE" and not verdict.measured and says in verdict.reason
 
 
+def test_what_trains_nothing_holds_its_parameters_as_promised() -> None:
+    inference = case(proof={"kind": "inference", "checks": ["logits"]})
+    assert graded(evidence()[:2], evidence()[:2], known=inference).outcome == "clean"
+    assert "parameters were not measured on rank 0" in graded(evidence()[:1], evidence()[:1], known=inference).reason
+
+
 def test_gradients_and_updates_are_asked_for_as_well() -> None:
     for what, says in (("gradients", "every rank holds all gradients"), ("updates", "every rank updates all")):
         wrong = [share(what, 1000) if item["what"] == what else item for item in evidence()]

@@ -80,6 +80,9 @@ def test_the_failure_that_is_met_instead_is_named() -> None:
     assert (found["fix"].name, found["fix"].named_case) == ("FIX_UNMASKS", "tied")
     assert (found["other-fix"].name, found["other-fix"].named_case) == ("FIX_UNMASKS", None)
     assert judge(CASE, {"broken": [other], "fix": [outcome("clean")]})["fix"].named_case == "tied"
+    rarer = Outcome("other_error", "known failure else", (Recognised("else", "x", (0,), "exception", "x"),))
+    often = judge(CASE, {"broken": [outcome("fires")], "fix": [rarer, other, other]})["fix"]
+    assert often.named_case == "tied", "the one that was met most often"
     remark = Outcome("other_error", "ValueError", met[1:])
     assert judge(CASE, {"broken": [outcome("fires")], "fix": [remark]})["fix"].named_case is None
 
