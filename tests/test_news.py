@@ -47,8 +47,8 @@ def test_the_news_come_first_and_the_summary_counts_them() -> None:
     assert list(dict.fromkeys(ordered)) == ["d", "b", "a", "c"]
     assert [row["arm"] for row in by_attention(rows) if row["model"] == "b"] == ["broken", "fix0", "fix1"]
     line = summary_line(rows)
-    assert "1 differ from their expectation" in line and "1 differ from what a CPU showed (news)" in line
-    assert "1 arms have no expectation on gpu1 with stack current" in line
+    assert "1 differs from its expectation" in line and "1 differs from what a CPU showed (news)" in line
+    assert "1 arm has no expectation on gpu1 with stack current" in line
     assert len(without_expectation(rows)) == 1
     counted = {"simulated": 0, "unexpected": 1, "muted": 0, "differs_from_cpu": 1, "without_expectation": 1}
     assert figures(rows) == counted, "what --json says of a run"

@@ -35,7 +35,7 @@ def test_one_card_measures_what_its_ranks_can_share(tmp_path: Path) -> None:
     words = ["case=train-step,ddp-uneven-batches", "model=qwen1.5-0.5b", "strategy=ddp", "arms=[broken,join]"]
     code, said, found = matrix(tmp_path, [Card(H200)], *words)
     assert code == 0, said
-    assert "hardware gpu1 (1 x NVIDIA H200), backend nccl, no ranks | gpu1-shared (1 x NVIDIA H200)" in said
+    assert "hardware gpu1 (1 x NVIDIA H200), backend nccl, no cell for it | gpu1-shared (1 x NVIDIA H200)" in said
     assert found["gpu1-shared train-step"]["verdicts"]["control"]["name"] == "HEALTHY"
     uneven = found["gpu1-shared ddp-uneven-batches"]
     assert uneven["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == "fires", "a hang, on one card"

@@ -65,8 +65,9 @@ class Session:
         where = []
         for profile in self.profiles:
             sizes = self.sizes(profile)
-            ranks = " to ".join(str(size) for size in dict.fromkeys([sizes[0], sizes[-1]])) if sizes else "no"
-            where.append(f"{profile.words()}, {ranks} rank{'' if sizes == [1] else 's'}")
+            ranks = " to ".join(str(size) for size in dict.fromkeys([sizes[0], sizes[-1]])) if sizes else ""
+            told = f"{ranks} rank{'' if sizes == [1] else 's'}" if sizes else "no cell for it"
+            where.append(f"{profile.words()}, {told}")
         used = {plan.cell.stack for plan in self.plans}
         stacks = []
         for name in sorted(used & self.stacks.keys()):

@@ -182,12 +182,13 @@ def summary_line(rows: list[Row]) -> str:
     parts = [", ".join(f"{name} {count}" for name, count in found.items())] if found else []
     if number["simulated"]:
         parts.append(f"{number['simulated']} of these verdicts are simulated")
-    parts.append(f"{odd} differ from their expectation" if odd else "nothing unexpected")
+    differs = "differs from its" if odd == 1 else "differ from their"
+    parts.append(f"{odd} {differs} expectation" if odd else "nothing unexpected")
     if number["muted"]:
         parts.append(f"{number['muted']} muted")
     if news:
-        parts.append(f"{news} differ from what a CPU showed (news)")
+        parts.append(f"{news} differ{'s' * (news == 1)} from what a CPU showed (news)")
     if unset:
         where = ", ".join(sorted({f"{row['hardware']} with stack {row['stack']}" for row in unset}))
-        parts.append(f"{len(unset)} arms have no expectation on {where}")
+        parts.append(f"{len(unset)} {'arm has' if len(unset) == 1 else 'arms have'} no expectation on {where}")
     return "; ".join(parts)
