@@ -47,7 +47,9 @@ SLOW = (
 )
 
 # Module -> its fast tests, those that see most first.
-_GRADE = ("test_judge_edges", "test_own_mistakes", "test_grade", "test_checks", "test_place", "test_in_force", "test_again")
+_GRADE = (
+    "test_judge_edges", "test_own_mistakes", "test_grade", "test_checks", "test_place", "test_in_force", "test_again"
+)  # fmt: skip
 MODULES: dict[str, tuple[str, ...]] = {
     "harness/judge/again.py": ("test_judge_edges", "test_again", "test_facts", "test_comparable"),
     "harness/judge/checks.py": ("test_judge_edges", "test_checks", "test_grade"),
