@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -85,8 +86,8 @@ STEPS = (
     ("verdict", "FIX_BROKEN"), ("q", "fsdp"), ("q", "fsdp summon"), ("verdict", ""), ("q", ""), ("strategy", "ddp"),
     ("strategy", ""), ("q", "zero3 newest"), ("q", ""),
 )  # fmt: skip
-# Put into the page before anything of it runs: when its filters are there and painted, how long its thread was not free
-# (pieces of more than 50 ms), and from a key to what was painted for it.
+# Put into the page before anything of it runs: when its filters are there and painted, when they answer, how long its
+# thread was not free (pieces of more than 50 ms), and from a key to what was painted for it.
 WATCH = """(() => {
   const seen = window.__seen = {blocked: 0, longest: 0, keys: []};
   new PerformanceObserver(list => { for (const one of list.getEntries()) {
@@ -97,9 +98,34 @@ WATCH = """(() => {
   const look = () => document.getElementById("filters")?.hidden === false ? painted(t => seen.usable = t)
     : requestAnimationFrame(look);
   look();
+  const know = () => document.getElementById("shown")?.value ? painted(t => seen.answers = t)
+    : requestAnimationFrame(know);
+  know();
   document.addEventListener("keydown", event => painted(t => seen.keys.push(t - event.timeStamp)), true);
 })()"""
 TYPED = "fsdp summon"
+TIMES = 5  # that a page is opened, each time in a browser of its own; the median is told
+# What a browser needs by the same measure before a page of ours has done anything.
+PAGE = """<!doctype html><html lang="en"><title>t</title><p>text<form id="filters" hidden><input name="q"></form>
+<output id="shown">0</output><script>document.getElementById("filters").hidden = false</script></html>"""
+
+
+def opened(page: Path) -> dict[str, float]:
+    """Milliseconds, the median: until its filters are there and painted, until they answer, CPU of the page's thread
+    until it has loaded."""
+    found: dict[str, list[float]] = {"usable": [], "answers": [], "thread": []}
+    for _ in range(TIMES):
+        with Browser() as browser:
+            browser.call("Performance.enable", timeDomain="threadTicks")
+            browser.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
+            browser.open(page)
+            browser.until("window.__seen.usable > 0 && window.__seen.answers > 0")
+            seen = browser.js("window.__seen")
+            listed = browser.call("Performance.getMetrics")["metrics"]
+            thread = 1000 * next(one["value"] for one in listed if one["name"] == "TaskDuration")
+            for name, value in (("usable", seen["usable"]), ("answers", seen["answers"]), ("thread", thread)):
+                found[name].append(value)
+    return {f"{name}_ms": round(statistics.median(values)) for name, values in found.items()}
 
 
 def in_browser(page: Path) -> dict[str, Any]:
@@ -135,6 +161,7 @@ def in_browser(page: Path) -> dict[str, Any]:
         assert browser.js("document.getElementById('filters').q.value") == TYPED
         return {
             "cells": total, "bytes": page.stat().st_size, "usable_ms": round(began["usable"]),
+            "answers_ms": round(began["answers"]),
             "blocked_ms": round(began["blocked"]), "longest_piece_ms": round(began["longest"]),
             "thread_until_loaded_ms": opened, "thread_then_all_cells_ms": ready, "slowest_key_ms": max(keys),
             "keys_ms": keys, "slowest_filter_thread_ms": max(steps.values()), "filters_thread_ms": steps,
@@ -199,6 +226,10 @@ def main() -> None:
         result["report, one document written again"] = verb(*report, cache=own)
         if program():
             result["in the browser"] = in_browser(page)
+            bare = Path(name) / "bare.html"
+            bare.write_text(PAGE, encoding="utf-8")
+            result["opened, a page that holds nothing"] = opened(bare)
+            result["opened, this page"] = opened(page)
     result["summary"] = summarised(count)  # last: a verb's memory is at least that of who started it
     print(json.dumps(result, indent=1))
     (HERE / "page.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -78,6 +78,24 @@ def test_filters_live_in_the_address_and_a_link_brings_them_back(shown: Browser,
     assert shown.js(VISIBLE) == 5
 
 
+TYPES = """new MutationObserver((_, watch) => { const form = document.getElementById("filters");
+  if (!form || form.hidden || window.there !== undefined) return;
+  window.there = document.querySelectorAll(".case").length;
+  form.q.value = "quiet m2"; form.dispatchEvent(new Event("input")); watch.disconnect();
+}).observe(document, {subtree: true, childList: true, attributes: true})"""
+
+
+def test_filters_are_there_before_the_cells_and_keep_what_is_typed_meanwhile(shown: Browser, address: Path) -> None:
+    typed = shown.call("Page.addScriptToEvaluateOnNewDocument", source=TYPES)["identifier"]
+    try:
+        shown.open(address)
+    finally:
+        shown.call("Page.removeScriptToEvaluateOnNewDocument", identifier=typed)
+    assert shown.js("window.there") == 0, "no case had been read"
+    assert shown.js("document.getElementById('shown').value") == "1 of 5 cells" and shown.js(VISIBLE) == 1
+    assert shown.js("location.hash") == "#q=quiet+m2" and not shown.errors
+
+
 def test_a_cell_is_unpacked_when_it_is_opened_or_linked_to(shown: Browser, address: Path) -> None:
     name = cells()[0].id
     assert shown.js(f"document.getElementById('{name}').querySelector('table')") is None

@@ -159,10 +159,10 @@ def _made(
     packed: Mapping[str, str] | None = None,
     **more: Any,
 ) -> str:
-    css, script = _asset("page.css"), _asset("page.js")
+    css, script, ended = _asset("page.css"), _asset("page.js"), _asset("ended.js")
     return environment().get_template(template).render(
-        page=page, title=title, at=at, css=Markup(css), script=Markup(script), policy=_policy(css, script),
-        later=later, packed=packed or {}, **more,
+        page=page, title=title, at=at, css=Markup(css), script=Markup(script), ended=Markup(ended),
+        policy=_policy(css, script, ended), later=later, packed=packed or {}, **more,
     )  # fmt: skip
 
 
@@ -181,9 +181,12 @@ def _asset(name: str) -> str:
     return source
 
 
-def _policy(css: str, script: str) -> str:
+def _policy(css: str, *scripts: str) -> str:
     """Nothing is loaded, and no script runs but the page's own."""
-    allowed = {kind: base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for kind, source in
-               (("style-src", css), ("script-src", script))}  # fmt: skip
-    listed = "; ".join(f"{kind} 'sha256-{digest}'" for kind, digest in allowed.items())
-    return f"default-src 'none'; {listed}; base-uri 'none'; form-action 'none'"
+
+    def allowed(*sources: str) -> str:
+        digests = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    ours = f"style-src {allowed(css)}; script-src {allowed(*scripts)}"
+    return f"default-src 'none'; {ours}; base-uri 'none'; form-action 'none'"

@@ -1,8 +1,17 @@
 "use strict";
 // Filters that live in the address, and cells that are drawn when they are listed and unpacked when they are opened. What
 // is packed as HTML was escaped when it was made; what is data becomes text nodes, never HTML.
-(() => {
-  const form = document.getElementById("filters"), shown = document.getElementById("shown"), paper = document.getElementById("paper");
+// This stands right behind the filters, so that they are there before the cells have been read; ended.js stands behind
+// the cells.
+(async () => {
+  const form = document.getElementById("filters"), shown = document.getElementById("shown");
+  let touched = false;
+  const touch = () => { touched = true; };
+  form.addEventListener("submit", event => event.preventDefault());
+  form.addEventListener("input", touch);
+  form.hidden = false;
+  await new Promise(done => document.addEventListener("cells-are-there", done));
+  const paper = document.getElementById("paper");
   const keys = ["model", "strategy", "stack", "hardware", "source"];
   const sections = [...document.querySelectorAll(".case")].map(node => ({node, data: node.dataset, cells: [], listed: [],
     more: node.querySelector("p.more"), first: +node.dataset.first || Infinity, limit: +node.dataset.first || Infinity}));
@@ -162,7 +171,6 @@
     }
   };
   form.addEventListener("input", () => { apply(); remember(); });
-  form.addEventListener("submit", event => event.preventDefault());
   form.addEventListener("reset", () => setTimeout(() => { apply(); remember(); }));
   document.getElementById("open").addEventListener("click", async () => {
     const found = sections.filter(section => !section.node.hidden).flatMap(section => section.listed).slice(0, 200);
@@ -185,8 +193,7 @@
     list(section, section.fits);
     next?.node.querySelector("summary").focus();
   });
-  form.hidden = false;
-  arrive();
+  if (touched) { apply(); remember(); } else arrive();
   later?.then(() => {
     if (location.hash) arrive(); else apply();
     if (late.includes(document.activeElement)) choose(document.activeElement);
