@@ -118,4 +118,6 @@ def _short(value: Any) -> str:
         return line(f"[{shown}{', …' if len(value) > 4 else ''}]", 80)
     if isinstance(value, float):
         return f"{value:.4g}"
+    if type(value) is int and abs(value) < 10**18:  # as most are; a bool is none
+        return str(value)
     return line(value if isinstance(value, str) else json.dumps(value, default=str), 80)

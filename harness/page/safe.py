@@ -8,12 +8,14 @@ templates' business (autoescape).
 from __future__ import annotations
 
 import unicodedata
+from functools import lru_cache
 
 from repro_matrix.terminal.summary import ESCAPE
 
 # Kinds of characters that are not seen: control, format (zero-width, bidirectional), surrogates, private, unassigned;
 # separators of lines and paragraphs.
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+SHORT = 200  # characters of a text that is remembered
 
 
 def harmless(text: str, limit: int = 2000) -> str:
@@ -30,8 +32,19 @@ def harmless(text: str, limit: int = 2000) -> str:
 
 def line(text: str, limit: int = 240) -> str:
     """The same in one line; what is longer ends with an ellipsis."""
-    if len(text) <= limit and _is_plain(text):  # as nearly all are: neither an escape sequence nor a line's end
+    if len(text) <= SHORT:  # as nearly all are, and many cells say the same
+        return _line(text, limit)
+    return _cut(text, limit)
+
+
+@lru_cache(maxsize=1 << 14)
+def _line(text: str, limit: int) -> str:
+    if len(text) <= limit and _is_plain(text):  # neither an escape sequence nor a line's end
         return " ".join(text.split())
+    return _cut(text, limit)
+
+
+def _cut(text: str, limit: int) -> str:
     flat = " ".join(harmless(text[: 4 * limit]).split())
     return flat if len(flat) <= limit and len(text) <= 4 * limit else flat[: limit - 1] + "…"
 
