@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from repro_matrix.conf.errors import ReproError, nearest
@@ -107,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         if error.errno in REFUSED and error.filename is not None:
-            print(f"repro: {error.filename}: {error.strerror}", file=sys.stderr)
+            print(f"repro: {error.filename}: {error.strerror}{_elsewhere(error.filename)}", file=sys.stderr)
             return ReproError.exit_code
         if error.errno not in FULL:
             return _defect()
@@ -121,6 +123,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ReproError.exit_code
     except Exception:  # noqa: BLE001 - Python's own exit code for it is 1, which is an answer here
         return _defect()
+
+
+def _elsewhere(refused: object) -> str:
+    """What to do where the cache cannot be written to: a home folder that is read-only, or not there."""
+    from repro_matrix.paths import cache_dir
+
+    with contextlib.suppress(OSError):
+        cache, place = cache_dir(), Path(os.fsdecode(str(refused)))
+        if place == cache or place in cache.parents or cache in place.parents:
+            return f"; the cache, {cache}, cannot be written to: REPRO_CACHE=DIR says where else"
+    return ""
 
 
 def _defect() -> int:

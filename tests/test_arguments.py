@@ -53,6 +53,15 @@ def test_help_imports_no_verb() -> None:
         ("versions --package peft case=C between=1..2", "versions --package peft C --between 1..2"),
         ("show case=C stack=x", "show C stack=x"),
         ("run case=C --plan", "run C --plan"),
+        ("versions CASE package=peft versions=0.21..0.25", "versions CASE --package peft --between 0.21..0.25"),
+        ("match log=train.log", "match train.log"),
+        ("match log=train.log json=true", "match train.log --json"),
+        ("shrink script=train.py error=x", "shrink train.py --error x"),
+        ("run script=train.py", "run train.py"),
+        ("show slug=C", "show C"),
+        ("history case=C nights", "history C nights"),
+        ("new slug=C log=train.log", "new C --from-log train.log"),
+        ("claims id=3", "claims 3"),
     ],
 )  # fmt: skip
 def test_old_words_are_answered_with_the_command_as_it_is_written_now(

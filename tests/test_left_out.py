@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,9 +230,9 @@ def test_a_shipped_table_that_differs_from_the_commit_is_believed_where_measurem
     table = EXPECTED / f"{slug}.yaml"
     known = catalogue.load()
     whole = known.cases[slug]
-    monkeypatch.setattr(provenance, "changed", lambda folder: [])
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [])
     assert whole.expect and not unshown.files()
-    monkeypatch.setattr(provenance, "changed", lambda folder: [table, EXPECTED / "notes.txt"])
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [table, EXPECTED / "notes.txt"])
     assert unshown.dropped(known) == [] and known.cases[slug] is whole, "as `repro accept` writes it, before the commit"
     assert unshown.files(), "what is published decides now"
     entry = whole.expect[0]
@@ -246,8 +247,43 @@ def test_a_shipped_table_that_differs_from_the_commit_is_believed_where_measurem
     )
     assert known.cases[slug].expect == []
     gone = EXPECTED / "no-table" / f"{slug}.yaml"
-    monkeypatch.setattr(provenance, "changed", lambda folder: [gone])
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [gone])
     assert unshown.dropped(known) == [f"{gone}: is gone since the commit: nothing is expected of {slug}"]
+
+
+def test_a_shipped_case_of_which_a_published_line_is_gone_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slug = "ddp-ready-once"
+    gone = f'{{"key":"{slug}/qwen1.5-0.5b-ddp","cell":{{}}}}'
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [BASELINE / "cpu" / "some.jsonl"])
+    monkeypatch.setattr(provenance, "differing", lambda folder: ['{"said":"0a","is":"x"}', gone, '{"key":"no-such/x"}'])
+    known = catalogue.load()
+    assert unshown.dropped(known) == [], "edited, and it shows the same"
+    held = unshown.Store
+
+    class Without(held):  # type: ignore[misc, valid-type]
+        def documents(self, *args: Any, **more: Any) -> Any:
+            return (found for found in super().documents(*args, **more) if found["key"] != f"{slug}/qwen1.5-0.5b-ddp")
+
+    monkeypatch.setattr(unshown, "Store", Without)
+    (said,) = unshown.dropped(known)
+    assert f"{slug}.yaml: not believed" in said and "expected, and no measurement of it is stored" in said
+    assert known.cases[slug].expect == []
+
+
+def test_which_lines_differ_from_the_commit(tmp_path: Path) -> None:
+    def git(*args: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b", *args], check=True)
+
+    git("init", "-q")
+    file = tmp_path / "cpu" / "x.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(f'{{"key":"{name}/cell"}}\n' for name in ("same", "edited", "gone")))
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    assert provenance.differing(tmp_path) == []
+    file.write_text('{"key":"same/cell"}\n{"key":"edited/cell","cell":1}\n')
+    found = {slug for line in provenance.differing(tmp_path) for slug in unshown._CASE.findall(line)}
+    assert found == {"edited", "gone"}
 
 
 def test_which_files_differ_from_the_commit(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from judging import document, observation, ok
 from repro_matrix import cli
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.hardware import around
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
@@ -139,6 +140,32 @@ def test_a_read_only_home_is_answered_with_what_to_set(
     assert cli.main(["list"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("repro: /home/me/.cache: cannot be written: Read-only") and "REPRO_CACHE=DIR" in said
+
+
+def test_a_home_of_somebody_else_is_answered_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user without a name has HOME=/ in many a container: `/.cache: Permission denied` was all that was said."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("REPRO_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    for refused, said in (("/nonexistent", True), ("/nonexistent/.cache/repro-matrix/state", True), ("/nights", False)):
+
+        def main(_: object, refused: str = refused) -> int:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), refused)
+
+        monkeypatch.setattr("repro_matrix.verbs.list_cells.main", main)
+        assert cli.main(["list"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"repro: {refused}: Permission denied") and ("REPRO_CACHE=DIR" in told) == said
+
+
+def test_doctor_names_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    assert around.unwritable(tmp_path / "new" / "below") is None
+    (tmp_path / "file").write_text("x")
+    assert around.unwritable(tmp_path / "file" / "below") == (
+        f"{tmp_path}/file/below: cannot be written to ({tmp_path}/file is no folder)"
+    )
 
 
 # -- which run

@@ -25,6 +25,9 @@ OVERRIDES = (
 )
 SETTINGS = (*GROUPS, "ranks", *(field.name for field in fields(RunSettings)))  # never an option: these stay overrides
 YES = ("true", "yes", "1", "on")
+RENAMED = {"versions": "between", "log": "from-log"}  # options that have another name now
+# What the first word of a verb was called, by what it is now (its metavar).
+FIRST = {"case": ("CASE",), "slug": ("CASE", "SLUG"), "script": ("CASE",), "log": ("LOG",), "id": ("ID",)}
 RESPELLED = {("why", "true"): "all", ("why", "false"): "none"}  # values that changed with their words
 
 
@@ -125,8 +128,10 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
             raise ConfigError("after -- stands a command: torchrun --nproc-per-node 2 train.py")
     modern = _modern(parser, words)
     if modern is not None:
-        case = any(word.startswith("case=") for word in set(words) - set(modern))
-        said = "the case is the first word, options have --" if case else "options are written with -- now"
+        old = {word.partition("=")[0] for word in words} - {word.partition("=")[0] for word in modern}
+        first = next((name for name in FIRST if name in old and f"--{RENAMED.get(name, name)}" not in modern), None)
+        named = "case" if first == "slug" else first
+        said = f"the {named} is the first word, options have --" if named else "options are written with -- now"
         raise ConfigError(f"{said}: {parser.prog} {shlex.join(modern)}")
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     if "--cfg" in words[:-1] and words[words.index("--cfg") + 1] == "job":  # as Hydra's own is written
@@ -196,14 +201,22 @@ def _modern(parser: Parser, words: Sequence[str]) -> list[str] | None:
     """The command with ``good=4.37.0`` as ``--good 4.37.0``, ``yanked=true`` as ``--yanked``, and the case as the first
     word where it was ``case=X``; None: nothing to say."""
     options = {name: action for action in parser._actions for name in action.option_strings}
-    place = any(str(action.metavar).startswith("CASE") for action in parser._actions if not action.option_strings)
+    metavars = [str(action.metavar) for action in parser._actions if not action.option_strings]
+    first = {name for name, now in FIRST.items() if any(metavar.startswith(now) for metavar in metavars)}
+    place = any(metavar.startswith("CASE") for metavar in metavars)  # a verb that has one always has one
     said: list[str] = []
     value_of_option = False
     for word in words:
         name, equals, value = word.partition("=")
+        if f"--{name}" not in options and f"--{RENAMED.get(name)}" in options:
+            name = RENAMED[name]
         option = options.get(f"--{name}")
+        if not value_of_option and option is None and name in first and value and (place or name not in SETTINGS):
+            said.append(value)
+            place, first = False, set()
+            continue
         if place and not value_of_option and not word.startswith("-") and (option is None or name in SETTINGS):
-            said.append(value if name == "case" and value else word)
+            said.append(word)
             place = False  # the first word of the verb's own stands
         elif value_of_option or not equals or option is None or name in SETTINGS:
             said.append(word)

@@ -47,6 +47,16 @@ def gpus_named(indices: Sequence[int]) -> str:
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
+def unwritable(folder: Path) -> str | None:
+    """Why a folder cannot be written to, or made; None when it can."""
+    place = folder
+    while not os.path.lexists(place) and place != place.parent:  # Path.exists raises where one must not look
+        place = place.parent
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return None
+    return f"{folder}: cannot be written to ({place} is {'not writable' if place.is_dir() else 'no folder'})"
+
+
 def no_stacks() -> str | None:
     """Why py-spy cannot look into a process of ours (a hang's stacks then come from faulthandler); None when it can."""
     from repro_matrix.launch.backtraces import py_spy

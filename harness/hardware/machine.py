@@ -107,7 +107,7 @@ def _gib(size: float) -> float:
 
 def _free_disk() -> float | None:
     place = cache_dir()
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:
         place = place.parent
     try:
         return _gib(shutil.disk_usage(place).free)

@@ -76,8 +76,8 @@ def _arm(plan: ArmPlan) -> Arm:
 
 def believed(document: Document, case: Case) -> bool:
     """Whether a document may be gone on with: one whose attempts contradict it is measured anew (and stays in the
-    history). An arm under another fingerprint is left behind by itself (``take_over``)."""
-    return genuine.contradiction(document, case) is None
+    history), and so is another case's. An arm under another fingerprint is left behind by itself (``take_over``)."""
+    return document["case"] == case.slug and genuine.contradiction(document, case) is None
 
 
 def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:

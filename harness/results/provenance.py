@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,11 +29,18 @@ def git_state() -> tuple[str | None, bool]:
     return (commit if own.file else shipped), changed or more
 
 
-def changed(folder: Path) -> list[Path]:
-    """Files of a folder that differ from the commit, also those that are gone or new; [] outside a repository."""
-    said = _git(folder, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", ".")
+def changed(folder: Path, *more: Path) -> list[Path]:
+    """Files of folders that differ from the commit, also those that are gone or new; [] outside a repository."""
+    below = (".", *(os.path.relpath(each, folder) for each in more))
+    said = _git(folder, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", *below)
     top = _git(folder, "rev-parse", "--show-toplevel") if said else None
     return sorted(Path(top) / line[3:] for line in (said or "").split("\0") if line) if top else []
+
+
+def differing(folder: Path) -> list[str]:
+    """The beginnings of the lines, on either side, in which a folder's files differ from the commit."""
+    said = _git(folder, "diff", "--no-color", "--no-ext-diff", "--no-renames", "--text", "-U0", "HEAD", "--", ".") or ""
+    return [line[1:200] for line in said.split("\n") if line[:1] in ("+", "-")]
 
 
 def _state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:

@@ -1,11 +1,12 @@
 """What is expected and no published measurement shows, because a table was written by hand: it is not believed.
 
-Looked at are the tables of a user's repository, and of what is shipped those that differ from the commit: the others
-were looked at by a test (tests/test_baseline.py).
+Looked at are the tables of a user's repository, and of what is shipped those that differ from the commit, and those of
+the cases whose published measurements do: the others were looked at by a test (tests/test_baseline.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from repro_matrix.cell.place import LINES
 from repro_matrix.conf import project
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.judge.again import judged_again
-from repro_matrix.paths import CHECKOUT, EXPECTED
+from repro_matrix.paths import BASELINE, CHECKOUT, EXPECTED
 from repro_matrix.results import provenance
 from repro_matrix.results.backed import unbacked
 from repro_matrix.results.store import Store
+
+_CASE = re.compile(r'^\{"key":"([a-z0-9-]+)/')  # of a cell's line (harness/results/sheet.py)
 
 
 def dropped(catalogue: Catalogue, cases: Iterable[str] | None = None) -> list[str]:
@@ -61,4 +64,11 @@ def _tables() -> list[Path]:
     own = project.current()
     if own.expected != EXPECTED:
         return sorted(own.expected.glob("*.yaml"))
-    return [path for path in provenance.changed(EXPECTED) if path.suffix == ".yaml"] if CHECKOUT else []
+    if not CHECKOUT:
+        return []
+    changed = provenance.changed(EXPECTED, BASELINE)
+    tables = {path for path in changed if path.is_relative_to(EXPECTED) and path.suffix == ".yaml"}
+    if any(path.is_relative_to(BASELINE) for path in changed):  # of which cases a line is gone, edited, or new
+        slugs = {slug for line in provenance.differing(BASELINE) for slug in _CASE.findall(line)}
+        tables |= {EXPECTED / f"{slug}.yaml" for slug in slugs} & {*EXPECTED.glob("*.yaml")}
+    return sorted(tables)

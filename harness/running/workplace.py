@@ -106,15 +106,21 @@ def execute(
     nothing at all where they do not come out as planted (MeasureError). ``more``: the cells are those that it
     gives, until ``stop`` is set; the session's plan is what they are taken from. ``at``: where several runs share a
     launcher."""
-    store = Store(own_results.results_folder(session.settings))
+    store, told = Store(own_results.results_folder(session.settings)), set[str]()
+
+    def warn(text: str) -> None:
+        if text not in told:  # the run's own folder is read twice: for what is known, and to go on with
+            told.add(text)
+            on_warning(text)
+
     store.open()
     try:
         if session.shard:
             shards.write(store.root, session.shard, session.stacks, provenance.git_state())
         with contextlib.ExitStack() as own:
             gpus = {gpu.uuid: gpu for profile in session.profiles for gpu in profile.gpus}
-            place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
-            known = place.known(session.settings, frozenset(plan.cell.case for plan in session.plans), on_warning)
+            place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), warn))
+            known = place.known(session.settings, frozenset(plan.cell.case for plan in session.plans), warn)
             given = Given(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
                 provenance.provenance(session.settings.seed), known, place.graded,
@@ -131,11 +137,11 @@ def execute(
                     raise MeasureError(broken)
             summary = run(given, [] if more else session.plans, store, on_event, resume, session.later, more)
             for text in dict.fromkeys(summary.notes):
-                on_warning(text)
+                warn(text)
             return summary
     finally:
         for text in store.damaged:
-            on_warning(text)
+            warn(text)
         store.close()
 
 

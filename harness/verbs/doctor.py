@@ -11,7 +11,7 @@ from repro_matrix import hardware
 from repro_matrix.conf import arguments
 from repro_matrix.hardware import HardwareError, Machine, around, nvml
 from repro_matrix.paths import cache_dir
-from repro_matrix.running import session
+from repro_matrix.running import own_results, session
 from repro_matrix.running.probe import Prober, problem
 from repro_matrix.running.request import ask
 from repro_matrix.terminal import listing
@@ -46,6 +46,9 @@ def main(args: argparse.Namespace) -> int:
         problems += [wrong] if wrong else []
     elif "import_error" in torch or "failed" in torch:
         problems.append(f"torch does not import in stack {stack.name}: {torch.get('import_error') or torch['failed']}")
+    for folder, other in ((cache_dir(), "REPRO_CACHE=DIR"), (own_results.scratch(), "results=DIR")):
+        why = around.unwritable(folder)
+        problems += [f"{why}: {other} says where else"] if why else []
     shm, blind = around.shm_mb(), around.no_stacks()
     notes += around.warnings(profile, shm)
     notes += [f"py-spy cannot look into ranks ({blind}): a hang's stacks come from faulthandler"] if blind else []

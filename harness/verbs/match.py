@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.terminal.report import print_json, print_notes
 
     known = catalogue.load()
-    print_notes(unshown.dropped(known))
+    print_notes([*(f"left out: {text}" for text in known.left_out), *unshown.dropped(known)])
     cases = known.cases
     signatures, texts = Catalogue(cases), Texts(cases.values())
     found = []
