@@ -301,6 +301,12 @@ def test_sweeps_have_documents_of_their_own() -> None:
     assert len(set().union(*found)) == 12 and all(key.count("/") == 1 for some in found for key in some)
 
 
+@pytest.mark.parametrize("value", ["1", "true", "a b/c", "", "x=y,z", "it's {1}"])
+def test_what_a_variable_adds_to_a_cells_name_is_an_override(value: str) -> None:
+    (word,) = matrix.variant_of(RunSettings(env={"OMP_NUM_THREADS": value}), {})
+    assert compose_run([word]).env == {"OMP_NUM_THREADS": value}
+
+
 def test_full_size_is_bfloat16_and_what_is_asked_for_wins() -> None:
     full = RunSettings(scale=Scale.full)
     assert plans("case=train-step", "strategy=ddp")[0].arms[0].settings["flags"]["dtype"] == "float32"

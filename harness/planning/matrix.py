@@ -51,6 +51,7 @@ class Cell:
 # How this machine's ranks reach each other: some must be given where nothing runs without them, and what is measured is
 # compared with what was measured elsewhere without.
 TRANSPORT = ("NCCL_", "GLOO_")
+_PLAIN = re.compile(r"[\w./:-]+")  # a value that an override takes without quotes
 LONGEST = 150  # characters of a file's name
 
 
@@ -139,7 +140,8 @@ def variant_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Seque
         value = getattr(settings, name)
         if value != getattr(usual, name):
             words.append(f"{name}={getattr(value, 'value', value)}")
-    words += [f"env.{name}={value}" for name, value in sorted(settings.env.items()) if not name.startswith(TRANSPORT)]
+    given = {name: value for name, value in sorted(settings.env.items()) if not name.startswith(TRANSPORT)}
+    words += [f"env.{name}={value if _PLAIN.fullmatch(value) else json.dumps(value)}" for name, value in given.items()]
     for group, changes in sorted(patches.items()):
         words += [f"{group}.{'.'.join(keys)}={json.dumps(value)}" for keys, value in changes]
     return tuple(words)
