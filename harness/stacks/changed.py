@@ -10,13 +10,13 @@ no RECORD (a distribution's own packages, a checkout) cannot be compared.
 from __future__ import annotations
 
 import base64
+import csv
 import functools
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import PackagePath
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,15 @@ COMPARED = frozenset({*UPSTREAM, *TRAINERS})
 OF_ENVIRONMENTS = "_virtualenv.pth"
 AT_START = ("sitecustomize", "usercustomize")
 LOADED = (".py", ".so", ".pyd")
+
+
+class Recorded(NamedTuple):
+    """A line of RECORD: ``path`` from the folder of packages, ``digest`` and ``size`` (bytes) where it says them."""
+
+    path: str
+    kind: str
+    digest: str
+    size: int | None
 
 
 class Changed(NamedTuple):
@@ -79,7 +88,7 @@ def _found(folder: Path) -> Iterator[Changed]:
         yield Changed("", path, note, _hash(path))
     for name in sorted(COMPARED):
         for one in importlib.metadata.distributions(name=name, path=[str(folder)]):
-            files = list(one.files or ())
+            files = recorded(one)
             for path in _edited(folder, files):
                 note = f"{path.relative_to(folder)} is not as {name} {one.version} was installed"
                 yield Changed(name, path, note, _hash(path))
@@ -88,13 +97,25 @@ def _found(folder: Path) -> Iterator[Changed]:
                 yield Changed(name, path, note, _hash(path))
 
 
+def recorded(one: importlib.metadata.Distribution) -> list[Recorded]:
+    """What its installer wrote down; nothing where there is no RECORD. (``Distribution.files`` makes a path object of
+    each of 60,000 lines: a second of every command.)"""
+    found = []
+    for line in csv.reader((one.read_text("RECORD") or "").splitlines()):
+        path, said, size = (*line, "", "", "")[:3]
+        kind, _, digest = said.partition("=")
+        found.append(Recorded(path, kind, digest, int(size) if size.isdigit() else None))
+    return found
+
+
 def _started(folder: Path) -> list[Path]:
     """By what code runs in every process of the environment, and that no installed package brought (as it is)."""
     own = [path for path in sorted(folder.iterdir()) if path.stem in AT_START or path.suffix == ".pth"]
     runs = [path for path in own if _runs(path)]
     found = importlib.metadata.distributions(path=[str(folder)]) if runs else ()
-    listed = {str(path): path.hash for one in found for path in one.files or ()}
-    return [path for path in runs if (said := listed.get(path.name)) is None or _hash(path, said.mode) != said.value]
+    names = {path.name for path in runs}
+    listed = {each.path: each for one in found for each in recorded(one) if each.path in names}
+    return [path for path in runs if (said := listed.get(path.name)) is None or _hash(path, said.kind) != said.digest]
 
 
 def _runs(path: Path) -> bool:
@@ -113,39 +134,39 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _edited(folder: Path, files: list[PackagePath]) -> Iterator[Path]:
+def _edited(folder: Path, files: Sequence[Recorded]) -> Iterator[Path]:
     """The package's files that are not as its RECORD says: sources, and of libraries those of another length. RECORD is
     written last: a source that is older, and as long as it says, is not read (6,000 files would cost a second)."""
-    own = next((path for path in files if path.match("*.dist-info/RECORD")), None)
+    own = next((each.path for each in files if each.path.endswith(".dist-info/RECORD")), None)
     written = os.stat(folder / own).st_mtime if own and (folder / own).exists() else 0.0
     for listed in files:
-        if listed.suffix not in LOADED or listed.hash is None:
+        if not listed.path.endswith(LOADED) or not listed.digest:
             continue
-        path = folder / listed
+        path = os.path.join(folder, listed.path)
         try:
             info = os.stat(path)
         except OSError:
-            yield path
+            yield Path(path)
             continue
-        if listed.suffix != ".py":
+        if not listed.path.endswith(".py"):
             if info.st_size != listed.size:
-                yield path
+                yield Path(path)
             continue
         newer = info.st_mtime > written or info.st_size != listed.size
-        if newer and _hash(path, listed.hash.mode) != listed.hash.value:
-            yield path
+        if newer and _hash(Path(path), listed.kind) != listed.digest:
+            yield Path(path)
 
 
-def _added(folder: Path, name: str, files: list[PackagePath]) -> Iterator[Path]:
+def _added(folder: Path, name: str, files: Sequence[Recorded]) -> Iterator[Path]:
     """What lies among the package's modules and was not installed with it: it may hide one of them."""
-    listed = {str(path) for path in files}
+    listed = {each.path for each in files}
     if f"{name}/__init__.py" not in listed:
         return
     for at, folders, names in os.walk(folder / name):
         folders[:] = sorted(each for each in folders if each != "__pycache__")
         below = os.path.relpath(at, folder)
         for each in sorted(names):
-            if os.path.splitext(each)[1] in LOADED and os.path.join(below, each) not in listed:
+            if each.endswith(LOADED) and os.path.join(below, each) not in listed:
                 yield Path(at) / each
 
 
