@@ -149,7 +149,7 @@ def test_any_number_is_read_back(number: float) -> None:
         (lambda: failure.metric("loss = 3"), "NAME > NUMBER"),
         (lambda: failure.metric("loss > many"), "no number"),
         (lambda: failure.metric("/loss .*/ > 3"), "one group"),
-        (lambda: failure.like_log("all is well", "a.log"), "no whole traceback"),
+        (lambda: failure.like_log([b"all is well\n"], "a.log"), "no whole traceback"),
     ],
 )
 def test_a_definition_that_cannot_be(make: Any, said: str) -> None:
@@ -169,7 +169,7 @@ LOG = """\x1b[31m[rank0]: Traceback (most recent call last):\x1b[0m
 
 
 def test_a_failure_is_learned_from_a_log() -> None:
-    found = failure.like_log(LOG, "failed.log")
+    found = failure.like_log([LOG.encode()], "failed.log")
     assert (found.type, found.package) == ("IndexError", "transformers")
     error = raised("IndexError", "list index 2 out of range", {**UPSTREAM, "function": "other"})
     assert outcome(found, seen(rank(0, 1, error))) == "fires"

@@ -17,6 +17,7 @@ from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.script.measure import Script
 from repro_matrix.shrink import case as cases
+from repro_matrix.shrink import report as reports
 from repro_matrix.shrink import script as scripts
 from repro_matrix.shrink.asked import Asked
 from repro_matrix.shrink.case import CaseAsker
@@ -138,6 +139,34 @@ def test_a_flaky_failure_is_said_and_asked_more_often(
     assert code == 0 and data["repeat"] > 3
     assert "It is flaky" in err and any("1 of 3" in note for note in data["notes"])
     assert len(asked) > len({tuple(each.items()) for each in asked})  # what did not fire was asked again, more often
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_what_the_machine_kept_from_being_asked_is_asked_again_and_never_called_needed_or_free(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: int
+) -> None:
+    """Leaving the variable out would fire; the attempts at that are lost, once or every time."""
+    answers(monkeypatch, lambda at: True)
+    measure = CaseAsker._measure
+    left = {}
+
+    def unlucky(self: CaseAsker, config: Config, repeat: int) -> Asked:
+        out = dict(zip((each.knob.name for each in self.varied), config))["env.X"] == "(left out)"
+        left[config] = left.get(config, 0) + 1
+        if out and left[config] <= lost:
+            return Asked(Said(None, "infra: lost: the warm server was killed by SIGKILL"), "z.json", repeat)
+        return measure(self, config, repeat)
+
+    monkeypatch.setattr(CaseAsker, "_measure", unlucky)
+    code, data, err = shrink(capsys, "ddp-ready-once", "env.X=1")
+    found = next(each for each in data["varied"] if each["name"] == "env.X")
+    if lost == 1:
+        assert code == 0 and found["value"] == "(left out)"
+    else:
+        assert code == 3 and not data["done"] and found["needed"] is None and found["value"] == "1"
+        assert "whether these can be left out is not known: env.X (infra: lost" in err
+        said = "\n".join(reports.lines(data))
+        assert "do not matter:" not in said.partition("env.X")[0].rpartition("\n\n")[2]
 
 
 def test_overrides_of_a_case_are_for_the_selected_ones() -> None:

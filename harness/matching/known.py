@@ -131,13 +131,13 @@ def _left(index: int, record: Record) -> RankLeft:
 
 
 def _rank(index: int, error: Error) -> RankLeft:
-    exception = _completed(error.record) if error.record else None
+    exception = completed(error.record) if error.record else None
     record: Record = {**NO_RECORD, "rank": index, "ended": float(error.line), "exception": exception}
     code = None if error.signal else 1
     return {**_left(index, record), "exit_code": code, "signal": error.signal or None, "stack": error.stack or None}
 
 
-def _completed(record: Mapping[str, Any]) -> Exception_:
+def completed(record: Mapping[str, Any]) -> Exception_:
     """An exception with the bases of its type; the kit's onlookers, which records leave out, are left out here."""
     kind = str(record.get("type", ""))
     python = getattr(builtins, kind, None)
@@ -146,10 +146,10 @@ def _completed(record: Mapping[str, Any]) -> Exception_:
         bases = [base.__name__ for base in python.__mro__[1:-1]]
     frames = [frame for frame in record.get("frames") or () if not _ONLOOKER.search(str(frame.get("file")))]
     cause = record.get("cause")
-    completed = _completed(cause) if isinstance(cause, Mapping) else None
+    inner = completed(cause) if isinstance(cause, Mapping) else None
     return {
         "type": kind, "module": str(record.get("module") or ""), "bases": bases,
-        "message": str(record.get("message") or ""), "cause": completed,
+        "message": str(record.get("message") or ""), "cause": inner,
         "frames": [_framed(frame) for frame in frames],
     }  # fmt: skip
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -30,13 +31,13 @@ from repro_matrix.judge.evidence import Attempt, raised_chain
 from repro_matrix.judge.grade import SHOWN
 from repro_matrix.judge.outcome import Outcome, Primary, Recognised
 from repro_matrix.judge.peers import Failure as RankFailure
-from repro_matrix.judge.peers import Failures, failures_of, is_peer_error
+from repro_matrix.judge.peers import Failures, failures_of
 from repro_matrix.judge.signature import match_attempt
-from repro_matrix.script.traceback_text import tracebacks
+from repro_matrix.matching.known import Catalogue, completed, recognise
+from repro_matrix.matching.scan import Texts, scan
 
 SIGNATURE = "failure"  # the one thing that a script is asked for
 NOTHING_RAN = {"launch", "lost"}
-_LAUNCHERS_OWN = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException"}
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 
@@ -118,10 +119,12 @@ def metric(written: str) -> Failure:
     return Failure("metric", written, pattern=pattern, op=found["op"] or "", limit=limit)
 
 
-def like_log(content: str, name: str) -> Failure:
-    """The failure that a log shows: its first traceback that is no peer's or launcher's."""
-    found = [one for one in tracebacks(content) if one["type"] not in _LAUNCHERS_OWN]
-    first = next((one for one in found if not is_peer_error(raised_chain(one)[0])), found[0] if found else None)
+def like_log(blocks: Iterable[bytes], name: str) -> Failure:
+    """The failure that a log shows: its first traceback that is no peer's or launcher's. ``blocks``: of whole lines."""
+    shown = [one for one in recognise(scan(blocks, Texts(())), Catalogue({})).failures if one.error.record]
+    first = next((completed(one.error.record) for one in shown if one.error.whole and not one.echo), None)
+    if first is None and any(one.echo for one in shown):
+        raise ConfigError(f"--like {name}: it only shows what follows from another process's failure; that one's log?")
     if first is None:
         raise ConfigError(f"--like {name}: no whole traceback in it; say what the failure is: --error 'TYPE: REGEX'")
     return _like(first["type"], first["message"], _package(raised_chain(first)[0].innermost), f"--like {name}")

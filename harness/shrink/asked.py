@@ -9,6 +9,8 @@ from repro_matrix.bisection.labels import Answer as Said
 from repro_matrix.bisection.search import repeats_for
 from repro_matrix.shrink.search import Answer
 
+# Of ``infra``, what another attempt would say again: it is the script's, not the machine's.
+_LASTING = tuple(f"infra: {kind}" for kind in ("script", "no-proof", "not-in-force", "interrupted"))
 FIRST = 3  # attempts of what is given, and of what is left: whether it fires every time
 
 
@@ -23,6 +25,14 @@ class Asked:
     @property
     def answer(self) -> Answer:
         return None if self.said.label is None else self.said.label == labels.FIRES
+
+    @property
+    def by_chance(self) -> bool:
+        """It was launched, and the machine got in the way: another attempt may tell."""
+        said = self.said.detail
+        return (
+            self.answer is None and self.attempts > 0 and said.startswith("infra: ") and not said.startswith(_LASTING)
+        )
 
     @property
     def words(self) -> str:

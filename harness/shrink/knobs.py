@@ -61,11 +61,12 @@ class Range:
         return [value for value in self.knob.values if self.asked.get(value) is False]
 
     @property
-    def needed(self) -> bool:
+    def needed(self) -> bool | None:
         """Leaving it out makes the failure go: its simplest value does not fire, or (where it is at its simplest, or
-        has none) no other value does."""
+        has none) no other value does. None: that could not be asked, or had no answer."""
         if self.value != self.knob.simplest:
-            return self.asked.get(self.knob.simplest) is False
+            answer = self.asked.get(self.knob.simplest)
+            return None if answer is None else not answer
         others = [value for value in self.asked if value != self.value]
         return bool(others) and not self.knob.ordered and all(self.asked[value] is False for value in others)
 

@@ -103,7 +103,12 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
             yield ""
             yield told
             yield from _table(_free(each) for each in chosen)
-    unsaid = [each["name"] for each in varied if each["needed"] is None]
+    unknown = [each for each in varied if each["needed"] is None and _unanswered(each)]
+    if unknown:
+        yield ""
+        yield "whether these can be left out is not known:"
+        yield from _table((_set(each["name"], each["value"]), _answer(each, each["simplest"])) for each in unknown)
+    unsaid = [each["name"] for each in varied if each["needed"] is None and each not in unknown]
     if unsaid:
         yield ""
         yield f"not known, since the search ended before: {', '.join(unsaid)}"
@@ -116,6 +121,11 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
         f"{len(data['questions']) + len((data.get('lines') or {}).get('questions', []))} questions, "
         f"{data['attempts']} attempts launched, {data['wall_s']:.0f} s"
     )
+
+
+def _unanswered(each: Json) -> bool:
+    """It was asked for without it, and that had no answer."""
+    return each["value"] != each["simplest"] and _name(each["simplest"]) in each["asked"]
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> Iterator[str]:

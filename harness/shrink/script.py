@@ -206,6 +206,8 @@ def from_cold(asker: ScriptAsker, script: Script, search: Search) -> Asked:
     asker.forked = None
     found = asker.launch(script, FIRST)
     search.attempts += found.attempts
+    if found.answer is None:
+        raise MeasureError(f"what is left gives no answer from cold ({found.said.detail}): the same command asks again")
     if found.answer is False:
         raise MeasureError(
             f"what is left fires where its ranks are forked from a server, and not from cold ({found.words}): give the "

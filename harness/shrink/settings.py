@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from repro_matrix.bisection.probe import Stopped
@@ -66,6 +66,15 @@ class Search:
             self.stopped = stopped
         return shrunk
 
+    def unsure(self, shrunk: Shrunk) -> list[str]:
+        """What is left although nobody could say whether it has to be: the machine got in the way, twice."""
+        found = []
+        for index, (knob, value) in enumerate(zip(self.knobs, shrunk.config)):
+            out = self.asked.get((*shrunk.config[:index], knob.simplest, *shrunk.config[index + 1 :]))
+            if value != knob.simplest and out is not None and out.by_chance:
+                found.append(f"{knob.name} ({out.said.detail})")
+        return found
+
     def _flaky(self, shrunk: Shrunk) -> bool:
         """What is left is launched some times more. Where it does not fire every time, the whole is asked again, and
         what does not fire so often that it would have: one clean attempt is no proof then."""
@@ -91,6 +100,9 @@ class Search:
     def ask(self, config: Config, repeat: int) -> Asked:
         began = time.monotonic()
         found = self.asker.ask(config, repeat)
+        if found.by_chance and not self._spent(1):
+            again = self.asker.ask(config, repeat)
+            found = replace(again, attempts=again.attempts + found.attempts)
         self.asked[config] = found
         self.attempts += found.attempts
         took = time.monotonic() - began

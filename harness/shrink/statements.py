@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,12 @@ class Lines:
             self.search.stopped = stopped
         return pruned
 
+    def unsure(self, pruned: Pruned) -> list[str]:
+        """Statements of what is left of which nobody could say whether they have to be."""
+        tree, every = self.source.tree, self.source.elements
+        outs = {node: self.asked[tree.closed(pruned.kept - {node})] for node in sorted(pruned.alone)}
+        return [f"line {every[node].first} ({out.said.detail})" for node, out in outs.items() if out.by_chance]
+
     def _probe(self, kept: Kept) -> tuple[Answer, int]:
         text = self.source.only(kept)
         if text is None:
@@ -59,6 +65,10 @@ class Lines:
             self.asker.at.write_text(text, encoding="utf-8")
             found = self.asker.launch(self.asker.made(self.config, text), self.search.repeat)
             took = time.monotonic() - began
+            if found.by_chance:
+                again = self.asker.launch(self.asker.made(self.config, text), self.search.repeat)
+                found = replace(again, attempts=again.attempts + found.attempts)
+                took = time.monotonic() - began
             self.search.attempts += found.attempts
             self.search.wall_s += took
             how = f"{took:.1f} s" if found.attempts else "stored before"
@@ -75,7 +85,7 @@ def as_json(found: Lines, pruned: Pruned, text: str, out: Path | None) -> dict[s
     return {
         "before": len(every), "now": len(text.splitlines()), "file": os.path.relpath(out) if out else None,
         "text": text,
-        "done": pruned.done,
+        "done": pruned.done, "unsure": found.unsure(pruned),
         "alone": [
             {
                 "line": found.source.elements[node].first,

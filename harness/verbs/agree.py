@@ -25,7 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("one", metavar="A", help="what predicts (a CPU's results)")
     parser.add_argument("other", metavar="B", help="what is predicted (a GPU's)")
-    parser.add_argument("overrides", nargs="*", metavar="NAME=VALUE", help="only these: case='fsdp*' stack=current")
+    only = "only these: case='fsdp*' stack=current"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="NAME=VALUE", help=only)
     parser.add_argument("--all", action="store_true", help="every arm that does not agree")
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,12 +29,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.conf import catalogue
+    from repro_matrix.conf.errors import ConfigError
     from repro_matrix.matching.known import Catalogue, recognise
     from repro_matrix.matching.reading import blocks
     from repro_matrix.matching.scan import Texts, scan
     from repro_matrix.results import unshown
     from repro_matrix.terminal.report import print_json, print_notes
 
+    for word in args.logs:
+        name, _, value = word.partition("=")
+        if value and not Path(word).exists() and (name in ("log", "logs", "file") or Path(value).exists()):
+            raise ConfigError(f"{word!r} is no file; logs are words by themselves: repro match {value}")
     known = catalogue.load()
     print_notes([*(f"left out: {text}" for text in known.left_out), *unshown.dropped(known)])
     cases = known.cases

@@ -82,7 +82,9 @@ def _of_case(args: argparse.Namespace) -> int:
 
 def finish(args: argparse.Namespace, search: Search, shrunk: Shrunk, own: dict[str, Any]) -> int:
     """``own``: what a case, or a script, says beside its settings."""
-    done = shrunk.done and (own.get("lines") or {"done": True})["done"]
+    lines = own.get("lines") or {"done": True, "unsure": []}
+    unsure = [*search.unsure(shrunk), *lines["unsure"]]
+    done = shrunk.done and lines["done"] and not unsure
     data = {
         "schema": 1, "kind": "shrunk", **own,
         **report.settings(search, shrunk), "given": report.config_of(search, search.given),
@@ -94,6 +96,9 @@ def finish(args: argparse.Namespace, search: Search, shrunk: Shrunk, own: dict[s
     if search.stopped:
         _say(f"stopped: {search.stopped}. What was measured is stored; the same command goes on")
         return search.stopped.exit_code
+    if unsure:
+        _say(f"whether these can be left out is not known: {', '.join(unsure)}; the same command asks again")
+        return 3
     if not data["done"]:
         _say("the budget is spent: what was measured is stored; the same command with a larger one goes on")
         return 3
