@@ -131,6 +131,16 @@ def test_every_way_of_not_being_ready_is_found() -> None:
     assert "is clean instead of fires" in said(**{**good, "broken": [("clean", there)]})
     assert "matches this arm too" in said(**{**good, name: [("fires", there)]})
     assert "no verdict" in said(**{**good, name: [("infra", there)]})
+    also = next(each for each in case().arms if each not in ("broken", name))
+    reviewed = document({**good, name: [("fires", there)], also: [("clean", there)]})
+    reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "FIX_BROKEN", "expected": "expected"}
+    assert ready.of_attempts("a.yaml", "a.py", case(), {"warm": [reviewed]}) == []  # results/expected has it so
+    assert ready.recorded({"warm": [reviewed]}) == {name: "FIX_BROKEN"}
+    for kind, ready_ in (("packages", True), ("flags", False)):
+        lacking = document({**good, also: []})
+        lacking["arms"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "needs": ["vllm"]}}
+        assert bool(ready.of_attempts("a.yaml", "a.py", case(), {"warm": [lacking]})) != ready_
+        assert ready.unmeasured({"warm": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
     assert "no arm is clean" in said(**{**good, name: [("other_error", there)]})
     both = {"warm": [document(good)], "cold": [document({**good, name: [("hang", there)]})]}
     assert any("cold and warm disagree" in str(each) for each in ready.of_attempts("a.yaml", "a.py", case(), both))

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from repro_matrix.cell.document import Document
-from repro_matrix.cell.judged import Outcome
+from repro_matrix.cell.document import Arm, Document
+from repro_matrix.cell.judged import Outcome, Verdict
 from repro_matrix.conf.arms import changes
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge import foreign, grade
@@ -104,8 +104,34 @@ def of_others(file: str, case: Case, cases: Mapping[str, Case], documents: Itera
     return list(found.values())
 
 
+# Of why an arm was not launched: what this machine and stack lack, which is no fault of the case.
+_LACKING = frozenset({"gpus", "accelerator", "cards", "stack", "packages", "build", "memory", "weights", "same"})
+
+
+def unmeasured(documents: Mapping[str, Iterable[Document]]) -> dict[str, str]:
+    """arm -> why it could not be measured here, though nothing is wrong with it."""
+    arms = [item for measured in documents.values() for each in measured for item in each["arms"].items()]
+    return {name: str(arm["skipped"]) for name, arm in arms if _lacking(name, arm)}
+
+
+def recorded(documents: Mapping[str, Iterable[Document]]) -> dict[str, str]:
+    """arm -> its verdict, of arms that help nobody and of which a reviewed expectation says just that."""
+    said = [item for measured in documents.values() for each in measured for item in each["verdicts"].items()]
+    return {arm: verdict["name"] for arm, verdict in said if _expected(verdict) and verdict["name"] != "FIX_HOLDS"}
+
+
+def _lacking(name: str, arm: Arm) -> bool:
+    skip = arm.get("skip")
+    return name not in ("broken", "control") and skip is not None and skip["kind"] in _LACKING
+
+
+def _expected(verdict: Verdict | None) -> bool:
+    return verdict is not None and verdict.get("expected") == "expected"
+
+
 def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iterable[Document]]) -> list[Finding]:
-    """``documents``: launcher -> what was measured by it."""
+    """``documents``: launcher -> what was measured by it. An arm that does not help is none where results/expected has
+    it so, and one that cannot be measured here none where nothing but this machine or stack is in the way."""
     found: list[Finding] = []
     seen: dict[str, dict[str, set[str]]] = {}
     for launcher, measured in documents.items():
@@ -114,7 +140,10 @@ def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iter
                 outcomes = [attempt["outcome"] for attempt in arm["attempts"]]
                 kinds: set[str] = {outcome["outcome"] for outcome in outcomes}
                 seen.setdefault(name, {})[launcher] = kinds
-                found += _of_arm(file, script, case, name, outcomes, arm["skipped"], launcher)
+                if _lacking(name, arm):
+                    continue
+                known = _expected(document["verdicts"].get(name))
+                found += _of_arm(file, script, case, name, outcomes, arm["skipped"], launcher, known)
     for name, by in seen.items():
         if len({frozenset(kinds) for kinds in by.values()}) > 1:
             said = ", ".join(f"{launcher}: {' and '.join(sorted(kinds))}" for launcher, kinds in by.items())
@@ -127,7 +156,14 @@ def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iter
 
 
 def _of_arm(
-    file: str, script: str, case: Case, name: str, outcomes: list[Outcome], skipped: str | None, launcher: str
+    file: str,
+    script: str,
+    case: Case,
+    name: str,
+    outcomes: list[Outcome],
+    skipped: str | None,
+    launcher: str,
+    known: bool,
 ) -> Iterable[Finding]:
     where = f"arms.{name}"
     kinds = sorted({outcome["outcome"] for outcome in outcomes})
@@ -146,11 +182,13 @@ def _of_arm(
             wanted = "fires" if name == "broken" else "clean"
             if outcome["outcome"] != wanted:
                 yield Finding(file, where, f"is {outcome['outcome']} instead of {wanted}: {reason}")
-        elif outcome["outcome"] == "fires" and "non-fix" not in case.arms[name].help:
+        elif known or "non-fix" in case.arms[name].help:
+            continue
+        elif outcome["outcome"] == "fires":
             names = ", ".join(item["signature"] for item in outcome["recognised"])
             what = (
                 f"the signature {names} matches this arm too: {reason} (a fix that is none says `non-fix` in its help)"
             )
             yield Finding(file, where, what)
-        elif outcome["outcome"] in ("other_error", "hang") and "non-fix" not in case.arms[name].help:
+        elif outcome["outcome"] in ("other_error", "hang"):
             yield Finding(file, where, f"is {outcome['outcome']}: {reason}")

@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
     file, script = _file(known, args.case), known.script(case)
     shown, code = _short(file), _short(script)
     found = ready.of_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
+    notes: dict[str, dict[str, str]] = {}
     parses = not any("not valid Python" in finding.text for finding in found)
     found += ready.of_case(shown, case)
     for folder in project.published():
@@ -50,11 +52,13 @@ def main(args: argparse.Namespace) -> int:
             print(f"{case.slug}: interrupted: whether it is ready was not found out", file=sys.stderr)
             return 130
         found += ready.of_attempts(shown, code, case, measured)
+        notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.recorded(measured)}
     found = list(dict.fromkeys(found))
     if args.json:
-        print_json({"case": case.slug, "ready": not found, "findings": [vars(finding) for finding in found]})
+        findings = [vars(finding) for finding in found]
+        print_json({"case": case.slug, "ready": not found, "findings": findings, **notes})
     else:
-        print("\n".join(_lines(case.slug, found, args)))
+        print("\n".join([*_lines(case.slug, found, args), *_notes(notes)]))
     return 1 if found else 0
 
 
@@ -67,6 +71,14 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
     return [f"{slug}: {how}; then `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
 
 
+def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    for arm, why in notes.get("not_measured", {}).items():
+        yield f"  not measured here: {arm}: {why}"
+    known = [f"{arm} {verdict}" for arm, verdict in notes.get("as_recorded", {}).items()]
+    if known:
+        yield f"  no help, as results/expected has it: {', '.join(known)}"
+
+
 def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]] | None:
     """The documents of each way of launching; None: interrupted. Raises MeasureError: it could not be measured."""
     from repro_matrix.conf.config import LauncherName
@@ -76,6 +88,9 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
 
     asked = ask([f"case={slug}", *overrides])
     given = {key for key, _ in asked.selections[0].words}
+    if "stack" not in given and (known := asked.catalogue.cases[slug].needs.stack):
+        asked = asked.having({"stack": known})  # where it is known to fire
+        print(f"{slug}: on {known}, where it is known to fire", file=sys.stderr, flush=True)
     stop = threading.Event()
     found: dict[str, list[Document]] = {}
     with (
