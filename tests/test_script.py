@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from repro_matrix import cli
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.script import command, failure, launch, options
+from repro_matrix.script import command, failure, launch, options, show
 from repro_matrix.script.failure import Failure, judge
 from repro_matrix.script.measure import Script, stored
 from repro_matrix.script.traceback_text import tracebacks
@@ -177,6 +177,27 @@ def test_a_failure_is_learned_from_a_log() -> None:
     assert tracebacks(LOG[: LOG.index("[rank1]: IndexError")])[1:] == []  # cut off before it says what it is
 
 
+def test_what_nobody_saw_is_not_called_clean() -> None:
+    """A line that may have stood in what was cut; a rank that never started, which ends with no exit code."""
+    cut = {**FINE, "printed": {"log": [], "metric": [], "cut": True}}
+    assert outcome(failure.log("no such line"), cut) == "infra"
+    assert outcome(failure.log("no such line"), FINE) == outcome(Failure(), cut) == "clean"
+    there = seen(rank(0), {**rank(1, None), "pid": None, "record": None, "ended_by": "launcher"})
+    found = judge(Failure(), there, "train")
+    assert (found.outcome, found.reason) == (
+        "clean",
+        "the command ended with exit code 0; 1 of 2 ranks were seen to",
+    )
+    died = seen(rank(0, 1, raised("IndexError", "list index 3")), there["ranks"][1], command_exit=1)
+    notes = list(show._notes(died))  # type: ignore[arg-type]
+    assert len(notes) == 1 and "rank 1 was not seen" in notes[0]  # and not that it said what follows from rank 0's
+
+
+def test_settings_may_stand_before_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", f"results={tmp_path}", str(tmp_path / "none.py"), "--nproc", "2"]) == 2
+    assert f"{tmp_path}/none.py: there is no such script" in capsys.readouterr().err
+
+
 # -- the command
 
 
@@ -225,7 +246,7 @@ def test_what_cannot_be_launched_is_said_before_anything_starts(
         (["./good.py", "--exit", "300"], "ends with 1 to 255"),
         (["./good.py", "--metric", "loss > nan"], "nothing is more or less than nan"),
         (["./good.py", "--hang", "soon"], "no number of seconds"),
-        (["./good.py", "--like", "no.log"], "no.log: No such file"),
+        (["./good.py", "--like", "no.log"], "--like no.log: there is no such file"),
         (["./good.py", "--metric", "loss"], "NAME > NUMBER"),
         (["./good.py", "model=a"], "says nothing of a script"),
         (["./good.py", "stack=torhc2.2-tf4.39"], "did you mean 'torch2.2-tf4.39'"),

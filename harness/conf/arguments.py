@@ -145,12 +145,22 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"too many words: {' '.join(late)}")
     if late:
         args.overrides = [*args.overrides, *late]
+    _first_word(args)
     _no_folder(parser, getattr(args, "overrides", ()))
     args.words, args.options = [*words, *(["--", *command] if command else [])], known
     search_path(args)
     if command:
         args.command = command
     return args
+
+
+def _first_word(args: argparse.Namespace) -> None:
+    """``repro run results=x ./train.py``: the case or script is the first word that is no override."""
+    words = getattr(args, "overrides", None) or []
+    named = next((word for word in words if "=" not in word), None)
+    if named is not None and "=" in (getattr(args, "case", None) or ""):
+        args.overrides = [args.case, *(word for word in words if word is not named)]
+        args.case = named
 
 
 def _no_folder(parser: Parser, words: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ The order of judgement, first match wins:
 3. the machine got in the way (disk, memory, a port; too slow)                               -> infra
 4. the time was over                                                                         -> hang
 5. a rank failed, or the command ended with another exit code than 0                         -> other_error
-6. a metric was asked for and no line had it                                                 -> infra (no-proof)
+6. a metric was asked for and no line had it; a line, and a part of a log is gone            -> infra (no-proof)
 7. otherwise                                                                                 -> clean
 
 Errors are matched as a case's signature is (harness/judge/signature.py): against the ranks that failed first, never
@@ -192,6 +192,14 @@ def judge(failure: Failure, observation: Observation, name: str) -> Outcome:
             said = f"{failure.names_metric} is {value}"
             return Outcome("other_error", said, (), Primary(rank, "metric", said, ""))
         return Outcome("clean", f"{failure.names_metric} is {value:g}")
+    printed = observation.get("printed")
+    if failure.kind == "log" and printed and printed["cut"]:
+        said = "no-proof: a log of more than 64 MiB was cut, and the line may have stood in what is gone"
+        return Outcome("infra", said, (), primary, infra="no-proof")
+    unseen = sum(rank.exit_code is None for rank in attempt.ranks)  # never started, or without a trace
+    if unseen:
+        seen_of = f"{len(attempt.ranks) - unseen} of {len(attempt.ranks)} ranks were seen to"
+        return Outcome("clean", f"the command ended with exit code 0; {seen_of}")
     return Outcome("clean", "every rank ended with exit code 0")
 
 

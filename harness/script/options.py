@@ -9,7 +9,7 @@ from pathlib import Path
 from repro_matrix.conf import arguments, project
 from repro_matrix.conf.config import RunSettings, compose_run
 from repro_matrix.conf.errors import ConfigError
-from repro_matrix.matching.reading import blocks
+from repro_matrix.matching.reading import LogError, blocks
 from repro_matrix.script import command as commands
 from repro_matrix.script import failure as failures
 from repro_matrix.script.failure import Failure
@@ -90,7 +90,10 @@ def failure_of(args: argparse.Namespace) -> Failure:
         if not 1 <= value <= 255:
             raise ConfigError(f"--exit {value}: a failing process ends with 1 to 255")
         return Failure("exit", f"exit code {value}", code=value)
-    return failures.like_log(blocks(value), value)
+    try:
+        return failures.like_log(blocks(value), value)
+    except LogError as error:
+        raise ConfigError(f"--like {error}") from None
 
 
 def script_of(args: argparse.Namespace, search: bool = False) -> tuple[Script, str, RunSettings]:

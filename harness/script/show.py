@@ -85,7 +85,8 @@ def _stood(observation: Observation) -> Iterator[str]:
 def _notes(observation: Observation) -> Iterator[str]:
     attempt = Attempt(observation)
     failures = failures_of(attempt)
-    follow = sorted(rank for rank in failures.excused if failures.primary)
+    silent = {rank.rank for rank in attempt.ranks if not rank.wrote and rank.exit_code is None and not rank.signal}
+    follow = sorted(rank for rank in failures.excused if failures.primary and rank not in silent)
     if follow:
         yield f"what rank{'s' if len(follow) > 1 else ''} {', '.join(map(str, follow))} said follows from it"
     if any(rank.raised and rank.raised.type == "EOFError" for rank in attempt.ranks):
@@ -101,7 +102,12 @@ def _notes(observation: Observation) -> Iterator[str]:
         threads = [note for note in rank.notes if note.name == "threading"]
         if threads:
             yield f"rank {rank.rank}: a thread ended with {threads[0].message}"
-        if not rank.wrote:
+        if rank.rank in silent and len(silent) < len(attempt.ranks):
+            yield (
+                f"rank {rank.rank} was not seen: it was never started (accelerate launch starts one process where it "
+                "sees one device), or left no trace (python -I or -S)"
+            )
+        elif not rank.wrote:
             yield f"rank {rank.rank} left no record (python -I or -S, it ended before its first line, or deleted it)"
         elif rank.exit_code == 0 and not rank.done:
             yield f"rank {rank.rank} ended by os._exit or in a forked process: only its exit code is known"
