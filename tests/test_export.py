@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from repro_matrix.export.layout import broken
 from repro_matrix.export.script import values, written
 from repro_matrix.export.source import ExportError
 from repro_matrix.paths import REPROS
-from repro_matrix.running import session
+from repro_matrix.running import session, wanted
 from repro_matrix.running.request import Request
 
 CATALOGUE = catalogue.load()
@@ -261,3 +262,15 @@ def test_what_is_not_the_recorded_outcome_is_not_taken_for_it() -> None:
         ],
     )
     assert wrong(hang, hangs, 2, Ran("", None, "sleep\nbody")) and wrong(hang, hangs, 2, Ran("", 0))
+
+
+def test_nothing_is_built_for_a_stack_that_is_laid_over_one_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two gigabytes and five minutes, for a header that says versions."""
+    there = [replace(each, state="locked") if each.state == "built" else each for each in stacks.stacks()]
+    monkeypatch.setattr(wanted, "known_stacks", lambda: there)
+    found = wanted.resolve
+    monkeypatch.setattr(wanted, "resolve", lambda name: pytest.fail(name) if "+" in name else found(name))
+    assert cli.main(["export", "fsdp-uniform-dtype", "--stack", "torch2.2-tf4.36+transformers@4.37.0"]) == 2
+    assert "what it is laid over is not built here" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from repro_matrix.results import provenance
 from repro_matrix.running.hub import with_weights
 from repro_matrix.running.model_needs import lay_over
 from repro_matrix.running.variables import unless_read
-from repro_matrix.stacks import Stack, StackError, check, extensions, resolve, there
+from repro_matrix.stacks import Stack, StackError, check, extensions, resolve, spec, there
 from repro_matrix.stacks import stacks as known_stacks
 
 
@@ -47,7 +47,10 @@ class Wanted:
         # So is that of an arm which was not asked for: what is recorded of it is kept while it would be launched alike.
         for name in sorted((named | self._stacks_of_arms(cells, every=True)) - self.stacks.keys()):
             # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
-            if states.get(name) in ("here", "built") or there(name) or (name not in states and not self.build):
+            base = states.get(spec.parse(name).base, "here")
+            if not self.build and name not in states and base not in ("here", "built", "floating"):
+                self.unavailable[name] = f"what it is laid over is not built here: `repro stack build {name}`"
+            elif states.get(name) in ("here", "built") or there(name) or (name not in states and not self.build):
                 self._resolve(name)
             elif self.build and name in named:
                 self.unbuilt.add(name)
