@@ -75,6 +75,7 @@ class Page:
     timelines: tuple[Timeline, ...]
     other_runs: int
     differences: tuple[Difference, ...]
+    absent: int  # of them: arms that not all of the results have
     same: int  # arms on which the results compared agree
     notes: tuple[str, ...] = ()
     facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -135,7 +136,8 @@ def of_views(
         more=sum(view.more for view in views) + max(0, len(unexpected) - MOST_NEWS) + max(0, len(news) - MOST_NEWS),
         unset=sum(view.unset for view in views), missing=tuple(_missing(views)),
         ledger={source: tuple(rows) for source, rows in by_source.items()}, timelines=tuple(drawn),
-        other_runs=others, differences=tuple(differences), same=sum(view.same for view in views),
+        other_runs=others, differences=tuple(differences), absent=sum(None in one.marks for one in differences),
+        same=sum(view.same for view in views),
         notes=tuple(line(note, 300) for note in notes),
         facets={"case": tuple(view.slug for view in views), **{name: tuple(sorted(v)) for name, v in offered.items()},
                 "verdict": tuple(found.name for found, _ in in_order(counts))},
