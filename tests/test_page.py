@@ -135,7 +135,7 @@ def test_the_page_escapes_every_text(text: str) -> None:
     shown = cell(made("FIX_BROKEN", "unexpected", error=bomb, model=bomb, title=bomb, references=[bomb]))
     assert "<img" not in whole(shown)
     written = html(shown)
-    assert written.count("<script") == written.count("</script>") == 3  # ours, what says that the cells are there, a pack
+    assert written.count("<script") == written.count("</script>") == 3  # two of ours, a pack
     for name, text_ in render.site(paged(shown)).items():
         assert "<img" not in text_, name
 
