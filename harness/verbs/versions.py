@@ -177,7 +177,8 @@ def show(data: Mapping[str, Any]) -> None:
         if not found["segments"]:
             reasons = list(dict.fromkeys(item["reason"] for item in found["unknown"]))
             rows.append([arm, "", "", f"unknown: {'; '.join(reasons) or 'not probed'}"])
-    title = f"{data['case']} {data['model']} {data['strategy']}: {data['package']} on stack {data['stack']}"
+    what = " ".join(filter(None, (data["case"], data["model"], data["strategy"])))  # of a script only its name
+    title = f"{what}: {data['package']} on stack {data['stack']}"
     print_table(title, ["arm", "releases", "probed", "answer"], rows)
     edges = [(arm, edge) for arm, found in data["arms"].items() for edge in found["boundaries"]]
     if edges and all(edge["adjacent"] for _, edge in edges):
