@@ -90,7 +90,7 @@ def test_options_and_overrides_stand_in_any_order(pieces: list[str], where: int)
 
 
 def given_overrides(*texts: str) -> argparse.Namespace:
-    return argparse.Namespace(overrides=list(texts), options=["--between"])
+    return argparse.Namespace(overrides=list(texts), options=["--between", "--budget"])
 
 
 def test_a_search_takes_its_one_stack_and_leaves_the_rest() -> None:
@@ -108,6 +108,7 @@ def test_a_search_takes_its_one_stack_and_leaves_the_rest() -> None:
         (["betwen=1"], "did you mean '--between'"),
         (["repat=1"], "did you mean 'repeat'"),
         (["arms=[a]"], "arms.*not here"),
+        (["budget=3"], "here it is an option: --budget 3"),
     ],
 )
 def test_what_a_search_cannot_take(texts: list[str], said: str) -> None:

@@ -96,6 +96,8 @@ def one_stack(args: argparse.Namespace, refused: Mapping[str, str] | None = None
             raise ConfigError(f"{text!r} is not NAME=VALUE")
         if name in (refused or {}):
             raise ConfigError(f"{text!r}: {(refused or {})[name]}")
+        if name != "stack" and f"--{name}" in args.options:  # a run's setting of that name means something else
+            raise ConfigError(f"{text!r}: here it is an option: --{name} {value}".rstrip())
         if name.lstrip("+~").split(".")[0] == "matrix":
             raise ConfigError(f"{text!r}: a named matrix is for `repro matrix`, plan, list and doctor")
         if name.lstrip("+~").split(".")[0] not in (*SETTINGS, "flags"):
