@@ -157,3 +157,25 @@ def test_no_word_has_a_colour_that_vanishes_on_somebody_s_background(monkeypatch
     used = {code for found in re.findall(r"\x1b\[([0-9;]*)m", told) for code in found.split(";")}
     assert {"1", "31", "32"} <= used <= {"0", "1", "31", "32", "35"}, "bold, red, green, magenta"
     assert all(word in told for word in words)
+
+
+@given(ODD, WIDTHS, st.integers(1, 3))
+def test_a_plan_is_a_line_a_case_and_what_is_not_launched_stands_by_reason(why: str, width: int, repeat: int) -> None:
+    def arm(case: str, cell: str, skipped: str | None = None) -> dict[str, Any]:
+        return {"case": case, "cell": cell, "model": "m", "strategy": "fsdp", "attempts": repeat, "skipped": skipped}
+
+    items = [
+        arm("a-case", "1"),
+        arm("a-case", "1"),
+        arm("a-case", "2"),
+        arm("other", "3"),
+        arm("other", "3", "w" + why),
+    ]
+    told = list(listing.planned(items, width))
+    assert all(len(line) <= width for line in told)
+    tries = f", {3 * repeat} attempts" if repeat > 1 else ""
+    assert told[0].startswith(f"a-case  2 cells, 3 arms{tries}"[:width]) and "m / fsdp" in "".join(told)
+    assert "not launched: 1 arm" in told and "[other]" in "".join(told)
+    whole = f"{4 * repeat} attempts of 4 arms in 3 cells; `--all` names every arm"
+    assert " ".join(told).endswith(whole)
+    assert list(listing.planned([], width)) == []

@@ -31,7 +31,13 @@ def said(verb: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_plan_says_of_each_cell_whether_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    named = [line for line in said(["matrix", "--plan"], capsys).splitlines() if line.startswith("qwen-device-map-d")]
+    short = said(["matrix", "--plan"], capsys)
+    assert "qwen-device-map-devices-simulated [simulated]" in short and "[qwen-device-map-devices]" in short
+    named = [
+        line
+        for line in said(["matrix", "--plan", "--all"], capsys).splitlines()
+        if line.startswith("qwen-device-map-d")
+    ]
     assert {line.split()[0] for line in named} == {"qwen-device-map-devices", "qwen-device-map-devices-simulated"}
     assert all((line.split()[1] == "[simulated]") == line.split()[0].endswith("-simulated") for line in named)
 

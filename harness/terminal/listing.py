@@ -139,6 +139,38 @@ def _some(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+# -- matrix --plan
+
+
+def planned(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """``items``: of each arm case (as it is named), cell, model, strategy, attempts, skipped (why, or None). A line for
+    each case, of what would be launched; then what would not, by reason."""
+    asked = [item for item in items if not item["skipped"]]
+    names = max((len(item["case"]) for item in asked), default=0)
+    for case in dict.fromkeys(item["case"] for item in asked):
+        own = [item for item in asked if item["case"] == case]
+        models, strategies = ({item[axis] for item in own} for axis in ("model", "strategy"))
+        over = f"{_few(models, 'models')} / {_few(strategies, 'strategies')}"
+        tries = sum(item["attempts"] for item in own)
+        size = f"{_some(len({item['cell'] for item in own}), 'cell')}, {_some(len(own), 'arm')}"
+        head = f"{case:<{names}}  {size}" + (f", {tries} attempts" if tries != len(own) else "")
+        beside = len(head) + 2 + len(over) <= width
+        yield f"{head}: {over}" if beside else cut(head, width)
+        if not beside:
+            yield from wrapped(over, width, "      ")
+    reasons = Counter(str(item["skipped"]) for item in items if item["skipped"])
+    if reasons:
+        yield from ("", f"not launched: {_some(reasons.total(), 'arm')}")
+    for reason, count in reasons.most_common():
+        of = ", ".join(dict.fromkeys(item["case"] for item in items if item["skipped"] == reason))
+        yield from wrapped(f"{count:4}  {reason} [{of}]", width, "", " " * 6)
+    if items:
+        cells, tries = len({item["cell"] for item in asked}), sum(item["attempts"] for item in asked)
+        whole = f"{_some(tries, 'attempt')} of {_some(len(asked), 'arm')} in {_some(cells, 'cell')}"
+        yield ""
+        yield from wrapped(f"{whole}; `--all` names every arm", width)
+
+
 # -- doctor
 
 

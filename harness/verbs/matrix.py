@@ -23,6 +23,7 @@ from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.running import going_on, own_results, session, workplace
 from repro_matrix.running.budget import At, Known
 from repro_matrix.running.request import print_composed
+from repro_matrix.terminal import listing
 from repro_matrix.terminal import summary as summaries
 from repro_matrix.terminal.report import columns as wide
 from repro_matrix.terminal.report import (
@@ -85,7 +86,7 @@ def measure(
     for note in prepared.notes():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if args.plan:
-        return show_plan(prepared, args.json)
+        return show_plan(prepared, args.json, every_arm)
     from repro_matrix.running.progress import Progress
 
     stop = threading.Event()
@@ -234,7 +235,7 @@ def _page(documents: list[Document], folder: Path) -> Path | None:
         return None
 
 
-def show_plan(prepared: session.Session, as_json: bool) -> int:
+def show_plan(prepared: session.Session, as_json: bool, everything: bool) -> int:
     items: list[dict[str, Any]] = [
         {
             "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
@@ -252,15 +253,12 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
     if as_json:
         print_json(items)
         return 0
-    columns = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
-    table = [
-        [
-            named(i["case"], i["simulated"]), i["model"], i["strategy"], i["arm"], i["stack"], i["hardware"],
-            i["world_size"], i["devices"], i["attempts"], i["skipped"],
-        ]
-        for i in items
-    ]  # fmt: skip
-    print_table("", columns, table, narrow=("skipped",), fold=True)
+    if everything:
+        _print_arms(items)
+    else:
+        keys = [repr((p.cell.hardware, p.cell.stack, p.cell.key)) for p in prepared.plans for _ in p.arms]
+        named_ = [i | {"case": named(i["case"], i["simulated"]), "cell": key} for i, key in zip(items, keys)]
+        print_lines(listing.planned(named_, wide()))
     if prepared.settings.budget:
         cells = {(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans}
         print(f"budget={prepared.settings.budget}: {summaries.counted(len(cells), 'cell')} to be measured")
@@ -270,3 +268,15 @@ def show_plan(prepared: session.Session, as_json: bool) -> int:
         of = summaries.counted(count, "cell")
         print(f"{of} would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
     return 0
+
+
+def _print_arms(items: Sequence[dict[str, Any]]) -> None:
+    heads = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
+    table = [
+        [
+            named(i["case"], i["simulated"]), i["model"], i["strategy"], i["arm"], i["stack"], i["hardware"],
+            i["world_size"], i["devices"], i["attempts"], i["skipped"],
+        ]
+        for i in items
+    ]  # fmt: skip
+    print_table("", heads, table, narrow=("skipped",), fold=True)
