@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, document, observation, ok
 
+from repro_matrix.cell import doubt
+from repro_matrix.cell.document import Hardware
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.schema import Case
 from repro_matrix.conf.vocabulary import Fact
+from repro_matrix.hardware import around
 from repro_matrix.judge import facts
 from repro_matrix.judge.again import judged_again
 from repro_matrix.judge.expect import expected, predicted
@@ -97,6 +100,21 @@ def test_stored_facts_are_recomputed_from_the_ranks_words() -> None:
     stored["hardware"]["facts"] = {"cpu_fp16": True}
     (again,) = judged_again([stored], {"some-case": case()}).documents
     assert again["hardware"]["facts"] == {"cpu_fp16": False}
+
+
+def test_a_document_says_what_else_of_the_machine_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    around.seen.cache_clear()
+    monkeypatch.setattr(around, "no_stacks", lambda: "no ptrace here")
+    monkeypatch.setattr(around, "shm_mb", lambda: 64)
+    monkeypatch.setattr(around.nvml, "without_peers", lambda uuids: [(uuids[0], uuids[1])])
+    assert around.seen(()) == {"shm_mb": 64, "ptrace": False}, "cards are not asked for where there are none"
+    two = {"shm_mb": 64, "ptrace": False, "without_peers": [["GPU-a", "GPU-b"]]}
+    assert around.seen(("GPU-a", "GPU-b")) == two
+    around.seen.cache_clear()
+    stored = document({"broken": [("fires", observation(ok(0), ok(1)))]})
+    doubt.known(Hardware, {**stored["hardware"], **two})
+    with pytest.raises(ValueError, match="ptrace"):
+        doubt.known(Hardware, {**stored["hardware"], "ptrace": "yes"})
 
 
 def test_a_fact_that_no_machine_reports_is_refused_by_name() -> None:

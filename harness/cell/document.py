@@ -82,8 +82,18 @@ class Probe(TypedDict):
     devices: list[ProbedDevice]
 
 
+class Around(TypedDict):
+    """What else of the machine an answer can depend on."""
+
+    shm_mb: NotRequired[Annotated[int | None, Field(description="the size of shared memory; null: there is none")]]
+    ptrace: NotRequired[Annotated[bool, Field(description="whether py-spy can look into hung ranks")]]
+    without_peers: NotRequired[
+        Annotated[list[list[str]], Field(description="pairs of the run's cards without access to each other's memory")]
+    ]
+
+
 @closed
-class Hardware(TypedDict):
+class Hardware(Around):
     profile: str
     facts: NotRequired[Annotated[dict[str, str | bool], Field(description="what all ranks said of their machine")]]
     accelerator: Accelerator

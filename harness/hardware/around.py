@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
+from repro_matrix.cell.document import Around
+from repro_matrix.hardware import nvml
 from repro_matrix.hardware.profile import Profile
 
 SHM = Path("/dev/shm")
@@ -55,6 +58,15 @@ def unwritable(folder: Path) -> str | None:
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
         return None
     return f"{folder}: cannot be written to ({place} is {'not writable' if place.is_dir() else 'no folder'})"
+
+
+@lru_cache(maxsize=4)
+def seen(uuids: tuple[str, ...]) -> Around:
+    """What a document says of it, of a run on these cards; asked once (30 ms of CPU)."""
+    found: Around = {"shm_mb": shm_mb(), "ptrace": no_stacks() is None}
+    if uuids:
+        found["without_peers"] = [list(pair) for pair in nvml.without_peers(uuids)]
+    return found
 
 
 def no_stacks() -> str | None:

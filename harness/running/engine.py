@@ -140,6 +140,7 @@ class Engine:
         started = cast(Provenance, now)
         document = documents.new(plan, case, given.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
+        document["hardware"].update(cast(Any, given.around))
         if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
         older = self.store.read(path) if resume else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from repro_matrix.cell.document import Document
+from repro_matrix.cell.document import Around, Document
 from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.hardware import Gpu, Machine, Profile
@@ -26,6 +26,7 @@ class Given:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     history: Mapping[str, list[Document]] = field(default_factory=dict)
     graded: Graded = field(default_factory=dict)  # of these, what runs one after another share
+    around: Around = field(default_factory=lambda: Around())
 
     @property
     def gpus(self) -> list[Gpu]:

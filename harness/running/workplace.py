@@ -13,7 +13,7 @@ from typing import Any
 
 from repro_matrix.conf.config import RunSettings
 from repro_matrix.conf.errors import MeasureError
-from repro_matrix.hardware import Gpu
+from repro_matrix.hardware import Gpu, around
 from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.judge.again import Graded
 from repro_matrix.launch import open_launcher
@@ -123,7 +123,7 @@ def execute(
             known = place.known(session.settings, frozenset(plan.cell.case for plan in session.plans), warn)
             given = Given(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance.provenance(session.settings.seed), known, place.graded,
+                provenance.provenance(session.settings.seed), known, place.graded, around.seen(tuple(gpus)),
             )  # fmt: skip
 
             def run(
