@@ -124,7 +124,8 @@ def as_promised(settings: dict[str, Any], ranks: int, also: Sequence[str] = ()) 
     items.append({"what": "collectives", "got": dict.fromkeys(promises.get("collectives", ()), 1)})
     items += [{"what": name, "got": 1, "least": 1} for name in also]
     read = {"flags": list(settings["flags"]), "options": list(settings["strategy"].get("options") or {})}
-    return {"in_force": items, "read": read}
+    used = {"peak_gpu_mb": 1.0} if settings.get("device") == "cuda" else {}
+    return {"in_force": items, "read": read, **used}
 
 
 def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None, **changes: Any) -> Case:

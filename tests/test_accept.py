@@ -15,6 +15,7 @@ from repro_matrix.cli import main
 from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.paths import BASELINE, ROOT, cache_dir
+from repro_matrix.results import provenance
 from repro_matrix.results.publishing import place, publication
 from repro_matrix.results.store import Store
 from repro_matrix.verbs import accept
@@ -95,7 +96,10 @@ def test_what_is_accepted_and_what_is_refused(
     own = SimpleNamespace(
         baseline=tmp_path / "baseline", expected=tmp_path / "expected", is_shipped=True, folder=tmp_path
     )
+    own.file = None
     monkeypatch.setattr(accept, "project", SimpleNamespace(current=lambda: own))
+    other: list[str] = []  # what has changed since the commit
+    monkeypatch.setattr(provenance, "since", lambda commit, root, paths: other[0] if other else None)
 
     def accepted(source: str, *more: str) -> tuple[int, str, str]:
         code = main(["accept", f"case={SLUG}", "--reason", "measured anew", "--from", str(tmp_path / source), *more])
@@ -112,6 +116,9 @@ def test_what_is_accepted_and_what_is_refused(
     put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
     assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
     put(tmp_path / "measured")
+    other.append("repros/x.py has changed since commit abc")
+    assert "measured with other code: repros/x.py has changed since commit abc" in accepted("measured")[2]
+    other.clear()
     code, out, _ = accepted("measured", "--plan")
     assert code == 0 and "1 document to publish" in out and "review and commit" not in out
     assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import matrix
 from repro_matrix.planning.placing import place
 from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.results import provenance
 from repro_matrix.results.exit_code import bisect_exit, exit_code
 from repro_matrix.results.rows import arm_rows
 from repro_matrix.results.store import Store
@@ -107,11 +111,11 @@ class Fake:
 def engine_of(
     tmp_path: Path, launcher: Fake, settings: RunSettings, case: str = "qwen15-fsdp-norm-shard",
     on_event: Callable[[Event], None] = lambda event: None, history: dict[str, Any] | None = None,
-    profile: Profile = ON_CPU, driver: Driver | None = None,
+    profile: Profile = ON_CPU, driver: Driver | None = None, code: dict[str, str] | None = None,
 ) -> Iterator[tuple[Engine, list[CellPlan]]]:  # fmt: skip
     machine = Machine((), None, "cpu", 2, 24.0, "linux")
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
-    plans = Planner(CATALOGUE, settings, {profile.name: profile}, machine, {"current": STACK}, {}).plan(
+    plans = Planner(CATALOGUE, settings, {profile.name: profile}, machine, {"current": STACK}, code or {}).plan(
         place(CATALOGUE, cells, [profile], auto=False).cells
     )
     store = Store(tmp_path / "results")
@@ -128,11 +132,11 @@ def engine_of(
 def run(
     tmp_path: Path, launcher: Fake, *, arms: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
     resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
-    stop: threading.Event | None = None,
+    stop: threading.Event | None = None, code: dict[str, str] | None = None,
 ) -> Summary:  # fmt: skip
     settings = RunSettings(arms=list(arms), repeat=repeat, jobs=jobs, order=Order.listed)
     on_event = (events if events is not None else []).append
-    with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history) as (engine, plans):
+    with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history, code=code) as (engine, plans):
         return engine.run(plans, stop or threading.Event(), resume)
 
 
@@ -150,6 +154,33 @@ def test_a_cell_from_launch_to_document(tmp_path: Path) -> None:
     kinds = [event.kind for event in events if event.kind != "time"]
     assert kinds[0] == "cells" and kinds.count("attempt") == 3 and kinds[-1] == "cell"
     assert [row["arm"] for row in arm_rows(stored[0])] == ["broken", "root-call", "summon"]
+
+
+def test_a_script_that_is_saved_in_the_middle_of_a_run_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ran then was stored under the commit and the fingerprint of what had been planned, and was published."""
+    folder = tmp_path / "repros"
+    shutil.copytree(CATALOGUE.repros, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    copied = replace(CATALOGUE, repros=folder)
+    monkeypatch.setattr(sys.modules[__name__], "CATALOGUE", copied)
+    script = copied.script(copied.cases["qwen15-fsdp-norm-shard"])
+    assert script.is_relative_to(folder)
+
+    def saved(attempt: Attempt, stop: threading.Event) -> None:
+        if attempt.settings["arm"] == "root-call":
+            script.write_text(script.read_text() + "\n# saved\n")
+
+    summary = run(tmp_path, Fake(saved), code=provenance.code_hashes(copied))
+    outcomes = {name: arm["attempts"][0]["outcome"] for name, arm in summary.documents[0]["arms"].items()
+                if arm["attempts"]}  # fmt: skip
+    assert outcomes["broken"]["outcome"] == "fires", "it had ended by then"
+    for arm in ("root-call", "summon"):
+        assert outcomes[arm]["outcome"] == "infra"
+        assert f"{script} or the kit beside it was changed after the run had begun" in outcomes[arm]["reason"]
+    script.unlink()
+    summary = run(tmp_path / "gone", Fake(), code=dict.fromkeys(copied.cases, "abc"))
+    assert "cannot be read" in summary.documents[0]["arms"]["broken"]["attempts"][0]["outcome"]["reason"]
 
 
 def test_repeat_counts_k_of_n(tmp_path: Path) -> None:

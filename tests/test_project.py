@@ -145,6 +145,44 @@ def test_what_decides_an_answer_is_looked_at_in_the_users_repository(team: Path)
     assert provenance.git_state() == (commit, True)
 
 
+def test_what_git_cannot_or_may_not_say_is_no_clean_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status that failed was an empty one, and an edited script was published as the commit's."""
+    import subprocess
+
+    def git(at: Path, *words: str) -> None:
+        words = ("-C", str(at), "-c", "user.name=a", "-c", "user.email=a@b", *words)
+        subprocess.run(["git", *words], check=True, capture_output=True)
+
+    own, other = tmp_path / "own", tmp_path / "other"
+    for each in (own, other):
+        (each / "code").mkdir(parents=True)
+        (each / "code" / "script.py").write_text(f"# {each.name}\n")
+        git(each, "init", "-q")
+        git(each, "add", "-A")
+        git(each, "commit", "-qm", "one")
+    script = own / "code" / "script.py"
+    commit, changed = provenance._state(own, [own / "code"])
+    assert commit and not changed and provenance.since(commit, own, [script]) is None
+    git(own, "config", "status.showUntrackedFiles", "no")
+    (own / "code" / "new.py").write_text("1\n")
+    assert provenance._state(own, [own / "code"]) == (commit, True)
+    (own / "code" / "new.py").unlink()
+    script.write_text("# edited\n")
+    for hide, show in (("--assume-unchanged", "--no-assume-unchanged"), ("--skip-worktree", "--no-skip-worktree")):
+        git(own, "update-index", hide, "code/script.py")
+        assert provenance._state(own, [own / "code"]) == (commit, True)
+        git(own, "update-index", show, "code/script.py")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    assert provenance._state(own, [own / "code"]) == (commit, True)
+    assert provenance.since(commit, own, [script]) == f"code/script.py has changed since commit {commit[:12]}"
+    assert provenance.since("f" * 40, own, [script]) == f"commit {'f' * 12} is not in this repository"
+    monkeypatch.delenv("GIT_DIR")
+    monkeypatch.delenv("GIT_WORK_TREE")
+    (own / ".git" / "index").write_text("garbage")
+    assert provenance._state(own, [own / "code"]) == (None, False), "no commit is known to be this code"
+
+
 def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
     from repro_matrix.verbs.export import exported
 

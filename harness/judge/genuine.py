@@ -93,6 +93,8 @@ def contradiction(document: Document, case: Case) -> str | None:
             wrong = _of_attempt(document, name, arm["settings"], made["settings"])
             if wrong:
                 return f"arm {name}: {wrong}"
+            if made["seed"] != made["settings"].get("seed", made["seed"]):
+                return f"arm {name}: its settings say seed {made['settings']['seed']}, its attempt {made['seed']}"
             ended.append(number(made["ended"]) or -1.0)
     wrong = _told_twice(document) or _of_arms(document, case)
     if wrong:

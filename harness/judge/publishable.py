@@ -39,7 +39,7 @@ def refusals(documents: Iterable[Cell], named: Collection[str] = ()) -> list[Ref
 def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]:
     provenance = document["provenance"]
     if not provenance["git_commit"]:
-        yield "", "measured outside a checkout: no commit says which code it was"
+        yield "", "no commit says which code it was: measured outside a checkout, or git could not say what differs"
     elif provenance["git_dirty"] is not False:
         yield "", "measured on a tree with changes that are not committed"
     for note in document["stack"].get("changed", ())[:1]:

@@ -52,6 +52,7 @@ class ArmPlan:
     fingerprint: str
     memory: MemoryPlan | None = None  # what it needs, where that is known (harness/memory)
     expected_s: float | None = None  # how long it takes at full size, roughly
+    code: str = ""  # what its ranks execute, hashed when it was planned
 
     @property
     def skipped(self) -> str | None:
@@ -149,6 +150,7 @@ class Planner:
             repeat=run.repeat or case.repeat,
             skip=self._skip(cell, case, spec, settings, stack),
             fingerprint=fingerprint({**settings, "env": env}, self.code.get(case.slug, ""), versions, profile),
+            code=self.code.get(case.slug, ""),
         )
 
     def _skip(

@@ -49,6 +49,11 @@ def settled(observation: Observation) -> Observation:
     return {**observation, "infra": None} if own else observation
 
 
+def of_other_code(observation: Observation, why: str) -> Observation:
+    """The observation of an attempt that may have run other code than its plan and its fingerprint say."""
+    return {**observation, "infra": {"kind": "script", "message": why}}
+
+
 def lost(observation: Observation, why: str) -> Observation:
     """The observation of an attempt whose card failed: whatever its ranks said, it is no answer."""
     about: Attempt = {**observation["attempt"], "interrupted": False}

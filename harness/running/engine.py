@@ -24,8 +24,9 @@ from repro_matrix.hardware.nvml import Nvml
 from repro_matrix.judge.again import judged_again
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import document as documents
+from repro_matrix.results import provenance
 from repro_matrix.results.store import Store, stack_label
-from repro_matrix.running.again import again, lost, settled, told
+from repro_matrix.running.again import again, lost, of_other_code, settled, told
 from repro_matrix.running.attempts import Attempts, Made, arm_of, fault
 from repro_matrix.running.board import Board, Placed
 from repro_matrix.running.cards import Cards, Driver
@@ -241,7 +242,23 @@ class Engine:
         bad = [uuid for uuid, trouble in made.troubles.items() if trouble.kind == "lost"]
         failed = running.failed or (self._failed(bad) if bad else None)
         observation = lost(made.observation, failed) if failed else made.observation
-        self._keep(running.placed.task, observation, made.wall_s, running.placed.cards)
+        edited = self._edited(running.placed.task)
+        self._keep(
+            running.placed.task, of_other_code(observation, edited) if edited else observation, made.wall_s,
+            running.placed.cards,
+        )  # fmt: skip
+
+    def _edited(self, task: Task) -> str | None:
+        """Why what the attempt's ranks executed may not be what was planned: somebody saved a file meanwhile."""
+        plan, slug = arm_of(self._cells[task.cell].plan, task.arm), self._cells[task.cell].plan.cell.case
+        if not plan.code:
+            return None
+        try:
+            same = provenance.code_hashes(self.given.catalogue, [slug])[slug] == plan.code
+        except OSError as error:
+            return f"{error.filename} cannot be read: {error.strerror}"
+        script = self.given.catalogue.script(self.given.catalogue.cases[slug])
+        return None if same else f"{script} or the kit beside it was changed after the run had begun"
 
     def _keep(self, task: Task, observation: Observation, wall_s: float, cards: Sequence[str] = ()) -> None:
         """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""

@@ -8,6 +8,7 @@ reviewed change: nothing but this verb writes expectations, and a run never judg
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments, overrides, project
 from repro_matrix.conf import catalogue as catalogues
+from repro_matrix.conf.catalogue import Catalogue
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError, ResultsError
 from repro_matrix.conf.project import Project
@@ -25,7 +27,7 @@ from repro_matrix.judge.again import judged_again, named
 from repro_matrix.judge.foreign import too_wide
 from repro_matrix.judge.publishable import Refusal, refusals
 from repro_matrix.paths import ROOT, cache_dir
-from repro_matrix.results import published, runs
+from repro_matrix.results import provenance, published, runs
 from repro_matrix.results.chosen import chosen
 from repro_matrix.results.publishing import Publication, publication
 from repro_matrix.results.ranges import whole
@@ -79,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
     held = [d for d in judged.documents if _within(own.baseline, d)]
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     refused = refusals(documents, args.take)
+    refused += _of_other_code(documents, catalogue, own)
     refused += [Refusal(named(document), "", f"contradicts itself: {why}") for document, why in judged.left_out]
     if refused and not args.plan:
         raise ResultsError("\n  ".join([f"{source}: not published:", *_grouped(refused)]))
@@ -98,6 +101,19 @@ def main(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"review and commit: the documents in {own.baseline}, and the tables in {own.expected}")
     return 0
+
+
+def _of_other_code(documents: Sequence[Document], catalogue: Catalogue, own: Project) -> list[Refusal]:
+    """What was measured with another script or kit than the checkout holds that its measurement is published in."""
+    root = own.folder if own.file else ROOT
+
+    @functools.cache
+    def why(commit: str, slug: str) -> str | None:
+        paths = [catalogue.script(catalogue.cases[slug]), *provenance.shared_code(catalogue)]
+        return provenance.since(commit, root, [path for path in paths if path.is_relative_to(root)])
+
+    asked = [(d, why(d["provenance"]["git_commit"], d["case"])) for d in documents if d["provenance"]["git_commit"]]
+    return [Refusal(named(document), "", f"measured with other code: {said}") for document, said in asked if said]
 
 
 def _show(found: Publication) -> None:

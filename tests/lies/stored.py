@@ -247,6 +247,7 @@ STORED = Bench(
         Lie("an arm taken out", "more", lambda document: document["arms"].pop("bucket-view"),
             "^left out.*verdict of arm bucket-view"),
         Lie("another stack's name", "more", edit("stack", "name", to="known"), "^left out.*measured on stack current"),
+        Lie("another seed", "more", the(FIX, "observation", "attempt", "seed", to=7), "^left out.*seed 0, its att"),
         Lie("an arm without attempts in a complete cell", "more", edit("arms", "bucket-view", "attempts", to=[]),
             "^left out.*neither launched nor skipped"),
         Lie("an observation without ranks", "P10", the(FIX, "observation", "ranks", to=[]), "^INCONCLUSIVE"),
