@@ -18,8 +18,8 @@ FOLDER = Path(repro_matrix.__file__).parent
 # What stands earlier never imports what stands later. The judge is pure and stands before what launches: a hang is
 # judged while it is watched. New folders are put where they belong.
 FLOW = [
-    "paths", "conf", "setup", "cell", "judge", "matching", "launch", "stacks", "hardware", "memory", "planning", "results",
-    "terminal", "running", "bisection", "script", "shrink", "diff", "nights", "export", "authoring",
+    "paths", "conf", "setup", "cell", "judge", "matching", "launch", "stacks", "hardware", "memory", "planning",
+    "results", "terminal", "running", "bisection", "script", "shrink", "diff", "nights", "export", "authoring",
     "page", "verbs", "cli", "pytest_plugin",
 ]  # fmt: skip
 
