@@ -72,6 +72,7 @@ def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) ->
                 "done_at": 0.9,
                 "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": now,
                 "ended": now + 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
+                "peak_gpu_mb": 512.0 if attempt.settings["device"] == "cuda" else None,
                 **as_promised(attempt.settings, attempt.world_size, proof.in_force),
             },
         }
