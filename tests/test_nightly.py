@@ -204,6 +204,26 @@ def test_nights_one_after_another(
     assert [(n.name, n.code) for n in kept.ledger(nights, [])][-2:] == [("wed", 0), ("thu", 3)]
 
 
+def test_nights_that_bear_one_name_are_compared_all_the_same(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job whose --name is always the same was always green: the night before was replaced, and then not there."""
+
+    def run(folder: str) -> int:
+        words = ["nightly", str(results / folder), "--nights", str(results / "nights"), "--name", "nightly"]
+        return cli.main([*words, "--code", "0"])
+
+    write(results / "mon", {"broken": FIRED}, 1.0)
+    write(results / "tue", {"broken": CLEAN}, 2.0)
+    assert run("mon") == 0 == run("mon"), "told once more"
+    capsys.readouterr()
+    assert run("tue") == 1
+    assert "a night nightly is kept, of other measurements: tonight is nightly.2" in capsys.readouterr().err
+    assert run("tue") == 1, "told once more"
+    nights = [(night.name, night.code) for night in kept.ledger(results / "nights", [])]
+    assert nights == [("nightly", 0), ("nightly.2", 1)]
+
+
 def test_a_runner_that_dies_between_upload_and_summary(
     results: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -76,10 +77,14 @@ def main(args: argparse.Namespace) -> int:
     mutes = [mute for mute in muted.read() if mute.until >= today]
     _make(folder)
     with FileLock(str(folder / ".lock")):
+        own = of_briefs(name, briefs).started
+        ledger = kept.ledger(folder, [])
+        asked, name = name, _free(name, own, ledger)
+        if name != asked:
+            print_notes([f"a night {asked} is kept, of other measurements: tonight is {name}, and that one stays"])
         _keep_locks(folder, name, locks)
         # It may be told once more, or days later, from what a runner had uploaded before it was lost.
-        own = of_briefs(name, briefs).started
-        others = [night for night in kept.ledger(folder, []) if night.name != name]
+        others = [night for night in ledger if night.name != name]
         ledger = [night for night in others if night.started <= own]
         compared = tonight.since_green(briefs, ledger, lambda key, arm: any(m.covers(key, arm) for m in mutes))
     print_notes([*_odd_clock(own, others), *compared.notes])
@@ -107,6 +112,14 @@ def main(args: argparse.Namespace) -> int:
     why = "" if open_ or not code else ": that of the runs" if args.code else f": {len(unread)} files could not be read"
     print(f"exit code {code}{why}")
     return code
+
+
+def _free(name: str, started: float, nights: Sequence[Night]) -> str:
+    """The name; ``NAME.2``, ``NAME.3`` ... where a night of that name began at another time. It would be replaced
+    without having been compared: with a name that is always the same, no change was ever seen."""
+    began = {night.name: night.started for night in nights}
+    names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
+    return next(each for each in names if began.get(each, started) == started)
 
 
 def _odd_clock(started: float, others: Sequence[Night]) -> list[str]:
