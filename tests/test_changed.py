@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -46,6 +47,31 @@ def test_what_was_installed_has_no_note(tmp_path: Path) -> None:
     assert notes(tmp_path) == []
     os.utime(tmp_path / "torch/nn/fsdp.py", (LATER, LATER))
     assert notes(tmp_path) == [], "a copied environment: younger, and the same"
+
+
+def test_what_was_installed_from_a_source_tree_is_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patched checkout bore the release's version, and was measured, and published, as the release."""
+    site, tree = tmp_path / "site", tmp_path / "my torch"
+    installed(site)
+    (tree / "torch").mkdir(parents=True)
+    (tree / "torch" / "patched.py").write_text("1\n")
+    monkeypatch.setattr(changes, "site_folders", lambda python: [site])
+
+    def said(origin: str) -> list[changes.Changed]:
+        (site / "torch-2.13.0.dist-info" / "direct_url.json").write_text(origin)
+        changes.in_folder.cache_clear()
+        changes.changed.cache_clear()
+        return list(changes.changed("python"))
+
+    (one,) = said(json.dumps({"url": tree.as_uri(), "dir_info": {"editable": True}}))
+    assert one.note == f"torch 2.13.0 was installed from a folder ({tree.as_uri()}), and is no release"
+    (tree / "torch" / "patched.py").write_text("1/0\n")
+    (other,) = said(json.dumps({"url": tree.as_uri(), "dir_info": {}}))
+    assert other.digest != one.digest, "another patch is another stack"
+    (fork,) = said('{"url": "https://example.org/torch", "vcs_info": {"vcs": "git", "commit_id": "abc"}}')
+    assert "installed from a repository (https://example.org/torch)" in fork.note
+    assert said('{"url": "file:///wheels/torch.whl", "archive_info": {}}') == [], "a wheel from a disk"
+    assert said("nonsense") == [] == said("[1]")
 
 
 def test_an_edited_source_is_named(tmp_path: Path) -> None:

@@ -239,6 +239,14 @@ def test_the_verb_reads_folders_and_names_and_ends_with_a_documented_code(
     write(other, "m.json", document({"broken": [("other_error", boom)] * 2}, {}))
     assert cli.main(["diff", str(one), str(one)]) == 0
     assert capsys.readouterr().out.endswith("exit code 0: the same answers\n")
+    unread = results / "unread"
+    write(unread, "m.json", MADE)
+    write(unread, "n.json", '{"schema": 1, ')
+    for pair in ([str(one), str(unread)], [str(unread), str(one)], [str(unread), str(unread)], [str(one), "--json"]):
+        pair = [str(unread), *pair] if "--json" in pair else pair
+        assert cli.main(["diff", *pair]) == 3, "what cannot be read may have said anything"
+    assert cli.main(["diff", str(unread), str(one)]) == 3
+    assert capsys.readouterr().out.endswith("exit code 3: the same answers, and 1 document that could not be read\n")
     assert cli.main(["diff", str(one), str(other)]) == 1
     assert "STOPPED FIRING: 1" in capsys.readouterr().out
     assert cli.main(["diff", str(one), str(other), "--json"]) == 1

@@ -204,9 +204,7 @@ def test_nights_one_after_another(
     assert [(n.name, n.code) for n in kept.ledger(nights, [])][-2:] == [("wed", 0), ("thu", 3)]
 
 
-def test_nights_that_bear_one_name_are_compared_all_the_same(
-    results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nights_that_bear_one_name_are_compared_all_the_same(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job whose --name is always the same was always green: the night before was replaced, and then not there."""
 
     def run(folder: str) -> int:

@@ -4,7 +4,8 @@ Whoever looks for a failure edits a library's files, or puts a patch beside them
 what was released. Such a verdict is of this environment, not of the release.
 
 Compared with what installers write down (RECORD: path, hash, size; PyPA's specification of recorded projects). What has
-no RECORD (a distribution's own packages, a checkout) cannot be compared.
+no RECORD (a distribution's own packages) cannot be compared. What was installed from a folder or a repository is no
+release, whatever its version says (``direct_url.json``; PyPA's specification of a direct URL's origin).
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import csv
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from repro_matrix.conf.packages import TRAINERS, UPSTREAM
 from repro_matrix.stacks.stack import Stack, short_hash, site_folders
@@ -73,7 +76,38 @@ def with_changes(stack: Stack) -> Stack:
 @functools.lru_cache(maxsize=64)
 def changed(python: str) -> tuple[Changed, ...]:
     """What of the environment of this interpreter was changed after it was installed, as far as it can be known."""
-    return tuple(one for folder in site_folders(python) for one in in_folder(folder))
+    return tuple(one for folder in site_folders(python) for one in (*in_folder(folder), *_no_releases(folder)))
+
+
+def _no_releases(folder: Path) -> Iterator[Changed]:
+    """Packages that were installed from a source tree. (Not asked of a layer: a commit's is one, and says so.)"""
+    for name in sorted(COMPARED):
+        for one in importlib.metadata.distributions(name=name, path=[str(folder)]):
+            origin = _origin(one.read_text("direct_url.json"))
+            tree = _tree(origin) if origin and "dir_info" in origin else None
+            if origin and ("dir_info" in origin or "vcs_info" in origin):
+                what = "a folder" if tree else "a repository"
+                note = f"{name} {one.version} was installed from {what} ({origin.get('url')}), and is no release"
+                yield Changed(name, tree or folder / name, note, _of_sources(tree) if tree else str(origin))
+
+
+def _origin(text: str | None) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _tree(origin: Mapping[str, Any]) -> Path:
+    return Path(unquote(urlsplit(str(origin.get("url"))).path))
+
+
+def _of_sources(tree: Path) -> str:
+    """Of an editable's files, whose contents nobody wrote down: which, how long and how old."""
+    files = sorted(path for path in tree.rglob("*") if path.suffix in LOADED and path.is_file())
+    seen = [(str(path), (info := path.stat()).st_size, info.st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=256)

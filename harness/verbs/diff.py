@@ -15,7 +15,9 @@ from repro_matrix.diff import show
 from repro_matrix.diff.brief import Brief
 from repro_matrix.diff.compare import Diff, compare
 from repro_matrix.diff.sides import Side, side
+from repro_matrix.results.exit_code import TOO_LITTLE
 from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes, print_wrapped
+from repro_matrix.terminal.summary import counted
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 EPILOG = """A, B: a folder of results (of a run, a night, a machine; older ones in its history/ are left out), one
@@ -48,11 +50,15 @@ def main(args: argparse.Namespace) -> int:
     if not any(arm.measured for each in (one, other) for brief in each.briefs for arm in brief.arms.values()):
         raise ConfigError(f"neither {args.one} nor {args.other} measured anything: there is no answer to compare")
     found = between(one, other)
+    unread = len(one.unread) + len(other.unread)
     if args.json:
         print_json({"a": args.one, "b": args.other, **show.as_json(found)})
-        return found.exit_code
+        return found.exit_code or (TOO_LITTLE if unread else 0)
     print_wrapped(show.described(one.name, one.briefs), show.described(other.name, other.briefs))
     print_lines(show.lines(found, args.all, columns()))
+    if unread and not found.exit_code:  # it may have said anything
+        print(f"exit code {TOO_LITTLE}: the same answers, and {counted(unread, 'document')} that could not be read")
+        return TOO_LITTLE
     print(ending(found))
     return found.exit_code
 
