@@ -15,6 +15,7 @@ from repro_matrix.cli import main
 from repro_matrix.conf.schema import Case
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import BASELINE, EXPECTED
+from repro_matrix.results import provenance
 from repro_matrix.results.backed import unbacked
 from repro_matrix.results.publishing import Publication, place, publication
 from repro_matrix.results.store import Store
@@ -175,6 +176,13 @@ def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one
     assert both == sorted(both)
 
 
+@pytest.fixture
+def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is published was measured with older kits."""
+    monkeypatch.setattr(provenance, "since", lambda commit, root, paths: None)
+
+
+@pytest.mark.usefixtures("same_code")
 def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slug = "fsdp2-mixed-dtensor"
     stored = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
@@ -198,6 +206,7 @@ def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Ca
     assert "--reason" in capsys.readouterr().err and state() == before
 
 
+@pytest.mark.usefixtures("same_code")
 def test_a_plan_of_what_is_refused_is_shown_with_the_reasons_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
