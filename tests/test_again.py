@@ -133,6 +133,12 @@ def test_the_plan_stands_in_the_attempt_too() -> None:
     assert named(cell(fix=seen))[0] == ["INCONCLUSIVE"], "the document's versions are others"
 
 
+def test_ranks_of_one_attempt_are_on_the_same_releases() -> None:
+    """Also of what no plan names."""
+    apart = observation(*(ok(n, record=record(n, versions={"numpy": f"2.{n}"})) for n in (0, 1)))
+    assert grade(CASE, "fix", apart, CASES).reason == "stack changed: rank 1 had numpy 2.1, rank 0 2.0"
+
+
 def test_an_arm_on_a_stack_of_its_own_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = cell(fix=ran_on(transformers="4.39.3"))
     stored["arms"]["fix"]["stack"] = "older"

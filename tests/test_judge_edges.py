@@ -13,6 +13,7 @@ from judging import (
     as_promised,
     case,
     check,
+    control,
     document,
     ended,
     exception,
@@ -728,6 +729,17 @@ def test_a_document_says_what_its_attempts_ran_with() -> None:
     assert genuine.contradiction(document({"broken": [("fires", observation(failed(0)))]}, {}), simulated) == (  # type: ignore[arg-type]
         "case some-case is simulated, and it does not say so"
     )
+    alone = document({"control": [("clean", observation(ok(0), ok(1), settings=ran))]}, {}, model="n")
+    said_of_control = genuine.contradiction(alone, control())  # type: ignore[arg-type]
+    assert said_of_control == "arm control: it ran with model m, the document says n", "a control changes no axis"
+    own = case(arms={"broken": {}, "fix": {"stack": "older"}, "other-fix": {"flags": {"call": "root"}}})
+    for arm, told in (("fix", None), ("other-fix", "arm other-fix was measured on stack older, the document is of")):
+        made = document({"broken": [("fires", observation(failed(0)))], arm: [("clean", observation(ok(0)))]}, {})
+        made["arms"][arm]["stack"] = "older"
+        found = genuine.contradiction(made, own)  # type: ignore[arg-type]
+        assert found is None if told is None else str(found).startswith(told)
+    reseeded = document({"broken": [("clean", observation(ok(0), settings={"seed": 1}))]}, {})
+    assert genuine.contradiction(reseeded, CASE) == "arm broken: its settings say seed 1, its attempt 0"  # type: ignore[arg-type]
     changed = document({"broken": [("clean", observation(ok(0), settings={"seed": 1}))]}, {})
     changed["arms"]["broken"]["settings"] = {"seed": 2}
     assert genuine.contradiction(changed, CASE) == "arm broken: its seed is not what its attempt ran with"  # type: ignore[arg-type]

@@ -52,8 +52,9 @@ def main(args: argparse.Namespace) -> int:
     found = between(one, other)
     unread = len(one.unread) + len(other.unread)
     if args.json:
-        print_json({"a": args.one, "b": args.other, **show.as_json(found)})
-        return found.exit_code or (TOO_LITTLE if unread else 0)
+        code = found.exit_code or (TOO_LITTLE if unread else 0)
+        print_json({"a": args.one, "b": args.other, **show.as_json(found), "unread": unread, "exit_code": code})
+        return code
     print_wrapped(show.described(one.name, one.briefs), show.described(other.name, other.briefs))
     print_lines(show.lines(found, args.all, columns()))
     if unread and not found.exit_code:  # it may have said anything
