@@ -115,10 +115,21 @@ def test_what_is_accepted_and_what_is_refused(
     assert "holds no complete measurement" in accepted("part")[2] and not own.baseline.exists()
     put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
     assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
+    assert f"  {published['key']} on {published['stack']['name']}: measured on a tree" in refused, "one is named"
     put(tmp_path / "measured")
     other.append("repros/x.py has changed since commit abc")
     assert "measured with other code: repros/x.py has changed since commit abc" in accepted("measured")[2]
     other.clear()
+    code, out, _ = accepted("measured", "--plan")
+    assert "of which only some arms were measured" not in out
+    beside = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=4" in d["key"])
+    first = dict(list(beside["arms"].items())[:2])
+    some = {**beside, "arms": first, "verdicts": {arm: v for arm, v in beside["verdicts"].items() if arm in first}}
+    path = put(tmp_path / "more").with_name("beside.json")
+    path.write_text(json.dumps({key: value for key, value in some.items() if key != "path"}))
+    path.with_name("torn.json").write_text("{")
+    code, out, err = accepted("more", "--plan")
+    assert code == 0 and "left out 1 cell of which only some arms were measured" in out and "torn.json" in err
     code, out, _ = accepted("measured", "--plan")
     assert code == 0 and "1 document to publish" in out and "review and commit" not in out
     assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"
