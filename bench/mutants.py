@@ -105,7 +105,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "harness/cell/doubt.py": ("test_result_schema", "test_store"),
     "harness/results/backed.py": ("test_backed",),
     "harness/results/unshown.py": ("test_left_out",),
-    "harness/results/unshown.py": ("test_left_out",),
     "harness/results/document.py": ("test_taken_over", "test_result_schema", "test_store", "test_engine"),
     "harness/results/publishing.py": ("test_publishing", "test_accept", "test_publishable"),
     "harness/running/again.py": ("test_taken_over",),
