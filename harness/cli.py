@@ -94,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"repro: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
         return 2
+    if sys.stdout is None:  # closed by who started this; Python puts nothing in its place
+        print("repro: the standard output is closed (> /dev/null throws it away)", file=sys.stderr)
+        return 2
     try:
         code = _run(verb, words[1:])
         sys.stdout.flush()  # what cannot be written is said here, and not by Python as it ends

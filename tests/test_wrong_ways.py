@@ -9,6 +9,8 @@ import pwd
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from judging import document, observation, ok
@@ -22,6 +24,7 @@ from repro_matrix.results import runs
 from repro_matrix.results.store import Store
 from repro_matrix.running import going_on, own_results
 from repro_matrix.terminal import report
+from repro_matrix.verbs import matrix
 
 FULL = Path("/dev/full")
 
@@ -31,6 +34,51 @@ def more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of options beside the shipped ones."""
     monkeypatch.setenv(CONFIG_PATH, str(tmp_path / "conf"))
     return tmp_path / "conf"
+
+
+# -- words that were taken as something else, without a word
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["run", "ddp-module-bypass", "case=train-step"],
+            "case=train-step: the case is named already: ddp-module-bypass",
+        ),
+        (
+            ["show", "ddp-module-bypass", "case=train-step"],
+            "case=train-step: the case is named already: ddp-module-bypass",
+        ),
+        (["show", "ddp*"], "ddp*: `repro show` takes one case, and these are 4: ddp-module-bypass, ddp-ready-once, "),
+        (["run", "train-step", "results="], "results=: which folder? A value is missing"),
+        (["run", "--module"], "--module: of which? `repro run --module my.train`"),
+        (["run", "--module", ""], "--module: of which?"),
+        (["versions", "train-step", "--budget", "0"], "'0' is not a number of at least 1"),
+    ],
+)
+def test_what_would_run_something_else_is_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_cells_that_waited_for_a_build_were_not_measured() -> None:
+    """An interrupted run that had measured all else said that it had measured all."""
+    plans = [SimpleNamespace(cell=SimpleNamespace(hardware="cpu", stack="current", key=key)) for key in ("a", "b")]
+    prepared: Any = SimpleNamespace(plans=plans, later=[SimpleNamespace(cells=14)])
+    done: Any = [{"complete": True}] * 2
+    assert matrix._interrupted(prepared, done).startswith("INTERRUPTED: 14 of 16 cells not measured")
+    prepared.later = []
+    assert matrix._interrupted(prepared, done) == "INTERRUPTED, when all of it was measured"
+
+
+def test_a_closed_standard_output_is_no_defect() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m repro_matrix.cli list >&-"], stderr=subprocess.PIPE, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "the standard output is closed" in done.stderr
 
 
 # -- files that are not read

@@ -83,6 +83,13 @@ def number(least: int) -> Callable[[str], int]:
 # -- for main
 
 
+def one_case(named: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError where a verb's case is named twice: the second would be taken, and nobody told."""
+    again = next((text for text in overrides if text.startswith("case=")), None)
+    if again:
+        raise ConfigError(f"{again}: the case is named already: {named}")
+
+
 def one_stack(args: argparse.Namespace, refused: Mapping[str, str] | None = None) -> tuple[str | None, list[str]]:
     """(the value of ``stack=``, the other overrides) of a verb that goes over stacks by itself.
 

@@ -91,6 +91,8 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
         value = getattr(settings, name)
         if value is not None and value < least:
             raise ConfigError(f"{name}={value}: must be at least {least}")
+    if settings.results is not None and not settings.results.strip():
+        raise ConfigError("results=: which folder? A value is missing (without results= it is results/scratch)")
     if settings.deadline is not None and settings.deadline <= 0:
         raise ConfigError(f"deadline={settings.deadline:g}: must be more than 0 seconds")
     return settings

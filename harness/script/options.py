@@ -114,6 +114,8 @@ def script_of(args: argparse.Namespace, search: bool = False) -> tuple[Script, s
             raise ConfigError("--args goes with a script's name; a command line after -- has its own")
         command = commands.of_words(words, args.nproc)
     else:
+        if args.module and not args.case:
+            raise ConfigError("--module: of which? `repro run --module my.train`, as of python -m")
         command = commands.of_script(args.case, args.nproc or 2, args.script_args, args.module)
     results = Path(settings.results).absolute() if settings.results else project.current().results / "scratch"
     script = Script(command, failure_of(args), results, settings.deadline or DEADLINE_S, dict(settings.env))

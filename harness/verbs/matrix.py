@@ -194,6 +194,7 @@ def measure(
 def _interrupted(prepared: session.Session, documents: Sequence[Document]) -> str:
     """What the lines above do not speak of."""
     asked = len({(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans})
+    asked += sum(each.cells for each in prepared.later)  # what waited for a build
     lacking = asked - sum(document["complete"] for document in documents)
     if lacking <= 0:
         return "INTERRUPTED, when all of it was measured"

@@ -40,6 +40,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("what is to be run? A case (`repro list` shows them), ./train.py, or a command line after --")
     if "=" in args.case:
         raise unknown("case", args.case or "", known, "the first argument of `repro run` is a case or a script")
+    arguments.one_case(args.case, args.overrides)
     expand("case", args.case.split(","), known)
     texts = [f"case={args.case}", *args.overrides]
     return matrix.measure(args, texts, every_arm=True, live=True, for_git=args.bisect_exit)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.conf import arguments
+from repro_matrix.conf.errors import ConfigError
 from repro_matrix.conf.overrides import expand
 from repro_matrix.conf.schema import Arm, Case
 from repro_matrix.judge.expect import expected
@@ -27,7 +28,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.conf import catalogue
 
-    expand("case", [args.case], catalogue.load().cases)
+    arguments.one_case(args.case, args.overrides)
+    found = expand("case", [args.case], catalogue.load().cases)
+    if len(found) > 1:
+        raise ConfigError(f"{args.case}: `repro show` takes one case, and these are {len(found)}: {', '.join(found)}")
     prepared = session.prepare([f"case={args.case}", *args.overrides], build_stacks=False)
     print_notes(prepared.left_out)  # what is expected and not believed, too
     plan = prepared.plans[0]
@@ -77,6 +81,8 @@ def main(args: argparse.Namespace) -> int:
         print_wrapped(f"signature {signature.name} ({signature.kind}): {signature.type or ''} {detail}".rstrip())
     print()
     title = f"expected of {plan.cell.where} on {plan.profile.name} with this stack"
+    if len(prepared.plans) > 1:
+        title += f" (the first of {len(prepared.plans)} cells: `repro list case={case.slug}`; model=... chooses)"
     if not case.expect:
         title = f"nothing is expected: no results/expected/{case.slug}.yaml, which `repro accept` writes"
     print_table(

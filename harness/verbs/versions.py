@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     told = "releases to probe at first (default: at least 8); every change seen is then narrowed to neighbours"
     add("--spread", type=arguments.number(1), metavar="N", help=told)
     add("--exhaustive", action="store_true", help="probe every release")
-    add("--budget", type=arguments.number(0), metavar="N", help="at most so many probes")
+    add("--budget", type=arguments.number(1), metavar="N", help="at most so many probes")
     arguments.releases(parser)
     options.add(parser)
 
