@@ -201,3 +201,42 @@ def test_a_broken_arm_measured_alone_that_fails_otherwise_is_said_and_is_not_gre
         {"broken": [("other_error", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}, {"fix": "CHANGED"}
     )
     assert exit_code([judged], 1) == 0, "its fix's verdict says it"  # type: ignore[list-item]
+
+
+def test_a_cell_of_which_every_arm_fails_alike_shows_nothing_and_is_not_green() -> None:
+    """As where a script meets an illegal access on a card in each arm: CHANGED throughout was news, exit code 0."""
+
+    def of(expected: str | None = None, **arms: str | None) -> list[Any]:
+        """Each arm's error, or None: it was clean."""
+        made = document(
+            {name: [("clean", observation(ok(0)))] for name in arms}, {a: "CHANGED" for a in arms if a != "broken"}
+        )
+        for name, error in arms.items():
+            if error:
+                primary = {
+                    "rank": 0,
+                    "type": error,
+                    "message": f"at {name}",
+                    "where": "torch.cuda.x",
+                    "kind": "exception",
+                }
+                outcome = made["arms"][name]["attempts"][0]["outcome"]
+                outcome |= {"outcome": "other_error", "reason": f"rank 0: {error} in torch.cuda.x", "primary": primary}
+        for said in made["verdicts"].values():
+            said["expected"] = expected or "differs from cpu"
+        return [made]
+
+    def told(stored: list[Any]) -> bool:
+        said = " ".join(summary.lines(stored, arm_rows(stored[0])))
+        assert ("EVERY ARM FAILS ALIKE, in 1 cell" in said) == (exit_code(stored, 1) == 3)
+        return "rank 0: AcceleratorError in torch.cuda.x" in said and exit_code(stored, 1) == 3
+
+    same = {"broken": "AcceleratorError", "fix": "AcceleratorError", "other": "AcceleratorError"}
+    assert told(of(**same)), "by what was met and where, not by the words"
+    assert not told(of(**{**same, "other": "ValueError"}))
+    assert not told(of(**{**same, "other": None}))
+    assert not told(of(**same, expected="expected")), "it is what this case shows there"
+    known = of(**same)
+    for arm in known[0]["arms"].values():
+        arm["attempts"][0]["outcome"]["outcome"] = "fires"
+    assert not told(known), "the known failure, which no fix cures"

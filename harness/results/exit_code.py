@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from repro_matrix.cell.document import Document, Made
-from repro_matrix.results import alone
+from repro_matrix.results import alike, alone
 
 DIFFERS = 1
 TOO_LITTLE = 3
@@ -26,7 +26,8 @@ def exit_code(documents: Iterable[Document], min_measured: int, stopped_early: b
         any(arm["attempts"] for arm in document["arms"].values()) and document["complete"] for document in documents
     )
     little = lost or unseen or stopped_early or measured < min_measured
-    return TOO_LITTLE if little or _unknown(documents) or alone.unshown(documents) else 0
+    little = little or bool(alone.unshown(documents) or alike.failing(documents))
+    return TOO_LITTLE if little or _unknown(documents) else 0
 
 
 def _unknown(documents: Iterable[Document]) -> bool:

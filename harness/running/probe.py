@@ -139,7 +139,7 @@ def problem(found: Mapping[str, Any], stack: Stack, profile: Profile, machine: M
         if stack.name.partition("+")[0] != "current" and not stack.name.startswith("python:"):
             lines.append("this stack comes from a lock: make such an environment and name it as stack=python:PATH")
     lines.append("hardware=cpu runs with gloo anyway")
-    return "\n  ".join(lines)
+    return ";\n  ".join(lines)
 
 
 def _why(found: Mapping[str, Any], profile: Profile, machine: Machine) -> tuple[str, bool] | None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from repro_matrix.results import alone
+from repro_matrix.results import alike, alone
 from repro_matrix.results.rows import Row, again, where_of
 
 if TYPE_CHECKING:
@@ -57,6 +57,14 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
         told = f"ANOTHER FAILURE THAN THE KNOWN ONE, of {counted(len(judged_by_nobody), 'broken arm')} measured alone"
         yield from _title(f"{told} (compared with what is expected where a fix is measured beside it)", width)
         for document, made in judged_by_nobody:
+            yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
+    same = alike.failing(documents)
+    if same:
+        told = (
+            f"EVERY ARM FAILS ALIKE, in {counted(len(same), 'cell')}: nothing is shown of the failure or of its fixes"
+        )
+        yield from _title(told, width)
+        for document, made in same:
             yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
     silent = [row for row in rows if _no_answer(row)]
     if silent:
@@ -160,7 +168,7 @@ def _log(arm: str, document: Document | None) -> list[str]:
 
 def plain(line: str) -> str:
     """A line without what a terminal would obey: escape sequences, control and bidirectional characters."""
-    line = ESCAPE.sub("", line)
+    line = re.sub(r"\s*\n\s*", " ", ESCAPE.sub("", line).strip("\n"))
     return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
 
 
