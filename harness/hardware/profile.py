@@ -121,8 +121,8 @@ def _name_of(known: dict[str, Hardware], machine: Machine) -> str:
         if machine.meant:
             raise HardwareError(
                 "hardware=auto: GPUs are here or were meant, and none can be used:\n  "
-                + "\n  ".join(machine.meant)
-                + "\nhardware=cpu runs with gloo anyway; `repro doctor` says more"
+                + ";\n  ".join(machine.meant)
+                + ";\nhardware=cpu runs with gloo anyway; `repro doctor` says more"
             )
         return "cpu"
     fits = [

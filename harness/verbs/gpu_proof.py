@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
     arms = rows.by_attention(row for document in proof.documents for row in rows.arm_rows(document))
     print_lines(summaries.lines(proof.documents, arms, columns()))
     said = [[step, terminal.of_step(each), each["seconds"]] for step, each in proof.steps.items()]
-    print_table("", ["step", "result", "seconds"], said, narrow=("result",))
+    print_table("", ["step", "result", "seconds"], said, narrow=("result",), fold=True)
     done = f"commit {proof.out}" if any(row["attempts"] for row in arms) else f"nothing was measured; {proof.out}"
     print(f"gpu-proof: {data['seconds']:g} s of {args.minutes * 60:g}; {done}")
     print(terminal.ending(code, proof.steps))
