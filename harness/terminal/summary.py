@@ -58,13 +58,11 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
         yield from _title(f"{told} (compared with what is expected where a fix is measured beside it)", width)
         for document, made in judged_by_nobody:
             yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
-    same = alike.failing(documents)
-    if same:
-        told = (
-            f"EVERY ARM FAILS ALIKE, in {counted(len(same), 'cell')}: nothing is shown of the failure or of its fixes"
-        )
+    failing = alike.failing(documents)
+    if failing:
+        told = f"EVERY ARM FAILS ALIKE, in {counted(len(failing), 'cell')}: nothing is shown of the failure or of its fixes"
         yield from _title(told, width)
-        for document, made in same:
+        for document, made in failing:
             yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
     silent = [row for row in rows if _no_answer(row)]
     if silent:
