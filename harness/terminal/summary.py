@@ -60,7 +60,7 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
             yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
     failing = alike.failing(documents)
     if failing:
-        told = f"EVERY ARM FAILS ALIKE, in {counted(len(failing), 'cell')}: nothing is shown of the failure or of its fixes"
+        told = f"EVERY ARM FAILS ALIKE, in {counted(len(failing), 'cell')}: nothing is shown of the failure or of a fix"
         yield from _title(told, width)
         for document, made in failing:
             yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
