@@ -1,4 +1,5 @@
-"""What reading 10,000 stored cells costs: ``python -m bench.page``. Report, diff, summary, and the page in a browser.
+"""What reading 10,000 stored cells costs: ``python -m bench.page``. Report, diff, summary, and the page in a browser;
+``python -m bench.page opened`` measures the page alone again, and leaves the other figures of page.json as they are.
 
 The documents are those of the published baseline over and over, each time under other names of their stacks; nothing
 is launched. Every verb runs as a user runs it, with a cache of its own: seconds of wall and of CPU (all processes).
@@ -86,22 +87,24 @@ STEPS = (
     ("verdict", "FIX_BROKEN"), ("q", "fsdp"), ("q", "fsdp summon"), ("verdict", ""), ("q", ""), ("strategy", "ddp"),
     ("strategy", ""), ("q", "zero3 newest"), ("q", ""),
 )  # fmt: skip
-# Put into the page before anything of it runs: when its filters are there and painted, when they answer, how long its
+# Put into the page before anything of it runs: when something of it is on the screen (first contentful paint, as the
+# browser tells it), when its filters are there and when they answer (the frame that shows it handed on), how long its
 # thread was not free (pieces of more than 50 ms), and from a key to what was painted for it.
 WATCH = """(() => {
   const seen = window.__seen = {blocked: 0, longest: 0, keys: []};
   new PerformanceObserver(list => { for (const one of list.getEntries()) {
     seen.blocked += one.duration - 50; seen.longest = Math.max(seen.longest, one.duration);
   } }).observe({type: "longtask", buffered: true});
-  const painted = then => requestAnimationFrame(() => { const {port1, port2} = new MessageChannel();
-    port1.onmessage = () => then(performance.now()); port2.postMessage(0); });
-  const look = () => document.getElementById("filters")?.hidden === false ? painted(t => seen.usable = t)
-    : requestAnimationFrame(look);
-  look();
-  const know = () => document.getElementById("shown")?.value ? painted(t => seen.answers = t)
-    : requestAnimationFrame(know);
-  know();
-  document.addEventListener("keydown", event => painted(t => seen.keys.push(t - event.timeStamp)), true);
+  const after = then => { const {port1, port2} = new MessageChannel();
+    port1.onmessage = () => then(performance.now()); port2.postMessage(0); };
+  const once = (is, then) => { const look = () => is() ? after(then) : requestAnimationFrame(look);
+    requestAnimationFrame(look); };
+  once(() => document.getElementById("filters")?.hidden === false, t => seen.filters = t);
+  once(() => document.getElementById("shown")?.value, t => seen.answers = t);
+  new PerformanceObserver(list => { for (const one of list.getEntriesByName("first-contentful-paint"))
+    seen.paint = one.startTime; }).observe({type: "paint", buffered: true});
+  document.addEventListener("keydown", event => requestAnimationFrame(() =>
+    after(t => seen.keys.push(t - event.timeStamp))), true);
 })()"""
 TYPED = "fsdp summon"
 TIMES = 5  # that a page is opened, each time in a browser of its own; the median is told
@@ -110,28 +113,41 @@ PAGE = """<!doctype html><html lang="en"><title>t</title><p>text<form id="filter
 <output id="shown">0</output><script>document.getElementById("filters").hidden = false</script></html>"""
 
 
+READY = "window.__seen.paint > 0 && window.__seen.filters > 0 && window.__seen.answers > 0"
+MEANS = {
+    "paint_ms": "from asking for the file to its first contentful paint, as the browser tells it",
+    "usable_ms": "until it is painted and its filters take what is typed (opens)",
+    "answers_ms": "until its filters have counted the cells",
+    "thread_ms": "CPU of the page's thread until all of it has loaded",
+}
+
+
+def usable(seen: dict[str, float]) -> float:
+    return max(seen["paint"], seen["filters"])
+
+
 def opened(page: Path) -> dict[str, float]:
-    """Milliseconds, the median: until its filters are there and painted, until they answer, CPU of the page's thread
-    until it has loaded."""
-    found: dict[str, list[float]] = {"usable": [], "answers": [], "thread": []}
+    """Milliseconds, the median, as MEANS says."""
+    found: dict[str, list[float]] = {"paint": [], "usable": [], "answers": [], "thread": []}
     for _ in range(TIMES):
         with Browser() as browser:
             browser.call("Performance.enable", timeDomain="threadTicks")
             browser.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
             browser.open(page)
-            browser.until("window.__seen.usable > 0 && window.__seen.answers > 0")
+            browser.until(READY)
             seen = browser.js("window.__seen")
             listed = browser.call("Performance.getMetrics")["metrics"]
             thread = 1000 * next(one["value"] for one in listed if one["name"] == "TaskDuration")
-            for name, value in (("usable", seen["usable"]), ("answers", seen["answers"]), ("thread", thread)):
+            told = {"paint": seen["paint"], "usable": usable(seen), "answers": seen["answers"], "thread": thread}
+            for name, value in told.items():
                 found[name].append(value)
     return {f"{name}_ms": round(statistics.median(values)) for name, values in found.items()}
 
 
 def in_browser(page: Path) -> dict[str, Any]:
-    """Milliseconds. ``usable``: from asking for the file until its filters are there and painted; ``blocked``: of all
-    that was done until every cell can be filtered, what pieces took beyond 50 ms; ``thread``: CPU of the page's own
-    thread (a busy machine adds nothing); ``key``: from a key to what was painted for it, the slowest."""
+    """Milliseconds. ``usable``, ``answers``: as MEANS says; ``blocked``: of all that was done until every cell can be
+    filtered, what pieces took beyond 50 ms; ``thread``: CPU of the page's own thread (a busy machine adds nothing);
+    ``key``: from a key to what was painted for it, the slowest."""
     with Browser() as browser:
         browser.call("Performance.enable", timeDomain="threadTicks")
         browser.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
@@ -146,6 +162,7 @@ def in_browser(page: Path) -> dict[str, Any]:
             return round(spent() - before)
 
         opened = took(lambda: browser.open(page))
+        browser.until(READY)
         total = browser.js("[...document.querySelectorAll('.case')].reduce((sum, one) => sum + +one.dataset.count, 0)")
         every = f"document.getElementById('shown').value === '{total} of {total} cells'"
         ready = took(lambda: browser.until(every))
@@ -160,7 +177,7 @@ def in_browser(page: Path) -> dict[str, Any]:
         keys = [round(ms) for ms in browser.js("window.__seen.keys")]
         assert browser.js("document.getElementById('filters').q.value") == TYPED
         return {
-            "cells": total, "bytes": page.stat().st_size, "usable_ms": round(began["usable"]),
+            "cells": total, "bytes": page.stat().st_size, "usable_ms": round(usable(began)),
             "answers_ms": round(began["answers"]),
             "blocked_ms": round(began["blocked"]), "longest_piece_ms": round(began["longest"]),
             "thread_until_loaded_ms": opened, "thread_then_all_cells_ms": ready, "slowest_key_ms": max(keys),
@@ -203,12 +220,41 @@ def summarised(count: int) -> dict[str, Any]:
     return {"cpu_s": round(time.process_time() - began, 2), "arms": len(listed), "lines": told}
 
 
+def browsed(page: Path) -> dict[str, Any]:
+    """The page in the browser, if there is one, beside a page that holds nothing."""
+    if not program():
+        return {}
+    bare = page.with_name("bare.html")
+    bare.write_text(PAGE, encoding="utf-8")
+    return {
+        "in the browser": {"commit": commit(), "load_average": os.getloadavg(), **in_browser(page)},
+        "opened means": MEANS,
+        "opened, a page that holds nothing": opened(bare),
+        "opened, this page": opened(page),
+    }
+
+
+def commit() -> str:
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return said.stdout.strip()
+
+
+def only_opened() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, page = Path(name) / "one", Path(name) / "page.html"
+        stored(folder, STORED)
+        verb("report", str(folder), "--output", str(page), cache=Path(name) / "cache")
+        found = browsed(page)
+    print(json.dumps(found, indent=1))
+    before = json.loads((HERE / "page.json").read_text(encoding="utf-8"))
+    (HERE / "page.json").write_text(json.dumps(before | found, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["opened"]:
+        return only_opened()
     count = int(sys.argv[1]) if len(sys.argv) > 1 else STORED
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    result: dict[str, Any] = {
-        "machine": machine(), "commit": commit.strip(), "cells": count, "promised": PROMISED
-    }  # fmt: skip
+    result: dict[str, Any] = {"machine": machine(), "commit": commit(), "cells": count, "promised": PROMISED}
     with tempfile.TemporaryDirectory() as name:
         cache, own, one, other, page = (Path(name) / part for part in ("cache", "own", "one", "other", "page.html"))
         made = stored(one, count)
@@ -224,12 +270,7 @@ def main() -> None:
         result["diff, first of runs' own"] = verb(*compare, cache=own)
         made[0].touch()
         result["report, one document written again"] = verb(*report, cache=own)
-        if program():
-            result["in the browser"] = in_browser(page)
-            bare = Path(name) / "bare.html"
-            bare.write_text(PAGE, encoding="utf-8")
-            result["opened, a page that holds nothing"] = opened(bare)
-            result["opened, this page"] = opened(page)
+        result |= browsed(page)
     result["summary"] = summarised(count)  # last: a verb's memory is at least that of who started it
     print(json.dumps(result, indent=1))
     (HERE / "page.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

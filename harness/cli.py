@@ -45,15 +45,23 @@ VERBS = {
 }
 
 
+class Overview(argparse.ArgumentParser):
+    """argparse whose help is an error where it cannot be written; it swallows that."""
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)
+
+
 def overview() -> argparse.ArgumentParser:
     """`repro --help`: every verb with its line; no verb's module is imported for it."""
-    parser = argparse.ArgumentParser(
+    parser = Overview(
         prog="repro",
         description="Which known distributed-training failures fire on this stack, and do their fixes still work?",
         epilog="exit codes: 0 as expected; 1 something differs from its expectation; 2 usage or configuration; "
         "3 less could be measured than was asked for; 70 a defect of this program; 130 interrupted",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="which release this is, of which commit, and where")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, (_, text) in VERBS.items():
         verbs.add_parser(verb, help=text, add_help=False)
@@ -81,24 +89,45 @@ def parsed(verb: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     return module, arguments.parse(parser, list(words))
 
 
-def _run(verb: str, words: list[str]) -> int:
-    module, args = parsed(verb, words)
+def _run(words: list[str]) -> int:
+    if words == ["--version"]:
+        return _version()
+    if not words or words[0].startswith("-"):
+        told = overview()
+        told.parse_args(words)  # --help, or what is wrong; both end here
+        told.error(f"{words[0]} goes with no verb")
+    module, args = parsed(words[0], words[1:])
     return int(module.main(args))
+
+
+def _version() -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from repro_matrix.paths import PACKAGE, ROOT
+    from repro_matrix.results.provenance import code_state
+
+    try:
+        release = version("repro-matrix")
+    except PackageNotFoundError:  # run from its folder, never installed
+        release = "not installed"
+    commit, changed = code_state()
+    of = f", commit {commit[:12]}{' and changes' if changed else ''}" if commit else ""
+    place = ROOT if ROOT in PACKAGE.parents else PACKAGE
+    print(f"repro-matrix {release}{of}, in {place}; Python {sys.version.split()[0]}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0].startswith("-"):
-        overview().parse_args(words)  # --help, or what is wrong; both end here
-    verb = words[0]
-    if verb not in VERBS:
+    verb = words[0] if words else ""
+    if verb and not verb.startswith("-") and verb not in VERBS:
         print(f"repro: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
         return 2
     if sys.stdout is None:  # closed by who started this; Python puts nothing in its place
         print("repro: the standard output is closed (> /dev/null throws it away)", file=sys.stderr)
         return 2
     try:
-        code = _run(verb, words[1:])
+        code = _run(words)
         sys.stdout.flush()  # what cannot be written is said here, and not by Python as it ends
         return code
     except ReproError as error:

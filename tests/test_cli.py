@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from repro_matrix import cli
+from repro_matrix.paths import ROOT
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -36,6 +37,26 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(verb in out for verb in cli.VERBS)
+
+
+def test_help_that_cannot_be_written_is_said() -> None:
+    """argparse swallows a full disk, and ends with 0."""
+    for words in (["--help"], ["list", "--help"], ["stack", "list", "--help"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-u", "-m", "repro_matrix.cli", *words]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+        assert done.returncode == 2 and done.stderr.startswith("repro: the standard output: cannot be written"), words
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_version_names_release_commit_and_place(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "--version")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert code == 0 and not err and out.startswith("repro-matrix 0.")
+    assert f"commit {commit[:12]}" in out and f"in {ROOT};" in out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version", "list"])
+    assert ended.value.code == 2
 
 
 def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,8 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
     assert cli.main(["mute", key, "--remove"]) == 0 and len(muted.read(file)) == 1
     for wrong, told in (
         (["mute", key[:-1], *words], f"did you mean {key!r}"),
+        (["mute", "nowhere/at-all", *words], " cells are known; `repro list --json` names them: key)"),
+        (["mute", "train-step/qwen1.5-0.5b-fsd", *words], "; did you mean 'train-step/qwen1.5-0.5b-fsdp'? Also near:"),
         (["mute", key, *words, "--arm", "brokn"], "did you mean 'broken'"),
         (["mute", key, *words[:2], "--until", "2001-01-01", *words[4:]], "that day is over"),
         (["mute", key, *words[:2], "--until", "soon", *words[4:]], "a day, as"),
@@ -112,6 +114,7 @@ def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFix
         assert cli.main(wrong) == 2
         said = capsys.readouterr().err
         assert told in said and "muted.yaml" not in said, "what is wrong stands on the command line"
+        assert len(said) < 500, "the nearest few and how many there are, not all of them"
     file.write_text(file.read_text().replace(until, "2001-01-01"))
     assert cli.main(["mute"]) == 2 and "EXPIRED" in capsys.readouterr().out
 

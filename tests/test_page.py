@@ -140,6 +140,14 @@ def test_the_page_escapes_every_text(text: str) -> None:
         assert "<img" not in text_, name
 
 
+def test_filters_answer_when_the_cells_are_there_and_wait_for_nothing_behind_them() -> None:
+    """Of 10,000 cells what is claimed and where the time went are five times what the cells are."""
+    claim = ClaimRow("some-case", "c1", "it helps", "QwenLM/Qwen#920", "refuted", "why", ())
+    written = html(cell(made()), ledger=[claim])
+    filters, cells, claims = (written.index(text) for text in ('id="filters"', '<details class="cell"', 'id="claims"'))
+    assert filters < cells < written.index('Event("cells-are-there")') < claims
+
+
 def test_a_hostile_document_is_shown_and_every_format_can_be_read() -> None:
     bad = made("FIX_BROKEN", "unexpected", error=HOSTILE * 200, title=HOSTILE, model=HOSTILE, flags={HOSTILE: HOSTILE})
     bad["verdicts"]["fix"]["reason"] = HOSTILE

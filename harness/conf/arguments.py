@@ -39,6 +39,9 @@ class Parser(argparse.ArgumentParser):
         told = "also look there for case/ model/ strategy/ stack/ hardware/ matrix/ (Hydra's; REPRO_CONFIG_PATH lasts)"
         self.add_argument("--config-dir", metavar="DIR", help=told)
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse swallows that it cannot be written
+
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):  # argparse takes what begins with a dash for an option
             option = message.removeprefix("argument ").partition(":")[0]

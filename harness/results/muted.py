@@ -7,6 +7,7 @@ a mute is about an answer.
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -115,10 +116,23 @@ def check(mutes: Iterable[Mute], catalogue: Catalogue, where: str = "") -> None:
             None,
         )
         if case is None:
-            raise ConfigError(f"{where}: no cell {mute.cell!r}{nearest(mute.cell, _like(mute.cell, known))}")
+            raise ConfigError(f"{where}: no cell {mute.cell!r}{_near(mute.cell, _like(mute.cell, known))}")
         arms = catalogue.cases[case].arms
         if mute.arm is not None and mute.arm not in arms:
             raise ConfigError(f"{where}: {mute.cell} has no arm {mute.arm!r}{nearest(mute.arm, arms)}")
+
+
+NEAR = 5  # cells that are named beside one that there is not
+
+
+def _near(cell: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(cell, names, n=NEAR, cutoff=0.5)
+    if not near:
+        return f" ({len(names)} cells are known; `repro list --json` names them: key)"
+    others = f" Also near: {', '.join(near[1:])}" if near[1:] else ""
+    more = f"; {len(names) - len(near)} more in `repro list --json` (key)" if len(names) > len(near) else ""
+    return f"; did you mean {near[0]!r}?{others}{more}"
 
 
 def _like(cell: str, known: Iterable[str]) -> list[str]:

@@ -25,8 +25,13 @@ def git_state() -> tuple[str | None, bool]:
     commit, changed = _state(own.folder, [own.file, *own.conf, *own.scripts] if own.file else [])
     if not CHECKOUT:
         return commit, changed
-    shipped, more = _state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"])
+    shipped, more = code_state()
     return (commit if own.file else shipped), changed or more
+
+
+def code_state() -> tuple[str | None, bool]:
+    """(commit of this project's own checkout, whether it differs); (None, False) where a wheel is installed."""
+    return _state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"]) if CHECKOUT else (None, False)
 
 
 def changed(folder: Path, *more: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 // Filters that live in the address, and cells that are drawn when they are listed and unpacked when they are opened. What
 // is packed as HTML was escaped when it was made; what is data becomes text nodes, never HTML.
 // This stands right behind the filters, so that they are there before the cells have been read; ended.js stands behind
-// the cells.
+// the cells, and behind the data of those that are not written out.
 (async () => {
   const form = document.getElementById("filters"), shown = document.getElementById("shown");
   let touched = false;
@@ -10,7 +10,8 @@
   form.addEventListener("submit", event => event.preventDefault());
   form.addEventListener("input", touch);
   form.hidden = false;
-  await new Promise(done => document.addEventListener("cells-are-there", done));
+  const there = () => new Promise(done => document.addEventListener("cells-are-there", done, {once: true}));
+  await there();
   const paper = document.getElementById("paper");
   const keys = ["model", "strategy", "stack", "hardware", "source"];
   const sections = [...document.querySelectorAll(".case")].map(node => ({node, data: node.dataset, cells: [], listed: [],
@@ -43,9 +44,9 @@
     section.listed.push(node);
   }
   const total = sections.reduce((sum, section) => sum + +section.data.count, 0);
-  const packed = document.getElementById("later");
-  const later = packed && (async () => {
-    for (const {case: slug, marks, arms: known, cells: data} of await unpack(packed)) {
+  const later = cells.length < total ? (async () => {
+    await there();
+    for (const {case: slug, marks, arms: known, cells: data} of await unpack(document.getElementById("later"))) {
       const section = bySlug.get(slug), here = new Set(section.cells.map(cell => cell.id));  // packed as well
       const looks = marks.map(([name, symbol, word, tone]) => ({name, symbol, word, tone}));
       for (const [id, pack, m, s, k, h, r, also, ranks, odd, states, seen] of data) if (!here.has(id)) {
@@ -53,7 +54,7 @@
         add(section, {section, id, pack, also, ranks, odd, groups, of: [m, s, k, h, r], verdicts: groups.map(one => one.look.name), states});
       }
     }
-  })();
+  })() : null;
 
   // Of what there are hundreds (stacks) the filter's choices are written when somebody comes to choose.
   const choose = field => {
