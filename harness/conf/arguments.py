@@ -157,6 +157,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"too many words: {' '.join(late)}")
     if late:
         args.overrides = [*args.overrides, *late]
+    _no_empty_word(parser, args)
     _first_word(args)
     _no_folder(parser, getattr(args, "overrides", ()))
     args.words, args.options = [*words, *(["--", *command] if command else [])], known
@@ -173,6 +174,19 @@ def _first_word(args: argparse.Namespace) -> None:
     if named is not None and "=" in (getattr(args, "case", None) or ""):
         args.overrides = [args.case, *(word for word in words if word is not named)]
         args.case = named
+
+
+def _no_empty_word(parser: Parser, args: argparse.Namespace) -> None:
+    """Raises ConfigError: a variable of a shell script that is not set gives one; it would stand for this folder, or
+    for no value at all."""
+    for action in parser._actions:
+        found = getattr(args, action.dest, None)
+        if found == action.default or (action.dest == "case" and getattr(args, "module", False)):
+            continue  # which module is missing says the verb
+        for value in found if isinstance(found, list) else [found]:
+            if isinstance(value, str) and not value.strip():
+                name = "/".join(action.option_strings) or str(action.metavar or action.dest)
+                raise ConfigError(f"{name}: an empty value was given (`{parser.prog} --help` shows what it takes)")
 
 
 def _no_folder(parser: Parser, words: Sequence[str]) -> None:

@@ -54,19 +54,31 @@ def side(name: str) -> Side:
             more = f" (and {len(found.notes) - 1} more)" if len(found.notes) > 1 else ""
             raise ResultsError(f"{name}: no results in it" + "".join(f": {why}{more}" for why in found.notes[:1]))
         return found
+    if os.sep in name or name.startswith(("~", ".")):
+        raise ResultsError(f"{name}: no such folder of results")
     found, stacks = Side(name), set()
     folders = [folder for folder in project.published() if folder.is_dir()]
     known = _named(folders)
     if known is not None and name not in {*known, *known.values()}:  # said before all of it is judged
-        raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, known.values())}")
+        raise ResultsError(_neither(name, known.values()))
     for published in (read(folder, name) for folder in folders):
         found.briefs += [b for b in published.briefs if name in (b.stack, place.read(b.path).stack)]
         found.parts |= published.parts
         found.notes += published.notes
         stacks |= {b.stack for b in published.briefs}
     if not found.briefs:
-        raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}")
+        raise ResultsError(_neither(name, stacks))
     return found
+
+
+def _neither(name: str, stacks: Iterable[str]) -> str:
+    """Of stacks with a package replaced there may be a hundred: where none is near they are counted."""
+    known = set(stacks)
+    whole = {one for one in known if "+" not in one}
+    near = nearest(name, known)
+    more = f"; {len(known) - len(whole)} more have packages replaced" if len(known) > len(whole) else ""
+    told = near if "did you mean" in near else nearest(name, whole) + more
+    return f"{name!r} is neither a folder nor a stack of the baseline{told}"
 
 
 def _named(folders: Iterable[Path]) -> dict[str, str] | None:

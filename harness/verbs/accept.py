@@ -58,6 +58,8 @@ def main(args: argparse.Namespace) -> int:
     names = set(overrides.expand("case", selection.case, catalogue.cases))
     asked = args.source or settings.results
     source = runs.of(Path(asked).expanduser() if asked else own_results.scratch())
+    if asked and not source.is_dir():
+        raise ResultsError(f"{asked}: no such folder of results (`repro matrix` writes one)")
     own = project.current()
     shipped = set() if own.is_shipped else names - catalogue.own.get("case", {}).keys()
     names -= shipped

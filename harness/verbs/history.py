@@ -9,6 +9,7 @@ from pathlib import Path
 
 from repro_matrix.conf import arguments, project
 from repro_matrix.conf.errors import ConfigError, ResultsError, unknown
+from repro_matrix.conf.overrides import GROUPS
 from repro_matrix.nights import kept, strip
 from repro_matrix.terminal.report import columns, print_json, print_lines, print_notes
 from repro_matrix.terminal.summary import counted
@@ -38,6 +39,12 @@ def main(args: argparse.Namespace) -> int:
     if not args.names:
         raise ConfigError("history is of a case: `repro history CASE [NIGHTS...]` (`repro list` names them)")
     case, *folders = args.names
+    setting = next((name for name in args.names if name.partition("=")[0] in (*GROUPS, "results", "nights")), None)
+    if setting:
+        said = next((name for name in args.names if "=" not in name), "CASE")
+        said = setting.partition("=")[2] if setting.startswith("case=") else said
+        folder = "DIR" if setting.startswith("case=") else setting.partition("=")[2] or "DIR"
+        raise ConfigError(f"{setting}: history takes words, no settings: repro history {said} {folder}")
     if not folders and Path(case).expanduser().is_dir():
         raise ConfigError(f"{case}: is a folder; the case comes first: repro history CASE {case}")
     usual = project.current().results / "nights"

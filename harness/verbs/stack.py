@@ -26,6 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
         action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+        if name == "list":
+            action.add_argument("--all", action="store_true", help="a stack a line, however long")
         if name == "show":
             action.add_argument("--thorough", action="store_true", help="look at every installed file")
         if name == "prune":
@@ -53,7 +55,8 @@ def _list(args: argparse.Namespace) -> int:
         print_json([asdict(item) for item in found])
     else:
         rows = [[item.name, item.state, item.python or "", item.title, " ".join(item.pins)] for item in found]
-        print_table("", ["stack", "state", "python", "title", "pins"], rows, narrow=("pins",))
+        columns = ["stack", "state", "python", "title", "pins"]
+        print_table("", columns, rows, narrow=("title", "pins"), fold=not args.all)
     return 0
 
 
