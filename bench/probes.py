@@ -4,11 +4,13 @@ The same releases are probed both ways, by ``repro versions`` in a process of it
 wheels are in uv's): two ranks, two arms, an overlay to build. CPU seconds are those of everything that the command
 starts, and its own. The command alone (everything is stored, nothing launched) is measured too and taken off; the
 trunk's start is in the figure. ``--script FILE`` probes a script instead: its ranks start from cold either way.
+``--parts`` (root) says where they go: ``command`` is what the probes add to the command itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -18,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import parts
 from bench.machine import machine
 
 Json = dict[str, Any]
@@ -46,6 +49,7 @@ def measured(words: list[str], env: dict[str, str]) -> Json:
             "cpu_s": usage.ru_utime + usage.ru_stime,
             "answer": json.loads(out.read()),
             "said": text,
+            "pid": process.pid,
         }
 
 
@@ -62,19 +66,20 @@ def shown(path: str) -> Json:
     }
 
 
-def one_way(way: str, words: list[str], folder: Path) -> Json:
+def one_way(way: str, words: list[str], folder: Path, by_part: bool = False) -> Json:
     env = {**os.environ, "REPRO_CACHE": str(folder / "cache")}
     (folder / "cache").mkdir(parents=True)
     listed = Path.home() / ".cache" / "repro-matrix" / "releases"
     if listed.is_dir():  # what the index said last
         (folder / "cache" / "releases").symlink_to(listed)
     what = ["versions", *words, f"launcher={WAYS[way]}", f"results={folder / 'results'}"]
-    first = measured(what, env)
+    with parts.accounted(folder / "acct") if by_part else contextlib.nullcontext():
+        first = measured(what, env)
     again = measured(what, env)
     probes = [probe for probe in first["answer"]["probes"] if probe["launched"]]
     assert not any(probe["launched"] for probe in again["answer"]["probes"]), "something was not stored"
     ranks = [shown(probe["document"]) for probe in probes]
-    return {
+    row: Json = {
         "way": way,
         "probes": len(probes),
         "cpu_s": first["cpu_s"],
@@ -88,6 +93,11 @@ def one_way(way: str, words: list[str], folder: Path) -> Json:
         "apart": sorted({why for each in ranks for why in each["apart"]}),
         "answers": {probe["release"]: probe["answers"] for probe in probes},
     }
+    if by_part:
+        seen = parts.of_search(parts.processes(folder / "acct"), first["pid"])
+        seen["command"] -= again["cpu_s"]
+        row["parts"] = {name: cpu_s / len(probes) for name, cpu_s in seen.items()}
+    return row
 
 
 def rounded(value: Any) -> Any:
@@ -102,6 +112,7 @@ def main() -> None:
     parser.add_argument("--stack", default="current", help="the base, which must be there")
     parser.add_argument("--script", help="a script instead of a case")
     parser.add_argument("--ways", default="own,shared")
+    parser.add_argument("--parts", action="store_true", help="CPU seconds by part, of the kernel's accounting (root)")
     parser.add_argument("--out", type=Path, default=HERE / "probes.json")
     arguments = parser.parse_args()
     words = [arguments.script, "--nproc", "2"] if arguments.script else CASE
@@ -109,9 +120,9 @@ def main() -> None:
     result: Json = {"machine": machine(), "stack": arguments.stack, "words": words, "rows": []}
     with tempfile.TemporaryDirectory(prefix="repro-bench-", dir=Path.home() / ".cache") as name:
         for way in arguments.ways.split(","):
-            row = rounded(one_way(way, words, Path(name) / way))
+            row = rounded(one_way(way, words, Path(name) / way, arguments.parts))
             result["rows"].append(row)
-            print(f"{way}: {row['probes']} probes, {row['per_probe']} each", flush=True)
+            print(f"{way}: {row['probes']} probes, {row['per_probe']} each", row.get("parts", ""), flush=True)
     answers = [row["answers"] for row in result["rows"]]
     result["same"] = all(each == answers[0] for each in answers)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import py_compile
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+
+from repro_matrix.stacks import overlay
 from repro_matrix.stacks.compiled import take_over
 
 
@@ -47,3 +52,25 @@ def test_what_was_compiled_of_another_text_is_not_taken(tmp_path: Path) -> None:
     (one / "pack" / "edited.py").write_text("x = 3\n")  # as long, but written later than what was compiled
     other = package(tmp_path / "other", 1e9, __init__="", edited="x = 3\n")
     assert take_over(other, [one, tmp_path / "pruned"]) == 0 and not compiled_of(other)
+
+
+def test_the_releases_next_to_it_are_looked_through_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    for used, (key, python, version) in enumerate(
+        [("a", "py", "4.9.0"), ("b", "py", "4.40.0"), ("c", "py", "4.39.3"), 
+         ("d", "other", "4.39.1"), ("e", "py", "4.51.3")]
+    ):  # fmt: skip
+        folder = tmp_path / "stacks" / key
+        folder.mkdir(parents=True)
+        done = {"python": python, "overlay": f"/{version}", "versions": {"transformers": version}}
+        (folder / "done.json").write_text(json.dumps(done))
+        (folder / "used").touch()
+        os.utime(folder / "used", (used, used))
+
+    def near(wanted: str) -> list[str]:
+        return [str(path) for path in overlay._neighbours("py", [Requirement(wanted)])]
+
+    assert near("transformers==4.39.0") == ["/4.9.0", "/4.39.3"]
+    assert near("transformers==4.40.0") == ["/4.40.0", "/4.51.3"]
+    assert near("transformers==5.0.0") == ["/4.51.3", "/4.39.3"]  # nothing above: the one used last
+    assert near("transformers @ git+file:///src") == near("accelerate==1.0.0") == ["/4.51.3", "/4.39.3"]

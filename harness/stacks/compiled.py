@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+CACHE = "__pycache__"
 HEADER = 16  # bytes: magic number, flags, the source's time and size (PEP 552)
 
 
@@ -18,29 +19,37 @@ def take_over(folder: Path, others: Iterable[Path]) -> int:
     """Copy into ``folder`` what ``others`` have compiled of the same sources; how many files it was."""
     taken = 0
     for other in others:
-        for compiled, source in sorted(_compiled(other)):
-            mine = folder / source.relative_to(other)
-            target = folder / compiled.relative_to(other)
+        for within, name, source in _compiled(str(other)):
+            theirs, mine = os.path.join(other, within, source), os.path.join(folder, within, source)
+            target = os.path.join(folder, within, CACHE, name)
             try:
-                if not target.exists() and mine.read_bytes() == source.read_bytes():
-                    data = _stamped(compiled.read_bytes(), os.stat(source), os.stat(mine))
+                if not os.path.exists(target) and _read(mine) == _read(theirs):
+                    compiled = _read(os.path.join(other, within, CACHE, name))
+                    data = _stamped(compiled, os.stat(theirs), os.stat(mine))
                     if data is not None:
-                        target.parent.mkdir(exist_ok=True)
-                        target.write_bytes(data)
+                        os.makedirs(os.path.dirname(target), exist_ok=True)
+                        with open(target, "wb") as out:
+                            out.write(data)
                         taken += 1
             except OSError:
                 continue  # not there in this release, or pruned meanwhile: it is compiled by whoever imports it
     return taken
 
 
-def _compiled(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """(a compiled file, its source)."""
+def _compiled(folder: str) -> Iterator[tuple[str, str, str]]:
+    """(a folder of modules in it, a compiled file of that, its source's name)."""
     for root, _, names in os.walk(folder):
-        if os.path.basename(root) == "__pycache__":
+        if os.path.basename(root) == CACHE:
+            within = os.path.relpath(os.path.dirname(root), folder)
             for name in names:
                 stem, _, tag = name.removesuffix(".pyc").rpartition(".")
                 if name.endswith(".pyc") and tag.startswith("cpython-"):  # opt-1 and the like are somebody else's
-                    yield Path(root, name), Path(root).parent / f"{stem}.py"
+                    yield within, name, f"{stem}.py"
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _stamped(data: bytes, was: os.stat_result, now: os.stat_result) -> bytes | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 from repro_matrix.conf.axes import Stack as Definition
 from repro_matrix.stacks import build, disk
@@ -26,7 +27,7 @@ from repro_matrix.stacks.lock import index_env
 from repro_matrix.stacks.spec import replaced
 from repro_matrix.stacks.stack import HEAVY, Stack, canonical, short_hash
 
-NEIGHBOURS = 4  # overlays whose compiled files are looked through; each takes some 0.05 s
+NEIGHBOURS = 2  # overlays whose compiled files are looked through; each takes some 0.03 s
 _CHANGE = re.compile(r"^ ([+-]) ([A-Za-z0-9][\w.-]*)(?:==([^\s]+)| @ (\S+)|(?= \())", re.M)
 
 
@@ -64,7 +65,7 @@ def layer(
                 ["pip", "install", "--python", base.python, "--target", str(over), "--no-deps", *exact],
                 env=_env(found),
             )
-            take_over(over, _used_last(base.python))
+            take_over(over, _neighbours(base.python, swaps))
             for file in sorted(over.glob("*.pth")):
                 say(f"stack {name}: {file.name} is not run: what is laid over comes by PYTHONPATH (docs/stacks.md)")
         versions = {**base.versions, **build.installed(over)}
@@ -78,15 +79,31 @@ def layer(
     return Stack(name, base.python, done["versions"], (done["overlay"], *base.path), key, changes, compiled)
 
 
-def _used_last(python: str) -> list[Path]:
-    """The folders of other overlays for this interpreter: what these have compiled is likely to be in the next one."""
+def _neighbours(python: str, swaps: Sequence[Requirement]) -> list[Path]:
+    """The folders of other overlays for this interpreter that are likely to have compiled what will be in this one: of
+    the releases next to it, below and above; where there are none, those used last."""
     found = []
     for marker in build.stacks_dir().glob("*/done.json"):
         done = build.read_marker(marker.parent)
         if done and done.get("overlay") and done["python"] == python:
             used = marker.parent / "used"
-            found.append((used.stat().st_mtime if used.exists() else 0.0, Path(done["overlay"])))
-    return [folder for _, folder in sorted(found, reverse=True)[:NEIGHBOURS]]
+            found.append((used.stat().st_mtime if used.exists() else 0.0, Path(done["overlay"]), done["versions"]))
+    found.sort(key=lambda each: each[0], reverse=True)
+    near = []
+    for swap in swaps:
+        wanted = _release(str(swap.specifier).removeprefix("=="))
+        others = [(_release(versions.get(canonical(swap.name), "")), folder) for _, folder, versions in found]
+        below = [(release, folder) for release, folder in others if wanted and release and release <= wanted]
+        above = [(release, folder) for release, folder in others if wanted and release and release > wanted]
+        near += [folder for _, folder in (*sorted(below)[-1:], *sorted(above)[:1])]
+    return list(dict.fromkeys([*near, *(folder for _, folder, _ in found)]))[:NEIGHBOURS]
+
+
+def _release(version: str) -> Version | None:
+    try:
+        return Version(version)
+    except InvalidVersion:  # a commit, or an address
+        return None
 
 
 def plan(name: str, base: Stack, swaps: Sequence[Requirement], found: Definition | None) -> dict[str, tuple[str, str]]:
