@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from repro_matrix import cli
 from repro_matrix.conf import catalogue, overrides
 from repro_matrix.conf.config import RunSettings, Scale
 from repro_matrix.conf.errors import ConfigError
@@ -457,6 +458,15 @@ def test_hardware_that_is_not_here_can_be_planned_for_but_not_mistaken() -> None
     assert planned.settle("cpu", CATALOGUE.hardware, LAPTOP) == (CPU, LAPTOP, False)
     with pytest.raises(ConfigError, match="did you mean"):
         planned.settle("a100x", CATALOGUE.hardware, LAPTOP)
+
+
+def test_what_no_plan_is_made_for_is_named_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "hardware=a100x8", "case=card-zero-simulated"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "not launched: " in said and "runs on the CPU only" in said and "own-card" not in said
+    assert cli.main([*words, "--all"]) == 0
+    assert "own-card" in capsys.readouterr().out
 
 
 tasks = st.lists(

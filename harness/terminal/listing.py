@@ -158,17 +158,23 @@ def planned(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
         yield f"{head}: {over}" if beside else cut(head, width)
         if not beside:
             yield from wrapped(over, width, "      ")
-    reasons = Counter(str(item["skipped"]) for item in items if item["skipped"])
-    if reasons:
-        yield from ("", f"not launched: {_some(reasons.total(), 'arm')}")
-    for reason, count in reasons.most_common():
-        of = ", ".join(dict.fromkeys(item["case"] for item in items if item["skipped"] == reason))
-        yield from wrapped(f"{count:4}  {reason} [{of}]", width, "", " " * 6)
+    yield from not_launched(items, width)
     if items:
         cells, tries = len({item["cell"] for item in asked}), sum(item["attempts"] for item in asked)
         whole = f"{_some(tries, 'attempt')} of {_some(len(asked), 'arm')} in {_some(cells, 'cell')}"
         yield ""
         yield from wrapped(f"{whole}; `--all` names every arm", width)
+
+
+def not_launched(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """``items`` as above; of those that are skipped a line for each reason, with the cases that it is of."""
+    skipped = [item for item in items if item["skipped"]]
+    reasons = Counter(str(item["skipped"]) for item in skipped)
+    if reasons:
+        yield from ("", f"not launched: {_some(reasons.total(), 'arm')}")
+    for reason, count in reasons.most_common():
+        of = ", ".join(dict.fromkeys(item["case"] for item in skipped if item["skipped"] == reason))
+        yield from wrapped(f"{count:4}  {reason} [{of}]", width, "", " " * 6)
 
 
 # -- doctor

@@ -18,13 +18,17 @@ from repro_matrix.planning.plan import ArmPlan
 from repro_matrix.running import own_results, recorded, schedule, session
 from repro_matrix.running.request import print_composed
 from repro_matrix.running.simulate import Ended, forecast
-from repro_matrix.terminal.report import print_json, print_table
+from repro_matrix.terminal import listing
+from repro_matrix.terminal.report import columns, print_json, print_lines, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
     arguments.cfg(parser)
     parser.add_argument("--measured", action="store_true", help="each plan beside the recorded peak")
+    parser.add_argument(
+        "--all", action="store_true", help="a line for each arm that would be skipped, too, not for each reason"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -54,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": rows,
                     "timeline": shown, "makespan_s": round(total, 1)})  # fmt: skip
     else:
-        _print(prepared, rows, slots, total, args.measured)
+        _print(prepared, rows, slots, total, args.measured, args.all)
     for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
         print(f"repro: {note}", file=sys.stderr)
     return 0
@@ -87,7 +91,12 @@ def _named(cell: Any, slot: Ended) -> dict[str, Any]:
 
 
 def _print(
-    prepared: session.Session, rows: list[dict[str, Any]], slots: list[Ended], total: float, beside: bool
+    prepared: session.Session,
+    rows: list[dict[str, Any]],
+    slots: list[Ended],
+    total: float,
+    beside: bool,
+    everything: bool,
 ) -> None:
     machine = prepared.machine
     gpus = f"{len(prepared.profile.gpus)} x {prepared.profile.gpus[0].name}, " if prepared.profile.gpus else ""
@@ -95,14 +104,19 @@ def _print(
     print(f"hardware {prepared.profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
     plans = {(plan.cell.key, arm.arm): arm for plan in prepared.plans for arm in plan.arms}
     table = []
+    others = []  # nothing of them is planned
     for row, arm in zip(rows, (arm for plan in prepared.plans for arm in plan.arms)):
         found = arm.memory
+        if row["skipped"] and found is None and not everything:
+            others.append(row)
+            continue
         cells = [row["case"], row["model"], row["strategy"], row["arm"], str(row["ranks"]), *_sizes(found)]
         if beside:
             measured = row["measured_mb"]
             off = f" ({found.host_rank / 2**20 / measured - 1:+.0%})" if measured and found else ""
             cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
-        table.append([*cells, row["skipped"] or _fullest(found)])
+        simulated = prepared.catalogue.cases[row["case"]].simulated
+        table.append([*cells, row["skipped"] or _fullest(found, bool(simulated))])
     heads = ["case", "model", "strategy", "arm", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
     last = "fullest moment, or why it is skipped"
     print_table("", [*heads, *(["measured"] if beside else []), last], table, narrow=(last,), fold=True)
@@ -116,6 +130,7 @@ def _print(
             for s in slots
         ],
     )  # fmt: skip
+    print_lines(listing.not_launched(others, columns()))
     skipped = sum(bool(row["skipped"]) for row in rows)
     print(f"{len(slots)} attempts in {total:.0f} s ({total / 60:.1f} min); {skipped} of {len(rows)} arms skipped")
 
@@ -127,7 +142,9 @@ def _sizes(found: MemoryPlan | None) -> list[str]:
     return [device, f"{found.host_rank / GIB:.2f}", f"{found.host_node / GIB:.2f}"]
 
 
-def _fullest(found: MemoryPlan | None) -> str:
+def _fullest(found: MemoryPlan | None, simulated: bool) -> str:
+    if found is None and simulated:
+        return "not planned: tensors of a simulated case hold nothing"
     if found is None:
         return "not known: the model could not be built on meta tensors in this stack"
     full: Phase = max(found.device or found.host, key=Phase.rank)
