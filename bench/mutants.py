@@ -46,55 +46,59 @@ SLOW = (
     "test_facts.py::test_every_fact_that_a_case_may_name_is_one_that_the_kit_asks_for",
 )
 
+EDGES = (
+    "test_edges_checks_collectives", "test_edges_grade_genuine", "test_edges_in_force", "test_edges_peers_evidence",
+    "test_edges_signatures",
+)  # fmt: skip
 # Module -> its fast tests, those that see most first.
 _GRADE = (
-    "test_judge_edges", "test_own_mistakes", "test_grade", "test_checks", "test_place", "test_in_force", "test_again"
+    *EDGES, "test_own_mistakes", "test_grade", "test_checks", "test_place", "test_in_force", "test_again"
 )  # fmt: skip
 MODULES: dict[str, tuple[str, ...]] = {
-    "harness/judge/again.py": ("test_judge_edges", "test_again", "test_facts", "test_comparable"),
-    "harness/judge/checks.py": ("test_judge_edges", "test_checks", "test_grade"),
+    "harness/judge/again.py": (*EDGES, "test_again", "test_facts", "test_comparable"),
+    "harness/judge/checks.py": (*EDGES, "test_checks", "test_grade"),
     "harness/judge/claims.py": ("test_claims", "test_comparable"),
     "harness/judge/collectives.py": (
-        "test_judge_edges",
+        *EDGES,
         "test_hang",
     ),
-    "harness/judge/comparable.py": ("test_judge_edges", "test_comparable", "test_facts"),
-    "harness/judge/conditions.py": ("test_judge_edges", "test_conditions", "test_claims"),
+    "harness/judge/comparable.py": (*EDGES, "test_comparable", "test_facts"),
+    "harness/judge/conditions.py": (*EDGES, "test_conditions", "test_claims"),
     "harness/judge/evidence.py": (
-        "test_judge_edges",
+        *EDGES,
         "test_place",
         "test_signature",
         "test_own_mistakes",
         "test_grade",
         "test_hang",
     ),
-    "harness/judge/expect.py": ("test_judge_edges", "test_expect", "test_met", "test_facts"),
+    "harness/judge/expect.py": (*EDGES, "test_expect", "test_met", "test_facts"),
     "harness/judge/facts.py": ("test_facts",),
     "harness/judge/foreign.py": (
-        "test_judge_edges",
+        *EDGES,
         "test_signature_parts",
     ),
-    "harness/judge/genuine.py": ("test_judge_edges", "test_lies", "test_checks"),
+    "harness/judge/genuine.py": (*EDGES, "test_lies", "test_checks"),
     "harness/judge/grade.py": _GRADE,
     "harness/judge/outcome.py": (*_GRADE, "test_values"),
-    "harness/judge/places.py": ("test_judge_edges", "test_place", "test_signature", "test_own_mistakes", "test_hang"),
-    "harness/judge/predicted.py": ("test_judge_edges", "test_claims", "test_comparable"),
-    "harness/judge/in_force.py": ("test_judge_edges", "test_in_force", "test_own_mistakes"),
+    "harness/judge/places.py": (*EDGES, "test_place", "test_signature", "test_own_mistakes", "test_hang"),
+    "harness/judge/predicted.py": (*EDGES, "test_claims", "test_comparable"),
+    "harness/judge/in_force.py": (*EDGES, "test_in_force", "test_own_mistakes"),
     "harness/judge/looks.py": (
-        "test_judge_edges",
+        *EDGES,
         "test_hang",
     ),
     "harness/judge/met.py": ("test_met", "test_expect"),
     "harness/judge/metrics.py": (
-        "test_judge_edges",
+        *EDGES,
         "test_claims",
     ),
     "harness/judge/own.py": ("test_own_mistakes", "test_grade"),
-    "harness/judge/peers.py": ("test_judge_edges", "test_signature", "test_grade"),
+    "harness/judge/peers.py": (*EDGES, "test_signature", "test_grade"),
     "harness/judge/publishable.py": ("test_publishable", "test_accept"),
-    "harness/judge/runs_here.py": ("test_judge_edges", "test_in_force", "test_claims"),
+    "harness/judge/runs_here.py": (*EDGES, "test_in_force", "test_claims"),
     "harness/judge/signature.py": (
-        "test_judge_edges",
+        *EDGES,
         "test_signature",
         "test_signature_parts",
         "test_place",
