@@ -92,7 +92,12 @@ def test_the_token_is_told_to_nobody(fake: Fake) -> None:
         Host("http://example.org", "me/it", "secret")
     with pytest.raises(HostError, match="OWNER/NAME"):
         Host("https://example.org", "it", "secret")
-    assert Host.of({}) is None and Host.of({"GITHUB_TOKEN": "x"}) is None
+    assert Host.of({}) is None and Host.of({"GITHUB_REPOSITORY": "me/it"}) is None
+    with pytest.raises(HostError, match="GITHUB_REPOSITORY=OWNER/NAME is not"):
+        Host.of({"GITHUB_TOKEN": "x"})
+    with pytest.raises(HostError, match=r"GET /issues: .*refused") as error:
+        Host("http://127.0.0.1:9", "me/it", "secret").publish(ISSUE)
+    assert "urlopen" not in str(error.value)
 
 
 GREEN = of_briefs("green", [cell(broken=FIRES, fix=HOLDS)], 0)

@@ -124,7 +124,7 @@ def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.C
     assert going_on.resumed([f"results={settings.results}"]) == (["case=a", f"results={settings.results}"], None)
     assert "nothing to go on with" not in capsys.readouterr().err
     assert going_on.resumed(["results=/nowhere/at/all"]) == (["results=/nowhere/at/all"], None)
-    assert "/nowhere/at/all holds nothing to go on with: all of it is measured" in capsys.readouterr().err
+    assert "/nowhere/at/all holds nothing to go on with: it begins from the start" in capsys.readouterr().err
 
 
 def test_going_on_is_said_and_what_is_given_anew_counts(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,10 +59,12 @@ class Host:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Host | None:
-        """None where no token or no repository is given."""
+        """None where no token is given. Raises HostError: a token, and no repository."""
         token, repository = environ.get("GITHUB_TOKEN", ""), environ.get("GITHUB_REPOSITORY", "")
+        if token and not repository:
+            raise HostError("GITHUB_TOKEN is set and GITHUB_REPOSITORY=OWNER/NAME is not")
         base = environ.get("GITHUB_API_URL") or "https://api.github.com"
-        return cls(base, repository, token) if token and repository else None
+        return cls(base, repository, token) if token else None
 
     def publish(self, issue: Issue) -> tuple[str, bool]:
         """(what was done, whether a person has closed the issue of this very change). Raises HostError.
@@ -118,8 +120,9 @@ class Host:
                     raise HostError(f"{method} {path.partition('?')[0]}: {_why(error, wait)}") from None
                 waited += wait
                 self._sleep(wait)
-            except (OSError, ValueError) as error:
-                raise HostError(f"{method} {path.partition('?')[0]}: {error}") from None
+            except (OSError, ValueError) as error:  # urllib's says "<urlopen error ...>" around what happened
+                told = getattr(error, "reason", error)
+                raise HostError(f"{method} {path.partition('?')[0]}: {told}") from None
 
     def _wait(self, error: urllib.error.HTTPError) -> float | None:
         """Seconds until a rate limit is over; None where it is none."""

@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from repro_matrix.cell.document import Document, Made
+from repro_matrix.results.rows import Row
+
+
+def uncompared(rows: Iterable[Row]) -> int:
+    """Cells of which the broken arm alone was measured: what is expected is said of the fixes beside it."""
+    cells: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row["attempts"]:
+            cells.setdefault((row["where"], row["stack"], row["hardware"]), []).append(row)
+    return sum(all(row["arm"] == "broken" and not row["verdict"] for row in found) for found in cells.values())
 
 
 def unshown(documents: Iterable[Document]) -> list[tuple[Document, Made]]:

@@ -27,7 +27,7 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     chosen = selection(line)
     runs.sound(root)
     if named and not (root.is_dir() and any(root.iterdir())):
-        print(f"repro: --resume: {root} holds nothing to go on with: all of it is measured", file=sys.stderr)
+        print(f"repro: --resume: {root} holds nothing to go on with: it begins from the start", file=sys.stderr)
     if chosen:
         known = runs.listed(root)
         alike = [run for run in known if _selection(run.texts) == chosen] or known

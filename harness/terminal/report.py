@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from repro_matrix.results.alone import uncompared
 from repro_matrix.results.rows import Row, counts, figures, without_expectation
 from repro_matrix.terminal.summary import WORDS, plain
 
@@ -184,6 +185,10 @@ def summary_line(rows: list[Row]) -> str:
         parts.append(f"{number['simulated']} of these verdicts are simulated")
     differs = "differs from its" if odd == 1 else "differ from their"
     parts.append(f"{odd} {differs} expectation" if odd else "nothing unexpected")
+    by_itself = uncompared(rows)
+    if by_itself:
+        of = "1 cell" if by_itself == 1 else f"{by_itself} cells"
+        parts.append(f"of {of} the broken arm alone was measured: what is expected is said of a fix beside it")
     if number["muted"]:
         parts.append(f"{number['muted']} muted")
     if news:
