@@ -176,7 +176,8 @@ class ArmItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.path, None, self.nodeid.partition("::")[2]
+        # The space: pytest would write the dots of what a node id ends with (qwen1.5) as ::, in each line of -v.
+        return self.path, None, self.nodeid.partition("::")[2] + " "
 
 
 class LeftOutItem(pytest.Item):

@@ -21,6 +21,23 @@ def parser(verb: str) -> arguments.Parser:
     return made
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["run", "ddp-ready-once", "--arm", "broken"], "unknown option --arm: that is a setting, arms=[NAME]"),
+        (["matrix", "--repeat", "3"], "unknown option --repeat: that is a setting, repeat=VALUE"),
+        (["match", "--arm", "x"], "unknown option --arm (there are: "),  # it takes no settings
+        (["report", "--armm"], "unknown option --armm (there are: "),
+        (["claims", "no-such"], "repro: unknown claim 'no-such'"),
+    ],
+)
+def test_what_is_no_option_is_told_what_it_may_be_and_nothing_far_fetched(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_every_verb_has_its_arguments_in_its_module() -> None:
     for verb in cli.VERBS:
         assert parser(verb).format_help()

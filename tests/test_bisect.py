@@ -185,6 +185,8 @@ def test_the_budget_and_an_interruption_leave_a_range_that_can_be_gone_on_with(
         (("--good", "4.37.0", "--bad", "4.45.0", "--package", "transformes"), "did you mean 'transformers'"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--arm", "rot-call"), "did you mean 'root-call'"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--find", "fixes"), "choose from 'failure', 'fix', 'change'"),
+        (("--good", "abc", "--bad", "def"), "--good abc: no stack named 'abc'"),
+        (("--good", "base", "--bad", "bse"), "--bad takes a release (4.45.2), a stack, an interpreter"),
         (("--good", "4.37.0", "--bad", "4.45.0", "god=4.37.0"), "did you mean '--good'"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--repo", "/nowhere"), "no such folder"),
         (("--good", "4.37.0", "--bad", "4.45.0", "arms=[broken]"), "--arm NAME"),

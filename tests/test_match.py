@@ -293,7 +293,7 @@ def test_several_logs_are_answered_each(tmp_path: Path, capsys: pytest.CaptureFi
     for name, lines in (("a.log", OWN), ("b.log", UNIFORM), ("c.log", ["all is well"])):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     code, out, _ = run(capsys, *(str(tmp_path / name) for name in ("a.log", "b.log", "c.log")))
-    assert code == 0 and out.count("a.log:") == 1 and "c.log: 1 lines" in out and "no failure is in it" in out
+    assert code == 0 and out.count("a.log:") == 1 and "c.log: 1 line" in out and "no failure is in it" in out
     assert run(capsys, str(tmp_path / "c.log"))[0] == 3
 
 

@@ -10,8 +10,8 @@ from judging import observation, ok, record
 
 from repro_matrix import cli
 from repro_matrix.conf.config import compose_run
+from repro_matrix.conf.counted import counted
 from repro_matrix.script import failure, show
-from repro_matrix.terminal.summary import counted
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def test_names_are_readable_and_the_same_whatever_else_is_selected(run: Any) -> 
 def test_lf_takes_what_failed_last_and_x_stops_there(run: Any) -> None:
     SEEN["freeze"] = SEEN["touch"] = ("FIX_BROKEN", "unexpected")
     result = run("-v", "-k", "freeze or touch or find-unused")
+    shown = [line.split()[0] for line in result.outlines if " PASSED" in line or " FAILED" in line]
+    assert set(shown) == set(names(run("--collect-only", "-q", "-k", "freeze or touch or find-unused"))), "as typed"
     result.assert_outcomes(passed=1, failed=2)
     assert set(ASKED) == {("find-unused", "freeze", "touch")}  # one question for the cell's three
     result.stdout.fnmatch_lines(["*FIX_BROKEN: of freeze*", "*by hand: torchrun freeze*"])
@@ -89,10 +91,10 @@ def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> No
 
 
 def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
-    MORE["freeze"] = {"wrong": "1 attempts of broken gave no answer"}
+    MORE["freeze"] = {"wrong": "1 attempt of broken gave no answer"}
     result = run("-k", "freeze or touch")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*1 attempts of broken gave no answer*", "*by hand: torchrun freeze*"])
+    result.stdout.fnmatch_lines(["*1 attempt of broken gave no answer*", "*by hand: torchrun freeze*"])
 
 
 def test_a_muted_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
@@ -115,7 +117,7 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     fires, good, bad = ("fires", clean), ("clean", clean), ("infra", lost)
     again = ("clean", observation(ok(0), ok(1), again="port: taken"))
     assert wrong([fires], [good], []) == ""
-    assert wrong([fires], [good, bad], []) == "1 attempts of fix gave no answer"
+    assert wrong([fires], [good, bad], []) == "1 attempt of fix gave no answer"
     assert wrong([fires, bad, bad], [good], []) == "2 attempts of broken gave no answer"
     assert wrong([fires], [bad, again], []) == "", "it was made once more, and answered"
 

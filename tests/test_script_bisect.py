@@ -142,7 +142,7 @@ def test_two_freezes_end_at_a_release(lab: Lab, capsys: pytest.CaptureFixture[st
     data = found(lab, capsys, "bisect", "./train.py", "--good", "old.lock", "--bad", "new.lock")
     assert data["packages"]["members"] == ["transformers"]
     assert data["stages"][0]["bad"]["name"] == "transformers 4.40.0"
-    assert "differ in 1 packages: transformers 4.38.0 -> 4.44.0" in data["report"]
+    assert "differ in 1 package: transformers 4.38.0 -> 4.44.0" in data["report"]
 
 
 def test_two_freezes_of_an_older_torch_are_laid_over_the_stack_that_has_it(

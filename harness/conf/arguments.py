@@ -152,7 +152,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     # Overrides that stand after an option arrive here: argparse takes a positional list in one piece only.
     for word in late:
         if word.startswith("-"):
-            raise ConfigError(f"unknown option {word}{nearest(word.partition('=')[0], known)}")
+            raise ConfigError(_no_option(word, known, settings=hasattr(args, "overrides")))
     if late and not hasattr(args, "overrides"):
         parser.error(f"too many words: {' '.join(late)}")
     if late:
@@ -165,6 +165,16 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     if command:
         args.command = command
     return args
+
+
+def _no_option(word: str, known: Sequence[str], settings: bool) -> str:
+    """``settings``: the verb takes those, too."""
+    option = word.partition("=")[0]
+    name = option.lstrip("-").replace("-", "_")
+    setting = next((each for each in (name, f"{name}s") if settings and each in SETTINGS), None)
+    if setting:
+        return f"unknown option {word}: that is a setting, {'arms=[NAME]' if setting == 'arms' else f'{setting}=VALUE'}"
+    return f"unknown option {word}{nearest(option, known)}"
 
 
 def _first_word(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 V = TypeVar("V")
+NEAR = 0.6  # difflib's own: a letter or two of a short word
 FEW = 20  # choices that are listed beside the nearest one
 
 
@@ -40,8 +41,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """ "; did you mean 'x'? (there are: ...)"; only the choices where none is near, only the near one where they are
     many: forty names behind it hide it."""
     known = sorted(set(choices))
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    plain = {each.lstrip("-"): each for each in known}  # two dashes in common make no option near another
+    near = difflib.get_close_matches(word.lstrip("-"), plain, n=1, cutoff=NEAR)
+    hint = f"; did you mean {plain[near[0]]!r}?" if near else ""
     if hint and len(known) > FEW:
         return hint
     shown = ", ".join(known[:40]) + (" ..." if len(known) > 40 else "")

@@ -18,6 +18,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from repro_matrix.cell.document import Document
+from repro_matrix.conf.counted import counted
 from repro_matrix.conf.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import muted, rows, runs
@@ -161,7 +162,7 @@ def told(document: Document, mutes: Sequence[Mute], today: date) -> list[Row]:
         lost = {name: missed(document["arms"][name]["attempts"]) for name in dict.fromkeys((first, arm))}
         over = [mute for mute in applied.expired if mute.covers(mute.cell, arm)]
         wrong = [f"{muted.file()}: its day is over: {mute.told()}" for mute in over]
-        wrong += [f"{count} attempts of {name} gave no answer" for name, count in lost.items() if count > 0]
+        wrong += [f"{counted(count, 'attempt')} of {name} gave no answer" for name, count in lost.items() if count > 0]
         if arm in document["verdicts"] and document["verdicts"][arm].get("unseen"):
             wrong.append(str(row["reason"]))
         found.append({**row, "wrong": "; ".join(wrong)})

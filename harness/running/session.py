@@ -151,7 +151,8 @@ def prepare(
     named = list(dict.fromkeys(cell.stack for cell in cells))
     if all(name in wanted.unavailable for name in named):
         kind = MeasureError if named[0] in wanted.unusable else ConfigError
-        raise kind(f"stack={named[0]}: {wanted.unavailable[named[0]]}")
+        why = wanted.unavailable[named[0]]
+        raise kind(why if why.startswith("stack") else f"stack={named[0]}: {why}")
     prepared = Session(catalogue, settings, profiles, machine, wanted.stacks, plans, wanted.unavailable)
     prepared.unusable = wanted.unusable
     prepared.planned, prepared.unplanned = planned, wanted.unplanned

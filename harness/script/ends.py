@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from repro_matrix import stacks
+from repro_matrix.conf.counted import counted
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.results.store import SCRIPTS, write_text
 from repro_matrix.script import freezes
@@ -33,7 +34,7 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     one, other = freezes.read(Path(good)), freezes.read(Path(bad))
     differing = freezes.compared(one, other)
     told = ", ".join(f"{name} {pair[0] or 'absent'} -> {pair[1] or 'absent'}" for name, pair in differing.items())
-    notes = [f"{good} and {bad} differ in {len(differing)} packages: {told}."]
+    notes = [f"{good} and {bad} differ in {counted(len(differing), 'package')}: {told}."]
     near = _laid_over(one, other)
     if near is not None:
         specs, base = near

@@ -184,14 +184,14 @@ class ScriptProber:
         for target in targets:
             if self.forked is None or target.spec in self.tried:
                 continue
-            point = self.points[target.spec]
+            asked, point = self._asked(target)
             stack, _ = target.settle(self.say)
             document, launched = measure(self.script, stack, max(1, point.arms[ARM].counted), self.stop)
             if self.stop.is_set():
                 raise Stopped("interrupted", 130)
             cold, warm = self._answer(document), point.arms[ARM]
             if (cold.label, cold.whole) == (warm.label, warm.whole):
-                self.points[target.spec] = replace(point, attempts=point.attempts + launched)
+                self.points[asked] = replace(point, attempts=point.attempts + launched)
                 self.tried.append(target.spec)
                 continue
             told = f"from cold {target.name} is {cold.label or cold.detail}, and forked from a server {warm.label}"
@@ -199,9 +199,13 @@ class ScriptProber:
             self.notes.append(f"{told[0].upper()}{told[1:]}: the search was made again, every probe from cold.")
             self.forked.close()
             self.forked = None
-            self.points = {spec: each for spec, each in self.points.items() if spec in self.tried}
+            self.points = {spec: each for spec, each in self.points.items() if each.target.spec in self.tried}
             return False
         return True
+
+    def _asked(self, target: Target) -> tuple[str, Point]:
+        """The probe of a target, and what it was asked as: what could be had may be less (``Target.settle``)."""
+        return next((spec, each) for spec, each in self.points.items() if target.spec in (spec, each.target.spec))
 
     def _answer(self, document: Document) -> Answer:
         made = document["attempts"]

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from repro_matrix.conf.counted import counted
 from repro_matrix.shrink.asked import Asked
 from repro_matrix.shrink.knobs import Config, Range, Shrunk, Value
 from repro_matrix.shrink.settings import Search
@@ -119,7 +120,7 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield from data["notes"]
     yield (
         f"{len(data['questions']) + len((data.get('lines') or {}).get('questions', []))} questions, "
-        f"{data['attempts']} attempts launched, {data['wall_s']:.0f} s"
+        f"{counted(data['attempts'], 'attempt')} launched, {data['wall_s']:.0f} s"
     )
 
 

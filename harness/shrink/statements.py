@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro_matrix.bisection.labels import Answer as Said
 from repro_matrix.bisection.probe import Stopped
+from repro_matrix.conf.counted import counted
 from repro_matrix.conf.errors import MeasureError
 from repro_matrix.shrink import lines
 from repro_matrix.shrink.asked import Asked
@@ -72,7 +73,7 @@ class Lines:
             self.search.attempts += found.attempts
             self.search.wall_s += took
             how = f"{took:.1f} s" if found.attempts else "stored before"
-            self.say(f"{len(self.asked) + 1}: {len(text.splitlines())} lines: {found.words} ({how})")
+            self.say(f"{len(self.asked) + 1}: {counted(len(text.splitlines()), 'line')}: {found.words} ({how})")
         self.asked[kept] = found
         return found.answer, found.attempts
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from repro_matrix.conf.counted import counted
 from repro_matrix.results import alike, alone
 from repro_matrix.results.rows import Row, again, where_of
 
@@ -105,13 +106,8 @@ def left_out(texts: Sequence[str], width: int = WIDTH) -> Iterator[str]:
         yield ""
 
 
-def counted(number: int, what: str) -> str:
-    """``1 case``, ``2 cases``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _arms(count: int) -> str:
-    return f"{count} arm" if count == 1 else f"{count} arms"
+    return counted(count, "arm")
 
 
 def _alike(rows: Iterable[Row]) -> list[list[Row]]:

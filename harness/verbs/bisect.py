@@ -23,7 +23,7 @@ from repro_matrix.results import provenance
 from repro_matrix.running import workplace
 from repro_matrix.running.request import ask
 from repro_matrix.script import options
-from repro_matrix.stacks import releases, spec
+from repro_matrix.stacks import StackError, releases, spec
 from repro_matrix.stacks.stack import canonical
 from repro_matrix.terminal.report import print_json
 
@@ -99,6 +99,9 @@ def _of_script(args: argparse.Namespace) -> int:
 def _check_ends(good: str, bad: str) -> None:
     if _is_release(good) != _is_release(bad):
         raise ConfigError(f"--good {good} --bad {bad}: give two releases of a package, or two stacks")
+    for side, text in (("good", good), ("bad", bad)):
+        if not _is_release(text):
+            _check_stack(side, text)
     for text in () if _is_release(good) else (good, bad):  # before the first of them is built
         wanted = spec.parse(text)
         if wanted.file and not wanted.file.exists():
@@ -130,6 +133,14 @@ def _search(args: argparse.Namespace, prober: Prober | ScriptProber, arm: str, b
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _check_stack(side: str, text: str) -> None:
+    try:
+        stacks.check(text)
+    except StackError as error:
+        takes = "a release (4.45.2), a stack, an interpreter (python:PATH), or a file of packages (a freeze, a lock)"
+        raise ConfigError(f"--{side} {text}: {error}; --{side} takes {takes}") from None
 
 
 def _is_release(text: str) -> bool:

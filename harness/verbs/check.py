@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix.conf import arguments
+from repro_matrix.conf.counted import counted
 
 if TYPE_CHECKING:
     from repro_matrix.authoring.ready import Finding
@@ -66,7 +67,9 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
     if found:
         return [*map(str, found), f"{slug}: {len(found)} finding{'s' if len(found) > 1 else ''}: not ready"]
     how = (
-        "its files are in order; nothing was run" if args.no_run else f"ready ({args.times} attempts an arm, each way)"
+        "its files are in order; nothing was run"
+        if args.no_run
+        else f"ready ({counted(args.times, 'attempt')} an arm, each way)"
     )
     return [f"{slug}: {how}; then `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
 
@@ -98,7 +101,7 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
         for way, launcher in (("warm", LauncherName.warm), ("cold", LauncherName.torchrun)):
-            print(f"{slug}: {times} attempts an arm, {way}", file=sys.stderr, flush=True)
+            print(f"{slug}: {counted(times, 'attempt')} an arm, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
             prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))
             summary = workplace.execute(prepared, lambda event: None, stop, on_warning=_say)

@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
         if wrong and ("/" in wrong or Path(wrong).is_dir()):
             raise ConfigError(f"repro claims takes claims by their ids; a folder of results: --from {wrong}")
         if wrong:
-            raise unknown("claim", wrong, known, "repro claims")
+            raise unknown("claim", wrong, known)
         found = [known[name] for name in dict.fromkeys(named)]
     if args.json:
         print_json([asdict(row) for row in found])

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro_matrix.conf.counted import counted
+
 if TYPE_CHECKING:
     from repro_matrix.conf.schema import Case
     from repro_matrix.matching.known import Answer, Failure, Known
@@ -117,9 +119,9 @@ def _stored_json(case: Case, versions: Mapping[str, str]) -> dict[str, Any]:
 
 def _text(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) -> list[str]:
     name = "standard input" if path == "-" else path
-    out = [f"{name}: {seen.lines} lines{_versions(seen)}"]
+    out = [f"{name}: {counted(seen.lines, 'line')}{_versions(seen)}"]
     if seen.unread:
-        out.append(f"  it is full of errors: {seen.unread} lines in its middle were not read")
+        out.append(f"  it is full of errors: {counted(seen.unread, 'line')} in its middle not read")
     for remark in answer.remarks:
         out += [f"  warns of {remark.case} ({remark.signature}): {cases[remark.case].title}"]
         out += [f"    line {remark.line}: {_short(answer.evidence[remark.line])}"]

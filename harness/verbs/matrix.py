@@ -13,6 +13,7 @@ from typing import Any
 
 from repro_matrix.cell.document import Document
 from repro_matrix.conf import arguments
+from repro_matrix.conf.counted import counted
 from repro_matrix.conf.errors import ConfigError, ReproError
 from repro_matrix.diff import show, sides
 from repro_matrix.diff.compare import Diff, compare
@@ -150,7 +151,7 @@ def measure(
         if summary.interrupted:
             print_wrapped(_interrupted(prepared, summary.documents))
         print_wrapped(
-            f"{summaries.counted(summary.attempts, 'attempt')} ({summary.reused} more reused), {summary.cpu_s:.0f} "
+            f"{counted(summary.attempts, 'attempt')} ({summary.reused} more reused), {summary.cpu_s:.0f} "
             f"CPU-seconds ({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s"
         )
         elsewhere = f"measured elsewhere than on {prepared.profiles[0].name}"

@@ -169,7 +169,7 @@ def _selection(words: list[str]) -> dict[str, list[str]]:
     for word in words:
         axis, _, value = word.partition("=")
         if axis not in AXES:
-            raise unknown("axis", axis, AXES, "repro report")
+            raise unknown("axis", axis, AXES)
         found[axis] = [part.strip() for part in value.split(",")]
     return found
 
