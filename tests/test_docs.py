@@ -56,6 +56,11 @@ def test_a_command_is_taken_as_it_stands(name: str) -> None:
         pytest.fail(f"{name}: {error}")
 
 
+def test_every_verb_has_a_command_line_that_can_be_copied() -> None:
+    shown = {words[1] for words in COMMANDS.values() if words[0] == "repro"}
+    assert not cli.VERBS.keys() - shown, "in the README or a page of docs/"
+
+
 def test_a_make_target_is_there() -> None:
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}

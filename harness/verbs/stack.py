@@ -84,7 +84,7 @@ def _show(args: argparse.Namespace) -> int:
         for item in found
     ]
     rows.sort(key=lambda row: row[0])
-    print_table("", ["stack", "key", "state", "size", "used", "versions"], rows)
+    print_table("", ["stack", "key", "state", "size", "used", "versions"], rows, narrow=("versions",), fold=True)
     return 0
 
 
