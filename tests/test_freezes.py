@@ -110,6 +110,14 @@ def test_what_is_no_freeze(text: str, said: str) -> None:
         parse(text, "a")
 
 
+def test_a_freeze_that_has_a_clone_alone_is_told_what_is_wrong_with_that() -> None:
+    clone = parse("transformers @ git+https://github.com/huggingface/transformers@abc\n", "new")
+    with pytest.raises(
+        ConfigError, match=r"transformers is no release of an index \(old: 4\.45\.2; new: transformers @"
+    ):
+        compared(Freeze("old", {"transformers": "4.45.2"}), clone)
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.txt: No such file"):
         freezes.read(tmp_path / "no.txt")

@@ -11,6 +11,7 @@ from judging import observation, ok, record
 from repro_matrix import cli
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.counted import counted
+from repro_matrix.judge.outcome import Outcome
 from repro_matrix.script import failure, show
 
 
@@ -100,6 +101,13 @@ def test_a_traceback_of_a_rank_that_ended_well_is_said() -> None:
         observed({}, {"log_tail": tail})
     )
     assert "traceback" not in notes(observed({}, {}))
+    for ranks, said in ((({}, {"log_tail": tail}), True), (({}, {}), False)):
+        made = {
+            "observation": observed(*ranks),
+            "outcome": Outcome("clean", "every rank ended with exit code 0").to_json(),
+        }
+        document: Any = {"attempts": [made], "failure": {"text": "KeyError"}, "command": "train.py", "stack": {}}
+        assert ("a traceback" in list(show.lines(document))[1]) == said, "beside the answer, not only at the end"
 
 
 def test_ranks_that_disagree_on_a_metric_are_said(tmp_path: Path) -> None:

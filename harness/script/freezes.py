@@ -54,7 +54,7 @@ def parse(text: str, path: str) -> Freeze:
         found = _conda(text, path)
     else:
         found = _pip(text, path)
-    if not found.pins:
+    if not found.pins and not found.apart:
         raise ConfigError(f"{path}: no package with its version in it (pip freeze, uv.lock, poetry.lock, conda list)")
     return found
 

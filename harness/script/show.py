@@ -25,7 +25,9 @@ def lines(document: Document) -> Iterator[str]:
     count = Counter(outcome["outcome"] for outcome in outcomes)
     asked = document["failure"].get("text")
     yield f"{document['command']}" + (f"   (the failure: {asked})" if asked else "")
-    yield ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in count.most_common())
+    told = ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in count.most_common())
+    printed = {text for each in attempts for text in _tracebacks(each["observation"])}
+    yield told + ("; but a rank printed a traceback, and ended well: see the notes" if printed else "")
     yield from (f"  note: {text}" for text in document["stack"].get("changed", [])[:FRAMES])
     shown = next((a for a in attempts if a["outcome"]["outcome"] != "clean"), attempts[0] if attempts else None)
     if shown is None:
@@ -55,13 +57,16 @@ def _where(shown: Made) -> Iterator[str]:
     yield first + (f" ({primary['where']})" if primary["where"] else "")
 
 
-def _printed(observation: Observation) -> Iterator[str]:
-    """What ranks printed that nobody's record has: tracebacks of ranks that ended well, metrics that differ."""
+def _tracebacks(observation: Observation) -> Iterator[str]:
+    """Those of ranks that ended well: no answer is of them (it may have been dealt with), and a reader decides."""
     for rank in observation["ranks"]:
         if rank["exit_code"] == 0 and not (rank["record"] and rank["record"]["exception"]):
             for one in tracebacks(rank["log_tail"])[-1:]:
                 said = plain(one["message"])
                 yield f"rank {rank['rank']} printed a traceback of {one['type']}: {said} and ended with exit code 0"
+
+
+def _differing(observation: Observation) -> Iterator[str]:
     printed = observation.get("printed")
     values = printed.get("by_rank", {}) if printed else {}
     if len(set(values.values())) > 1:
@@ -97,7 +102,8 @@ def _notes(observation: Observation) -> Iterator[str]:
     printed = observation.get("printed")
     if printed and printed["cut"]:
         yield "a log of more than 64 MiB was cut; what stood in the part that is gone was not looked at"
-    yield from _printed(observation)
+    yield from _tracebacks(observation)
+    yield from _differing(observation)
     for rank in attempt.ranks:
         threads = [note for note in rank.notes if note.name == "threading"]
         if threads:
