@@ -177,6 +177,16 @@ def test_what_cannot_stand_alone_is_said() -> None:
         bundle("X = __file__\n\n\ndef body(run):\n    return X\n", {}, {}, "it")
 
 
+def test_a_stack_that_is_not_built_is_no_unknown_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    assert cli.main(["export", "fsdp-uniform-dtype", "--stack", "colossalai"]) == 2
+    said = capsys.readouterr().err
+    assert "it is not built here: `repro stack build colossalai`; nor is fsdp-uniform-dtype/broken stored" in said
+    assert "unknown" not in said and "did you mean" not in said
+
+
 def test_an_arm_case_or_stack_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     there = tmp_path / "there.py"
     there.write_text("mine")

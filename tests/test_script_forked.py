@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from probing import world
 from test_script import FINE
-from test_script_bisect import BISECT, Lab, before, error, found, lab
+from test_script_bisect import BISECT, Lab, before, error, found, lab, number
 
 from repro_matrix import stacks
 from repro_matrix.bisection.probe import Target
@@ -174,6 +174,16 @@ def test_what_an_answer_rests_on_is_launched_from_cold_as_what_could_be_had(
     rests_on = {data["stages"][0][side]["name"].removeprefix("transformers ") for side in ("good", "bad")}
     assert {(release, False) for release in rests_on} <= set(two)
     assert ("the search was made again" in data["report"]) == otherwise
+
+
+def test_a_metric_that_is_noisy_is_the_same_answer_from_cold(
+    lab: Lab, two: list[tuple[str, bool]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise = iter(range(1, 10_000))
+    lab.observe = lambda v: number((1.0 if before(v, "4.40") else 2.0) + next(noise) / 1e6)
+    data = found(lab, capsys, *BISECT, "--metric", "loss")
+    assert data["stages"][0]["bad"]["name"] == "transformers 4.40.0"
+    assert "from cold" not in data["report"]
 
 
 def test_the_launcher_can_be_said(lab: Lab, two: list[tuple[str, bool]], capsys: pytest.CaptureFixture[str]) -> None:

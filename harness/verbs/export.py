@@ -83,8 +83,9 @@ def exported(slug: str, arm: str, overrides: Iterable[str] = (), stack: str | No
     stored = measured(documents, found, name, dict(have.versions) if have else {}, defaults)
     versions = dict(stored.versions) if stored else dict(have.versions) if have else {}
     if not versions:
-        known = sorted({*prepared.catalogue.stacks, *(document["stack"]["name"] for document in documents)})
-        raise unknown("stack", name, known, f"{absent or found.skipped}; nor is {slug}/{arm} stored with it")
+        stored_with = ", ".join(sorted({document["stack"]["name"] for document in documents})) or "none"
+        why = f"{absent or found.skipped}; nor is {slug}/{arm} stored with it (there are: {stored_with})"
+        raise ConfigError(why)
     settings = _of_hardware(found.settings, case.needs.gpus)
     proven = stored is None or not stored.fails_by_itself
     repros, script = prepared.catalogue.repros, prepared.catalogue.script(case)
