@@ -141,3 +141,20 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     run.communicate(timeout=600)
     assert run.returncode == 130
     wait_for(lambda: not ours(tmp_path))
+
+
+def test_the_page_is_the_last_line_but_one_also_beside_another_run(tmp_path: Path) -> None:
+    asked = ("matrix", "case=ddp-module-bypass", "arms=[broken]", "repeat=1")
+    first = start(tmp_path, *asked)
+    said, err = first.communicate(timeout=800)
+    assert first.returncode == 0, err
+    page = tmp_path / "results" / "report.html"
+    assert said.splitlines()[-2] == f"page: {page}" and page.is_file()
+    assert "of 1 cell the broken arm alone was measured" in " ".join(said.split())
+    before = shutil.copytree(tmp_path / "results", tmp_path / "before")
+    again = start(tmp_path, *asked, "--against", str(before))
+    said, err = again.communicate(timeout=800)
+    assert again.returncode == 0, err
+    lines = said.splitlines()
+    assert lines[-2] == f"page: {page}" and lines[-1].startswith("exit code 0")
+    assert any(line.startswith("against") for line in lines[:-3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,18 @@ def test_stack_label_is_readable_and_safe() -> None:
         "torch2.13.0+cpu-tf5.23.0-abcdef"
     )
     assert "/" not in stores.stack_label({"torch": "a/b"}, "k" * 9)
+
+
+def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> None:
+    """`report --output /dev/null`, asked by root, put a file in the place of the device."""
+    pipe, seen = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: seen.append(pipe.read_bytes()))
+    reader.start()
+    stores.write_bytes(pipe, b"told")
+    reader.join(60)
+    assert seen == [b"told"] and pipe.is_fifo() and [each.name for each in tmp_path.iterdir()] == ["pipe"]
+    (tmp_path / "real").write_text("before")
+    (tmp_path / "link").symlink_to("real")
+    stores.write_text(tmp_path / "link", "after")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "after"

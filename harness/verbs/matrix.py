@@ -160,6 +160,10 @@ def measure(
             print_wrapped(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
         print_wrapped(*(f"{count} of them started from cold: {why}" for why, count in summary.cold.most_common()))
         print_wrapped(*(f"note: {text}" for text in [*prepared.changed(), *summary.cards]))
+        if changed and before and not (summary.problem or summary.interrupted or for_git):
+            print()
+            print_wrapped(f"against {show.described(before.name, before.briefs)}")
+            print_lines([*show.lines(changed, width=wide()), ""])
         print(f"documents: {totals['results']}")
         if written:
             print(f"page: {written}")
@@ -174,10 +178,6 @@ def measure(
     lacking |= prepared.unusable  # those of single arms, too: that they are skipped is no declared need
     for name in sorted(lacking):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
-    if changed and before and not args.json:
-        print()
-        print_wrapped(f"against {show.described(before.name, before.briefs)}")
-        print_lines(show.lines(changed, width=wide()))
     code = exit_code(
         summary.documents, prepared.settings.min_measured, stopped_early=bool(lacking or prepared.left_out)
     )

@@ -176,7 +176,7 @@ def _selection(words: list[str]) -> dict[str, list[str]]:
 
 def _target(args: argparse.Namespace, folders: list[Path], results: Path) -> Path | None:
     """None: stdout. Raises ResultsError: it would lie among the documents."""
-    if args.output == "-" or (args.output is None and args.format != "html"):
+    if args.output in ("-", "/dev/stdout") or (args.output is None and args.format != "html"):
         return None
     if args.output is None:
         own = results / "scratch" if args.baseline or not folders else folders[0]
