@@ -310,6 +310,24 @@ def test_a_commit_is_laid_over_a_stack(clone: Path, tmp_path: Path, monkeypatch:
     assert laid.extensions_dir == stack.extensions_dir
 
 
+def test_a_commit_is_of_the_version_that_its_source_says(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks say it, and differed from a plan that had the release's that it is laid over: no commit gave an answer."""
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    stack = Stack("base", "/python", dict(BASE), (), "k" * 16)
+    for source, said in (('__version__ = "4.40.0.dev0"', "4.40.0.dev0"), ("__version__ = 'of today'", "4.39.3")):
+        (clone / "src" / "transformers" / "__init__.py").write_text(f"state = 5\n{source}\n", encoding="utf-8")
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(clone), *who, "commit", "-qam", said], check=True)
+        head = subprocess.run(
+            ["git", "-C", str(clone), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+        )
+        commit = head.stdout.strip()
+        laid = open_clone(str(clone), "transformers").laid_over(stack, commit, "name")
+        assert laid.versions["transformers"] == f"{said}+g{commit[:10]}"
+
+
 def test_a_repository_that_does_not_serve(clone: Path, tmp_path: Path) -> None:
     opened = open_clone(str(clone), "transformers")
     with pytest.raises(ConfigError, match=r"no tag for transformers 4\.40\.1.*did you mean 'v4\.40\.0'"):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from repro_matrix.conf.errors import ConfigError, nearest
 from repro_matrix.paths import cache_dir
@@ -119,7 +119,7 @@ class Clone:
         """The stack with the package as it is in this commit."""
         root, folder = self.unpacked(commit)
         package = canonical(self.package)
-        version = stack.versions.get(package)
+        version = _version(root / folder) or stack.versions.get(package)
         local = f"{Version(version).public}+g{commit[:10]}" if version else f"0+g{commit[:10]}"
         return replace(
             stack,
@@ -159,6 +159,15 @@ class Clone:
         finally:
             shutil.rmtree(half, ignore_errors=True)
         return root, folder
+
+
+def _version(folder: Path) -> str | None:
+    """What a package's source says of its own version, where that stands there plainly: ranks say the same."""
+    found = re.search(r"""^__version__ = (['"])(.+?)\1""", (folder / "__init__.py").read_text(encoding="utf-8"), re.M)
+    try:
+        return Version(found[2]).public if found else None
+    except InvalidVersion:
+        return None
 
 
 def open_clone(path: str, package: str) -> Clone:
