@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from repro_matrix import cli
 from repro_matrix.conf.errors import ConfigError
+from repro_matrix.launch.cut_logs import CUT
 from repro_matrix.script import command, failure, launch, options, show
 from repro_matrix.script.failure import Failure, judge
 from repro_matrix.script.measure import Script, stored
@@ -111,6 +112,60 @@ def test_a_metric_by_its_last_value_and_never_without_one() -> None:
     assert outcome(wanted, at(float("nan"))) == "other_error"
     crashed = {**seen(rank(0, 1)), "printed": at(3.3)["printed"]}
     assert outcome(wanted, crashed) == "other_error", "that step's loss is as high in a healthy run"
+
+
+def test_numbers_that_json_has_not_are_no_healthy_ones() -> None:
+    """``-inf`` is not more than 3.2, and no loss either."""
+
+    def at(line: str, wanted: str) -> tuple[str, str]:
+        value = launch.metric_of(line, failure.metric(wanted))
+        found = {**FINE, "printed": {"log": [], "metric": [{"rank": 0, "value": value, "line": line}], "cut": False}}
+        json.dumps(found, allow_nan=False)
+        judged = judge(failure.metric(wanted), found, "train")
+        return judged.outcome, judged.reason
+
+    assert at("loss: -inf", "loss > 3.2") == ("other_error", "loss is -inf")
+    assert at('{"acc": Infinity}', "acc < 0.5") == ("other_error", "acc is inf")
+    assert at("loss: inf", "loss > 3.2") == ("fires", "loss is inf")
+
+
+def test_who_ends_late_while_it_is_looked_at_has_not_ended_by_then() -> None:
+    """A watcher lets ranks be that end between its two looks at the deadline."""
+
+    def ended(after: float) -> str:
+        ranks = [rank(0), rank(1)]
+        ranks[1]["record"]["ended"] = after
+        found = seen(*ranks, started=0.0)
+        found["attempt"]["working_s"] = 2.0
+        return outcome(Failure("hang", seconds=5), found)
+
+    assert ended(6.9) == "clean" and ended(7.1) == "fires"
+
+
+def test_lines_are_read_as_they_are_seen(tmp_path: Path) -> None:
+    """Without colours; what a progress bar writes over itself is several lines; of several numbers the last counts."""
+
+    def read(wanted: Failure, *logs: str) -> Any:
+        paths = [(number, tmp_path / f"{number}.log") for number in range(len(logs))]
+        for (_, path), text in zip(paths, logs):
+            path.write_text(text, encoding="utf-8")
+        found = launch.printed(paths, wanted)
+        return judge(wanted, {**FINE, "printed": found}, "train")  # type: ignore[typeddict-item]
+
+    red, plain = "\x1b[31m", "\x1b[0m"
+    assert read(failure.log("KNOWN BAD"), f"{red}KNOWN{plain} BAD\n").outcome == "fires"
+    assert read(failure.log("^KNOWN"), "10%\rKNOWN\n").reason == "KNOWN"
+    assert read(failure.metric("loss > 3"), f"loss: 1.0\nloss: {red}12.5{plain}\n").outcome == "fires"
+    assert read(failure.metric("loss > 3"), f"{red}loss{plain}: 12.5\r\n").outcome == "fires"
+    assert read(failure.metric("loss > 3"), "loss: 0.5\rloss: 9.5\rdone\n").reason == "loss is 9.5"
+    assert read(failure.metric("loss > 3"), "loss: 9 then loss: 0.5\n").outcome == "clean"
+    assert read(failure.metric("loss > 3"), "loss: 3,400.5\n").infra == "no-proof", "not 3"
+    assert read(failure.metric("loss > 3"), "loss: 1.2.3\n").infra == "no-proof"
+    gone = CUT.decode() + "x\n"
+    assert read(failure.metric("loss > 3"), gone, "loss: 0.1\n").infra == "no-proof", "rank 0 may have said another"
+    assert read(failure.metric("loss > 3"), gone + "loss: 0.1\n", "loss: 9\n").outcome == "clean"
+    assert read(failure.metric("loss > 3"), gone, "loss: 9\n").infra == "no-proof"
+    assert read(failure.log("never"), "y" * (1 << 20) + "never\n").infra == "no-proof", "so long a line is not read"
 
 
 def test_the_command_may_fail_alone_and_nothing_may_run() -> None:

@@ -109,6 +109,18 @@ def test_an_exception_is_known_whatever_becomes_of_the_excepthook(bench: Bench) 
     assert found["outcome"]["primary"]["type"] == "KeyError"
 
 
+def test_an_excepthook_that_ends_the_process_hides_nothing(bench: Bench) -> None:
+    found = bench.plain(
+        """
+        import os, sys
+        sys.excepthook = lambda *about: os._exit(0)
+        raise RuntimeError("boom")
+    """,
+        failure.error("RuntimeError: boom"),
+    )
+    assert found["outcome"]["outcome"] == "fires"
+
+
 def test_the_environments_own_sitecustomize_is_imported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.write("import builtins; builtins.was_here = 7", "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(bench.folder))

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 HEADER = "Traceback (most recent call last)"
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _TIME = re.compile(
     r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
     r"(?: \[?(?:stderr|stdout)\]?[F:]?)?\s?"
@@ -51,7 +51,7 @@ class Labels:
     def split(self, raw: bytes, number: int) -> Line:
         text = raw.decode("utf-8", errors="replace").rstrip()
         if "\x1b" in text:
-            text = _ANSI.sub("", text)
+            text = ANSI.sub("", text)
         label, rank, text = self._known(text)
         if not label:
             for prefix, of in self.learned.items():

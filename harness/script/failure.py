@@ -38,6 +38,7 @@ from repro_matrix.matching.scan import Texts, scan
 
 SIGNATURE = "failure"  # the one thing that a script is asked for
 NOTHING_RAN = {"launch", "lost"}
+INFINITE = 1e308  # stands for what JSON has no number for
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 
@@ -105,7 +106,7 @@ def metric(written: str) -> Failure:
         if re.compile(pattern).groups != 1:
             raise ConfigError(f"--metric {written!r}: the expression needs one group, around the number")
     else:
-        pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=\s]\s*{_NUMBER}(?![\w])"
+        pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=\s]\s*{_NUMBER}(?!\w|[.,]\d)"
     limit = 0.0
     if found["op"]:
         try:
@@ -182,25 +183,28 @@ def judge(failure: Failure, observation: Observation, name: str) -> Outcome:
     bad = _bad_end(first, attempt, observation)
     if bad:
         return Outcome("other_error", bad, (), primary)
+    if _gone(failure, observation):
+        said = "no-proof: a log was cut (64 MiB; a line: 1 MiB), and what is asked for may have stood in what is gone"
+        return Outcome("infra", said, (), primary, infra="no-proof")
     if failure.kind == "metric":
         values = printed_values(observation)
         if not values:
             said = f"no-proof: no line of any rank had a number for {failure.text!r}"
             return Outcome("infra", said, (), primary, infra="no-proof")
         rank, value = values[-1]
-        if not math.isfinite(value):
-            said = f"{failure.names_metric} is {value}"
+        if not math.isfinite(value) or abs(value) >= INFINITE:
+            said = f"{failure.names_metric} is {number(value)}"
             return Outcome("other_error", said, (), Primary(rank, "metric", said, ""))
-        return Outcome("clean", f"{failure.names_metric} is {value:g}")
-    printed = observation.get("printed")
-    if failure.kind == "log" and printed and printed["cut"]:
-        said = "no-proof: a log of more than 64 MiB was cut, and the line may have stood in what is gone"
-        return Outcome("infra", said, (), primary, infra="no-proof")
+        return Outcome("clean", f"{failure.names_metric} is {number(value)}")
     unseen = sum(rank.exit_code is None for rank in attempt.ranks)  # never started, or without a trace
     if unseen:
         seen_of = f"{len(attempt.ranks) - unseen} of {len(attempt.ranks)} ranks were seen to"
         return Outcome("clean", f"the command ended with exit code 0; {seen_of}")
     return Outcome("clean", "every rank ended with exit code 0")
+
+
+def number(value: float) -> str:
+    return f"{math.copysign(math.inf, value) if abs(value) >= INFINITE else value:g}"
 
 
 def _lost(infra: Infra | None, primary: Primary | None) -> Outcome:
@@ -221,8 +225,8 @@ def _seen(
     failure: Failure, attempt: Attempt, failures: Failures, first: RankFailure | None, observation: Observation
 ) -> Shown | None:
     if failure.kind == "hang":
-        return (tuple(range(len(attempt.ranks))), "hang", f"not ended within {failure.seconds:g} s") \
-            if attempt.timed_out else None  # fmt: skip
+        late = attempt.timed_out or _worked_s(attempt, observation) > failure.seconds
+        return (tuple(range(len(attempt.ranks))), "hang", f"not ended within {failure.seconds:g} s") if late else None
     if failure.kind == "any":
         bad = None if attempt.timed_out else _bad_end(first, attempt, observation)
         return None if not bad else ((first.rank if first else 0,), "exception", _line(first) if first else bad)
@@ -248,11 +252,34 @@ def _seen(
         values = printed_values(observation)
         # The last number of a run that was cut short is that of an earlier step: a healthy run has it there, too.
         cut = attempt.timed_out or _bad_end(first, attempt, observation)
-        if cut or not values or not failure.op or not _compare(values[-1][1], failure.op, failure.limit):
+        if (
+            cut
+            or _gone(failure, observation)
+            or not values
+            or not failure.op
+            or not _compare(values[-1][1], failure.op, failure.limit)
+        ):
             return None
         rank_of, value = values[-1]
-        return (rank_of,), "oracle", f"{failure.names_metric} is {value:g}"
+        return (rank_of,), "oracle", f"{failure.names_metric} is {number(value)}"
     return _as_learned(failure, attempt, failures, first)
+
+
+def _gone(failure: Failure, observation: Observation) -> bool:
+    """Whether what is asked for may have stood in the part of a log that was cut off. The end of one is kept, so that
+    the first rank's last number is its last; where that has none left, another would speak for it."""
+    printed = observation.get("printed")
+    if not printed or not printed.get("cut"):
+        return False
+    values = printed_values(observation)
+    return failure.kind == "log" or (failure.kind == "metric" and (not values or values[-1][0] != 0))
+
+
+def _worked_s(attempt: Attempt, observation: Observation) -> float:
+    """How long the ranks were at their work, as they say it: those that ended while they were looked at whether they
+    move were ended by nobody, and were too late all the same."""
+    began = observation["attempt"]["started"] + (observation["attempt"].get("working_s") or 0.0)
+    return max((ended - began for rank in attempt.ranks if (ended := rank.record.get("ended"))), default=0.0)
 
 
 def _in_thread(failure: Failure, attempt: Attempt) -> Shown | None:

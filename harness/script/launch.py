@@ -22,14 +22,15 @@ from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, prep
 from repro_matrix.launch.cold import Reaped
 from repro_matrix.launch.cut_logs import CUT
 from repro_matrix.launch.watch import Watch, read_launch
+from repro_matrix.matching.lines import ANSI
 from repro_matrix.script.command import Command
-from repro_matrix.script.failure import Failure
+from repro_matrix.script.failure import INFINITE, Failure
 from repro_matrix.script.traceback_text import tracebacks
 
 WORKER = Path(__file__).resolve().parents[1] / "worker" / "command.py"
 HOOKS = WORKER.with_name("hooks")
 PRINTED = 200  # lines kept of what a definition looks for
-LINE = 1000  # characters kept of one
+LINE, SEARCHED = 1000, 1 << 20  # characters kept of one, and those that are looked at
 SPAWNED = {"ProcessRaisedException"}  # of torch.multiprocessing: carries its child's traceback as text
 
 
@@ -109,12 +110,14 @@ def printed(logs: list[tuple[int, Path]], failure: Failure) -> Json:
                     out["cut"] = out["cut"] or CUT.strip() in raw
                     if failure.kind not in ("log", "metric"):
                         continue
-                    line = raw[:LINE].decode("utf-8", errors="replace").rstrip("\n")
-                    if failure.kind == "log" and re.search(failure.pattern, line):
-                        out["log"].append({"rank": rank, "line": line})
-                    value = metric_of(line, failure) if failure.kind == "metric" else None
-                    if value is not None:
-                        out["metric"].append({"rank": rank, "value": value, "line": line})
+                    for line in lines(raw):
+                        out["cut"] = out["cut"] or len(line) > SEARCHED
+                        line = line[:SEARCHED]
+                        if failure.kind == "log" and re.search(failure.pattern, line):
+                            out["log"].append({"rank": rank, "line": line[:LINE]})
+                        value = metric_of(line, failure) if failure.kind == "metric" else None
+                        if value is not None:
+                            out["metric"].append({"rank": rank, "value": value, "line": line[:LINE]})
         except OSError:
             continue
     if failure.kind == "metric" and out["metric"]:
@@ -122,6 +125,12 @@ def printed(logs: list[tuple[int, Path]], failure: Failure) -> Json:
         speaks = out["metric"][0]["rank"]  # the first rank that prints it speaks for the attempt
         out["metric"] = [item for item in out["metric"] if item["rank"] == speaks]
     return {**out, "log": out["log"][-PRINTED:], "metric": out["metric"][-PRINTED:]}
+
+
+def lines(raw: bytes) -> list[str]:
+    """A line of a log as it is read: without colours; what a progress bar writes over itself is several."""
+    text = ANSI.sub("", raw.decode("utf-8", errors="replace").rstrip("\r\n"))
+    return text.split("\r")
 
 
 def metric_of(line: str, failure: Failure) -> float | None:
@@ -133,10 +142,14 @@ def metric_of(line: str, failure: Failure) -> float | None:
             value = None
         if isinstance(value, Mapping) and failure.names_metric in value:
             said = value[failure.names_metric]
-            return float(said) if isinstance(said, (int, float)) and not isinstance(said, bool) else None
-    found = re.search(failure.pattern, line, re.IGNORECASE)
+            return _stored(float(said)) if isinstance(said, (int, float)) and not isinstance(said, bool) else None
+    found = list(re.finditer(failure.pattern, line, re.IGNORECASE))
     try:
-        number = float(found[1]) if found else None
+        return _stored(float(found[-1][1])) if found else None
     except (TypeError, ValueError):
         return None
-    return number if number is None or not math.isinf(number) else math.copysign(1e308, number)
+
+
+def _stored(number: float) -> float:
+    """JSON has no infinity."""
+    return math.copysign(INFINITE, number) if math.isinf(number) else number

@@ -101,7 +101,7 @@ def _notes(observation: Observation) -> Iterator[str]:
         yield f"it left processes behind, which were ended: {left} (what they would have done is not known)"
     printed = observation.get("printed")
     if printed and printed["cut"]:
-        yield "a log of more than 64 MiB was cut; what stood in the part that is gone was not looked at"
+        yield "a log was cut (64 MiB; a line: 1 MiB); what stood in the part that is gone was not looked at"
     yield from _tracebacks(observation)
     yield from _differing(observation)
     for rank in attempt.ranks:

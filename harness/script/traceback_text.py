@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 
 from repro_matrix.cell.record import Exception_, Frame
+from repro_matrix.matching.lines import ANSI
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\[?(?:rank|default)?\s*\d+\]?:\s?)+")  # torchrun's [rank0]: and [default0]:
 _BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
@@ -17,7 +17,7 @@ _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 
 def tracebacks(text: str) -> list[Exception_]:
     """Every whole traceback, in the order of the text, in the shape of kit/record.py's ``describe_exception``."""
-    lines = [_PREFIX.sub("", _ANSI.sub("", line)) for line in text.splitlines()]
+    lines = [_PREFIX.sub("", ANSI.sub("", line)) for line in text.splitlines()]
     found = []
     for number, line in enumerate(lines):
         if line.strip() == _BEGIN:

@@ -116,6 +116,12 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
         record.data["finished"] = True
         record.write()
 
+    def heard(event: str, args: tuple[Any, ...]) -> None:
+        """Before any excepthook: one that the script has set may end the process."""
+        if event == "sys.excepthook" and isinstance(args[2], BaseException):
+            failed(args[2])
+
+    sys.addaudithook(heard)
     sys.excepthook, threading.excepthook = on_exception, on_thread
     atexit.register(at_end)
     with open(os.path.join(folder, f"phases-{rank}.txt"), "a") as phases:
