@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from fake_nvml import Card
 
 ARCH = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
@@ -20,6 +23,14 @@ def lines(gpus: int = 2, **said: Any) -> list[dict[str, Any]]:
     found = {"torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "gloo": True, "nccl": True, "gpus": gpus}
     found |= {"arch_list": ARCH, "nccl_version": "2.28.9"} | said
     return [found, *({"device": device} for device in found.pop("devices", devices)), {"stage": "done"}]
+
+
+def devices_of(cards: Sequence[Card]) -> list[dict[str, Any]]:
+    """What torch says of these."""
+    return [
+        {"index": i, "touched": True, "error": None, "name": card.name, "capability": "{}.{}".format(*card.capability)}
+        for i, card in enumerate(cards)
+    ]
 
 
 def python_that_says(folder: Path, *said: dict[str, Any], rehearse: bool = False) -> Path:

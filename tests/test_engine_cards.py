@@ -96,7 +96,7 @@ def test_a_card_that_falls_off_ends_its_attempt_which_is_made_once_more_elsewher
     assert summary.cards == [f"gpu0 ({nvml.cards[0].uuid}) is not used any more: Xid 79"]
 
 
-@pytest.mark.parametrize("fault", ["lost", "ecc"])
+@pytest.mark.parametrize("fault", ["lost", "ecc", "mig"])
 def test_a_card_found_broken_when_its_attempt_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -108,12 +108,14 @@ def test_a_card_found_broken_when_its_attempt_has_ended(
         used.append(attempt.gpus)
         if len(used) == 1 and fault == "lost":
             nvml.cards[1].lost = True
+        elif len(used) == 1 and fault == "mig":
+            nvml.cards[1].mig = ["MIG-1"]
         elif len(used) == 1:
             nvml.cards[1].ecc_uncorrected = 7
 
     summary = on_cards(tmp_path, nvml, Fake(break_it))
     assert len(used) == 3 and nvml.cards[1].uuid in used[0] and all(nvml.cards[1].uuid not in gpus for gpus in used[1:])
-    words = "GPU is lost" if fault == "lost" else "ECC: 2 uncorrected memory errors"
+    words = {"lost": "GPU is lost", "ecc": "ECC: 2 uncorrected memory errors", "mig": "it is in MIG mode"}[fault]
     assert words in summary.cards[0] and verdicts(summary) == {"root-call": "FIX_HOLDS"}
 
 

@@ -127,6 +127,7 @@ REFUSED = {
     "prohibited": (FakeNvml([Card(mode="prohibited")]), {}, "compute mode is prohibited"),
     "held": (FakeNvml([Card(mode="exclusive_process", processes=[Process(99999999)])]), {}, "pid 99999999"),
     "lost": (FakeNvml([Card(lost=True)]), {}, "GPU is lost"),
+    "not to be told apart": (FakeNvml([Card(uuid="GPU-a"), Card(uuid="GPU-a")]), {}, "2 cards say that they are GPU-a"),
     "a container without NVML": (NO_LIBRARY, {"NVIDIA_VISIBLE_DEVICES": "all"}, "libraries have to be handed in"),
     "a list, and no NVML": (NO_LIBRARY, {"CUDA_VISIBLE_DEVICES": "0"}, "'0', which is no GPU"),
 }  # fmt: skip

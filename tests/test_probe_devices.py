@@ -70,11 +70,25 @@ def test_an_error_that_no_build_mends_is_not_answered_with_one() -> None:
 
 
 def test_one_bad_card_is_named() -> None:
+    assert "it told of 1 of 2 devices" in wrong(devices=[{"error": None}])
     bad = [{"error": None}, {"error": "AcceleratorError: CUDA error: uncorrectable ECC error encountered"}]
     text = wrong(devices=bad)
     assert (
         "GPU 1 (GPU-1): AcceleratorError" in text and "CUDA_VISIBLE_DEVICES without it" in text and "GPU-0" not in text
     )
+
+
+def test_torchs_devices_are_the_cards_that_nvml_tells_of() -> None:
+    """In another order what is leased is not what is measured on."""
+    assert "it sees 8 of 2" in wrong(gpus=8)
+    other = [{"error": None, "name": "NVIDIA H200", "capability": "9.0"}, {"error": None, "capability": "8.0"}]
+    text = wrong(devices=other)
+    assert (
+        "its device 0 is NVIDIA H200 (compute capability 9.0), where NVML has GPU 0: NVIDIA A100-SXM4-80GB (8.0)"
+        in text
+    )
+    silent = replace(TWO, gpus=tuple(replace(card, capability=None) for card in CARDS))
+    assert problem(found(devices=other), STACK, silent, MACHINE) is None, "NVML does not tell"
 
 
 def test_nccl_is_asked_for_only_where_it_is_used() -> None:
@@ -93,7 +107,8 @@ def test_nccl_is_asked_for_only_where_it_is_used() -> None:
 )  # fmt: skip
 def test_a_card_needs_kernels_of_its_architecture(capability: str | None, arch: list[str], works: bool) -> None:
     profile = replace(TWO, gpus=(replace(CARDS[0], capability=capability),))
-    text = problem(found(gpus=1, arch_list=arch), STACK, profile, MACHINE)
+    same = {"index": 0, "touched": True, "error": None, "name": A100, "capability": capability}
+    text = problem(found(gpus=1, arch_list=arch, devices=[same]), STACK, profile, MACHINE)
     assert (text is None) == works
     assert works or f"no kernels for {A100} (compute capability {capability})" in str(text)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_nvml import H200, Card, FakeNvml, Process
-from fake_stack import lines, python_that_says
+from fake_stack import devices_of, lines, python_that_says
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 BUSY = Process(4242, 30000)
@@ -19,7 +19,7 @@ BUSY = Process(4242, 30000)
 
 def matrix(tmp_path: Path, cards: list[Card], *words: str) -> tuple[int, str, dict[str, Any]]:
     """Exit code, what was said, and each document by its hardware and case."""
-    python = python_that_says(tmp_path, *lines(len(cards)), rehearse=True)
+    python = python_that_says(tmp_path, *lines(len(cards), devices=devices_of(cards)), rehearse=True)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     env |= FakeNvml(cards).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "repro_matrix.cli", "matrix", *words]

@@ -47,6 +47,7 @@ class CardState:
     remap_failed: bool = False
     recovery: str | None = None  # what NVML says the card needs
     lost: str | None = None  # NVML's error where it says nothing of the card any more (it fell off the bus)
+    mig: bool = False  # it was put into MIG mode: what is there now are parts of it
 
     @property
     def foreign(self) -> tuple[GpuProcess, ...]:
@@ -58,6 +59,8 @@ class CardState:
         """Why nothing may be launched on the card, in words, or None."""
         if self.lost:
             return self.lost
+        if self.mig:
+            return "it is in MIG mode; what is measured needs whole GPUs"
         if self.recovery:
             return f"NVML says that it needs {self.recovery}"
         return "its memory has faulty rows that could not be replaced" if self.remap_failed else None

@@ -7,6 +7,7 @@ as nothing seen; only errors that say that the card is gone or must be reset mak
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -42,12 +43,23 @@ def read() -> Cards:
         driver = _text(nvml.nvmlSystemGetDriverVersion())
         number = _ask(nvml.nvmlSystemGetCudaDriverVersion)
         cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
-        seen = tuple(_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        seen = _told_apart([_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
         return Cards(seen, driver, cuda)
     except nvml.NVMLError as error:
         return Cards(error=f"NVML: {error}")
     finally:
         _ask(nvml.nvmlShutdown)  # a driver that fails half-way fails here, too
+
+
+def _told_apart(cards: Sequence[Gpu | LeftOut]) -> tuple[Gpu | LeftOut, ...]:
+    """Cards are asked for, leased and recorded by UUID: of those that share one none can be used."""
+    count = Counter(card.uuid for card in cards if card.uuid)
+    return tuple(
+        LeftOut(card.index, card.name, card.uuid, f"{count[card.uuid]} cards say that they are {card.uuid}")
+        if count[card.uuid] > 1 and isinstance(card, Gpu)
+        else card
+        for card in cards
+    )
 
 
 def _card(nvml: Any, index: int) -> Gpu | LeftOut:
@@ -58,13 +70,12 @@ def _card(nvml: Any, index: int) -> Gpu | LeftOut:
         memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total // MIB)
     except nvml.NVMLError as error:
         return LeftOut(index, name, uuid, f"NVML: {error}")
-    mig = _ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
-    if mig:
-        return LeftOut(index, name, uuid, "it is in MIG mode; what is measured needs whole GPUs")
     mode = _MODES.get(_ask(lambda: nvml.nvmlDeviceGetComputeMode(handle)) or 0, "default")
     if mode == "prohibited":
         return LeftOut(index, name, uuid, "its compute mode is prohibited (nvidia-smi -c 0 allows computing)")
     state = _state(nvml, handle)
+    if state.mig:
+        return LeftOut(index, name, uuid, str(state.sick))
     if mode.startswith("exclusive") and state.foreign:
         return LeftOut(index, name, uuid, f"its compute mode is {mode} and {state.foreign[0]} holds it")
     if state.sick:
@@ -198,6 +209,7 @@ def _state(nvml: Any, handle: Any) -> CardState:
         ecc_uncorrected=_ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))),
         remap_pending=bool(rows[2]),
         remap_failed=bool(rows[3]),
+        mig=bool(_ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])),
         recovery=_recovery(nvml, handle),
     )
 

@@ -159,8 +159,11 @@ def _why(found: Mapping[str, Any], profile: Profile, machine: Machine) -> tuple[
         return f"{found['init_error']}{needs}", old
     if found.get("failed"):
         return f"the probe (at: {found.get('stage')}) {found['failed']}", False
-    if int(found.get("gpus") or 0) < len(profile.gpus):
+    if int(found.get("gpus") or 0) != len(profile.gpus):
         return f"it sees {found.get('gpus')} of {len(profile.gpus)}", False
+    others = _other_cards(found["devices"], profile.gpus)
+    if others:
+        return others, False
     lacking = _without_kernels(found.get("arch_list") or [], profile.gpus)
     if lacking:
         return f"it has no kernels for {lacking} (it has: {', '.join(found['arch_list'])})", True
@@ -174,6 +177,18 @@ def _why(found: Mapping[str, Any], profile: Profile, machine: Machine) -> tuple[
         return "; ".join(broken) + rest, "no kernel image" in broken[0]
     if profile.backend == "nccl" and not found.get("nccl"):
         return "it was built without NCCL", True
+    return None
+
+
+def _other_cards(devices: Sequence[Mapping[str, Any]], gpus: Sequence[Gpu]) -> str | None:
+    """Whether torch's devices are the cards that NVML tells of, in that order, as far as both say."""
+    if len(devices) != len(gpus):
+        return f"it told of {len(devices)} of {len(gpus)} devices"
+    for place, (device, gpu) in enumerate(zip(devices, gpus)):
+        capability = device.get("capability")
+        if capability and gpu.capability and capability != gpu.capability:
+            seen = f"{device.get('name')} (compute capability {capability})"
+            return f"its device {place} is {seen}, where NVML has GPU {gpu.index}: {gpu.name} ({gpu.capability})"
     return None
 
 

@@ -159,7 +159,8 @@ def measure(
         if prepared.left:
             print_wrapped(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
         print_wrapped(*(f"{count} of them started from cold: {why}" for why, count in summary.cold.most_common()))
-        print_wrapped(*(f"note: {text}" for text in [*prepared.changed(), *summary.cards]))
+        lost = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
+        print_wrapped(*(f"note: {text}" for text in [*prepared.changed(), *lost, *summary.cards]))
         if changed and before and not (summary.problem or summary.interrupted or for_git):
             print()
             print_wrapped(f"against {show.described(before.name, before.briefs)}")
