@@ -34,9 +34,12 @@ _own: set[Path] = set()  # those that it writes
 
 @dataclass(frozen=True)
 class Run:
+    """``left``: cells for which its budget had no room, "hardware stack key"; None: it does not say."""
+
     folder: Path
     texts: tuple[str, ...]  # the command line's overrides
     state: str
+    left: tuple[str, ...] | None = None
 
 
 def of(folder: Path) -> Path:
@@ -73,7 +76,8 @@ def read(folder: Path) -> Run | None:
     """The run whose folder it is, or None."""
     try:
         said = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return Run(folder, tuple(map(str, said["texts"])), str(said["state"]))
+        left = tuple(map(str, said["left"])) if "left" in said else None
+        return Run(folder, tuple(map(str, said["texts"])), str(said["state"]), left)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -103,9 +107,11 @@ def _new(root: Path) -> Path:
     raise OSError(0, "a thousand runs began in this second")
 
 
-def note(folder: Path, texts: Sequence[str], state: str) -> None:
-    """What was asked for, and whether all of it was measured; the folder is in use until this process ends."""
-    write_text(folder / MANIFEST, json.dumps({"schema": 1, "texts": list(texts), "state": state}) + "\n")
+def note(folder: Path, texts: Sequence[str], state: str, left: Sequence[str] | None = None) -> None:
+    """What was asked for, and whether all of it was measured; the folder is in use until this process ends. ``left``:
+    see ``Run``."""
+    said = {"schema": 1, "texts": list(texts), "state": state} | ({} if left is None else {"left": list(left)})
+    write_text(folder / MANIFEST, json.dumps(said) + "\n")
     _held.pop(folder.resolve(), None)
     _own.add(folder.resolve())
     _hold(folder)

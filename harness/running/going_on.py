@@ -65,11 +65,12 @@ def folder(
     fresh = not named and before is None
     root = Path(named).expanduser() if named else before or runs.begin(own_results.scratch(), texts)
     prepared.settings.results = str(root)
+    left = [" ".join((cell.hardware, cell.stack, cell.key)) for cell in prepared.left]
 
     def note(state: str) -> None:
         with contextlib.suppress(OSError):  # a folder that cannot be written to is said when documents are
             root.mkdir(parents=True, exist_ok=True)
-            runs.note(root, texts, state)
+            runs.note(root, texts, state, left)
 
     if not fresh:
         note(runs.UNFINISHED)

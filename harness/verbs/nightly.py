@@ -33,7 +33,8 @@ two locks, for --budget in all; what it has no time for goes on the next night. 
 GITHUB_REPOSITORY (GITHUB_API_URL) opened or updated, one for each case; the same texts always lie in --issues.
 
 exit codes: 1 an answer changed that nobody has dealt with (muted it, or closed the issue of this very change); else the
-exit code of the runs (--code)"""
+exit code of the runs (--code); else 3 where a file cannot be read, or what a green night measured is not there tonight
+and nothing says why"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +55,14 @@ def main(args: argparse.Namespace) -> int:
     from filelock import FileLock
 
     from repro_matrix.diff import sides
-    from repro_matrix.nights import kept, tonight
+    from repro_matrix.nights import asked as words
+    from repro_matrix.nights import gone, kept, tonight
     from repro_matrix.nights.night import of_briefs
     from repro_matrix.page.issue import issue
     from repro_matrix.results import muted
     from repro_matrix.results.exit_code import TOO_LITTLE
     from repro_matrix.running import budget
-    from repro_matrix.terminal.report import print_notes
+    from repro_matrix.terminal.report import print_notes, print_wrapped
     from repro_matrix.terminal.summary import counted
 
     name = _name(args.name)
@@ -79,15 +81,19 @@ def main(args: argparse.Namespace) -> int:
     with FileLock(str(folder / ".lock")):
         own = of_briefs(name, briefs).started
         ledger = kept.ledger(folder, [])
-        asked, name = name, _free(name, own, ledger)
-        if name != asked:
-            print_notes([f"a night {asked} is kept, of other measurements: tonight is {name}, and that one stays"])
+        given, name = name, _free(name, own, ledger)
+        if name != given:
+            print_notes([f"a night {given} is kept, of other measurements: tonight is {name}, and that one stays"])
         _keep_locks(folder, name, locks)
         # It may be told once more, or days later, from what a runner had uploaded before it was lost.
         others = [night for night in ledger if night.name != name]
         ledger = [night for night in others if night.started <= own]
         compared = tonight.since_green(briefs, ledger, lambda key, arm: any(m.covers(key, arm) for m in mutes))
-    print_notes([*_odd_clock(own, others), *compared.notes])
+    unread = [note for side in found for note in side.unread]
+    runs = [words.of(Path(one).expanduser(), side.briefs) for one, side in zip(args.folders, found)]
+    missing = gone.gone(briefs, ledger, runs, unread)
+    lost = [one for one in missing if not one.why]
+    print_notes([*_odd_clock(own, others), *compared.notes, *gone.notes(one for one in missing if one.why)])
     search = Searches(folder, name, seconds)
     by_case: dict[str, list[Changed]] = {}
     for one in compared.changed:
@@ -99,8 +105,7 @@ def main(args: argparse.Namespace) -> int:
     texts = Path(args.issues).expanduser() if args.issues else folder / "issues" / name
     dealt = _publish(made, texts)
     open_ = [one for one in made if one.case not in dealt]
-    unread = [note for side in found for note in side.unread]
-    code = 1 if open_ else args.code or (TOO_LITTLE if unread else 0)
+    code = 1 if open_ else args.code or (TOO_LITTLE if unread or lost else 0)
     with FileLock(str(folder / ".lock")):
         kept.keep(folder, of_briefs(name, briefs, code))
     told = (
@@ -109,7 +114,11 @@ def main(args: argparse.Namespace) -> int:
         else "no answer changed that is not dealt with"
     )
     print(f"night {name}: {counted(len(briefs), 'cell')}; {told}; kept in {folder / kept.FILE}")
-    why = "" if open_ or not code else ": that of the runs" if args.code else f": {len(unread)} files could not be read"
+    if lost:
+        print_wrapped(gone.told(lost))
+    little = [f"{counted(len(unread), 'file')} could not be read"] if unread else []
+    little += [f"{gone.count(lost)} of a green night gone"] if lost else []
+    why = "" if open_ or not code else ": that of the runs" if args.code else f": {'; '.join(little)}"
     print(f"exit code {code}{why}")
     return code
 
