@@ -482,7 +482,7 @@ def test_a_document_that_was_edited_is_named_in_every_format(stored: Path, capsy
         if name in ("junit", "json"):  # what a machine keeps
             assert "arm control: it says HEALTHY, its outcomes INCONCLUSIVE" in said.out, name
     (stored / "torn.jsonl").write_text("<<<<<<< HEAD\n")
-    assert main(["report", str(stored), "--format", "junit"]) == 0
+    assert main(["report", str(stored), "--format", "junit"]) == 3
     assert '<error message="' in (said := capsys.readouterr().out) and "torn.jsonl:1: damaged" in said
     (stored / "torn.jsonl").unlink()
     write_json(path, {**honest, "arms": {"control": {**honest["arms"]["control"], "fingerprint": "edited"}}})
@@ -538,9 +538,37 @@ def test_what_is_damaged_or_foreign_is_named_on_the_page(stored: Path) -> None:
     (stored / "cpu" / "broken.json").write_text("{not json")
     other = document({"broken": [("fires", BOOM)]}, {}, case="of-another-project")
     write_json(stored / "cpu" / "other.json", other)
-    assert main(["report", str(stored)]) == 0
+    assert main(["report", str(stored)]) == 3
     written = (stored / "report.html").read_text(encoding="utf-8")
     assert "damaged" in written and "of-another-project" in written
+
+
+def test_every_format_says_what_cannot_be_read_and_none_of_it_is_green(
+    stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(form: str) -> tuple[int, str]:
+        code = main(["report", str(stored), "--format", form])
+        return code, capsys.readouterr().out
+
+    whole = {form: told(form) for form in ("markdown", "json", "junit", "csv")}
+    assert {code for code, _ in whole.values()} == {0} and "cannot be read" not in whole["markdown"][1]
+    (stored / "cpu" / "broken.json").write_text("{not json")
+    later = {**document({"broken": [("fires", BOOM)]}, {}), "schema": 99}
+    write_json(stored / "cpu" / "later.json", later)
+    found = {form: told(form) for form in whole}
+    assert {code for code, _ in found.values()} == {3}
+    head = found["markdown"][1].split("differ")[0]
+    assert "**Of 2 documents nothing can be said: cannot be read.**" in head
+    assert "broken.json" in head and "later.json" in head and "Nothing differs" not in found["markdown"][1]
+    value = json.loads(found["json"][1])
+    jsonschema.validate(value, json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")))
+    assert ["broken.json" in text for text in value["unread"]] == [True, False] and len(value["notes"]) == 2
+    assert json.loads(whole["json"][1])["unread"] == []
+    errors = re.findall(r'<error message="([^"]*)" type="damaged"', found["junit"][1])
+    assert [name in text for name, text in zip(("broken.json", "later.json"), errors)] == [True, True]
+    assert found["csv"][1] == whole["csv"][1], "a table has no place for it"
+    assert main(["report", str(stored), "--site", str(stored.parent / "site")]) == 3
+    assert "exit code 3: 2 documents could not be read" in capsys.readouterr().err
 
 
 def test_the_catalogue_s_words_stand_beside_the_arms() -> None:

@@ -27,9 +27,10 @@ def as_json(
     made: str,
     unjudged: Mapping[str, str] = MappingProxyType({}),
     notes: Sequence[str] = (),
+    unread: Sequence[str] = (),
 ) -> str:
     """By results/schema/report-v1.schema.json. ``unjudged``: case -> why none of its documents is judged. ``notes``:
-    what was left out of the results, or says another thing than it shows."""
+    what was left out of the results, or says another thing than it shows; ``unread``: documents that cannot be read."""
     rows = list(arm_rows(cells))
     claims = [
         {"case": row.case, "id": row.id, "text": row.text, "source": row.source, "status": row.status,
@@ -40,7 +41,7 @@ def as_json(
     value = {"schema": SCHEMA, "made": made, "results": list(sources), "counts": dict(counts.most_common()),
              "rows": rows, "claims": claims,
              "unjudged": [{"case": case, "reason": reason} for case, reason in unjudged.items()],
-             "notes": [line(note, 1000) for note in notes]}  # fmt: skip
+             "unread": [line(note, 1000) for note in unread], "notes": [line(note, 1000) for note in notes]}  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
 
 
@@ -120,10 +121,11 @@ def as_markdown(
     unjudged: Mapping[str, str] = MappingProxyType({}),
     unfinished: Sequence[str] = (),
     expired: Sequence[str] = (),
+    unread: Sequence[str] = (),
 ) -> str:
     """For a job's summary or a comment: what changed first, always under ``MOST`` bytes. ``link``: to the page.
     ``unjudged``: case -> why none of its documents is judged. ``unfinished``: runs that did not get to their end.
-    ``expired``: mutes whose day is over."""
+    ``expired``: mutes whose day is over. ``unread``: documents that cannot be read."""
     out = _Short(MOST - 200)
     found = [(cell, arm) for cell in cells for arm in cell.arms]
     odd = {state: [item for item in found if item[1].expected == MARKS[state]] for state in (*ODD, "unset")}
@@ -133,9 +135,13 @@ def as_markdown(
         f"**{worst} arms differ from what is expected.**" if worst > 1 else "**One arm differs from what is expected.**"
     )
     nothing = "Of what was measured nothing differs from what is expected."
-    if not unjudged and not unfinished:
+    if not unjudged and not unfinished and not unread:
         nothing = "Nothing differs from what is expected."
     out.each([f"**{plain(text)}**\n" for text in (*unfinished, *expired)], "more")
+    if unread:
+        many = "documents" if len(unread) > 1 else "document"
+        out.add(f"**Of {len(unread)} {many} nothing can be said: cannot be read.**\n")
+        out.each([f"- {plain(told)}" for told in unread], "more")
     if unjudged:
         out.add(f"**Nothing can be said of {', '.join(map(plain, list(unjudged)[:8]))}.**\n")
         out.each([f"- {plain(reason)}" for reason in unjudged.values()], "more")

@@ -82,7 +82,8 @@ def read(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Seq
 
 @dataclass
 class Views:
-    """What a page is made of. ``drawn``: how its cases are."""
+    """What a page is made of. ``drawn``: how its cases are. ``damaged``: those of the notes that name evidence which
+    cannot be read."""
 
     views: list[CaseView] = field(default_factory=list)
     drawn: dict[str, Drawn] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Views:
     notes: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     unjudged: dict[str, str] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -107,6 +109,7 @@ def views(folders: Sequence[Path], catalogue: Catalogue, wanted: Mapping[str, Se
             found.views.append(one.view)
             found.drawn[one.view.slug] = one.drawn
         found.notes += [*one.notes, *one.damaged]
+        found.damaged += one.damaged
         controls += one.controls
         unknown |= one.unknown
     found.unjudged = _unjudged(unknown, catalogue)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from repro_matrix.conf.counted import counted
 from repro_matrix.conf.errors import ConfigError, ResultsError, nearest, unknown
 from repro_matrix.results import runs
 
@@ -23,6 +24,7 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "exit codes: 3 a document could not be read (the rest is told all the same), else 0"
     parser.add_argument(
         "overrides", nargs="*", metavar="RESULTS",
         help="results folders (default: results/scratch, the last run), several side by side; case=qwen15-* model= "
@@ -89,10 +91,10 @@ def main(args: argparse.Namespace) -> int:
         for name, content in pages.items():
             write(Path(args.site) / name, content)
         print(f"{len(pages)} pages: {Path(args.site) / 'index.html'}")
-        return 0
+        return _ended(found.damaged)
     elif args.format == "json":
         told = [str(folder) for folder in folders]
-        text = formats.as_json(found.cells, found.ledger, told, made, found.unjudged, found.notes)
+        text = formats.as_json(found.cells, found.ledger, told, made, found.unjudged, found.notes, found.damaged)
     elif args.format == "csv":
         text = tables.as_csv(found.cells)
     elif args.format == "parquet":
@@ -101,17 +103,27 @@ def main(args: argparse.Namespace) -> int:
         text = formats.as_junit(found.cells, found.unjudged, found.notes, [*found.damaged, *found.unfinished])
     else:
         text = formats.as_markdown(
-            found.cells, title_of(folders), "", found.unjudged, found.unfinished, found.expired
+            found.cells, title_of(folders), "", found.unjudged, found.unfinished, found.expired, found.damaged
         )  # fmt: skip
     if target is None:
         if isinstance(text, bytes):
             sys.stdout.buffer.write(text)
         else:
             sys.stdout.write(text)
+    else:
+        write(target, text)
+        print(target)
+    return _ended(found.damaged)
+
+
+def _ended(damaged: Sequence[str]) -> int:
+    """The exit code."""
+    from repro_matrix.results.exit_code import TOO_LITTLE
+
+    if not damaged:
         return 0
-    write(target, text)
-    print(target)
-    return 0
+    print(f"exit code {TOO_LITTLE}: {counted(len(damaged), 'document')} could not be read", file=sys.stderr)
+    return TOO_LITTLE
 
 
 def _nothing_found(
