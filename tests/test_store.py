@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from repro_matrix import cli
 from repro_matrix.conf.errors import ResultsError
 from repro_matrix.results import store as stores
 from repro_matrix.results.store import Store
@@ -235,3 +236,40 @@ def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to("real")
     stores.write_text(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "after"
+
+
+LINKS = [("gpu1/s/some-case/m.json", 3), ("gpu1/s/some-case", 3), ("gpu1/s", 2), ("gpu1", 2)]
+
+
+@pytest.mark.parametrize(("below", "left"), LINKS)
+@pytest.mark.parametrize("target", ["nowhere", "elsewhere"])
+def test_a_link_in_place_of_what_was_stored_is_named_and_no_night_is_green(
+    below: str,
+    left: int,
+    target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was passed over: nothing said that the cell was not there."""
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    root = tmp_path / "results"
+    for hardware in ("cpu", "gpu1"):
+        for case in ("some-case", "train-step"):
+            at = root / hardware / "s" / case / "m.json"
+            at.parent.mkdir(parents=True)
+            at.write_text(json.dumps({**document(1), "case": case, "key": f"{case}/m-{hardware}"}))
+    path = root / below
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / target)
+    (root / "latest").symlink_to("nowhere")
+    store = Store(root)
+    found = len(list(store.documents()))
+    if path.suffix and target == "elsewhere":  # a link to a document is one
+        assert (found, store.damaged) == (4, [])
+        return
+    assert found == left and [f"{path}: damaged (a link that leads to " in told for told in store.damaged] == [True]
+    assert cli.main(["nightly", str(root), "--nights", str(tmp_path / "nights"), "--code", "0"]) == 3
+    assert f"{path}: left out: a link that leads to " in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["report", str(root), "--format", "markdown"]) == 3
+    assert "Of 1 document nothing can be said" in capsys.readouterr().out

@@ -41,7 +41,8 @@ def as_json(
     value = {"schema": SCHEMA, "made": made, "results": list(sources), "counts": dict(counts.most_common()),
              "rows": rows, "claims": claims,
              "unjudged": [{"case": case, "reason": reason} for case, reason in unjudged.items()],
-             "unread": [line(note, 1000) for note in unread], "notes": [line(note, 1000) for note in notes]}  # fmt: skip
+             "unread": [line(note, 1000) for note in unread],
+             "notes": [line(note, 1000) for note in notes]}  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
 
 
@@ -141,7 +142,7 @@ def as_markdown(
     if unread:
         many = "documents" if len(unread) > 1 else "document"
         out.add(f"**Of {len(unread)} {many} nothing can be said: cannot be read.**\n")
-        out.each([f"- {plain(told)}" for told in unread], "more")
+        out.each([f"- {plain(told)}\n" for told in unread], "more")
     if unjudged:
         out.add(f"**Nothing can be said of {', '.join(map(plain, list(unjudged)[:8]))}.**\n")
         out.each([f"- {plain(reason)}" for reason in unjudged.values()], "more")

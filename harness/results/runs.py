@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from repro_matrix.conf.errors import ResultsError
+from repro_matrix.results.store import LATEST as LATEST
 from repro_matrix.results.store import write_text
 
-LATEST = "latest"
 SEARCHES = "searches"
 MANIFEST = "run.manifest"  # no .json: these are cells
 KEPT = 20

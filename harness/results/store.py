@@ -3,14 +3,13 @@ a line of its stack's file (harness/results/sheet.py), and is read here too."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,7 +148,8 @@ class Found(NamedTuple):
 
 def listed(root: Path, history: bool = False) -> Iterator[Found]:
     """The documents below a folder, in a fixed order; a file of them, or one document, lists itself. Older ones
-    (``history``) and a script's measurements are left out. Raises OSError."""
+    (``history``) and a script's measurements are left out. A link that leads to no document is listed as one: who reads
+    it is told. Raises OSError."""
     if not root.is_dir():
         yield from _in_file(str(root), root.parent.name)
         return
@@ -157,14 +157,32 @@ def listed(root: Path, history: bool = False) -> Iterator[Found]:
         left_out = {*([] if history else ["history"]), *([SCRIPTS] if folder == str(root) else [])}
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in left_out)
         case = os.path.basename(folder)
+        yield from _lost(folder, [*names, *(name for name in files if "." not in name)], str(root))
         for name in sorted(files):
             if name.endswith((".json", place.LINES)) and not name.startswith("."):
-                with contextlib.suppress(FileNotFoundError):  # gone since: a run may be at work here
-                    path = os.path.join(folder, name)
+                path = os.path.join(folder, name)
+                try:
                     if name.endswith(place.LINES):
                         yield from _in_file(path, case)
                     else:  # nearly all of many thousand
                         yield Found(path, case, state_of(path), name)
+                except FileNotFoundError:  # gone since (a run may be at work here), or a link that leads nowhere
+                    if os.path.islink(path):
+                        yield Found(path, case, _state(os.lstat(path)), name)
+
+
+LATEST = "latest"  # in a folder of runs: the last of them
+DEEPEST = 3  # hardware, stack, case: what lies deeper and is no document is of somebody's own
+
+
+def _lost(folder: str, names: Iterable[str], root: str) -> Iterator[Found]:
+    """Links in place of a folder of documents: none is followed, or it leads nowhere."""
+    if folder != root and len(os.path.relpath(folder, root).split(os.sep)) >= DEEPEST:
+        return
+    for name in sorted(names):
+        path = os.path.join(folder, name)
+        if name != LATEST and os.path.islink(path) and not os.path.isfile(path):
+            yield Found(path, name, _state(os.lstat(path)), name)
 
 
 def _in_file(path: str, case: str) -> Iterator[Found]:
@@ -182,7 +200,10 @@ def _in_file(path: str, case: str) -> Iterator[Found]:
 
 
 def state_of(path: str) -> State:
-    info = os.stat(path)
+    return _state(os.stat(path))
+
+
+def _state(info: os.stat_result) -> State:
     return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
 
 
@@ -194,7 +215,14 @@ def document_at(path: str) -> Document:
     """The document of this name. Raises ValueError as ``document_of``, and OSError."""
     at = place.read(path)
     if at.line is None:
-        return document_of(Path(path).read_text(encoding="utf-8"))
+        try:
+            written = Path(path).read_text(encoding="utf-8")
+        except (FileNotFoundError, IsADirectoryError):
+            if not os.path.islink(path):
+                raise
+            what = "a folder, and is not followed" if os.path.isdir(path) else "what is not there"
+            raise ValueError(f"a link that leads to {what}: {os.readlink(path)}") from None
+        return document_of(written)
     try:
         return _checked(sheet.at(at.file, state_of(at.file)).document(at.line))
     except RecursionError:
