@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,30 @@ def test_nights_that_bear_one_name_are_compared_all_the_same(results: Path, caps
     assert run("tue") == 1, "told once more"
     nights = [(night.name, night.code) for night in kept.ledger(results / "nights", [])]
     assert nights == [("nightly", 0), ("nightly.2", 1)]
+
+
+def test_what_is_muted_is_said_with_its_owner(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing told a green night in which an arm was muted from one in which nothing had changed."""
+    today = datetime.now(timezone.utc).date()
+
+    def told(name: str, began: float, arms: dict[str, Any], days: int = 1) -> tuple[int, str]:
+        write(results / name, arms, began, key="some-case/m-fsdp")
+        entry = muted.entry("some-case/m-fsdp", "broken", "ada", today + timedelta(days), "issue 12")
+        (results / "muted.yaml").write_text(muted.written([entry]))
+        words = ["nightly", str(results / name), "--nights", str(results / "nights"), "--name", name, "--code", "0"]
+        code = cli.main(words)
+        out, err = capsys.readouterr()
+        return code, " ".join((out + err).split())
+
+    until = today + timedelta(days=1)
+    mute = f"MUTED, known and owned (`repro mute`): some-case/m-fsdp arm broken, ada until {until}: issue 12"
+    code, said = told("mon", 1.0, {"broken": FIRED})
+    assert code == 0 and f"{mute} (it did not change)" in said
+    code, said = told("tue", 2.0, {"broken": CLEAN})
+    assert code == 0 and f"{mute} (arm broken: " in said and " since mon)" in said
+    assert "MUTED" not in told("wed", 3.0, {"broken": "needs 2 GPUs"})[1], "nothing was measured that it is about"
+    code, said = told("thu", 4.0, {"broken": FIRED}, days=-1)
+    assert code == 1 and "MUTED" not in said and "its day is over: some-case/m-fsdp arm broken, ada" in said
 
 
 def test_a_runner_that_dies_between_upload_and_summary(

@@ -63,6 +63,24 @@ def test_a_session_has_its_part_of_the_selection() -> None:
     assert nightly and set(nightly["repeat"].values()) == {3}, "as the named matrix says"
 
 
+def test_arms_that_are_right_for_the_selection_are_right_for_its_shards() -> None:
+    """The shard whose cases have none of them ended with "unknown arm": half of the run could not be made."""
+    texts = ["case=train-step,ddp-ready-once", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu"]
+
+    def arms(*more: str) -> dict[str, list[str]]:
+        found = session.prepare([*texts, *more], build_stacks=False).plans
+        return {plan.cell.case: [arm.arm for arm in plan.arms] for plan in found}
+
+    asked = "arms=[broken,no-check*]"
+    parts = [arms(asked, f"shard={number}/2") for number in (1, 2)]
+    assert parts[0] | parts[1] == arms(asked) == {
+        "train-step": ["control"], "ddp-ready-once": ["broken", "no-checkpointing"]
+    } and all(len(part) == 1 for part in parts)  # fmt: skip
+    for number in (1, 2):
+        with pytest.raises(ConfigError, match="unknown arm 'brokn'"):
+            arms("arms=[brokn]", f"shard={number}/2")
+
+
 def made(root: Path, number: int, cells: list[str], complete: bool = True, **changed: Any) -> Path:
     """A part's results, with documents of its cells."""
     folder = root / f"part-{number}"

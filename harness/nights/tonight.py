@@ -46,9 +46,11 @@ class Changed:
 
 @dataclass
 class Compared:
-    """``notes``: stacks that could not be compared, and why."""
+    """``notes``: stacks that could not be compared, and why. ``muted``: (cell's key, arm) of answers that changed and
+    are muted -> what changed, since which night."""
 
     changed: list[Changed] = field(default_factory=list)
+    muted: dict[tuple[str, str], str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -84,12 +86,14 @@ def since_green(
             of = counted(new, "cell")
             found.notes.append(f"stack {stack}: {of} measured in no green night: nothing to compare with")
         keys = {(brief.where, brief.hardware): brief.key for brief in now}
-        answers = [
-            (green, change)
-            for green, cells in before
-            for change in compare(cells.values(), now, {}, need_common=False).changes
-            if change.kind in ANSWERS and not muted(keys.get((change.where, change.hardware), ""), change.arm)
-        ]
+        answers = []
+        for green, cells in before:
+            for change in compare(cells.values(), now, {}, need_common=False).changes:
+                at = keys.get((change.where, change.hardware), ""), change.arm
+                if change.kind in ANSWERS and muted(*at):
+                    found.muted[at] = f"{change.kind} since {green.name}"
+                elif change.kind in ANSWERS:
+                    answers.append((green, change))
         for case, name in dict.fromkeys((change.case, green.name) for green, change in answers):
             own = [(green, change) for green, change in answers if (change.case, green.name) == (case, name)]
             green, changes = own[0][0], tuple(change for _, change in own)

@@ -126,6 +126,9 @@ def prepare(
     cells = placed.cells
     for slug in sorted({cell.case for cell in cells}):
         check_syntax(catalogue.script(catalogue.cases[slug]))
+    if settings.arms:  # of the whole selection: what is right for it is right for each of its shards
+        arms = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
+        settings.arms = overrides.expand("arm", settings.arms, arms)
     part = shards.of(settings.shard)
     if part:
         cells = shards.part(cells, part, shards.weights(catalogue, cells, settings))
@@ -133,9 +136,6 @@ def prepare(
     seconds = budget.of(settings.budget)
     if seconds is not None:
         cells, left = _within(seconds, cells, catalogue, settings, profiles, machine, known or {})
-    if settings.arms:
-        arms = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
-        settings.arms = overrides.expand("arm", settings.arms, arms)
     by_name = {profile.name: profile for profile in profiles}
     wanted = Wanted(catalogue, settings, by_name, machine, build_stacks, dict(given or {}))
     cards = hardware.together(profiles)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,11 @@ from repro_matrix.conf import arguments
 from repro_matrix.conf.errors import ConfigError, ResultsError
 
 if TYPE_CHECKING:
+    from repro_matrix.diff.brief import Brief
     from repro_matrix.nights.host import Issue
     from repro_matrix.nights.night import Night
     from repro_matrix.nights.tonight import Changed
+    from repro_matrix.results.muted import Mute
 
 EPILOG = """RESULTS: tonight's folders (the pinned stack's, the floating one's). After the runs, as the last step of a
 job; docs/nightly.md has whole jobs to copy. Tonight is kept in NIGHTS/nights.jsonl, its lock in NIGHTS/locks.
@@ -76,7 +78,8 @@ def main(args: argparse.Namespace) -> int:
         raise ResultsError(f"{', '.join(args.folders)}: no results: nothing was measured, or nothing was uploaded")
     tonight.one_commit(briefs)
     today = datetime.now(timezone.utc).date()
-    mutes = [mute for mute in muted.read() if mute.until >= today]
+    entries = muted.read()
+    mutes = [mute for mute in entries if mute.until >= today]
     _make(folder)
     with FileLock(str(folder / ".lock")):
         own = of_briefs(name, briefs).started
@@ -114,6 +117,8 @@ def main(args: argparse.Namespace) -> int:
         else "no answer changed that is not dealt with"
     )
     print(f"night {name}: {counted(len(briefs), 'cell')}; {told}; kept in {folder / kept.FILE}")
+    print_wrapped(*_muted(mutes, briefs, compared.muted))
+    print_notes([m.over() for m in entries if m not in mutes and m.cell in {brief.key for brief in briefs}])
     if lost:
         print_wrapped(gone.told(lost))
     little = [f"{counted(len(unread), 'file')} could not be read"] if unread else []
@@ -121,6 +126,15 @@ def main(args: argparse.Namespace) -> int:
     why = "" if open_ or not code else ": that of the runs" if args.code else f": {'; '.join(little)}"
     print(f"exit code {code}{why}")
     return code
+
+
+def _muted(mutes: Iterable[Mute], briefs: Sequence[Brief], changed: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    """What somebody has taken on of what was measured tonight, and what it would have been red for."""
+    for mute in mutes:
+        own = [b for b in briefs if b.key == mute.cell]
+        if any(arm.measured and mute.covers(b.key, name) for b in own for name, arm in b.arms.items()):
+            told = [f"arm {arm}: {what}" for (key, arm), what in changed.items() if mute.covers(key, arm)]
+            yield f"MUTED, known and owned (`repro mute`): {mute.told()} ({'; '.join(told) or 'it did not change'})"
 
 
 def _free(name: str, started: float, nights: Sequence[Night]) -> str:
