@@ -234,7 +234,9 @@ def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> Non
     assert seen == [b"told"] and pipe.is_fifo() and [each.name for each in tmp_path.iterdir()] == ["pipe"]
     (tmp_path / "real").write_text("before")
     (tmp_path / "link").symlink_to("real")
+    os.link(tmp_path / "real", tmp_path / "as it was")
     stores.write_text(tmp_path / "link", "after")
+    assert (tmp_path / "as it was").read_text() == "before", "replaced in one step, not written into"
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "after"
 
 

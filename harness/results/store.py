@@ -295,12 +295,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file in one step. What is no file (a device, a pipe), or a link, is written to: root would put a file
-    in the place of /dev/null."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    """Replace a file in one step; of a link the file that it leads to. What is no file (a device, a pipe) is written
+    to: root would put a file in the place of /dev/null."""
+    if path.exists() and not path.is_file():
         with open(path, "wb") as out:
             out.write(content)
         return
+    path = path.resolve() if path.is_symlink() and path.exists() else path
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as out:
