@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +23,7 @@ from repro_matrix.conf.errors import ResultsError, nearest
 from repro_matrix.diff.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.judge.again import judged_again
 from repro_matrix.paths import EXPECTED, PACKAGE
-from repro_matrix.results import kept, runs, sheet, unshown
+from repro_matrix.results import kept, runs, sheet, twice, unshown
 from repro_matrix.results.store import Document, Found, State, document_at, listed, state_of
 
 CHUNK = 64  # documents judged at a time: a folder need not fit into memory
@@ -33,7 +33,7 @@ SEVERAL = 256  # from so many documents on, more than one process reads them
 @dataclass
 class Side:
     """``notes``: files that are no results, and documents that say something else than they show. ``unread``: those of
-    files that could not be read, again."""
+    files that could not be read, or that contradict another one, again."""
 
     name: str
     briefs: list[Brief] = field(default_factory=list)
@@ -117,6 +117,13 @@ def read(root: Path, name: str = "") -> Side:
         else:
             found.unread += notes
         found.notes += notes
+    sorted_out = twice.sort_out(
+        twice.Held(one.path, one.key, one.hardware, one.stack, one.started, replace(one, path=""))
+        for one in found.briefs
+    )
+    found.briefs = [one for one in found.briefs if one.path not in sorted_out.dropped]
+    found.notes += [*sorted_out.notes, *sorted_out.wrong]
+    found.unread += sorted_out.wrong
     if cold or known.stale:
         known.write()
     if unshown.files():

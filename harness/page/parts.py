@@ -25,7 +25,7 @@ from repro_matrix.conf.errors import ResultsError
 from repro_matrix.diff.sides import judge_key
 from repro_matrix.judge.again import Judged, judged_again, with_expectations
 from repro_matrix.page.view import Cell, cell
-from repro_matrix.results import kept, muted
+from repro_matrix.results import kept, muted, twice
 from repro_matrix.results import store as stores
 from repro_matrix.results.muted import Mute
 from repro_matrix.results.store import Found, Store
@@ -38,7 +38,8 @@ _OF_ATTEMPT = {"command", "torchrun", "settings", "versions", "leftover"}
 
 @dataclass
 class Part:
-    """Of one case of one folder. ``unknown``: cases that the catalogue does not have. ``damaged``: by the store."""
+    """Of one case of one folder. ``unknown``: cases that the catalogue does not have. ``damaged``: by the
+    store, and what contradicts another document."""
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -111,11 +112,17 @@ class Stored:
         store = Store(self.asked.folder)
         paths = [one.path for one in self.files]
         stored = [document for document in _stored(store, paths) if _is_wanted(document, self.asked.wanted)]
+        once = twice.sort_out(
+            twice.Held(d["path"], d.get("key", ""), d["hardware"]["profile"], d["stack"]["name"],
+                       d["provenance"]["started"], _evidence(d))
+            for d in stored if d.get("key")
+        )  # fmt: skip
+        stored = [document for document in stored if document["path"] not in once.dropped]
         unknown = {str(d["case"]) for d in stored if d["case"] not in self.asked.catalogue.cases}
         judged, told, expired = self._told(stored)
-        notes = judged.notes
+        part = Part([], [*judged.notes, *once.notes], [*store.damaged, *once.wrong], unknown, expired)
         del stored, judged  # a document goes as its cell has been made: of a case there may be thousands
-        return self._keep(Part(notes=notes, damaged=store.damaged, unknown=unknown, expired=expired), told)
+        return self._keep(part, told)
 
     def took(self, documents: Sequence[Document]) -> Took | None:
         """Keep what a run that has just ended judged: its documents are read from memory, and not graded again. What is
@@ -197,6 +204,14 @@ def _stored(store: Store, paths: Iterable[str]) -> Iterator[Document]:
         document = store.read(Path(path))
         if document is not None:
             yield {**document, "path": path}
+
+
+def _evidence(document: Document) -> list[Any]:
+    """What was seen, without what the document says of it."""
+    return [
+        (name, arm["skipped"], arm["settings"], [made["observation"] for made in arm["attempts"]])
+        for name, arm in document["arms"].items()
+    ]
 
 
 def slim(document: Document) -> Document:
