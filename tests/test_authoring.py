@@ -104,7 +104,7 @@ def test_bad_input_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["a", "--like", "ddp-redy-once"], "did you mean 'ddp-ready-once'"),
         (["a", "--from-log", "empty.log"], "no error that a rank raised"),
         (["a", "--from-script", "bad.py"], "bad.py:2: not valid Python"),
-        (["a", "--from-script", "none.py"], "cannot be read"),
+        (["a", "--from-script", "none.py"], "none.py: there is no such script"),
         (["a", "--silent", "updates", "--from-log", "empty.log"], "in no log"),
     ):
         assert cli.main(["new", *words]) == 2

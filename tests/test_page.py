@@ -289,7 +289,7 @@ def test_claims_are_listed_by_what_they_were_read_in() -> None:
 
 def test_nothing_measured_is_a_page_too() -> None:
     assert "holds no cell" in html().replace("hold no cell", "holds no cell")
-    assert tables.as_csv([]).startswith("results,") and "Nothing differs" in formats.as_markdown([])
+    assert tables.as_csv([]).startswith("results,") and "Nothing was measured: " in formats.as_markdown([])
     lacking = cell(document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}))
     assert "needs 2 GPUs" in html(lacking) and lacking.arms[0].mark.name == "skipped"
 

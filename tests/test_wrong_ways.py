@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from judging import document, observation, ok
+from judging import document, failed, observation, ok
 
 from repro_matrix import cli
+from repro_matrix.bisection import bisect_report
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError, ResultsError
 from repro_matrix.hardware import around
@@ -23,6 +24,7 @@ from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
 from repro_matrix.running import going_on, own_results
+from repro_matrix.script import command, show
 from repro_matrix.terminal import report
 from repro_matrix.verbs import matrix
 
@@ -273,10 +275,83 @@ def test_a_folded_table_is_never_wider_than_its_width_off_a_terminal(capsys: pyt
     assert capsys.readouterr().out == "case  skipped\na     short\n"
 
 
+def test_what_cannot_fit_goes_on_below_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """`repro plan` printed lines of 141 columns: what may stand below a row was not what was wide."""
+    rows = [["somecase-" * 8, "otherarm-" * 8, "2", "why " * 40], ["other", "fix", "4", None]]
+    report.print_table("", ["case", "arm", "ranks", "skipped"], rows, narrow=("skipped",), fold=True)
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= report.WIDE and lines[-1].split() == ["other", "fix", "4"]
+    assert lines[0].split() == ["case", "arm", "ranks"] and out.count("somecase-") == out.count("otherarm-") == 8
+    assert out.count("why") == 40 and lines[1].split()[2] == "2"
+
+
+def test_a_plan_fits_its_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["case=fsdp-silently-untied,fsdp-optim-state-padding", "hardware=cpu", f"results={tmp_path}"]
+    assert cli.main(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= report.WIDE and len(lines) > 10
+
+
 def test_a_plan_says_its_budget_also_where_all_of_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["case=train-step", "strategy=ddp", "model=qwen1.5-0.5b", "hardware=cpu", f"results={tmp_path}"]
     assert cli.main(["matrix", *words, "budget=2h", "--plan"]) == 0
     assert "budget=2h: 1 cell to be measured" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_text_of_a_scripts_error_is_no_order_to_a_terminal() -> None:
+    said = "a \x1b[31mred\x1b[0m \u202eturned\u202c\x07 <b> word"
+    primary = {"rank": 0, "type": "ValueError", "message": said, "where": "f"}
+    outcome = {"outcome": "fires", "reason": f"ValueError: {said}", "primary": primary}
+    attempts = [{"observation": observation(failed(0)), "outcome": outcome}]
+    script: Any = {"command": "torchrun x.py", "attempts": attempts, "failure": {"text": said}, "stack": {}}
+    lines = list(show.lines(script))
+    assert all(line.isprintable() for line in lines)
+    assert sum("a red  turned   <b> word" in line for line in lines) == 3, "the failure, the reason, the first rank"
+
+
+def test_a_report_to_paste_is_no_html_and_mentions_nobody() -> None:
+    said = "ValueError: <img src=x> @ada \x1b[1m\u202e | `x`"
+    assert bisect_report.harmless(said).startswith("ValueError: \\<img src=x> \\@ada")
+    data = bisect_report._without_control({"said": [said], "probes": ({"n": 1, "text": "a\nb\x07"},)})
+    assert data == {"said": ["ValueError: <img src=x> @ada   | `x`"], "probes": [{"n": 1, "text": "a\nb "}]}
+
+
+# -- names
+
+
+@pytest.mark.parametrize("name", ["Ergebnis ö", "a,b", "[x]", "it's", "plain", "a=b {c}"])
+def test_a_folder_of_results_may_have_any_name(name: str) -> None:
+    """A space or a letter that is not English was Hydra's "LexerNoViableAltException"."""
+    assert compose_run([f"results=/tmp/{name}"]).results == f"/tmp/{name}"
+    assert compose_run(["results='in quotes'"]).results == "in quotes" and compose_run(["results=null"]).results is None
+
+
+def test_no_name_is_near_for_what_all_of_its_kind_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`repro run ./nope.py` asked whether needs.py was meant."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("needs.py", "imp.py", "train_min.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"no such script \(there are: imp.py, needs.py, train_min.py\)"):
+        command.checked("./nope.py")
+    with pytest.raises(ConfigError, match=r"did you mean 'train_min.py'"):
+        command.checked("./trian_min.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nightly", "/nope", "--nights", "nights", "--code", "0"], "/nope: no such folder of results"),
+        (["new", "a-case", "--from-script", "nope.py"], "nope.py: there is no such script"),
+    ],
+)
+def test_what_is_not_there_is_said_in_words(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == f"repro: {told}\n"
     assert os.listdir(tmp_path) == []
 
 

@@ -13,6 +13,7 @@ from repro_matrix.bisection.labels import CLEAN, FIRES
 from repro_matrix.bisection.probe import Point, Probing
 from repro_matrix.stacks.spec import parse
 from repro_matrix.stacks.stack import canonical
+from repro_matrix.terminal.summary import plainly
 
 Data = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -126,5 +127,20 @@ def render(data: Data) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined, autoescape=False,
     )  # fmt: skip
-    environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
-    return environment.get_template("bisect.md.j2").render(**data)
+    environment.filters["cell"] = lambda value: harmless(str(value)).replace("|", "\\|").replace("\n", " ")
+    environment.filters["text"] = harmless
+    return environment.get_template("bisect.md.j2").render(**_without_control(data))
+
+
+def harmless(value: str) -> str:
+    """Where the report is pasted an error's text is no HTML, and mentions nobody."""
+    return re.sub(r"([<@])", r"\\\1", value)
+
+
+def _without_control(value: Any) -> Any:
+    """What no terminal obeys and no browser turns round: the texts come from what was launched."""
+    if isinstance(value, str):
+        return plainly(value)
+    if isinstance(value, dict):
+        return {name: _without_control(each) for name, each in value.items()}
+    return [_without_control(each) for each in value] if isinstance(value, (list, tuple)) else value

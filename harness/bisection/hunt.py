@@ -102,9 +102,12 @@ class Hunt:
                 raise MeasureError(f"{side} ({target.name}) gives no answer for arm {self.arm}: {answer.detail}")
         exact = find == "change"
         if (worse.whole == better.whole) if exact else (worse.label == better.label):
+            alike = shown(better) == shown(worse)
+            both = shown(better) if alike else f"good {shown(better)}; bad {shown(worse)}"
             raise ConfigError(
-                f"good ({good.name}) and bad ({bad.name}) answer alike ({shown(better)}): there is no change "
+                f"good ({good.name}) and bad ({bad.name}) answer alike ({both}): there is no change "
                 "between them to find. `repro versions` shows where the answers of more releases lie"
+                + ("" if alike else ", and a narrower description of the failure would part these two")
             )
         if exact:
             return Roles(str(better.whole), str(worse.whole), True), False

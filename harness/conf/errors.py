@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 NEAR = 0.6  # difflib's own: a letter or two of a short word
+FILES = (".py", ".txt", ".lock")
 FEW = 20  # choices that are listed beside the nearest one
 
 
@@ -41,13 +42,19 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """ "; did you mean 'x'? (there are: ...)"; only the choices where none is near, only the near one where they are
     many: forty names behind it hide it."""
     known = sorted(set(choices))
-    plain = {each.lstrip("-"): each for each in known}  # two dashes in common make no option near another
-    near = difflib.get_close_matches(word.lstrip("-"), plain, n=1, cutoff=NEAR)
+    plain = {_own(each): each for each in known}
+    near = difflib.get_close_matches(_own(word), plain, n=1, cutoff=NEAR)
     hint = f"; did you mean {plain[near[0]]!r}?" if near else ""
     if hint and len(known) > FEW:
         return hint
     shown = ", ".join(known[:40]) + (" ..." if len(known) > 40 else "")
     return f"{hint} (there are: {shown or 'none'})"
+
+
+def _own(word: str) -> str:
+    """Without what it has in common with any other of its kind: two dashes, or .py, make no name near another."""
+    text = word.lstrip("-")
+    return next((text[: -len(kind)] for kind in FILES if text.endswith(kind) and text != kind), text)
 
 
 class Options(dict[str, V]):

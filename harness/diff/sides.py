@@ -105,7 +105,8 @@ def read(root: Path, name: str = "") -> Side:
             if not known.has(each.path, each.state):
                 cold.append(each)
     except OSError as error:
-        raise ResultsError(f"{root}: {error.strerror or error}") from None
+        why = "no such folder of results" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise ResultsError(f"{root}: {why}") from None
     for briefs, parts, told in _judged(cold):
         known.parts.update(parts)
         known.take(briefs, told, states)

@@ -135,9 +135,12 @@ def as_markdown(
     differ = (
         f"**{worst} arms differ from what is expected.**" if worst > 1 else "**One arm differs from what is expected.**"
     )
-    nothing = "Of what was measured nothing differs from what is expected."
-    if not unjudged and not unfinished and not unread:
+    if unjudged or unfinished or unread:
+        nothing = "Of what was measured nothing differs from what is expected." if cells else "No other cell is here."
+    elif cells:
         nothing = "Nothing differs from what is expected."
+    else:
+        nothing = "Nothing was measured: these results hold no cell."
     out.each([f"**{plain(text)}**\n" for text in (*unfinished, *expired)], "more")
     if unread:
         many = "documents" if len(unread) > 1 else "document"

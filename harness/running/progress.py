@@ -11,6 +11,7 @@ from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results.rows import arm_rows
 from repro_matrix.running.events import Event
 from repro_matrix.terminal.report import console, style
+from repro_matrix.terminal.summary import plainly
 
 SHOWN = 8  # running attempts
 QUIET_S = 30.0  # without a terminal: after so long without a line, say what runs
@@ -111,7 +112,7 @@ class Progress:
             if self.verbose and event.outcome is not None:
                 outcome = event.outcome
                 text = f"{event.arm}: {outcome['outcome']} in {event.wall_s:.1f}s  {outcome.get('reason') or ''}"
-                self.out.print(text, style=style(outcome["outcome"]), markup=False, soft_wrap=True)
+                self.out.print(plainly(text), style=style(outcome["outcome"]), markup=False, soft_wrap=True)
                 self._said = time.monotonic()
         elif event.kind == "cell":
             self.cells += 1
@@ -140,4 +141,4 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
-        self.out.print(text, markup=False, soft_wrap=True)
+        self.out.print(plainly(text), markup=False, soft_wrap=True)

@@ -103,7 +103,8 @@ class ScriptProber:
                     self.script = replace(self.script, failure=known)
                     self.points.clear()
                     self.say(f"the failure is that of {end.name}: {known.text}")
-                    self.notes.append(f"No failure was named; it is that of {end.name}: `{known.text}`.")
+                    told = known.text.replace("`", "'")
+                    self.notes.append(f"No failure was named; it is that of {end.name}: `{told}`.")
                     return
         elif self.script.failure.kind == "metric" and not self.script.failure.op:
             self._divide(good, bad)

@@ -20,6 +20,11 @@ TAIL = 6  # lines of a rank's log
 
 
 def lines(document: Document) -> Iterator[str]:
+    """Nothing in them that a terminal would obey: the error's text is the script's."""
+    return map(plain, _lines(document))
+
+
+def _lines(document: Document) -> Iterator[str]:
     attempts = document["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     count = Counter(outcome["outcome"] for outcome in outcomes)

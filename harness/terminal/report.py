@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -75,11 +76,12 @@ def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = (), fold: bool = False
 ) -> None:
     """A table. Off a terminal every row is one line, never cut; on one of less than ``WIDE`` columns what is named in
-    ``narrow`` stands below its row. ``fold``: off a terminal too, where a line would be longer than ``WIDE``."""
+    ``narrow`` stands below its row. ``fold``: off a terminal too, where a line would be longer than ``WIDE``; what is
+    too long still goes on below itself."""
     out = console()
     texts = [["" if value is None else plain(str(value)) for value in row] for row in rows]
     if not out.is_terminal:
-        _plain(title, columns, texts, narrow if fold else ())
+        _plain(title, columns, texts, narrow, fold)
         return
     from rich.padding import Padding
     from rich.table import Table
@@ -139,18 +141,27 @@ def style(value: str) -> str:
     return STYLES.get(value.split(" ")[0].split("(")[0], "")
 
 
-def _plain(title: str, columns: Sequence[str], rows: list[list[str]], narrow: Sequence[str]) -> None:
+def _plain(title: str, columns: Sequence[str], rows: list[list[str]], narrow: Sequence[str], fold: bool) -> None:
     if title:
         print(title)
     widths = [max(len(row[index]) for row in [list(columns), *rows]) for index in range(len(columns))]
-    wide = sum(widths) + 2 * (len(widths) - 1) > WIDE
+    wide = fold and _width(widths) > WIDE
     kept = [index for index, name in enumerate(columns) if not wide or name not in narrow]
+    shown = [widths[index] for index in kept]
+    while wide and _width(shown) > WIDE:
+        shown[shown.index(max(shown))] -= 1
     for number, row in enumerate([list(columns), *rows]):
-        print("  ".join(row[index].ljust(widths[index]) for index in kept).rstrip())
+        parts = [textwrap.wrap(row[index], width) for index, width in zip(kept, shown)]
+        for line in itertools.zip_longest(*parts, fillvalue="") if wide else [[row[index] for index in kept]]:
+            print("  ".join(text.ljust(width) for text, width in zip(line, shown)).rstrip())
         for index in range(len(columns)):
             if number and index not in kept and row[index]:
                 print(textwrap.fill(f"{columns[index]}: {row[index]}", WIDE, initial_indent="    ",
                                     subsequent_indent="      ", break_on_hyphens=False))  # fmt: skip
+
+
+def _width(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def named(case: str, simulated: Any) -> str:

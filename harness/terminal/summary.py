@@ -166,6 +166,11 @@ def plain(line: str) -> str:
     return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
 
 
+def plainly(text: str) -> str:
+    """Several lines, each ``plain``."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
 def _listed(rows: Iterable[Row], width: int) -> Iterator[str]:
     """Each case and cell in a line: its arms and their verdicts."""
     grouped: dict[tuple[str, str], dict[str, list[str]]] = {}

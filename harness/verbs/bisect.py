@@ -26,6 +26,7 @@ from repro_matrix.script import options
 from repro_matrix.stacks import StackError, releases, spec
 from repro_matrix.stacks.stack import canonical
 from repro_matrix.terminal.report import print_json
+from repro_matrix.terminal.summary import plainly
 
 if TYPE_CHECKING:
     from repro_matrix.script.prober import ScriptProber
@@ -132,7 +133,7 @@ def _search(args: argparse.Namespace, prober: Prober | ScriptProber, arm: str, b
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plainly(text), file=sys.stderr, flush=True)
 
 
 def _check_stack(side: str, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from repro_matrix.conf import arguments
 from repro_matrix.conf.counted import counted
+from repro_matrix.terminal.summary import plainly
 
 if TYPE_CHECKING:
     from repro_matrix.authoring.ready import Finding
@@ -124,4 +125,4 @@ def _short(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plainly(text), file=sys.stderr, flush=True)

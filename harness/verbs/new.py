@@ -118,5 +118,7 @@ def _of_log(path: str, cases: Any) -> dict[str, Any]:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such script") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None

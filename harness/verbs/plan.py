@@ -129,6 +129,7 @@ def _print(
              s.task.arm]
             for s in slots
         ],
+        fold=True,
     )  # fmt: skip
     print_lines(listing.not_launched(others, columns()))
     skipped = sum(bool(row["skipped"]) for row in rows)

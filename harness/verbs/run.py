@@ -13,6 +13,7 @@ from repro_matrix.conf.overrides import expand
 from repro_matrix.running import workplace
 from repro_matrix.script import options
 from repro_matrix.terminal.report import print_json
+from repro_matrix.terminal.summary import plainly
 from repro_matrix.verbs import matrix
 
 
@@ -75,4 +76,4 @@ def of_script(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plainly(text), file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from repro_matrix.shrink import report
 from repro_matrix.shrink.knobs import Shrunk
 from repro_matrix.shrink.settings import Search
 from repro_matrix.terminal.report import print_json, print_lines
+from repro_matrix.terminal.summary import plainly
 
 EPILOG = (
     "and model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=... as for `repro run`;\n"
@@ -106,4 +107,4 @@ def finish(args: argparse.Namespace, search: Search, shrunk: Shrunk, own: dict[s
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plainly(text), file=sys.stderr, flush=True)

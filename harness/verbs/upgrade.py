@@ -22,6 +22,7 @@ from repro_matrix.running.request import Request, ask
 from repro_matrix.script import options
 from repro_matrix.stacks import Stack
 from repro_matrix.terminal.report import print_json, print_table
+from repro_matrix.terminal.summary import plainly
 
 WHY = ("all", "worse", "none")
 EPILOG = (
@@ -112,7 +113,7 @@ def _of_script(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plainly(text), file=sys.stderr, flush=True)
 
 
 def _measure(asked: Request, given: Mapping[str, Stack], stop: threading.Event) -> list[Document]:

@@ -21,6 +21,7 @@ from repro_matrix.stacks import Stack, releases
 from repro_matrix.stacks.releases import Release
 from repro_matrix.stacks.stack import canonical
 from repro_matrix.terminal.report import print_json, print_table
+from repro_matrix.terminal.summary import plainly
 
 EPILOG = (
     "and arms=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
@@ -103,7 +104,7 @@ def _draw(args: argparse.Namespace, prober: Probing, base: str, stop: threading.
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plainly(text), file=sys.stderr, flush=True)
 
 
 def _oldest(package: str, stack: Stack, found: Sequence[Release]) -> str | None:
