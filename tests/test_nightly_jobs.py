@@ -151,6 +151,27 @@ def test_an_index_that_cannot_be_reached_costs_the_floating_stack_alone(tmp_path
         assert code.read_text() == "1\n" and (code.parent / "lock").read_text() == "/l\n"
 
 
+def test_a_document_that_cannot_be_read_costs_no_other_format_and_no_comparison(tmp_path: Path) -> None:
+    """`repro report` ends with 3 then, and the rest is written all the same. With a stand-in for `repro`."""
+    repro = tmp_path / ".venv" / "bin" / "repro"
+    repro.parent.mkdir(parents=True)
+    night = tmp_path / "kept" / "results" / "n"
+    (night / "pinned").mkdir(parents=True)
+    own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NIGHT": "n", "KEPT": "kept", "FLOATING": "",
+           "BISECT": "0s", "CI_JOB_URL": "", "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}  # fmt: skip
+    found = [text for text in steps().values() if "--format junit" in text]
+    assert len(found) == 2, "GitHub's and GitLab's"
+    for text in found:
+        (night / "asked").unlink(missing_ok=True)
+        repro.write_text('#!/bin/sh\necho "$1" >> asked\ntest "$1" != report || exit 3\n')
+        repro.chmod(0o755)
+        run(text, tmp_path, own)
+        assert (night / "asked").read_text().split() == ["report"] * 3 + ["nightly"] * ("nightly" in text.split())
+        repro.write_text("#!/bin/sh\nexit 2\n")
+        with pytest.raises(AssertionError):
+            run(text, tmp_path, own)
+
+
 def test_what_is_collected_is_of_this_night_alone(tmp_path: Path) -> None:
     """On a self-hosted runner the folder of the night before is still there."""
     (tmp_path / "nightly-out" / "floating").mkdir(parents=True)
