@@ -183,6 +183,27 @@ def test_what_a_folder_is_called_says_nothing_of_what_can_be_read(folder: Path) 
     assert "monday: left out" in names and notes
 
 
+def test_a_folder_may_be_called_as_a_setting_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`repro history CASE nights`, as docs/nightly.md names it, was taken for nights=."""
+    folder.rename(folder.parent / "nights")
+    monkeypatch.chdir(folder.parent)
+    assert cli.main(["history", "some-case", "nights"]) == 0
+    assert "some-case over 4 nights" in capsys.readouterr().out
+    assert cli.main(["history", "some-case", "nights=nights"]) == 2
+    assert "takes words, no settings: repro history some-case nights" in capsys.readouterr().err
+
+
+def test_a_night_of_which_nothing_can_be_read_is_no_column(folder: Path) -> None:
+    """It stood first, as a night in which the cell was not there."""
+    for path in (folder / "tuesday").rglob("*.json"):
+        path.write_text("{")
+    read = kept.read([folder])
+    assert [night.name for night in read.found] == ["monday", "wednesday", "thursday"]
+    assert any("tuesday: no results in it: it counts as no night" in note for note in read.notes) and read.unread
+
+
 def test_what_cannot_be_read_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["history", "some-cas", str(folder)]) == 2 and "did you mean 'some-case'" in capsys.readouterr().err
     assert cli.main(["history", "some-case", str(folder / "none")]) == 2

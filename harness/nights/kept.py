@@ -46,19 +46,23 @@ def read(paths: Sequence[Path]) -> Nights:
             if path.resolve() in seen:
                 continue  # it lies in a folder of nights that is given, too
             seen.add(path.resolve())
-            night = _folder(path, _free(path, by_name), out)
-            if night.cells:
-                by_name[night.name] = night
-            else:  # a run that failed, an upload that is missing: no night in which everything was gone
-                out.notes.append(f"{path}: no results in it: it counts as no night")
+            _add(_folder(path, _free(path, by_name), out), path, by_name, out)
             continue
         for night in ledger(path, out.notes):
             by_name[night.name] = night
         for folder in folders(path):
             seen.add(folder.resolve())
-            by_name[folder.name] = _folder(folder, folder.name, out)
+            _add(_folder(folder, folder.name, out), folder, by_name, out)
     out.found = sorted(by_name.values(), key=lambda night: (night.started, night.name))
     return out
+
+
+def _add(night: Night, path: Path, by_name: dict[str, Night], out: Nights) -> None:
+    """A run that failed, an upload that is missing or damaged is no night in which everything was gone."""
+    if night.cells:
+        by_name[night.name] = night
+    else:
+        out.notes.append(f"{path}: no results in it: it counts as no night")
 
 
 def _folder(path: Path, name: str, out: Nights) -> Night:

@@ -39,7 +39,8 @@ def main(args: argparse.Namespace) -> int:
     if not args.names:
         raise ConfigError("history is of a case: `repro history CASE [NIGHTS...]` (`repro list` names them)")
     case, *folders = args.names
-    setting = next((name for name in args.names if name.partition("=")[0] in (*GROUPS, "results", "nights")), None)
+    settings = (*GROUPS, "results", "nights")
+    setting = next((name for name in args.names if "=" in name and name.partition("=")[0] in settings), None)
     if setting:
         said = next((name for name in args.names if "=" not in name), "CASE")
         said = setting.partition("=")[2] if setting.startswith("case=") else said
