@@ -91,14 +91,16 @@ def test_what_another_process_reads_is_not_pruned(tmp_path: Path) -> None:
     assert runs.prune(tmp_path, 1) == [old]
 
 
-def test_resume_takes_up_the_last_interrupted_selection(scratch: Path) -> None:
+def test_resume_takes_up_the_last_interrupted_selection(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(scratch, "case=a", state=runs.UNFINISHED)
     wanted = run(scratch, "case=b", "repeat=2", state=runs.UNFINISHED)
     last = run(scratch, "case=c")
     assert going_on.resumed([]) == (["case=b", "repeat=2"], wanted)
     assert going_on.resumed(["jobs=1"]) == (["case=b", "repeat=2", "jobs=1"], wanted)  # how, not what
     assert going_on.resumed(["case=a"])[1] != wanted  # its own
+    capsys.readouterr()
     assert going_on.resumed(["case=x"]) == (["case=x"], last)
+    assert f"going on in {last}, the last run (of case=c)" in capsys.readouterr().err, "never without a word"
 
 
 def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro_matrix import cli
+from repro_matrix.conf import catalogue
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.launch.cut_logs import CUT
-from repro_matrix.script import command, failure, launch, options, show
+from repro_matrix.script import command, failure, known, launch, options, show
 from repro_matrix.script.failure import Failure, judge
 from repro_matrix.script.measure import Script, stored
 from repro_matrix.script.traceback_text import tracebacks
@@ -369,3 +370,19 @@ def test_ranks_said_twice_must_agree(tmp_path: Path) -> None:
         command.of_words(["torchrun", str(script)], 2)
     assert command.of_words(["torchrun", "--nproc-per-node", "2", str(script)], 2).nproc == 2
     assert command.of_words(["torchrun", "--nproc-per-node=gpu", str(script)], 4).nproc == 4
+
+
+def test_a_failure_of_the_catalogue_is_recognised_in_a_script() -> None:
+    ddp = {**WHERE, "file": "/v/site-packages/torch/nn/parallel/distributed.py", "function": "_pre_forward",
+           "module": "torch.nn.parallel.distributed", "place": "torch.nn.parallel.distributed"}  # fmt: skip
+    said = "Expected to have finished reduction in the prior iteration before starting a new one."
+    shipped = catalogue.load().cases.values()
+
+    def of(*errors: tuple[str, str, dict[str, Any]]) -> list[str]:
+        attempts = [{"observation": seen(rank(0, 1, raised(*error)), command_exit=1)} for error in errors]
+        judged = [{**each, "outcome": judge(Failure(), each["observation"], "t").to_json()} for each in attempts]
+        return known.cases(judged, shipped)  # type: ignore[arg-type]
+
+    assert of(("RuntimeError", said, ddp)) == ["ddp-unfinished-reduction"]
+    assert of(("RuntimeError", said, WHERE)) == [], "the script's own words"
+    assert of(("ValueError", said, ddp)) == of() == []

@@ -41,7 +41,7 @@ def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]
     if not provenance["git_commit"]:
         yield "", "no commit says which code it was: measured outside a checkout, or git could not say what differs"
     elif provenance["git_dirty"] is not False:
-        yield "", "measured on a tree with changes that are not committed"
+        yield "", "measured on a tree with changes that are not committed (commit, then measure again)"
     for note in document["stack"].get("changed", ())[:1]:
         yield "", f"measured in an environment that was changed after it was installed: {note}"
     for name, arm in document["arms"].items():

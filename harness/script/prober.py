@@ -242,6 +242,8 @@ class ScriptProber:
     def _both_ways(self, target: Target, stack: Stack, outcome: Judged) -> None:
         assert self.forked is not None
         found = once(self.script, stack, "cpu", self.stop, self.forked)
+        if self.stop.is_set():
+            return  # it was interrupted, which says nothing of how it was started
         attempt = found["attempt"]
         again: Judged = judge(self.script.failure, found, self.script.command.name).to_json()
         if attempt["launcher"] != Forked.name:

@@ -72,7 +72,7 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
         if args.no_run
         else f"ready ({counted(args.times, 'attempt')} an arm, each way)"
     )
-    return [f"{slug}: {how}; then `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
+    return [f"{slug}: {how}; then commit, `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
 
 
 def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
     add("--nights", metavar="DIR", required=True, help="where nights are kept")
-    add("--name", metavar="NIGHT", help="tonight's name (default: today, 2026-11-22)")
+    add("--name", metavar="NIGHT", help="tonight's name (default: today's date, written as 2026-11-22)")
     add("--code", type=arguments.number(0), required=True, metavar="N", help="the runs' exit code, the worst of them")
     add("--lock", action="append", default=[], metavar="STACK=FILE", help="the lock that a floating stack had tonight")
     add("--budget", default="0s", metavar="TIME", help="for bisections, in all: 30m (default: none)")

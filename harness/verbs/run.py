@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 def of_script(args: argparse.Namespace) -> int:
     from repro_matrix.results import rows
-    from repro_matrix.script import measure, show
+    from repro_matrix.script import known, measure, show
 
     script, spec, settings = options.script_of(args)
     if script.failure.kind == "metric" and not script.failure.op:
@@ -62,11 +62,17 @@ def of_script(args: argparse.Namespace) -> int:
     with workplace.interruptible(stop, _say, workplace.RESUMED):
         document, _ = measure.measure(script, stack, settings.repeat or 1, stop, fresh=not args.resume)
     outcomes = [attempt["outcome"]["outcome"] for attempt in document["attempts"]]
+    shipped = catalogue.load().cases if set(outcomes) - {"clean", "infra"} else {}
+    seen = known.cases(document["attempts"], shipped.values())
     if args.json:
         at = rows.error_at(document["attempts"])
-        print_json({**document, "error_at": at, "document": str(script.path(stack))})
+        print_json({**document, "error_at": at, "known": seen, "document": str(script.path(stack))})
     else:
         print("\n".join(show.lines(document)))
+        for slug in seen:
+            print(
+                f"a known failure: {slug}, {shipped[slug].title}; what helps: `repro show {slug}`, `repro run {slug}`"
+            )
         print(f"on stack {spec}; document: {script.path(stack)}")
     if stop.is_set():
         return 130
