@@ -34,10 +34,8 @@ def test_three_clean_attempts_of_committed_code_are_published() -> None:
 
 def test_a_changed_tree_is_refused() -> None:
     (dirty,) = refusals([cell(**provenance(git_dirty=True))])
-    assert (
-        str(dirty)
-        == "some-case/m-fsdp on current: measured on a tree with changes that are not committed (commit, then measure again)"
-    )
+    why = "measured on a tree with changes that are not committed (commit, then measure again)"
+    assert str(dirty) == f"some-case/m-fsdp on current: {why}"
     (outside,) = refusals([cell(**provenance(git_commit=None))])
     assert "outside a checkout" in outside.why
     assert len(refusals([cell(**provenance(git_dirty=None))])) == 1, "nobody looked"

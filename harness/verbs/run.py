@@ -70,9 +70,8 @@ def of_script(args: argparse.Namespace) -> int:
     else:
         print("\n".join(show.lines(document)))
         for slug in seen:
-            print(
-                f"a known failure: {slug}, {shipped[slug].title}; what helps: `repro show {slug}`, `repro run {slug}`"
-            )
+            print(f"a known failure: {slug}, {shipped[slug].title}")
+            print(f"  what helps: `repro show {slug}`; live: `repro run {slug}`")
         print(f"on stack {spec}; document: {script.path(stack)}")
     if stop.is_set():
         return 130
