@@ -19,6 +19,7 @@ from repro_matrix import cli
 from repro_matrix.bisection import bisect_report
 from repro_matrix.conf.config import compose_run
 from repro_matrix.conf.errors import ConfigError, ResultsError
+from repro_matrix.conf.overrides import parse
 from repro_matrix.hardware import around
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
@@ -325,6 +326,7 @@ def test_a_report_to_paste_is_no_html_and_mentions_nobody() -> None:
 def test_a_folder_of_results_may_have_any_name(name: str) -> None:
     """A space or a letter that is not English was Hydra's "LexerNoViableAltException"."""
     assert compose_run([f"results=/tmp/{name}"]).results == f"/tmp/{name}"
+    assert parse([f"results=/tmp/{name}"]).run == [f"results=/tmp/{name}"]
     assert compose_run(["results='in quotes'"]).results == "in quotes" and compose_run(["results=null"]).results is None
 
 

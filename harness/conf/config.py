@@ -12,6 +12,7 @@ from typing import Any
 
 from repro_matrix.conf.errors import ConfigError, nearest, unknown
 from repro_matrix.conf.inherited import refused
+from repro_matrix.conf.overrides import as_path
 from repro_matrix.conf.project import conf_folders
 from repro_matrix.paths import CONF, file_state
 
@@ -69,7 +70,7 @@ def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:
     names = [each.name for each in fields(RunSettings)]
     # A variable's value is text as it stands: Hydra would make True of true, and a list of eth0,eth1.
     given = {text[4:].partition("=")[0]: _unquoted(text.partition("=")[2]) for text in overrides if _is_env(text)}
-    overrides = [_as_path(_as_list(text)) for text in overrides if not _is_env(text)]
+    overrides = [as_path(_as_list(text)) for text in overrides if not _is_env(text)]
     for override in overrides:
         key = override.lstrip("+~").split("=", 1)[0]
         if key == "world_size":
@@ -180,13 +181,6 @@ def _as_list(override: str) -> str:
     """``arms=broken`` and ``arms=a,b`` as the lists that are meant."""
     key, _, value = override.partition("=")
     return f"arms=[{value}]" if key == "arms" and value and not value.startswith("[") and value != "null" else override
-
-
-def _as_path(override: str) -> str:
-    """``results=Ergebnis ö`` as the folder of that name: Hydra's grammar has neither the space nor the letter."""
-    key, _, value = override.partition("=")
-    plain = value in ("", "null") or value[0] in "'\""
-    return override if key != "results" or plain else f"results={_quoted(value)}"
 
 
 def _is_env(override: str) -> bool:

@@ -86,7 +86,7 @@ def parse(overrides: Iterable[str]) -> Selection:
         if "=" not in text and not text.startswith("~"):  # Hydra says "missing EQUAL at '<EOF>'"
             raise ConfigError(f"{text!r} is not NAME=VALUE")
         try:
-            override = parser.parse_overrides([text])[0]
+            override = parser.parse_overrides([as_path(text)])[0]
             value = override.value()
         except HydraException as error:
             _unquoted(text, lambda words: parser.parse_overrides([words]))
@@ -178,6 +178,13 @@ def _plain(value: Any) -> Any:
 def quoted(value: str) -> str:
     """A value as Hydra's grammar takes it (a backslash says something only before a quote)."""
     return "'" + value.replace("'", "\\'") + "'"
+
+
+def as_path(override: str) -> str:
+    """``results=Ergebnis ö`` as the folder of that name: Hydra's grammar has neither the space nor the letter."""
+    key, _, value = override.partition("=")
+    plain = value in ("", "null") or value[0] in "'\""
+    return override if key != "results" or plain else f"results={quoted(value)}"
 
 
 def said(key: str, value: Any) -> str:
