@@ -103,7 +103,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
             "'Ü' (U+00DC), the character 1 of its value, has to stand in plain quotes; in a shell: \"case='Überfall'\"",
         ),
         (("list", "case=“fsdp*”"), "in a shell: \"case='fsdp*'\""),
-        (("matrix", "results=/tmp/naïve"), "'ï' (U+00EF), the character 8 of its value"),
+        (("matrix", "stack=/tmp/naïve"), "'ï' (U+00EF), the character 8 of its value"),
         (("list", "case=a;b"), "';' (U+003B), the character 2"),
         (("diff", "/no/such/folder", "current"), "/no/such/folder: no such folder of results"),
         (("diff", "current", "./nowhere"), "./nowhere: no such folder of results"),
