@@ -12,6 +12,7 @@ import pytest
 from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
 
 from repro_matrix.conf import catalogue
+from repro_matrix.conf.axes import Hardware
 from repro_matrix.conf.errors import ConfigError
 from repro_matrix.hardware import (
     Machine,
@@ -352,3 +353,9 @@ def test_what_a_container_holds_of_its_limit(tmp_path: Path) -> None:
 def test_a_machine_has_at_least_a_core_and_some_memory() -> None:
     machine = detect()
     assert machine.cores >= 1 and machine.memory_gb > 0
+
+
+def test_a_profile_of_the_cpu_has_no_cards() -> None:
+    for wrong in ({"gpus": 4}, {"backend": "nccl"}, {"shared": True}):
+        with pytest.raises(ValueError, match="accelerator: cpu uses no GPU"):
+            Hardware.model_validate({"slug": "mine", "title": "mine", "accelerator": "cpu", **wrong})

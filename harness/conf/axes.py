@@ -109,3 +109,9 @@ class Hardware(Strict):
     gpu_memory_gb: float | None = Field(default=None, gt=0)
     memory_gb: float | None = Field(default=None, gt=0)
     cores: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _cards(self) -> Hardware:
+        if self.accelerator == "cpu" and (self.gpus or self.backend == "nccl" or self.shared):
+            raise ValueError("accelerator: cpu uses no GPU: leave out gpus, shared and backend: nccl, or say cuda")
+        return self
