@@ -285,6 +285,10 @@ def test_what_cannot_fit_goes_on_below_itself(capsys: pytest.CaptureFixture[str]
     assert max(map(len, lines)) <= report.WIDE and lines[-1].split() == ["other", "fix", "4"]
     assert lines[0].split() == ["case", "arm", "ranks"] and out.count("somecase-") == out.count("otherarm-") == 8
     assert out.count("why") == 40 and lines[1].split()[2] == "2"
+    report.print_table("", ["case", "size of it"], [["a-name-" * 16, "1"]], fold=True)
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["a-name-" * 16, "1"], "names break last"
+    report.print_table("", ["case", "arm"], [["name-" * 15, "arm-" * 15]], fold=True, whole=True)
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["name-" * 15, "arm-" * 15]
 
 
 def test_a_plan_fits_its_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,15 +73,20 @@ def _paragraph(text: str, width: int) -> str:
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = (), fold: bool = False
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    narrow: Sequence[str] = (),
+    fold: bool = False,
+    whole: bool = False,
 ) -> None:
     """A table. Off a terminal every row is one line, never cut; on one of less than ``WIDE`` columns what is named in
     ``narrow`` stands below its row. ``fold``: off a terminal too, where a line would be longer than ``WIDE``; what is
-    too long still goes on below itself."""
+    too long still goes on below itself, unless it is to stay ``whole``."""
     out = console()
     texts = [["" if value is None else plain(str(value)) for value in row] for row in rows]
     if not out.is_terminal:
-        _plain(title, columns, texts, narrow, fold)
+        _plain(title, columns, texts, narrow, fold, whole)
         return
     from rich.padding import Padding
     from rich.table import Table
@@ -141,18 +146,26 @@ def style(value: str) -> str:
     return STYLES.get(value.split(" ")[0].split("(")[0], "")
 
 
-def _plain(title: str, columns: Sequence[str], rows: list[list[str]], narrow: Sequence[str], fold: bool) -> None:
+def _plain(
+    title: str, columns: Sequence[str], rows: list[list[str]], narrow: Sequence[str], fold: bool, whole: bool
+) -> None:
     if title:
         print(title)
     widths = [max(len(row[index]) for row in [list(columns), *rows]) for index in range(len(columns))]
     wide = fold and _width(widths) > WIDE
     kept = [index for index, name in enumerate(columns) if not wide or name not in narrow]
     shown = [widths[index] for index in kept]
-    while wide and _width(shown) > WIDE:
-        shown[shown.index(max(shown))] -= 1
+    # A name stays in one piece for as long as there are spaces to break at: it is what is copied.
+    heads = [[columns[index], *(row[index] for row in rows)] for index in kept]
+    least = [max((len(word) for text in texts for word in text.split()), default=1) for texts in heads]
+    while wide and not whole and _width(shown) > WIDE:
+        roomy = [place for place, width in enumerate(shown) if width > least[place]] or range(len(shown))
+        shown[max(roomy, key=lambda place: shown[place])] -= 1
     for number, row in enumerate([list(columns), *rows]):
         parts = [textwrap.wrap(row[index], width) for index, width in zip(kept, shown)]
-        for line in itertools.zip_longest(*parts, fillvalue="") if wide else [[row[index] for index in kept]]:
+        for line in (
+            itertools.zip_longest(*parts, fillvalue="") if wide and not whole else [[row[index] for index in kept]]
+        ):
             print("  ".join(text.ljust(width) for text, width in zip(line, shown)).rstrip())
         for index in range(len(columns)):
             if number and index not in kept and row[index]:

@@ -282,4 +282,4 @@ def _print_arms(items: Sequence[dict[str, Any]]) -> None:
         ]
         for i in items
     ]  # fmt: skip
-    print_table("", heads, table, narrow=("skipped",), fold=True)
+    print_table("", heads, table, narrow=("skipped",), fold=True, whole=True)
