@@ -30,12 +30,13 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
         print(f"repro: --resume: {root} holds nothing to go on with: it begins from the start", file=sys.stderr)
     if chosen:
         known = runs.listed(root)
-        alike = [run for run in known if _selection(run.texts) == chosen]
-        last = (alike or known)[-1:]
-        for run in () if named else last:
-            of = "" if alike else f", the last run (of {' '.join(run.texts) or 'everything'})"
-            print(f"repro: going on in {run.folder}{of}: what it has recorded is not measured again", file=sys.stderr)
-        return list(texts), None if named or not last else last[0].folder
+        alike = [one for one in known if _selection(one.texts) == chosen]
+        if named or not known:
+            return list(texts), None
+        run = (alike or known)[-1]
+        of = "" if alike else f", the last run (of {' '.join(run.texts) or 'everything'})"
+        print(f"repro: going on in {run.folder}{of}: what it has recorded is not measured again", file=sys.stderr)
+        return list(texts), run.folder
     found = runs.read(root) if named else runs.unfinished(root)
     if found is None and not named:
         last = runs.listed(root)
