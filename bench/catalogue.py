@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.machine import machine
 from repro_matrix.paths import cache_dir
 from repro_matrix.results.store import Store
+
+from bench.machine import machine
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent
@@ -34,7 +35,7 @@ def run(launcher: str, folder: Path, overrides: list[str]) -> Json:
     command = [
         sys.executable,
         "-m",
-        "repro_matrix.cli",
+        "repro_matrix.cli.main",
         "matrix",
         f"launcher={launcher}",
         f"results={folder}",

@@ -5,7 +5,7 @@ them, nothing measured of what was in force, no witness. There is no such switch
 out is what makes an arm clean. Attempts are made by the engine's own code, warm, pair by pair and alternating which
 comes first, so that both see the same neighbours; only CPU seconds count.
 
-An attempt makes its reference or takes it from one before it in its run (kit/reference.py): ``made`` and ``taken`` are
+An attempt makes its reference or takes it from one before it in its run (reference.py): ``made`` and ``taken`` are
 measured apart. ``share``: of an attempt's CPU time, what evidence is. How many of a real run's attempts made theirs is
 counted from its documents: ``--run results/scratch``. ``--whole`` runs the whole catalogue once each way instead.
 """
@@ -24,14 +24,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.machine import machine
-from repro_matrix.launch.warm import WarmLauncher
+from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.paths import REPROS
 from repro_matrix.planning.plan import ArmPlan
 from repro_matrix.results.store import Store
-from repro_matrix.running import session
-from repro_matrix.running.attempts import Attempts
-from repro_matrix.running.leases import Leases
+from repro_matrix.runner import session
+from repro_matrix.runner.attempts import Attempts
+from repro_matrix.runner.gpu_locks import Leases
+
+from bench.machine import machine
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent
@@ -47,17 +48,17 @@ CELLS = (
 )
 # What is cut, by file. Texts must be there once; what is appended takes the place of what has the same name.
 CUTS: dict[str, list[tuple[str, str]]] = {
-    "kit/run.py": [
+    "repro_kit/run.py": [
         ("got, want, tolerance = plain(got), plain(want), plain(tolerance)\n", "return\n"),
         ("            finish(run)\n", "            pass\n"),
         ("        witness.start()\n", "        pass\n"),
     ],
-    "kit/record.py": [('"packages": place.packages(),', '"packages": {},')],
+    "repro_kit/record.py": [('"packages": place.packages(),', '"packages": {},')],
     "ddp_ready_once.py": [("last=full_parameters(run, wrapped)", "last={}")],
     "fsdp_tied_embeddings.py": [("last=full_parameters(run, fsdp)", "last={}")],
 }
 APPENDED = {
-    "kit/proof.py": """
+    "repro_kit/reference_checks.py": """
 
 class Reference:  # type: ignore[no-redef]
     def __init__(self, run, model, *_, **__):
@@ -75,7 +76,7 @@ def check_checkpoint(run, trained, fresh):  # type: ignore[no-redef]
     trained.save(folder)
     fresh().load(folder)
 """,
-    "kit/in_force.py": """
+    "repro_kit/instrumentation.py": """
 
 def watch(run, module, whole=None):  # type: ignore[no-redef]
     return module

@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.machine import machine
+from repro_matrix.environment.stacks import Stack, extensions, resolve
 from repro_matrix.launch import Attempt, ColdLauncher, Launcher
-from repro_matrix.launch.warm import WarmLauncher
+from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.paths import cache_dir
-from repro_matrix.stacks import Stack, extensions, resolve
+
+from bench.machine import machine
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent

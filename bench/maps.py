@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.machine import machine
-from repro_matrix.bisection import labels
-from repro_matrix.bisection.probe import Prober, Target
-from repro_matrix.conf import project
+from repro_matrix.config import project
 from repro_matrix.results.store import Store
+from repro_matrix.search import labels
+from repro_matrix.search.prober import Prober, Target
+
+from bench.machine import machine
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent

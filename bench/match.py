@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.external.logs.match import Catalogue, recognise
+from repro_matrix.external.logs.read import BLOCK
+from repro_matrix.external.logs.scan import Texts, scan
+
 from bench.machine import machine
-from repro_matrix.conf import catalogue
-from repro_matrix.matching.known import Catalogue, recognise
-from repro_matrix.matching.reading import BLOCK
-from repro_matrix.matching.scan import Texts, scan
 
 HERE = Path(__file__).resolve().parent
 SIZE = 100_000_000

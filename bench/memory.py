@@ -13,11 +13,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.machine import machine
-from repro_matrix.memory.arithmetic import MIB, Phase
+from repro_matrix.planning.memory import MIB, Phase
 from repro_matrix.planning.plan import ArmPlan
+from repro_matrix.results import local as own_results
 from repro_matrix.results.store import Store
-from repro_matrix.running import own_results, recorded, session
+from repro_matrix.runner import durations as recorded
+from repro_matrix.runner import session
+
+from bench.machine import machine
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent

@@ -22,16 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.grading import consistency as genuine
+from repro_matrix.grading.regrade import contradiction
+from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.report import summary
+from repro_matrix.results import rows
+from repro_matrix.results.accept import place
+from repro_matrix.results.store import Store
+
 from bench.browser import Browser, program
 from bench.machine import machine
-from repro_matrix.conf import catalogue
-from repro_matrix.judge import genuine
-from repro_matrix.judge.again import contradiction
-from repro_matrix.paths import BASELINE, ROOT
-from repro_matrix.results import rows
-from repro_matrix.results.publishing import place
-from repro_matrix.results.store import Store
-from repro_matrix.terminal import summary
 
 HERE = Path(__file__).resolve().parent
 STORED = 10_000
@@ -70,7 +71,7 @@ def verb(*words: str, cache: Path, codes: tuple[int, ...] = (0,)) -> dict[str, f
     """What a verb took, and the most memory that one of its processes had."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
-    command = [sys.executable, "-m", "repro_matrix.cli", *words]
+    command = [sys.executable, "-m", "repro_matrix", *words]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"REPRO_CACHE": str(cache)}
     )
@@ -188,10 +189,10 @@ def in_browser(page: Path) -> dict[str, Any]:
 # The outcomes are those of this very judge: the documents are the published ones.
 END = """import gc, os, sys, time
 from pathlib import Path
-from repro_matrix.conf import catalogue
-from repro_matrix.judge.again import judged_again, with_expectations
+from repro_matrix.config import catalogue
+from repro_matrix.grading.regrade import judged_again, with_expectations
 from repro_matrix.results.store import Store
-from repro_matrix.verbs.report import of_run
+from repro_matrix.cli.report import of_run
 known, folder = catalogue.load(), Path(sys.argv[1])
 gc.disable()
 documents = judged_again(Store(folder).documents(), known.cases, graded=True).documents

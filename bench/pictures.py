@@ -11,18 +11,19 @@ import sys
 import tempfile
 from pathlib import Path
 
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.grading.regrade import judged_again, with_expectations
+from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.report import summary
+from repro_matrix.report import terminal as report
+from repro_matrix.report.listing import wrapped
+from repro_matrix.results import rows
+from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.store import Store
 from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 
 from bench.browser import Browser
-from repro_matrix.conf import catalogue
-from repro_matrix.judge.again import judged_again, with_expectations
-from repro_matrix.paths import BASELINE, ROOT
-from repro_matrix.results import rows
-from repro_matrix.results.exit_code import exit_code
-from repro_matrix.results.store import Store
-from repro_matrix.terminal import report, summary
-from repro_matrix.terminal.listing import wrapped
 
 DOCS = ROOT / "docs"
 STACK = "current"
@@ -45,7 +46,7 @@ def terminal() -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name, Browser() as browser:
         page, told = Path(name) / "page.html", Path(name) / "terminal.html"
-        command = [sys.executable, "-m", "repro_matrix.cli", "report", "--baseline", "--output", str(page)]
+        command = [sys.executable, "-m", "repro_matrix", "report", "--baseline", "--output", str(page)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         told.write_text(terminal(), encoding="utf-8")
         browser.look(1180, 860)

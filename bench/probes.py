@@ -34,7 +34,7 @@ def measured(words: list[str], env: dict[str, str]) -> Json:
     began = time.perf_counter()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "repro_matrix.cli", *words, "--json"], stdout=out, stderr=said, env=env
+            [sys.executable, "-m", "repro_matrix", *words, "--json"], stdout=out, stderr=said, env=env
         )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -21,27 +21,29 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-
-from bench.machine import machine
-from repro_matrix.conf import catalogue, overrides
-from repro_matrix.conf.config import RunSettings
-from repro_matrix.hardware import Machine, Profile
-from repro_matrix.judge import grade
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import selection as overrides
+from repro_matrix.config.settings import RunSettings
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.stacks import Stack, resolve
+from repro_matrix.grading import grade
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.paths import BASELINE
-from repro_matrix.planning import matrix
+from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.placing import place
 from repro_matrix.planning.plan import Planner
+from repro_matrix.report.terminal import matrix_table, summary_line
 from repro_matrix.results import document, rows
 from repro_matrix.results.store import Store
-from repro_matrix.running import schedule
-from repro_matrix.running.attempts import Attempts
-from repro_matrix.running.engine import Engine
-from repro_matrix.running.given import Given
-from repro_matrix.running.leases import Leases
-from repro_matrix.running.recorded import expect, recorded
-from repro_matrix.stacks import Stack, resolve
-from repro_matrix.terminal.report import matrix_table, summary_line
+from repro_matrix.runner import schedule
+from repro_matrix.runner.attempts import Attempts
+from repro_matrix.runner.context import Given
+from repro_matrix.runner.durations import expect, recorded
+from repro_matrix.runner.engine import Engine
+from repro_matrix.runner.gpu_locks import Leases
+
+from bench.machine import machine
 
 HERE = Path(__file__).resolve().parent
 CELLS = 10_000

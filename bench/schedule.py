@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.machine import machine
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.store import Store
-from repro_matrix.running.schedule import Capacity, Task, lower_bound
-from repro_matrix.running.simulate import Change, Machine, Run, makespan, simulate
+from repro_matrix.runner.schedule import Capacity, Task, lower_bound
+from repro_matrix.runner.simulate import Change, Machine, Run, makespan, simulate
+
+from bench.machine import machine
 
 HERE = Path(__file__).resolve().parent
 NODE = Capacity(64, 8, 1000.0)

@@ -1,4 +1,4 @@
-"""What the launch benchmark runs in each rank: a tiny Qwen2, one training step, with a strategy of kit/strategies.py
+"""What the launch benchmark runs in each rank: a tiny Qwen2, one training step, with a strategy of strategies.py
 or with transformers' Trainer (flag ``loop``). The metrics are the floor: what no launcher can take away."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "repros"))
 
-from kit import Run, main
-from kit.models import batch, build
+from repro_kit import Run, main
+from repro_kit.models import batch, build
 
 import torch
 
@@ -35,7 +35,7 @@ def body(run: Run) -> None:
     if run.flags["loop"] == "trainer":
         trainer(run, model)
     else:
-        from kit.strategies import wrap
+        from repro_kit.strategies import wrap
 
         wrapped = wrap(run, model, 0.1)
         wrapped.step(wrapped.loss(batch(run, run.rank)))

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import files, sizes, watch
-from kit.models import build
-from kit.rounding import FACTOR, Single, training
-from kit.worst import all_apart
+from repro_kit import Run, main
+from repro_kit.error_reduction import all_apart
+from repro_kit.instrumentation import files, sizes, watch
+from repro_kit.models import build
+from repro_kit.tolerance import FACTOR, Single, training
 
 import colossalai.checkpoint_io.hybrid_parallel_checkpoint_io as saving
 import torch

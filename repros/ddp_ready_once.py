@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kit import Run, main
-from kit.in_force import checkpointing, watch
-from kit.models import build
-from kit.proof import Reference
-from kit.strategies import each_step
-from kit.wrapping import full_parameters, own_batch, wrap
+from repro_kit import Run, main
+from repro_kit.instrumentation import checkpointing, watch
+from repro_kit.models import build
+from repro_kit.reference_checks import Reference
+from repro_kit.strategies import each_step
+from repro_kit.wrapping import full_parameters, own_batch, wrap
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import watch
-from kit.models import build
-from kit.proof import Reference
-from kit.strategies import each_step
-from kit.worst import looked_at
-from kit.wrapping import full_parameters, own_batch
+from repro_kit import Run, main
+from repro_kit.error_reduction import looked_at
+from repro_kit.instrumentation import watch
+from repro_kit.models import build
+from repro_kit.reference_checks import Reference
+from repro_kit.strategies import each_step
+from repro_kit.wrapping import full_parameters, own_batch
 
 import torch
 import torch.distributed as dist

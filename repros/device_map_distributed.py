@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kit import Run, main
-from kit.alone import Tensors
-from kit.in_force import adapters, precision, watch
-from kit.models import build
-from kit.proof import Reference
-from kit.sgd import LR, data, trained
-from kit.stored import check_split, load, store
-from kit.tuning import add_lora, loop, prepare, remove_hook, trainer
-from kit.zero import config, module, whole
+from repro_kit import Run, main
+from repro_kit.instrumentation import adapters, precision, watch
+from repro_kit.lora_training import add_lora, loop, prepare, remove_hook, trainer
+from repro_kit.models import build
+from repro_kit.reference_checks import Reference
+from repro_kit.saved_models import check_split, load, store
+from repro_kit.sgd import LR, data, trained
+from repro_kit.single_process import Tensors
+from repro_kit.zero import config, module, whole
 
 import torch
 

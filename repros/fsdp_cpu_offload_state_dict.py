@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-from kit import Run, main
-from kit.in_force import files, stored
-from kit.models import build
-from kit.wrapping import wrap
+from repro_kit import Run, main
+from repro_kit.instrumentation import files, stored
+from repro_kit.models import build
+from repro_kit.wrapping import wrap
 
 import torch
 import torch.distributed as dist

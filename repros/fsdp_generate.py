@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any, Callable
 
-from kit import Run, main
-from kit.in_force import tokens, watch
-from kit.models import build
-from kit.wrapping import own_batch, wrap
+from repro_kit import Run, main
+from repro_kit.instrumentation import tokens, watch
+from repro_kit.models import build
+from repro_kit.wrapping import own_batch, wrap
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def by_hand(fsdp: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
 def generating(run: Run, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> Callable[[], Any]:
     how = run.flags["how"]
     if how == "serve":
-        from kit.serving import vllm
+        from repro_kit.serving import vllm
 
         return vllm(run, watch(run, model), prompt["input_ids"], settings["max_new_tokens"])
     fsdp = wrap(run, model)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kit import Run, main
-from kit.fsdp_saving import first_forward, sharded, step
-from kit.in_force import files, sizes
-from kit.saving import compare, local
-from kit.vision_language import build
+from repro_kit import Run, main
+from repro_kit.fsdp_saving import first_forward, sharded, step
+from repro_kit.instrumentation import files, sizes
+from repro_kit.saving import compare, local
+from repro_kit.vision_language import build
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.models import build
-from kit.proof import Reference
-from kit.strategies import each_step
-from kit.worst import apart
-from kit.wrapping import full_parameters, held_bytes, own_batch, wrap
+from repro_kit import Run, main
+from repro_kit.error_reduction import apart
+from repro_kit.models import build
+from repro_kit.reference_checks import Reference
+from repro_kit.strategies import each_step
+from repro_kit.wrapping import full_parameters, held_bytes, own_batch, wrap
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

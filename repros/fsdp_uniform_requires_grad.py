@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import adapters, watch
-from kit.models import build
-from kit.proof import Reference
-from kit.strategies import each_step, fsdp_policy
-from kit.wrapping import full_parameters, own_batch, wrap
+from repro_kit import Run, main
+from repro_kit.instrumentation import adapters, watch
+from repro_kit.models import build
+from repro_kit.reference_checks import Reference
+from repro_kit.strategies import each_step, fsdp_policy
+from repro_kit.wrapping import full_parameters, own_batch, wrap
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

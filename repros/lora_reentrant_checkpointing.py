@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import adapters, checkpointing, watch
-from kit.models import build
-from kit.proof import Reference
-from kit.sgd import LR, data, trained
+from repro_kit import Run, main
+from repro_kit.instrumentation import adapters, checkpointing, watch
+from repro_kit.models import build
+from repro_kit.reference_checks import Reference
+from repro_kit.sgd import LR, data, trained
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kit import Run, main
-from kit.models import build
-from kit.rounding import Single
-from kit.wrapping import cache_length, own_batch, wrap
+from repro_kit import Run, main
+from repro_kit.models import build
+from repro_kit.tolerance import Single
+from repro_kit.wrapping import cache_length, own_batch, wrap
 
 import torch
 

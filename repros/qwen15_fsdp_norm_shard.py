@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.models import build
-from kit.rounding import Single
-from kit.wrapping import one_process, own_batch, wrap
+from repro_kit import Run, main
+from repro_kit.models import build
+from repro_kit.tolerance import Single
+from repro_kit.wrapping import one_process, own_batch, wrap
 
 import torch
 from torch import nn

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.alone import Tensors
-from kit.in_force import watch
-from kit.models import build
-from kit.proof import Reference
-from kit.sgd import data, trained
-from kit.stored import check_split, load, store
-from kit.tuning import Clock
-from kit.zero import config, engine, module, whole
+from repro_kit import Run, main
+from repro_kit.instrumentation import watch
+from repro_kit.lora_training import Clock
+from repro_kit.models import build
+from repro_kit.reference_checks import Reference
+from repro_kit.saved_models import check_split, load, store
+from repro_kit.sgd import data, trained
+from repro_kit.single_process import Tensors
+from repro_kit.zero import config, engine, module, whole
 
 import torch
 

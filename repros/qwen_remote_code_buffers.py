@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import files as read_back
-from kit.in_force import watch
-from kit.models import build
-from kit.qwen import configuration, folder, published, save_with_code
-from kit.stored import differing
-from kit.worst import looked_at
+from repro_kit import Run, main
+from repro_kit.error_reduction import looked_at
+from repro_kit.instrumentation import files as read_back
+from repro_kit.instrumentation import watch
+from repro_kit.models import build
+from repro_kit.qwen import configuration, folder, published, save_with_code
+from repro_kit.saved_models import differing
 
 import torch
 

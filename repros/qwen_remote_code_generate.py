@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import tokens, watch
-from kit.models import batch, build
-from kit.qwen import configuration, folder, published
+from repro_kit import Run, main
+from repro_kit.instrumentation import tokens, watch
+from repro_kit.models import batch, build
+from repro_kit.qwen import configuration, folder, published
 
 import torch
 

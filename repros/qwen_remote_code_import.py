@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kit import Run, main
-from kit.in_force import watch
-from kit.models import batch, build
-from kit.qwen import configuration, folder, published
-from kit.rounding import Single
-from kit.worst import looked_at
+from repro_kit import Run, main
+from repro_kit.error_reduction import looked_at
+from repro_kit.instrumentation import watch
+from repro_kit.models import batch, build
+from repro_kit.qwen import configuration, folder, published
+from repro_kit.tolerance import Single
 
 import torch
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import files, sizes, watch
-from kit.models import batch, build
-from kit.rounding import Single
-from kit.stored import differing, store
-from kit.worst import looked_at
+from repro_kit import Run, main
+from repro_kit.error_reduction import looked_at
+from repro_kit.instrumentation import files, sizes, watch
+from repro_kit.models import batch, build
+from repro_kit.saved_models import differing, store
+from repro_kit.tolerance import Single
 
 import torch
 import torch.distributed as dist

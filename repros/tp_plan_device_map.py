@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import sizes, watch
-from kit.models import batch, build
-from kit.rounding import Single
-from kit.stored import load, sharded, store
+from repro_kit import Run, main
+from repro_kit.instrumentation import sizes, watch
+from repro_kit.models import batch, build
+from repro_kit.saved_models import load, sharded, store
+from repro_kit.tolerance import Single
 
 import torch
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import files, sizes, watch
-from kit.models import build
-from kit.stored import differing, store
-from kit.worst import looked_at
+from repro_kit import Run, main
+from repro_kit.error_reduction import looked_at
+from repro_kit.instrumentation import files, sizes, watch
+from repro_kit.models import build
+from repro_kit.saved_models import differing, store
 
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM

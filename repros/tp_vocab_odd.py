@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import files, watch
-from kit.rounding import FACTOR, Single, training
-from kit.worst import looked_at
+from repro_kit import Run, main
+from repro_kit.error_reduction import looked_at
+from repro_kit.instrumentation import files, watch
+from repro_kit.tolerance import FACTOR, Single, training
 
 import torch
 from torch import nn

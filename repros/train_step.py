@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kit import Run, main
-from kit.in_force import adapters, checkpointing, precision
-from kit.models import batch, drawable
-from kit.products import products_in_float32
-from kit.proof import RATES, Reference, check_checkpoint
-from kit.sabotage import sabotaged
-from kit.strategies import STRATEGIES, each_step, wrap
-from kit.tuning import checkpoint, lora_to_draw
-from kit.weights import Weights
+from repro_kit import Run, main
+from repro_kit.bf16_matmul import products_in_float32
+from repro_kit.fault_injection import sabotaged
+from repro_kit.instrumentation import adapters, checkpointing, precision
+from repro_kit.lora_training import checkpoint, lora_to_draw
+from repro_kit.models import batch, drawable
+from repro_kit.reference_checks import RATES, Reference, check_checkpoint
+from repro_kit.strategies import STRATEGIES, each_step, wrap
+from repro_kit.weights import Weights
 
 import torch
 from torch import nn

@@ -9,19 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import watch
-from kit.simulated import (
-    check_home,
-    check_logits,
-    fake_gpus,
-    gpu_of,
-    hook,
-    meta_model,
-    place,
-    split,
-    tokens,
-)
+from repro_kit import Run, main
+from repro_kit.instrumentation import watch
+from repro_kit.simulated import check_home, check_logits, fake_gpus, gpu_of, hook, meta_model, place, split, tokens
 
 import torch
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit import Run, main
-from kit.in_force import watch
-from kit.models import build
-from kit.stored import differing, load, store
-from kit.worst import looked_at
-from kit.zero import config, module, whole
+from repro_kit import Run, main
+from repro_kit.error_reduction import looked_at
+from repro_kit.instrumentation import watch
+from repro_kit.models import build
+from repro_kit.saved_models import differing, load, store
+from repro_kit.zero import config, module, whole
 
 
 def body(run: Run) -> None:

@@ -6,10 +6,10 @@ Refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648); where it passes, it is
 
 from __future__ import annotations
 
-from kit import Run, main
-from kit.models import batch, build
-from kit.worst import all_apart, looked_at
-from kit.zero import engine, module, whole
+from repro_kit import Run, main
+from repro_kit.error_reduction import all_apart, looked_at
+from repro_kit.models import batch, build
+from repro_kit.zero import engine, module, whole
 
 import torch
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kit import Run, main
-from kit.in_force import watch
-from kit.models import batch, build
-from kit.rounding import Single
-from kit.stored import load, store
-from kit.zero import config, module
+from repro_kit import Run, main
+from repro_kit.instrumentation import watch
+from repro_kit.models import batch, build
+from repro_kit.saved_models import load, store
+from repro_kit.tolerance import Single
+from repro_kit.zero import config, module
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Not a test: what tests/test_collectives.py runs. The bodies of the scripts named in a list, one after
+"""Not a test: what tests/launch/test_collectives.py runs. The bodies of the scripts named in a list, one after
 the other, in ranks whose own collectives go to a group that takes no tensor of the CPU.
 
 Without a GPU every tensor is on the CPU. So a tensor counts as a CPU tensor when it would be one on a GPU machine: made
@@ -19,13 +19,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "repros"))
 
-from kit import Run, main  # noqa: E402 - a script of repros/ that lives elsewhere
-from kit.record import Record  # noqa: E402
+from repro_kit import Run, main
+from repro_kit.record import Record
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 OWN = (str(ROOT / "repros") + os.sep, str(ROOT / "tests" / "faults") + os.sep)
 MADE = {"tensor", "as_tensor", "from_numpy", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"}

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-
 from repro_matrix.launch.attempt import Attempt
+from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.launch.server import Server
-from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.paths import CONF, REPROS
 
 pytest_plugins = ["cpu"]
@@ -90,7 +89,7 @@ def runs_are_warm(warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
         return warm.launch(dataclasses.replace(attempt, run_id="test-run"), stop)  # a server is of one run
 
     launcher = SimpleNamespace(name=warm.name, launch=launch, close=lambda: None)
-    monkeypatch.setattr("repro_matrix.running.workplace.open_launcher", lambda name: launcher)
+    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: launcher)
 
 
 @pytest.fixture(scope="session")

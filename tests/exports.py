@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-from repro_matrix.conf import catalogue
-from repro_matrix.conf.errors import ReproError
-from repro_matrix.conf.schema import Case
-from repro_matrix.export.stored import Measured
-from repro_matrix.matching.known import Catalogue, recognise
-from repro_matrix.matching.scan import Texts, scan
-from repro_matrix.stacks import Stack
-from repro_matrix.verbs.export import Exported, exported
+from repro_matrix.authoring.export.stored import Measured
+from repro_matrix.cli.export import Exported, exported
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config.schema import Case
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.errors import ReproError
+from repro_matrix.external.logs.match import Catalogue, recognise
+from repro_matrix.external.logs.scan import Texts, scan
 
 CATALOGUE = catalogue.load()
 LIMIT_S, LOOK_S = 900.0, 10.0  # for a whole script; between two looks at one that is to hang

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from repro_matrix.nights.host import LABEL
+from repro_matrix.analysis.issue_host import LABEL
 
 
 class Fake(ThreadingHTTPServer):

@@ -1,4 +1,4 @@
-"""Not a test: what tests/test_in_force_ranks.py runs. Trainings in which what they name is not in force,
+"""Not a test: what tests/repro_kit/test_in_force_ranks.py runs. Trainings in which what they name is not in force,
 each with its proofs made and passed; the record's facts hold what each rank measured."""
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "repros"))
 
-from kit import (  # noqa: E402 - a script of repros/ that lives elsewhere
-    Run,
-    in_force,
-    main,
-)
-from kit.models import batch, build  # noqa: E402
-from kit.record import Record  # noqa: E402
-from kit.strategies import wrap  # noqa: E402
+from repro_kit import Run, main
+from repro_kit import instrumentation as in_force
+from repro_kit.models import batch, build
+from repro_kit.record import Record
+from repro_kit.strategies import wrap
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import train_step  # noqa: E402
-import yaml  # noqa: E402
+import torch
+import torch.distributed as dist
+import train_step
+import yaml
 
 
 def steps(run: Run, module: Any, optimizer: Any) -> None:
@@ -69,7 +66,7 @@ def another_precision(run: Run) -> None:
 
 def accelerate_falls_back(run: Run) -> None:
     """FSDP is asked for as `accelerate launch` does it; on a CPU accelerate makes a DDP and says nothing."""
-    from kit.tuning import prepare
+    from repro_kit.lora_training import prepare
 
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     _, model, optimizer = prepare(run, build(run).train())

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from repro_matrix.conf.schema import Case
-from repro_matrix.judge.outcome import Outcome
+from repro_matrix.config.schema import Case
+from repro_matrix.grading.outcome import Outcome
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 DIST = f"{SITE}/torch/distributed"

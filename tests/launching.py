@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.environment.stacks import extensions, resolve
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher
+from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.launch.processes import with_token
-from repro_matrix.launch.warm import WarmLauncher
 from repro_matrix.launch.watch import read_launch
-from repro_matrix.stacks import extensions, resolve
 
 FAULTS = Path(__file__).parent / "faults"
 Json = dict[str, Any]

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import FIRES, observation
-
-from repro_matrix import stacks
-from repro_matrix.cli import main
-from repro_matrix.conf import project
+from repro_matrix.cli.main import main
+from repro_matrix.config import project
+from repro_matrix.environment import stacks
+from repro_matrix.environment.stacks import Stack, StackError
+from repro_matrix.environment.stacks import index as releases
+from repro_matrix.environment.stacks.index import Release
+from repro_matrix.environment.stacks.spec import parse
+from repro_matrix.environment.stacks.stack import canonical, short_hash
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.running import own_results, wanted, workplace
-from repro_matrix.stacks import Stack, StackError, releases
-from repro_matrix.stacks.releases import Release
-from repro_matrix.stacks.spec import parse
-from repro_matrix.stacks.stack import canonical, short_hash
+from repro_matrix.results import local as own_results
+from repro_matrix.runner import prerequisites as wanted
+from repro_matrix.runner import workspace as workplace
+from test_engine import FIRES, observation
 
 CASE = "qwen15-fsdp-norm-shard"
 BASE = {"python": "3.11.0", "torch": "2.2.2", "transformers": "4.39.3", "accelerate": "0.29.2", "numpy": "1.26.4"}

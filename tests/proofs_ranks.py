@@ -1,4 +1,4 @@
-"""Not a test: what tests/test_proofs.py runs. Each strategy named in the environment trains honestly and
+"""Not a test: what tests/repro_kit/test_proofs.py runs. Each strategy named in the environment trains honestly and
 with every sabotage, all in one pair of ranks; the record's facts hold the checks that were made."""
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "repros"))
 
-from kit import (  # noqa: E402 - a script of repros/ that lives elsewhere
-    Run,
-    main,
-    proof,
-    sabotage,
-)
-from kit.record import Record  # noqa: E402
-from kit.sabotage import CANNOT_BE, SABOTAGES  # noqa: E402
-from kit.weights import Weights  # noqa: E402
+from repro_kit import Run, main
+from repro_kit import fault_injection as sabotage
+from repro_kit import reference_checks as proof
+from repro_kit.fault_injection import CANNOT_BE, SABOTAGES
+from repro_kit.record import Record
+from repro_kit.weights import Weights
 
-import torch  # noqa: E402
-import train_step  # noqa: E402
-import yaml  # noqa: E402
+import torch
+import train_step
+import yaml
 
 Reference = proof.Reference
 made: dict[str, Reference] = {}

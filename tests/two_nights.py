@@ -18,9 +18,8 @@ from pathlib import Path
 
 import fake_host
 import yaml
-
-from repro_matrix.nights import kept
 from repro_matrix.paths import ROOT, cache_dir
+from repro_matrix.results import history as kept
 
 CASE, MODEL, ARM, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
 BASE = "torch2.6-tf4.51"  # whose packages stay
@@ -54,7 +53,7 @@ def cloned(folder: Path) -> Path:
     own = folder / ".venv" / "bin"
     own.mkdir(parents=True)
     (own / "python").symlink_to(sys.executable)
-    (own / "repro").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec {sys.executable} -m repro_matrix.cli "$@"\n')
+    (own / "repro").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec {sys.executable} -m repro_matrix "$@"\n')
     (own / "repro").chmod(0o755)
     (folder / ".venv" / ".ready").touch()
     return folder

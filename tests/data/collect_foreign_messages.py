@@ -1,4 +1,4 @@
-"""Writes harness/judge/foreign_messages.txt anew: real error messages of installed packages, and well-known ones.
+"""Writes grading/unrelated_messages.txt anew: real error messages of installed packages, and well-known ones.
 
     .venv/bin/python tests/data/collect_foreign_messages.py
 

@@ -14,10 +14,10 @@ from typing import Any
 
 
 class _KitOnTheCpu(importlib.abc.MetaPathFinder):
-    """Gives ``kit.run`` an ``execute`` that takes a card for the CPU, and NCCL for gloo."""
+    """Gives ``repro_kit.run`` an ``execute`` that takes a card for the CPU, and NCCL for gloo."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "kit.run":
+        if name != "repro_kit.run":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
@@ -42,7 +42,7 @@ def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _say_cards(name: str) -> None:
     """In the record, whose evidence of what was in force would find gloo and the CPU out."""
-    from kit.record import Record
+    from repro_kit.record import Record
 
     write = Record.write
 

@@ -9,10 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from launching import attempt_of  # noqa: E402
-
-from repro_matrix.launch import ColdLauncher  # noqa: E402
-from repro_matrix.running.leases import Leases, register_run  # noqa: E402
+from launching import attempt_of
+from repro_matrix.launch import ColdLauncher
+from repro_matrix.runner.gpu_locks import Leases, register_run
 
 if __name__ == "__main__":
     state, run_id, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kit import Run, main
+from repro_kit import Run, main
 
 import torch
 import torch.distributed as dist

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "repros"))
 
-from kit import Run, main
+from repro_kit import Run, main
 
 FOREVER = 600
 

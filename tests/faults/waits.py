@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "repros"))
 
-from kit import Run, main
+from repro_kit import Run, main
 
 import torch
 import torch.distributed as dist

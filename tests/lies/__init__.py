@@ -1,6 +1,6 @@
 """Lies: what is planted in a copy (scripts, kit, stored documents, environment, stacks), and must not be believed.
 
-``make lies`` plants all of them and prints the table. tests/test_lies.py plants those that launch nothing.
+``make lies`` plants all of them and prints the table. tests/project/test_lies.py plants those that launch nothing.
 """
 
 from .declared import DECLARED, INHERITED

@@ -16,18 +16,24 @@ from typing import Any
 
 import yaml
 from hostile import HOSTILE
-
 from repro_matrix.paths import ROOT
 
 Json = dict[str, Any]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "baseline", "scratch", "__pycache__", ".*_cache", ".hypothesis")
 MARKS = {
-    "repros/kit/run.py": ('record.data["in_force"] = []', 'record.data["in_force"] = []; self.fact("copy", True)'),
-    "harness/judge/grade.py": ('"clean", f"every rank finished;', '"clean", f"in the copy every rank finished;'),
+    "repros/repro_kit/run.py": (
+        'record.data["in_force"] = []',
+        'record.data["in_force"] = []; self.fact("copy", True)',
+    ),
+    "harness/repro_matrix/grading/grade.py": (
+        '"clean", f"every rank finished;',
+        '"clean", f"in the copy every rank finished;',
+    ),
 }
 # Set where the copy's own interpreter does not need them: what it starts must not see them either.
 _MAIN = (
-    "import os, sys; os.environ.update({hostile!r}); from repro_matrix.cli import main; sys.exit(main(sys.argv[1:]))"
+    "import os, sys; os.environ.update({hostile!r}); "
+    "from repro_matrix.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -15,12 +15,11 @@ from unittest import mock
 import yaml
 from hostile import HOSTILE
 from launching import attempt_of
-
-from repro_matrix.conf import catalogue
-from repro_matrix.conf.errors import ReproError
-from repro_matrix.judge.foreign import too_wide
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.errors import ReproError
+from repro_matrix.grading.specificity import too_wide
 from repro_matrix.launch.attempt import environment
-from repro_matrix.launch.warm import server_environment
+from repro_matrix.launch.forkserver import server_environment
 from repro_matrix.paths import CONF
 
 from .lie import Bench, Lie

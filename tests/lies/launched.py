@@ -284,7 +284,7 @@ next(c for c in run.record.data["checks"] if c["name"] == "updates")["got"] = 0.
             "^INCONCLUSIVE.*checkpoint was not made"),
         Lie("a NameError in the script", "own", Training(CHECKPOINT, "undefined_name"),
             r"^INCONCLUSIVE.*script itself fails: repros/lie_\d+.py"),
-        Lie("a misspelt import in the script", "own", Training("    dtype = getattr", "import kit.prof"),
+        Lie("a misspelt import in the script", "own", Training("    dtype = getattr", "import repro_kit.prof"),
             "^INCONCLUSIVE.*script itself fails"),
         Lie("an __init__ that changes its version", "P10", Training(CHECKPOINT, """\
 import transformers
@@ -298,7 +298,7 @@ transformers.__version__ = "4.0.0\""""), "^INCONCLUSIVE.*stack changed.*4.0.0"),
         Lie("a tensor of the reference changed on the disk", "P3", Training(WRAP, """\
 for path in run.work_dir.glob("*-reference-*/last") if run.rank == 0 else []:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-torch.distributed.barrier()"""), "^INCONCLUSIVE.*script itself fails: repros/kit/shelf.py"),
+torch.distributed.barrier()"""), "^INCONCLUSIVE.*script itself fails: repros/repro_kit/tensor_store.py"),
         Lie("the script raises the signature itself", "P5", Forged("raise RuntimeError(said)"),
             "^INCONCLUSIVE.*find-unused FIX_HOLDS, bucket-view FIX_BROKEN"),
         Lie("exec with an installed file's name", "P5", Forged(BORROWED), "^INCONCLUSIVE.*bucket-view FIX_BROKEN"),

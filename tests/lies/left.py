@@ -1,4 +1,4 @@
-"""Lies about what an attempt leaves the others of its run (kit/common.py): it is made again, never taken."""
+"""Lies about what an attempt leaves the others of its run (reference_cache.py): it is made again, never taken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"last": b"weights" * 100, "truth": b'{"losses": [1.0]}'}
 def _left(plants: Sequence[Callable[[Path], Any] | None]) -> list[str]:
     if str(REPROS) not in sys.path:
         sys.path.insert(0, str(REPROS))
-    from kit.common import Common
+    from repro_kit.reference_cache import Common
 
     said = []
     for plant in plants:

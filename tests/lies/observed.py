@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from judging import PEER, as_promised, ended, failed, observation, ok, record
-
-from repro_matrix.conf import catalogue
-from repro_matrix.judge import verdict
-from repro_matrix.judge.grade import grade
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.grading import verdict
+from repro_matrix.grading.grade import grade
 
 from .lie import Bench, Lie
 

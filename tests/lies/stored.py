@@ -1,7 +1,7 @@
 """Lies in stored documents: a published measurement, edited, and read as the claims, `accept` and a run's history do.
 
 The honest thing is a published document of today's stack beside one of an older stack (hand-made from it: the failure
-fires there, too), read through harness/judge/again.py.
+fires there, too), read through harness/repro_matrix/grading/regrade.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from repro_matrix.cell import doubt
-from repro_matrix.conf import catalogue
-from repro_matrix.judge.again import judged_again
-from repro_matrix.judge.claims import ledger
-from repro_matrix.judge.publishable import refusals
+from repro_matrix.analysis.claims.ledger import ledger
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.grading.regrade import judged_again
 from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.records import validate as doubt
+from repro_matrix.results.accept_checks import refusals
 from repro_matrix.results.store import Store
 
 from .lie import Bench, Lie
@@ -89,7 +89,7 @@ def quiet(document: Json) -> None:
 
 def _said(*documents: Json) -> str:
     """The first document's verdict, the claim's status, and what was remarked on."""
-    for document in documents:  # as harness/results/store.py does where it reads it
+    for document in documents:  # as harness/repro_matrix/results/store.py does where it reads it
         try:
             doubt.cell({key: value for key, value in document.items() if key != "path"})
         except ValueError as error:

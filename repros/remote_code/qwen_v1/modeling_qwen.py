@@ -8,7 +8,7 @@ transformer.{rotary_emb,ln_f}, lm_head), configuration keys and non-persistent b
     loads, trains and generates on every stack from transformers 4.36 to 5.x. It is what controls and cases about
     sharding, device maps and LoRA use. `_set_gradient_checkpointing` has the published, deprecated form here too
     (case old-checkpointing-hook).
-``modeling_qwen_published.QWenLMHeadModel`` (case qwen-remote-code-*; ``kit.models.build(run, published=True)``)
+``modeling_qwen_published.QWenLMHeadModel`` (case qwen-remote-code-*; ``repro_kit.models.build(run, published=True)``)
     the same layers, with what the published file does and this one does not: see that file. Each such trait is one
     method or one base class, so that a fix arm can put a single one right:
 

@@ -1,6 +1,6 @@
 """The loader leaves a batch that our head does not take."""
 
-from kit import Run, main
+from repro_kit import Run, main
 
 import torch
 import torch.distributed as dist

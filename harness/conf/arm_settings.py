@@ -1,1 +1,0 @@
-../../repros/arm_settings.py

@@ -1,0 +1,130 @@
+"""`repro check SLUG`: runs a case several times, warm and cold, and says what is not ready about it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from repro_matrix.cli import options as arguments
+from repro_matrix.report.summary import plainly
+from repro_matrix.text import counted
+
+if TYPE_CHECKING:
+    from repro_matrix.authoring.ready import Finding
+    from repro_matrix.config.catalog import Catalogue
+    from repro_matrix.records.document import Document
+
+TIMES = 3
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    arguments.case(parser)
+    arguments.overrides(parser)
+    parser.add_argument("--times", type=arguments.number(1), default=TIMES, help="attempts of each arm, each way")
+    parser.add_argument("--no-run", action="store_true", help="only what its files say")
+
+
+def main(args: argparse.Namespace) -> int:
+    from repro_matrix.authoring import ready
+    from repro_matrix.config import catalog as catalogue
+    from repro_matrix.config import project
+    from repro_matrix.errors import unknown
+    from repro_matrix.report.terminal import print_json
+    from repro_matrix.results.store import Store
+
+    known = catalogue.load()
+    if args.case not in known.cases:
+        raise unknown("case", args.case, known.cases)
+    case = known.cases[args.case]
+    file, script = _file(known, args.case), known.script(case)
+    shown, code = _short(file), _short(script)
+    found = ready.of_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
+    notes: dict[str, dict[str, str]] = {}
+    parses = not any("not valid Python" in finding.text for finding in found)
+    found += ready.of_case(shown, case)
+    for folder in project.published():
+        found += ready.of_others(shown, case, known.cases, Store(folder).documents())
+    if parses and not args.no_run:
+        measured = _measured(args.case, args.times, args.overrides)
+        if measured is None:
+            print(f"{case.slug}: interrupted: whether it is ready was not found out", file=sys.stderr)
+            return 130
+        found += ready.of_attempts(shown, code, case, measured)
+        notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.recorded(measured)}
+    found = list(dict.fromkeys(found))
+    if args.json:
+        findings = [vars(finding) for finding in found]
+        print_json({"case": case.slug, "ready": not found, "findings": findings, **notes})
+    else:
+        print("\n".join([*_lines(case.slug, found, args), *_notes(notes)]))
+    return 1 if found else 0
+
+
+def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[str]:
+    if found:
+        return [*map(str, found), f"{slug}: {len(found)} finding{'s' if len(found) > 1 else ''}: not ready"]
+    how = (
+        "its files are in order; nothing was run"
+        if args.no_run
+        else f"ready ({counted(args.times, 'attempt')} an arm, each way)"
+    )
+    return [f"{slug}: {how}; then commit, `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
+
+
+def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    for arm, why in notes.get("not_measured", {}).items():
+        yield f"  not measured here: {arm}: {why}"
+    known = [f"{arm} {verdict}" for arm, verdict in notes.get("as_recorded", {}).items()]
+    if known:
+        yield f"  no help, as results/expected has it: {', '.join(known)}"
+
+
+def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]] | None:
+    """The documents of each way of launching; None: interrupted. Raises MeasureError: it could not be measured."""
+    from repro_matrix.config.settings import LauncherName
+    from repro_matrix.errors import MeasureError
+    from repro_matrix.runner import session
+    from repro_matrix.runner import workspace as workplace
+    from repro_matrix.runner.request import ask
+
+    asked = ask([f"case={slug}", *overrides])
+    given = {key for key, _ in asked.selections[0].words}
+    if "stack" not in given and (known := asked.catalogue.cases[slug].needs.stack):
+        asked = asked.having({"stack": known})  # where it is known to fire
+        print(f"{slug}: on {known}, where it is known to fire", file=sys.stderr, flush=True)
+    stop = threading.Event()
+    found: dict[str, list[Document]] = {}
+    with (
+        workplace.interruptible(stop, _say, "nothing of it is kept"),
+        tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
+    ):
+        for way, launcher in (("warm", LauncherName.warm), ("cold", LauncherName.torchrun)):
+            print(f"{slug}: {counted(times, 'attempt')} an arm, {way}", file=sys.stderr, flush=True)
+            usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
+            prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))
+            summary = workplace.execute(prepared, lambda event: None, stop, on_warning=_say)
+            if summary.problem:
+                raise MeasureError(summary.problem)
+            if stop.is_set():
+                return None
+            found[way] = summary.documents
+    return found
+
+
+def _file(known: Catalogue, slug: str) -> Path:
+    from repro_matrix.paths import CONF
+
+    return known.own.get("case", {}).get(slug, CONF / "case" / f"{slug}.yaml")
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _say(text: str) -> None:
+    print(plainly(text), file=sys.stderr, flush=True)

@@ -1,0 +1,88 @@
+"""`repro merge DIR...`: the results of all shards of a run in one folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from repro_matrix.errors import ResultsError
+from repro_matrix.report.summary import counted
+from repro_matrix.report.terminal import print_json
+from repro_matrix.results import runs
+from repro_matrix.runner import shards
+
+EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
+selections, a shard given twice and a cell in two shards are refused by name.
+
+exit codes: 0 every shard is there and whole; 3 a shard, or a cell of one, is missing (the rest is merged); 2 not shards
+of one run."""
+SHOWN = 5  # missing cells of a shard
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="the results of one shard each")
+    parser.add_argument("--to", metavar="DIR", required=True, help="where all of them go; new, or empty")
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+
+
+def main(args: argparse.Namespace) -> int:
+    target = Path(args.to).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ResultsError(f"{target}: --to needs a folder that is new or empty")
+    # A folder of runs stands for the last of them.
+    folders = {name: runs.of(Path(name).expanduser()) for name in args.folders}
+    places = [folders[name].resolve() for name in args.folders]
+    twice = next((name for name, place in zip(args.folders, places) if places.count(place) > 1), None)
+    if twice:
+        raise ResultsError(f"{twice}: is given twice")
+    if any(target.resolve().is_relative_to(place) for place in places):
+        raise ResultsError(f"{target}: lies in a shard's own folder; --to takes one beside them")
+    parts = {name: shards.read(folder) for name, folder in folders.items()}
+    absent = shards.missing(parts)
+    lacking: dict[str, list[str]] = {}
+    files: dict[Path, Path] = {}  # below the target -> where it is
+    for name, part in parts.items():
+        found, left = shards.documents(folders[name], part)
+        if left:
+            lacking[f"{part['shard']}/{part['of']}"] = left
+        files |= {below: folders[name] / below for below in found}
+    merged = len(files)
+    _copy(files, target)
+    code = 3 if absent or lacking else 0
+    count = next(iter(parts.values()))["of"]
+    if args.json:
+        print_json({"merged": merged, "missing": absent, "incomplete": lacking, "to": str(target), "exit_code": code})
+        return code
+    selection = next(iter(parts.values()))["selection"]
+    for number in absent:
+        made = shlex.join(["repro", "matrix", *selection, f"shard={number}/{count}"])
+        print(f"missing: shard {number} of {count}; it is made by: {made}")
+    for shard, cells in lacking.items():
+        few = "; ".join(cells[:SHOWN]) + (f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else "")
+        lacks = counted(len(cells), "cell")
+        print(f"incomplete: shard {shard} lacks {lacks}: {few} (the same command with --resume goes on)")
+    if next(iter(parts.values()))["changed"]:
+        print("note: measured on a changed tree: `repro accept` will not take it")
+    print(f"{counted(merged, 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
+    print(f"exit code {code}: " + ("not all of it is there" if code else "every shard is there and whole"))
+    return code
+
+
+def _copy(files: Mapping[Path, Path], target: Path) -> None:
+    """All of them or none: half a copy would be taken for the run. Raises ResultsError: it cannot be written."""
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        beside.mkdir(parents=True)
+        for below, source in files.items():
+            (beside / below).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, beside / below)
+        os.replace(beside, target)  # an empty folder gives way
+    except OSError as error:
+        raise ResultsError(f"{target}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

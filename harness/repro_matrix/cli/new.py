@@ -1,0 +1,125 @@
+"""`repro new SLUG`: the first files of a case, so that the trigger is left to write. Nothing is overwritten."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.errors import ConfigError, unknown
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("slug", metavar="SLUG", help="the case's name: lower case, with hyphens")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
+    start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
+    told = "begin with the smallest trigger that `repro shrink ... --json > FILE` found"
+    start.add_argument("--from-shrink", metavar="FILE", help=told)
+    parser.add_argument("--like", metavar="CASE", help="the flags, arms, axes, proof and script of another case")
+    told = "numbers are wrong without an error: the check that fails (updates, loss, gradient, or one of your own)"
+    parser.add_argument("--silent", metavar="CHECK", help=told)
+
+
+def main(args: argparse.Namespace) -> int:
+    from repro_matrix.authoring import draft
+    from repro_matrix.authoring import from_reduction as shrunk
+    from repro_matrix.config import catalog as catalogue
+
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
+        raise ConfigError(f"{args.slug!r}: a case's name has lower-case letters, digits and hyphens")
+    if args.silent and args.from_log:
+        raise ConfigError("--silent: numbers that are wrong without an error are in no log (--from-log)")
+    if args.from_shrink and (args.like or args.silent):
+        raise ConfigError("--from-shrink brings its own shape and signature: without --like and --silent")
+    known = catalogue.load()
+    if args.slug in known.cases:
+        raise ConfigError(f"{args.slug} is a case already (`repro show {args.slug}`)")
+    if args.like and args.like not in known.cases:
+        raise unknown("case", args.like, known.cases, "--like")
+    shape: dict[str, Any] = draft.SHAPE
+    script = draft.SCRIPT
+    signatures = [draft.silent(args.silent) if args.silent else draft.unknown_exception()]
+    references: list[str] = []
+    models: dict[str, str] = {}
+    if args.from_shrink:
+        found = shrunk.files(args.slug, shrunk.read(args.from_shrink), args.from_shrink)
+        shape, script, signatures = found.shape, found.script, found.signatures
+        references, models = found.references, found.models
+    if args.from_script:
+        text = _read(args.from_script)
+        script, shape = draft.script_of(text, Path(args.from_script).name), draft.own_shape(text)
+    if args.from_log:
+        signatures = [_of_log(args.from_log, known.cases)]
+    if args.like:
+        shape = known.raw["case"][args.like]
+        script = script if args.from_script else known.script(known.cases[args.like]).read_text(encoding="utf-8")
+    folder, scripts = _folders()
+    written = {**{folder.parent / "model" / f"{name}.yaml": text for name, text in models.items()},
+               folder / f"{args.slug}.yaml": draft.case(args.slug, signatures, shape, references),
+               scripts / f"{args.slug.replace('-', '_')}.py": script}  # fmt: skip
+    there = [path for path in written if path.exists()]
+    if there:
+        raise ConfigError(f"{there[0]} is there already; nothing is overwritten")
+    _write(written)
+    print(f"then: write the trigger, replace every {draft.TODO}, and `repro check {args.slug}`")
+    return 0
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    """All of them, or none. Raises ConfigError."""
+    made: list[Path] = []
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made.append(path)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise ConfigError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from None
+    for path in made:
+        print(f"wrote {path}")
+
+
+def _folders() -> tuple[Path, Path]:
+    """Where the project's cases and their scripts lie."""
+    from repro_matrix.config import project
+    from repro_matrix.paths import CHECKOUT, CONF, REPROS
+
+    here = project.current()
+    if here.conf:
+        folder = here.conf[0] / "case"
+        return folder, here.scripts[0] if here.scripts else folder
+    if not CHECKOUT:
+        raise ConfigError(f'{here.folder}: no repro.toml says where your own cases lie (conf = "failures")')
+    return CONF / "case", REPROS
+
+
+def _of_log(path: str, cases: Any) -> dict[str, Any]:
+    from repro_matrix.authoring import draft
+    from repro_matrix.external.logs.match import Catalogue, recognise
+    from repro_matrix.external.logs.read import blocks
+    from repro_matrix.external.logs.scan import Texts, scan
+
+    answer = recognise(scan(blocks(path), Texts(cases.values())), Catalogue(cases))
+    if answer.names:
+        print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)
+    errors = [failure.error for failure in answer.causes if failure.error.record]
+    if not errors:
+        raise ConfigError(f"{path}: no error that a rank raised is in this log (`repro match {path}` says what is)")
+    return draft.of_error(errors[0])
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such script") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None

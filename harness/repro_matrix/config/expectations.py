@@ -1,0 +1,110 @@
+"""results/expected/<case>.yaml: what stored measurements showed, as a table. Pure but for reading the folder.
+
+One line per arm, one column per *stretch*: some cells on one hardware over a range of releases. A changed verdict is
+one changed word in a diff. Written whole by ``repro accept``; which measurements a column rests on follows from its
+cells and the releases at its ends (``measured``): ``results.backed`` looks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from repro_matrix.config.expectation import Expectation, Stretch
+from repro_matrix.config.schema import Case
+from repro_matrix.config.strict import Strict
+from repro_matrix.config.vocabulary import VerdictName
+from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
+from repro_matrix.paths import file_state
+
+HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
+
+
+class Table(Strict):
+    """One case's file."""
+
+    case: str
+    stretches: list[Stretch] = Field(min_length=1)
+    verdicts: dict[str, list[VerdictName | None]]  # arm -> by stretch
+    met: dict[str, list[str | list[str] | None]] = Field(default={})  # likewise, where something failed
+
+    @model_validator(mode="after")
+    def _even(self) -> Table:
+        for key in ("verdicts", "met"):
+            for arm, row in getattr(self, key).items():
+                if len(row) != len(self.stretches):
+                    raise ValueError(f"{key} of {arm!r}: {len(row)} columns for {len(self.stretches)} stretches")
+        return self
+
+    @property
+    def expectations(self) -> list[Expectation]:
+        """A column each."""
+        found = []
+        for index, stretch in enumerate(self.stretches):
+            verdicts, met = (
+                {arm: row[index] for arm, row in rows.items() if row[index] is not None}
+                for rows in (self.verdicts, self.met)
+            )
+            found.append(Expectation.model_validate({**stretch.model_dump(), "verdicts": verdicts, "met": met}))
+        return found
+
+
+def text(slug: str, entries: Iterable[Expectation]) -> str:
+    """The file of a case with these expectations, in their order."""
+    entries = list(entries)
+    lines = [f"{HEAD}case: {slug}", "stretches:"]
+    for entry in entries:
+        said = entry.model_dump(include=set(Stretch.model_fields), exclude_defaults=True) | {"hardware": entry.hardware}
+        ordered = {key: said[key] for key in Stretch.model_fields if key in said}
+        items = [f"  {_line({key: value})}" for key, value in ordered.items()]
+        lines += [f"- {items[0].strip()}", *items[1:]]
+    for key in ("verdicts", "met"):
+        rows: list[Mapping[str, Any]] = [getattr(entry, key) for entry in entries]
+        arms = dict.fromkeys(arm for row in rows for arm in row)
+        lines += [f"{key}:"] if arms else []
+        lines += [f"  {_line({arm: [row.get(arm) for row in rows]})}" for arm in arms]
+    return "\n".join(lines) + "\n"
+
+
+def _line(item: Mapping[str, Any]) -> str:
+    """``key: value`` in one line."""
+    dumped = yaml.safe_dump(dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False)
+    return dumped.strip()[1:-1]
+
+
+def read(
+    folder: Path, cases: Mapping[str, Case], load: Any
+) -> tuple[dict[str, list[Expectation]], dict[str, ConfigError]]:
+    """Case -> its expectations, and the name of each file that is wrong (no such table, or of no case) -> why: it
+    disables itself, and with it its case. ``load`` reads a YAML file."""
+    found: dict[str, list[Expectation]] = {}
+    wrong: dict[str, ConfigError] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        if isinstance(cases, Options) and path.stem in cases.left_out:
+            continue
+        try:
+            if path.stem not in cases:
+                raise unknown("case", path.stem, cases, str(Path(*path.parts[-3:])))
+            found[path.stem] = list(_entries(path, file_state(path), load))
+        except ConfigError as error:
+            wrong[path.stem] = error
+    return found, wrong
+
+
+@lru_cache(maxsize=1024)
+def _entries(path: Path, state: tuple[int, ...], load: Any) -> tuple[Expectation, ...]:
+    """Of a file as it is now: a search reads them for each of its probes."""
+    where = str(Path(*path.parts[-3:]))
+    try:
+        table = Table.model_validate(load(path))
+        entries = table.expectations
+    except ValidationError as error:
+        raise describe_validation(error, Table, where) from None
+    if table.case != path.stem:
+        raise ConfigError(f"{where}: case must be the file's name, {path.stem!r}")
+    return tuple(entries)

@@ -1,0 +1,176 @@
+"""Whose repository this is: where results go, and which cases, models, strategies and stacks of its own it has.
+
+``repro.toml``, or ``[tool.repro]`` of pyproject.toml, in the working directory or above it up to the repository's root.
+Its paths are relative to the file. Without one: the checkout of this project; where that was installed from a wheel,
+the repository around the working directory (or that directory), with the shipped catalogue alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from repro_matrix.config.strict import Strict
+from repro_matrix.errors import ConfigError, describe_validation
+from repro_matrix.paths import BASELINE, CHECKOUT, CONF, CONFIG_PATH, EXPECTED, REPROS, ROOT, file_state
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = "repro.toml"
+
+
+class Declared(Strict):
+    """The keys of repro.toml."""
+
+    conf: list[str] = Field(default=[])  # folders of groups, as conf/ is: case/ model/ strategy/ stack/ hardware/
+    scripts: list[str] = Field(default=[])  # where the cases' scripts lie; default: beside their files
+    results: str = "results"  # runs in scratch/; expected/ and baseline/ where the next two do not say otherwise
+    expected: str | None = None
+    baseline: str | None = None
+
+    @field_validator("conf", "scripts", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Project:
+    """``file``: what declares it; None: nothing does. ``conf`` and ``scripts``: its own, beside what is shipped."""
+
+    folder: Path
+    file: Path | None
+    conf: tuple[Path, ...]
+    scripts: tuple[Path, ...]
+    results: Path
+    expected: Path
+    baseline: Path
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it is this project's own checkout: its expectations are the shipped ones."""
+        return self.expected == EXPECTED and CHECKOUT
+
+    def script(self, name: str, beside: Path) -> Path:
+        """A script of one of its own cases, whose file lies in ``beside``: there or in ``scripts``, else a shipped one.
+
+        The first place where it would be, when it is nowhere.
+        """
+        places = [folder / name for folder in (*self.scripts, beside, REPROS)]
+        return next((place for place in places if place.is_file()), places[0])
+
+
+def current() -> Project:
+    """The one that the working directory is in. Raises ConfigError, which names the file and the key."""
+    return _project(Path.cwd())
+
+
+def conf_folders(conf: Path = CONF) -> list[Path]:
+    """Where groups (case/ model/ matrix/ ...) are looked for: the shipped folder, then those of the user's own.
+
+    Those that a command line names are in the environment: processes that this one starts read the same files.
+    """
+    more = [Path(text) for text in os.environ.get(CONFIG_PATH, "").split(os.pathsep) if text]
+    return list(dict.fromkeys([conf, *((*current().conf, *more) if conf == CONF else ())]))
+
+
+def files(group: str, conf: Path = CONF) -> dict[str, Path]:
+    """A group's files by name, the shipped ones first. Raises ConfigError: a name that two folders have."""
+    found: dict[str, Path] = {}
+    for folder in conf_folders(conf):
+        for path in sorted((folder / group).glob("*.yaml")):
+            if path.stem in found:
+                raise ConfigError(f"{path}: {group} {path.stem!r} is also in {found[path.stem]}; give it another name")
+            found[path.stem] = path
+    return found
+
+
+def misnamed(group: str, conf: Path = CONF) -> list[Path]:
+    """Files that nobody reads for their ending."""
+    return [path for folder in conf_folders(conf) for path in sorted((folder / group).glob("*.yml"))]
+
+
+def published() -> list[Path]:
+    """Where measurements that are published lie: the user's own first, then the shipped ones."""
+    return list(dict.fromkeys((current().baseline, BASELINE)))
+
+
+def _project(here: Path) -> Project:
+    top = here
+    for folder in (here, *here.parents):
+        found = _declared(folder)
+        if found is not None:
+            return found
+        top = folder
+        if (folder / ".git").exists():
+            break
+    else:
+        top = here
+    if CHECKOUT:
+        return Project(ROOT, None, (), (), ROOT / "results", EXPECTED, BASELINE)
+    results = top / "results"
+    return Project(top, None, (), (), results, results / "expected", results / "baseline")
+
+
+def _declared(folder: Path) -> Project | None:
+    own, shared = folder / FILE, folder / "pyproject.toml"
+    files = [file for file in (own, shared) if _keys(file, file_state(file)) is not None]
+    if len(files) == 2:
+        raise ConfigError(f"{own}: {shared} has [tool.repro] as well; keep one of them")
+    if not files:
+        return None
+    declared = _read(files[0], file_state(files[0]))
+    results = folder / declared.results
+    return Project(
+        folder,
+        files[0],
+        tuple(_folder(folder, name, files[0], "conf") for name in declared.conf),
+        tuple(_folder(folder, name, files[0], "scripts") for name in declared.scripts),
+        results,
+        folder / declared.expected if declared.expected else results / "expected",
+        folder / declared.baseline if declared.baseline else results / "baseline",
+    )
+
+
+def _folder(base: Path, name: str, file: Path, key: str) -> Path:
+    if not (base / name).is_dir():
+        raise ConfigError(f"{file}: {key}: there is no folder {base / name}")
+    return base / name
+
+
+@functools.lru_cache(maxsize=64)
+def _keys(file: Path, state: tuple[int, ...]) -> dict[str, Any] | None:
+    """What a file says of this project; None: nothing."""
+    if not state:
+        return None
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    if file.name == FILE:
+        return data
+    tool = data.get("tool")
+    found = tool.get("repro") if isinstance(tool, dict) else None
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{file}: [tool.repro] must be a table")
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _read(file: Path, state: tuple[int, ...]) -> Declared:
+    where = str(file) if file.name == FILE else f"{file}: [tool.repro]"
+    try:
+        return Declared.model_validate(_keys(file, state))
+    except ValidationError as error:
+        raise describe_validation(error, Declared, where) from None

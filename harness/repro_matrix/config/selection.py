@@ -1,0 +1,217 @@
+"""Hydra's override grammar -> what a run selects: groups (commas sweep, globs match), flags, patches, run settings."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from repro_matrix.errors import ConfigError, unknown
+
+GROUPS = ("case", "model", "strategy", "stack", "hardware")
+
+
+@dataclass
+class Selection:
+    """What the command line asks for. An axis left out is None: whatever the case's file says."""
+
+    case: list[str] = field(default_factory=lambda: ["*"])
+    model: list[str] | None = None
+    strategy: list[str] | None = None
+    ranks: list[int] | None = None
+    stack: list[str] = field(default_factory=lambda: ["current"])
+    hardware: list[str] = field(default_factory=lambda: ["auto"])  # one cell a profile; auto: where each can run
+    flags: dict[str, list[Any]] = field(default_factory=dict)
+    patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
+    run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for repro_matrix.config.settings
+    given: set[str] = field(default_factory=set)  # the axes that the command line names
+    words: list[tuple[str, str]] = field(default_factory=list, compare=False)  # key -> the override as it was written
+    # Of a named matrix: which block it is, and the axes of the command line that only narrow what its cases list.
+    source: str = ""
+    narrows: frozenset[str] = frozenset()
+
+    def having(self, key: str, value: Any) -> Selection:
+        """The same, and what an override of this key would say with a value at hand (a list: of an axis, several)."""
+        group, _, rest = key.partition(".")
+        more: dict[str, Any] = {"words": [*self.words, (key, said(key, value))]}
+        if key in (*GROUPS, "ranks"):
+            given = self.given | {key}
+            more |= {key: value if isinstance(value, list) else [value], "given": given}
+            if self.source:  # a block of a named matrix, as named.blocks lays the line over it
+                more["narrows"] = frozenset() if "case" in given else frozenset(given)
+        elif group == "flags":
+            more["flags"] = {**self.flags, rest: [value]}
+        elif group in GROUPS:
+            more["patches"] = {**self.patches, group: [*self.patches.get(group, []), (rest.split("."), value)]}
+        return replace(self, **more)
+
+    def less(self, dropped: Callable[[str], bool]) -> Selection:
+        """The same without what was said of these keys."""
+        axes = {axis: getattr(Selection(), axis) for axis in (*GROUPS, "ranks") if axis in self.given and dropped(axis)}
+        patches = {
+            group: [change for change in changes if not dropped(".".join([group, *change[0]]))]
+            for group, changes in self.patches.items()
+        }
+        return replace(
+            self,
+            **axes,
+            given={axis for axis in self.given if not dropped(axis)},
+            flags={name: values for name, values in self.flags.items() if not dropped(f"flags.{name}")},
+            patches={group: changes for group, changes in patches.items() if changes},
+            added=[key for key in self.added if not dropped(key)],
+            words=[(key, text) for key, text in self.words if not dropped(key)],
+        )
+
+
+def parse(overrides: Iterable[str]) -> Selection:
+    """Raises ConfigError that quotes the override which cannot be understood."""
+    selection = Selection()
+    texts = list(overrides)
+    if not texts:
+        return selection
+    # Hydra takes half a second to import: only when there is something to parse.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep, Glob, RangeSweep
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for text in texts:
+        if re.fullmatch(r"[\w.*?-]+", text):
+            raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
+        if "=" not in text and not text.startswith("~"):  # Hydra says "missing EQUAL at '<EOF>'"
+            raise ConfigError(f"{text!r} is not NAME=VALUE")
+        try:
+            override = parser.parse_overrides([as_path(text)])[0]
+            value = override.value()
+        except HydraException as error:
+            _unquoted(text, lambda words: parser.parse_overrides([words]))
+            detail = str(error).replace("\n", " ").split("See https")[0].strip()
+            raise ConfigError(f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}") from None
+        values: list[Any]
+        if isinstance(value, ChoiceSweep):
+            values = [_plain(item) for item in value.list]
+        elif isinstance(value, Glob):
+            values = list(value.include)
+        elif isinstance(value, RangeSweep):
+            start, stop, step = int(value.start or 0), int(value.stop or 0), int(value.step)
+            values = list(range(start, stop, step))
+        else:
+            values = [_plain(value)]
+        key = override.key_or_group
+        _once(selection, key, text)
+        selection.words.append((key, text))
+        group, _, rest = key.partition(".")
+        if key in GROUPS:
+            _select(selection, key, values, text)
+            selection.given.add(key)
+        elif key == "ranks":
+            selection.ranks = _numbers(values, text)
+            selection.given.add(key)
+        elif group == "flags" and rest:
+            selection.flags[rest] = values
+        elif group in GROUPS and rest:
+            if len(values) > 1:
+                raise ConfigError(f"override {text!r}: sweep a group or a flag, not a key inside {group}")
+            selection.patches.setdefault(group, []).append((rest.split("."), values[0]))
+            selection.added += [key] if override.is_add() else []
+        else:
+            selection.run.append(text)
+    return selection
+
+
+PLAIN = re.compile(r"""[\w/:\-\\+.$%*@?|~ ,=\[\]{}()'"]""", re.ASCII)  # what Hydra reads without quotes
+
+
+def _unquoted(text: str, parse: Callable[[str], object]) -> None:
+    """Raises ConfigError where quotes are all that is missing: which character of the value needs them, and how."""
+    from hydra.errors import HydraException
+
+    key, _, value = text.partition("=")
+    meant = f"{key}={quoted(value.strip(TYPOGRAPHIC))}"
+    odd = next((place for place, each in enumerate(value) if not PLAIN.fullmatch(each)), None)
+    try:
+        parse(meant)
+    except HydraException:
+        return
+    if odd is None:
+        return
+    told = f"{value[odd]!r} (U+{ord(value[odd]):04X}), the character {odd + 1} of its value"
+    raise ConfigError(f'{text}: {told}, has to stand in plain quotes; in a shell: "{meant}"')
+
+
+TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"  # quotes that a word processor made of plain ones
+
+
+def _once(selection: Selection, key: str, text: str) -> None:
+    """Raises ConfigError: an axis given twice. Hydra takes the last one; less would be measured than was asked for, and
+    nobody told. (Of a setting, repeat=1 repeat=3, the last one holds, as everywhere in Hydra.)"""
+    before = next((said for name, said in selection.words if name == key and said != text), None)
+    if before and (key in (*GROUPS, "ranks") or key.startswith("flags.")):
+        values = ",".join(said.partition("=")[2] for said in (before, text))
+        raise ConfigError(f"{key}= is given twice ({before} and {text}); both: {key}={values}")
+
+
+def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
+    names = [str(item) for value in values for item in (value if isinstance(value, list) else [value])]
+    if group == "hardware" and "auto" in names and len(names) > 1:
+        raise ConfigError(f"override {text!r}: auto takes what is there; name the profiles or leave it alone")
+    setattr(selection, group, list(dict.fromkeys(names)))
+
+
+def _numbers(values: list[Any], text: str) -> list[int]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"override {text!r}: {value!r} is no number of ranks (1, 2, 4 ...)")
+    return list(dict.fromkeys(values))
+
+
+def _plain(value: Any) -> Any:
+    text = getattr(value, "text", None)  # Hydra's QuotedString
+    return text if isinstance(text, str) else value
+
+
+def quoted(value: str) -> str:
+    """A value as Hydra's grammar takes it (a backslash says something only before a quote)."""
+    return "'" + value.replace("'", "\\'") + "'"
+
+
+def as_path(override: str) -> str:
+    """``results=Ergebnis ö`` as the folder of that name: Hydra's grammar has neither the space nor the letter."""
+    key, _, value = override.partition("=")
+    plain = value in ("", "null") or value[0] in "'\""
+    return override if key != "results" or plain else f"results={quoted(value)}"
+
+
+def said(key: str, value: Any) -> str:
+    """An override to be pasted; a plain word needs no quotes, and a variable's value is text as it stands."""
+    if key.startswith("env."):
+        return f"{key}={value}"
+    if isinstance(value, list):
+        return f"{key}={','.join(map(_said, value))}"
+    return f"{key}={_said(value)}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Enum):
+        value = value.value
+    if not isinstance(value, str):
+        return json.dumps(value)
+    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf")
+    return value if plain else quoted(value)
+
+
+def expand(what: str, patterns: Iterable[str], known: Collection[str], where: str = "") -> list[str]:
+    """Names matching the patterns, in the catalogue's order; a pattern without a match is an error with the nearest."""
+    names = list(known)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        hits = [pattern] if pattern in names else fnmatch.filter(names, pattern)
+        if not hits:
+            raise unknown(what, pattern, known, where)
+        chosen.update(hits)
+    return [name for name in names if name in chosen]

@@ -1,0 +1,1 @@
+"""The machine and its GPUs; the software stacks. Never imports torch."""

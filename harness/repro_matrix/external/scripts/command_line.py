@@ -1,0 +1,118 @@
+"""What of somebody's own is launched: a script under torchrun, or a command line of a known launcher. Pure but for
+looking at the script's file.
+
+The stack's interpreter takes the place of the launcher's program (``torchrun`` is ``python -m torch.distributed.run``),
+so that the same command runs on any stack.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from repro_matrix.config.syntax import check_syntax
+from repro_matrix.errors import ConfigError, nearest
+
+# program -> module that is its command line
+LAUNCHERS = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
+PROGRAMS = (*LAUNCHERS, "accelerate", "python")
+# modules that start ranks; any other module or file is itself the one process
+STARTS_RANKS = {*LAUNCHERS.values(), "torch.distributed.launch", "accelerate.commands.launch"}
+_COUNT = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|num[-_]accelerators)(?:=(.*))?")
+
+
+@dataclass(frozen=True)
+class Command:
+    """``argv`` follows the stack's interpreter; ``shown`` is how a person writes it."""
+
+    argv: tuple[str, ...]
+    nproc: int  # ranks that are expected
+    plain: bool  # no launcher: the command's one process is rank 0
+    name: str  # of the script or module: what its results are called
+    shown: str
+    script: Path | None = None
+
+    @property
+    def single(self) -> bool:
+        """It may be one process without a rank: accelerate starts its script so where it sees one device."""
+        return self.plain or self.argv[:2] == ("-m", "accelerate.commands.launch")
+
+
+def is_script(word: str) -> bool:
+    """Whether the first word of a verb names a script rather than a case: cases' slugs have neither."""
+    return word.endswith(".py") or "/" in word
+
+
+def of_script(word: str, nproc: int, args: str = "", module: bool = False) -> Command:
+    """A script (or a module's dotted name) as torchrun launches it."""
+    try:
+        rest = shlex.split(args)
+    except ValueError as error:
+        raise ConfigError(f"--args {args!r}: {error}") from None
+    script = None if module else checked(word)
+    options = ["--standalone", "--nproc-per-node", str(nproc), *(["--module"] if module else [])]
+    name = word.rpartition(".")[2] if module else Path(word).stem
+    shown = shlex.join(["torchrun", *options, word, *rest])
+    target = word if script is None else str(script)
+    return Command(("-m", LAUNCHERS["torchrun"], *options, target, *rest), nproc, False, name, shown, script)
+
+
+def of_words(words: Sequence[str], nproc: int | None = None) -> Command:
+    """A whole command line, as it stands after ``--``. ``nproc``: ranks to expect, where the line does not say it."""
+    if not words:
+        raise ConfigError("after -- stands a command: torchrun --nproc-per-node 2 train.py")
+    program, rest = Path(words[0]).name, list(words[1:])
+    if re.fullmatch(r"python(3(\.\d+)?)?", program):
+        argv = rest
+    elif program in LAUNCHERS:
+        argv = ["-m", LAUNCHERS[program], *rest]
+    elif program == "accelerate":
+        if not rest or rest[0] != "launch":
+            raise ConfigError(f"`{shlex.join(words)}`: of accelerate, `accelerate launch` starts ranks")
+        argv = ["-m", "accelerate.commands.launch", *rest[1:]]
+    else:
+        hint = "; write it as env.NAME=VALUE before the --" if "=" in program else nearest(program, PROGRAMS)
+        raise ConfigError(f"`{words[0]}` cannot be launched on a stack of its own{hint}")
+    plain = not (argv[:1] == ["-m"] and len(argv) > 1 and argv[1] in STARTS_RANKS)
+    module = argv[1].rpartition(".")[2] if plain and argv[:1] == ["-m"] and len(argv) > 1 else ""
+    file = next((word for word in argv if word.endswith(".py")), None)
+    script = checked(file) if file and not module else None
+    name = script.stem if script else module or next((w for w in reversed(argv) if not w.startswith("-")), program)
+    return Command(tuple(argv), _ranks(argv, plain, nproc, words), plain, name, shlex.join(words), script)
+
+
+def _ranks(argv: Sequence[str], plain: bool, nproc: int | None, words: Sequence[str]) -> int:
+    if plain:
+        return 1
+    said = None
+    for word, follows in zip(argv, [*argv[1:], ""]):
+        found = _COUNT.fullmatch(word)
+        if found:
+            said = found[1] or follows
+            break
+    starts = int(said or 1) if argv[1].startswith("torch.distributed") and (said or "1").isdecimal() else None
+    if nproc is not None and starts not in (None, nproc):
+        raise ConfigError(f"`{shlex.join(words)}` starts {starts} rank(s), and --nproc says {nproc}: one of the two")
+    if nproc is not None:
+        return nproc
+    if said is None and argv[1].startswith("torch.distributed"):
+        return 1
+    if said is None or not said.isdecimal() or int(said) < 1:
+        raise ConfigError(
+            f"`{shlex.join(words)}`: how many ranks that starts is not said; give --nproc N before the --"
+        )
+    return int(said)
+
+
+def checked(word: str) -> Path:
+    """The script's file; raises ConfigError where it is not there or is no Python, with the line."""
+    path = Path(word).expanduser().absolute()
+    if not path.is_file():
+        beside = [str(other.name) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        what = "is a folder" if path.is_dir() else "there is no such script"
+        raise ConfigError(f"{word}: {what}{nearest(path.name, beside) if beside else ''}")
+    check_syntax(path, word)
+    return path

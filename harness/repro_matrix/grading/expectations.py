@@ -1,0 +1,193 @@
+"""What is expected of an arm, and whether a verdict is that. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, Literal
+
+import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.schema import Case
+from repro_matrix.grading.capabilities import depends_on, differs
+from repro_matrix.grading.verdict import MEETING, Verdict
+
+Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
+PREDICTING = "cpu"  # what was measured there is a prediction of every other hardware that has no expectation of its own
+
+
+def expected(
+    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
+) -> Expectation | None:
+    """The expectation that applies to an arm of a cell, narrowed to this arm's verdict; None when there is none.
+
+    ``where`` names the cell's axes, ``model/strategy[/flag=value...]``, ``hardware`` its profile, ``facts`` what its
+    ranks said of the machine: where one that the arm depends on is another, or unknown, nothing is expected. Of several
+    that apply the most specific wins: cells that are named before patterns before none, then hardware that is named,
+    then the one that says more about versions; after that the later in the file.
+    """
+    best: tuple[tuple[int, int, int], Expectation] | None = None
+    cell = _split(case, where)
+    for entry in case.expect:
+        if arm not in entry.verdicts or not fnmatchcase(hardware, entry.hardware):
+            continue
+        cells = _cells(case, entry.cells, cell)
+        bounds = _bounds(entry.versions, versions)
+        if cells is None or bounds is None or differs(depends_on(case, arm), facts or {}, entry.facts):
+            continue
+        score = (cells, entry.hardware == hardware, bounds)
+        if best is None or score >= best[0]:
+            best = score, entry
+    if best is None:
+        return None
+    entry = best[1]
+    met = {arm: entry.met[arm]} if arm in entry.met else {}
+    return entry.model_copy(update={"verdicts": {arm: entry.verdicts[arm]}, "met": met})
+
+
+def as_expected(name: str) -> str:
+    """A verdict as an expectation says it: what is stored of other stacks makes NOT_FIRING an UPSTREAM_FIXED, and not
+    this measurement."""
+    return "NOT_FIRING" if name == "UPSTREAM_FIXED" else name
+
+
+def predicted(
+    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
+) -> Expectation | None:
+    """What the measurements on a CPU say of an arm that has no expectation on this other hardware; None on a CPU."""
+    own = fnmatchcase(hardware, PREDICTING) or expected(case, where, arm, versions, hardware, facts) is not None
+    return None if own else expected(case, where, arm, versions, PREDICTING, facts)
+
+
+def compare(
+    verdict: Verdict, expectation: Expectation | None, prediction: Expectation | None = None, control: bool = False
+) -> Compared:
+    """A verdict against the expectation of its arm (as ``expected`` returns it), else against its prediction.
+
+    ``unset`` when there is neither, and when nothing was measured: what was skipped is neither green nor red. But a
+    control needs no expectation: it must train, and whatever else it does is a difference, unless that was predicted. A
+    hang where there was none is a difference. A verdict that says that something failed must have met what is written
+    down; where that is unset (an expectation from before it was written) the verdict alone is compared.
+    """
+    if not verdict.measured:
+        return "unset"
+    if expectation is None:
+        if prediction is not None and _agrees(verdict, prediction):
+            return "as predicted"
+        if control and verdict.name != "HEALTHY":
+            return "unexpected"
+        return "unset" if prediction is None else "differs from cpu"
+    return "expected" if _agrees(verdict, expectation) else "unexpected"
+
+
+def told(
+    case: Case, where: str, arm: str, verdict: Verdict, versions: Mapping[str, str], hardware: str,
+    facts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a document says beside a verdict: how it compares with what is expected of its arm, and that."""
+    at = (case, where, arm, versions, hardware, facts)
+    wanted, guess = expected(*at), predicted(*at)
+    known = wanted or guess
+    return {
+        "expected": compare(verdict, wanted, guess, control=case.kind == "control"),
+        "expectation": known.verdicts[arm] if known else None,
+        "met_note": said_of_met(verdict, known),
+    }
+
+
+def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
+    (arm, wanted), = expectation.verdicts.items()  # fmt: skip
+    listed = expectation.met_by(arm)
+    same = listed is None or verdict.name not in MEETING or {str(met) for met in verdict.met} <= set(listed)
+    return same and as_expected(verdict.name) == as_expected(wanted)
+
+
+def said_of_met(verdict: Verdict, expectation: Expectation | None) -> str:
+    """What a reader must know beyond the verdicts' names: nothing, or what was met instead, or that it is unset."""
+    if (
+        expectation is None
+        or verdict.name not in MEETING
+        or as_expected(verdict.name) not in map(as_expected, expectation.verdicts.values())
+    ):
+        return ""
+    listed = [name for arm in expectation.verdicts for name in expectation.met_by(arm) or ()]
+    if not listed:
+        return "met: unset"
+    if _agrees(verdict, expectation):
+        return ""
+    return f"expected to meet {' or '.join(listed)}, met {', '.join(map(str, verdict.met))}"
+
+
+def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
+    """How specifically the list names the cell: 2 by name, 1 by a pattern, 0 for every cell; None when it does not."""
+    name, flags = cell
+    if not listed:
+        return 0 if flags.keys() <= case.flags.keys() else None  # with other ranks or sizes it is another cell
+    scores = []
+    for item in listed:
+        pattern, wanted = _split(case, item)
+        if wanted == flags and fnmatchcase(name, pattern):
+            scores.append(1 if re.search(r"[*?\[]", pattern) else 2)
+    return max(scores, default=None)
+
+
+def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
+    """``model/strategy`` and the flags that differ from their default (a flag at its default is the same cell)."""
+    parts = where.split("/")
+    if len(parts) <= 2:
+        return where, {}
+    flags: dict[str, str] = {}
+    last = ""
+    for part in parts[2:]:
+        name, equals, value = part.partition("=")
+        if equals and (name in case.flags or not last):  # first what varies in every case (ranks, scale), then flags
+            last = name if name in case.flags else ""
+            flags[name] = value
+        elif last:  # a value that itself holds a slash
+            flags[last] += "/" + part
+        else:
+            flags[part] = ""
+    plain = {name: _value(value) for name, value in flags.items()}
+    usual = {name for name, value in plain.items() if name in case.flags and value == _default(case, name)}
+    return "/".join(parts[:2]), {name: value for name, value in plain.items() if name not in usual}
+
+
+def _default(case: Case, flag: str) -> str:
+    return json.dumps(case.flags[flag].default, sort_keys=True)
+
+
+@lru_cache(maxsize=4096)  # a page of many thousand arms asks for the same few, over and over
+def _value(written: str) -> str:
+    """A flag's value in one spelling, whether it was written as JSON or by hand."""
+    try:
+        return json.dumps(yaml.safe_load(written), sort_keys=True)
+    except (yaml.YAMLError, TypeError):
+        return json.dumps(written)
+
+
+def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
+    """How many bounds the version ranges have, when the versions lie within all of them; else None."""
+    count = 0
+    for package, specifier in ranges.items():
+        inside = _inside(specifier, versions.get(package))
+        if inside is None:
+            return None
+        count += inside
+    return count
+
+
+@lru_cache(maxsize=4096)
+def _inside(specifier: str, version: str | None) -> int | None:
+    """How many bounds the range has, when the version lies within it; else None."""
+    bounds = SpecifierSet(specifier)
+    try:
+        inside = version is not None and bounds.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return None
+    return len(bounds) if inside else None

@@ -1,0 +1,94 @@
+"""The reference launcher: each attempt in fresh interpreters, started by torchrun's own machinery."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from repro_matrix.launch import observe
+from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, environment, prepare
+from repro_matrix.launch.watch import Watch
+
+WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
+
+
+class ColdLauncher:
+    name = "torchrun"
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+        """Run one attempt. A port that somebody took in between is not the attempt's fault: it is tried once more."""
+        try:
+            observation = self._once(attempt, stop)
+            if (observation["infra"] or {}).get("kind") == "port" and not stop.is_set():
+                observation = self._once(attempt, stop)
+                observation["attempt"]["retried"] = "port"
+            return observation
+        finally:
+            clean(attempt)
+
+    def close(self) -> None:
+        pass
+
+    def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
+        command = [attempt.python, str(WORKER), str(attempt.spec_file)]
+        started = time.time()
+        if stop.is_set():  # nothing may start any more: a device may not even be ours
+            return observe.not_started(attempt, self.name, command, started, None)
+        prepare(attempt)
+        env = environment(attempt) | {PARENT_TOKEN: str(os.getpid())}
+        try:
+            with open(attempt.logs / "launcher.log", "ab") as log:
+                # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+                worker = Reaped(_started(command, env, attempt.work, log))
+        except OSError as error:  # the interpreter is gone or does not run
+            return observe.not_started(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
+        seen = Watch(attempt, root=worker.pid).run(worker.wait, stop)
+        worker.wait(1.0)
+        seen.cpu_s = round(max(seen.cpu_s, worker.cpu_s), 3)
+        return observe.observation(attempt, self.name, command, seen, worker_exit=worker.exit_code)
+
+
+def _started(command: list[str], env: dict[str, str], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The process. Once more where the kernel says ESRCH of an exec, which it did once in some 10,000 (6.18)."""
+    for again in (True, False):
+        try:
+            # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+            return subprocess.Popen(
+                command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        except ProcessLookupError:
+            if not again:
+                raise
+    raise AssertionError("the loop returns or raises")
+
+
+class Reaped:
+    """A child process whose CPU time, with that of all the descendants it waited for, is known at its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self.exit_code: int | None = None
+        self.cpu_s = 0.0
+        self._process = process
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, after at most ``seconds``."""
+        limit = time.monotonic() + seconds
+        while self.exit_code is None:
+            try:
+                pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self.exit_code = self._process.returncode = 255
+                break
+            if pid:
+                self.cpu_s = usage.ru_utime + usage.ru_stime
+                self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
+                break
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.02)
+        return True

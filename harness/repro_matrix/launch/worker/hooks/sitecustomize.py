@@ -1,0 +1,204 @@
+"""What every Python process of somebody's own script begins with: this folder stands first on PYTHONPATH.
+
+A rank gets a record like a case's (repro_kit/record.py): its exception with frames, what it warned and logged; its
+output goes to a log of its own. A launcher (torchrun, accelerate, deepspeed) gets a Popen that writes down how its
+ranks ended. Nothing else is changed: sys.path, argv, __main__ and warning filters are what they would have been,
+another sitecustomize is imported after this one, and hooks that the script sets are called. Standard library,
+Python 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Callable
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def next_sitecustomize() -> None:
+    """The environment's own, which this file stands before."""
+    mine = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if mine is not None:
+            sys.modules.setdefault("sitecustomize", mine)
+
+
+def claimed(folder: str, rank: int) -> bool:
+    """Whether this process is the rank: the first of its number. What the rank starts inherits its environment."""
+    try:
+        file = os.open(os.path.join(folder, f"claim-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    os.write(file, str(os.getpid()).encode())
+    os.close(file)
+    return True
+
+
+def load_recording() -> Any:
+    """The kit's record and place, without leaving the kit's name or folder to the script."""
+    package = os.path.dirname(
+        os.path.dirname(os.path.dirname(HERE))
+    )  # in a checkout repros/ stands beside it, in a wheel in its data/
+    places = [
+        os.path.join(folder, "repros")
+        for folder in (os.path.join(package, "data"), os.path.dirname(os.path.dirname(package)))
+    ]
+    repros = next(place for place in places if os.path.isdir(os.path.join(place, "repro_kit")))
+    taken = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "repro_kit"}
+    sys.path.insert(0, repros)
+    try:
+        from repro_kit import record
+    finally:
+        sys.path.remove(repros)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "repro_kit"]:
+            del sys.modules[name]
+        sys.modules.update(taken)
+    return record
+
+
+def watch_rank(folder: str, rank: int, world_size: int) -> None:
+    import atexit
+    import faulthandler
+    import signal
+    import threading
+    import time
+    from pathlib import Path
+
+    recording = load_recording()
+    mine = os.getpid()
+    log = os.open(os.path.join(os.path.dirname(folder), "logs", f"rank-{rank}.log"),
+                  os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # fmt: skip
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1), 0, 0, 0)  # lets py-spy look at a hung rank
+    except (OSError, AttributeError):
+        pass
+    stacks = open(os.path.join(folder, f"stacks-{rank}.txt"), "w")  # noqa: SIM115 (open for as long as the rank lives)
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    record = recording.Record(Path(folder, f"rank-{rank}.json"), rank, world_size)
+    record.data["phase"] = "script"
+    record.capture.install(every=False)
+    said = sys.excepthook
+    said_in_thread = threading.excepthook
+
+    def failed(error: BaseException) -> None:
+        if os.getpid() == mine and record.data["exception"] is None:
+            record.data["exception"] = recording.describe_exception(error)
+            record.data["ended"] = time.time()
+            record.write()
+
+    def on_exception(kind: Any, error: BaseException, tb: Any) -> None:
+        failed(error)
+        said(kind, error, tb)
+
+    def on_thread(args: Any) -> None:
+        if os.getpid() == mine and args.exc_type is not SystemExit:
+            told = recording.describe_exception(args.exc_value)
+            record.capture.logs.append(
+                {"logger": "threading", "level": "ERROR", "message": f"{told['type']}: {told['message']}",
+                 "file": "", "function": "", "place": "", "exception": told}
+            )  # fmt: skip
+        said_in_thread(args)
+
+    def at_end() -> None:  # registered first, so it is called last
+        if os.getpid() != mine:
+            return
+        error = getattr(sys, "last_value", None)  # set for what nobody caught, whoever's excepthook was called
+        if error is not None:
+            failed(error)
+        record.data["ended"] = record.data["ended"] or time.time()
+        record.data["finished"] = True
+        record.write()
+
+    def heard(event: str, args: tuple[Any, ...]) -> None:
+        """Before any excepthook: one that the script has set may end the process."""
+        if event == "sys.excepthook" and isinstance(args[2], BaseException):
+            failed(args[2])
+
+    sys.addaudithook(heard)
+    sys.excepthook, threading.excepthook = on_exception, on_thread
+    atexit.register(at_end)
+    with open(os.path.join(folder, f"phases-{rank}.txt"), "a") as phases:
+        phases.write(f"{time.time()} script\n")
+    record.write()
+
+
+def watch_launcher(folder: str) -> None:
+    """Write down how the ranks end that this process starts, and which of them it was that ended them."""
+    import json
+    import subprocess
+
+    signalled: set[int] = set()
+
+    def noted(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def wrapper(pid: int, number: int) -> None:
+            if number:
+                signalled.add(pid)
+            send(pid, number)
+
+        return wrapper
+
+    os.kill, os.killpg = noted(os.kill), noted(os.killpg)
+
+    class Popen(subprocess.Popen):
+        @property
+        def returncode(self) -> int | None:
+            return self._code
+
+        @returncode.setter
+        def returncode(self, code: int | None) -> None:
+            self._code = code
+            # sys.maxsize: somebody else has waited for it (DeepSpeed's launcher), and how it ended is not known here.
+            if code is None or code == sys.maxsize:
+                return
+            path = os.path.join(folder, f"exit-{self.pid}.json")
+            with open(path + ".tmp", "w") as out:
+                json.dump({"code": code, "signalled": self.pid in signalled}, out)
+            os.replace(path + ".tmp", path)
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def is_launcher() -> bool:
+    with open("/proc/self/cmdline", "rb") as said:
+        words = said.read().decode("utf-8", "replace").split("\0")
+    return any(word.startswith(("torch.distributed.", "accelerate.commands.", "deepspeed.launcher.")) for word in words)
+
+
+def begin() -> None:
+    folder = os.environ.get("REPRO_RECORDS")
+    if not folder or not os.path.isdir(folder):
+        return
+    rank, plain = os.environ.get("RANK", ""), os.environ.get("REPRO_PLAIN")
+    if rank.isdigit():
+        if claimed(folder, int(rank)):
+            watch_rank(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
+    elif not plain or is_launcher():
+        watch_launcher(folder)
+    elif claimed(folder, 0):  # one process without a rank: `python train.py`, or what accelerate makes of a single one
+        watch_rank(folder, 0, 1)
+
+
+def first() -> None:
+    """At the interpreter's start."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
+    try:
+        begin()
+    except Exception as error:  # never in the script's way; without its record a rank is known by its end and its log
+        print(f"repro: no record of this process: {type(error).__name__}: {error}", file=sys.stderr)
+    next_sitecustomize()
+
+
+if __name__ == "sitecustomize":  # else a rank that is forked from a server asks for it (fork_script.py)
+    first()

@@ -1,0 +1,43 @@
+"""Where what is shipped lies, and where a user's state does. Where results go says conf/project.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+_DATA = PACKAGE / "data"  # in a wheel: what a checkout has beside harness/
+CHECKOUT = bool(os.environ.get("REPRO_ROOT")) or not _DATA.is_dir()
+ROOT = Path(os.environ.get("REPRO_ROOT") or (PACKAGE.parents[1] if CHECKOUT else _DATA))
+CONF = ROOT / "conf"
+REPROS = ROOT / "repros"
+RESULTS = ROOT / "results"
+BASELINE = RESULTS / "baseline"
+EXPECTED = RESULTS / "expected"
+
+
+CONFIG_PATH = "REPRO_CONFIG_PATH"  # further folders of groups, as --config-dir and hydra.searchpath name them
+
+
+def cache_dir() -> Path:
+    """The user's cache, shared by all checkouts: built stacks, compiled extensions (``REPRO_CACHE`` overrides).
+
+    Raises PermissionError: the user has no home folder (a container's user without a name, without HOME).
+    """
+    base = os.environ.get("REPRO_CACHE")
+    if base:
+        return Path(base)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        raise PermissionError(errno.EACCES, "no home folder is known: set HOME, or REPRO_CACHE", home)
+    return Path(home) / "repro-matrix"
+
+
+def file_state(path: Path) -> tuple[int, ...]:
+    """Another one whenever the file was changed: what a cache of its content is keyed by. () where there is none."""
+    try:
+        info = path.stat()
+    except OSError:
+        return ()
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino

@@ -1,0 +1,173 @@
+"""catalogue + selection -> cells. Pure, and fast: options are read once, cells are only named combinations."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.schema import Case
+from repro_matrix.config.selection import Selection, expand
+from repro_matrix.config.settings import RunSettings
+from repro_matrix.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class Cell:
+    """case x model x strategy x flags x ranks x stack x hardware, and whatever else differs from the case's file."""
+
+    case: str
+    model: str
+    strategy: str
+    flags: tuple[tuple[str, Any], ...]  # only those that the selection sets; sorted by name
+    stack: str
+    hardware: str
+    ranks: int = 2
+    # What makes it another measurement than the one of this name: a number of ranks that is not the case's own, the
+    # scale, the steps, a key of the model ...; "name=value".
+    variant: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The cell's name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as a path."""
+        parts = [f"{self.model}-{self.strategy}", *self.variant, *_words(self.flags)]
+        plain = "-".join(parts).replace('"', "")
+        tail = re.sub(r"[^\w.=,+-]+", "_", plain)
+        if len(tail) > LONGEST or tail != plain:  # else two cells might share a name
+            tail = f"{tail[:LONGEST]}-{hashlib.sha256('-'.join(parts).encode()).hexdigest()[:8]}"
+        return f"{self.case}/{tail}"
+
+    @property
+    def where(self) -> str:
+        """The cell's axes as an expectation names them: ``model/strategy[/name=value...]``."""
+        return "/".join([self.model, self.strategy, *self.variant, *_words(self.flags)])
+
+
+# How this machine's ranks reach each other: some must be given where nothing runs without them, and what is measured is
+# compared with what was measured elsewhere without.
+TRANSPORT = ("NCCL_", "GLOO_")
+_PLAIN = re.compile(r"[\w./:-]+")  # a value that an override takes without quotes
+LONGEST = 150  # characters of a file's name
+
+
+def _words(flags: Iterable[tuple[str, Any]]) -> list[str]:
+    return [f"{name}={json.dumps(value)}" for name, value in flags]
+
+
+KNOWN = "known"  # of the axis stack: those on which the case is known to fire
+
+
+def enumerate_cells(catalogue: Catalogue, selection: Selection, variant: tuple[str, ...] = ()) -> list[Cell]:
+    """Every cell of one selection, in the catalogue's order."""
+    return enumerate_all(catalogue, [selection], variant)
+
+
+def enumerate_all(
+    catalogue: Catalogue,
+    selections: Sequence[Selection],
+    variant: tuple[str, ...] = (),
+    known: Mapping[str, Sequence[str]] | None = None,
+) -> list[Cell]:
+    """Every cell of these selections, each once. Where each is measured ``place`` says.
+
+    A case's file lists the models and strategies it is for. With ``case`` left out or a glob, a selection narrows those
+    lists; with a case named outright the selection replaces them (a user may try any combination). ``variant``: what
+    the run's settings change in all of them (``variant_of``). ``known``: case -> stacks, for ``stack=known``. Raises
+    ConfigError on an unknown name, a flag that no selected case declares, or a value that a flag does not take.
+    """
+    chosen = [
+        [catalogue.cases[name] for name in expand("case", each.case, catalogue.cases, each.source)]
+        for each in selections
+    ]
+    everything = [case for cases in chosen for case in cases]
+    for selection in selections:
+        _check_flags(everything, selection)
+    cells: dict[Cell, None] = {}
+    for selection, cases in zip(selections, chosen):
+        cells |= dict.fromkeys(_cells_of(catalogue, selection, cases, variant, known or {}))
+    if not cells:
+        raise ConfigError(
+            "the selection has no cell: no selected case lists that model and strategy "
+            "(name the case outright, without *, to try any combination)"
+        )
+    return list(cells)
+
+
+def _cells_of(
+    catalogue: Catalogue,
+    selection: Selection,
+    cases: Iterable[Case],
+    variant: tuple[str, ...],
+    known: Mapping[str, Sequence[str]],
+) -> Iterator[Cell]:
+    named = {name for name in selection.case if name in catalogue.cases}
+    models, strategies = (
+        None if asked is None else expand(axis, asked, options, selection.source)
+        for axis, asked, options in (
+            ("model", selection.model, catalogue.models),
+            ("strategy", selection.strategy, catalogue.strategies),
+        )
+    )
+    for case in cases:
+        outright = case.slug in named
+        own_models = _axis(case.axes.model, models, outright and "model" not in selection.narrows)
+        own_strategies = _axis(case.axes.strategy, strategies, outright and "strategy" not in selection.narrows)
+        if any(name not in case.flags for name in selection.flags):
+            continue  # another case's flag was swept: this case has no such cell
+        names = sorted(selection.flags)
+        sweeps = [selection.flags[name] for name in names]
+        own = case.launch.world_size
+        stacks = [name for each in selection.stack for name in (known[case.slug] if each == KNOWN else [each])]
+        for model, strategy, ranks, stack in itertools.product(
+            own_models, own_strategies, selection.ranks or [own], dict.fromkeys(stacks)
+        ):
+            changed = (*([f"ranks={ranks}"] if ranks != own else []), *variant)
+            for values in itertools.product(*sweeps):
+                flags = tuple(zip(names, values))
+                yield Cell(case.slug, model, strategy, flags, stack, "auto", ranks, changed)
+
+
+def variant_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:
+    """What a run's settings change in what is measured: such a measurement never replaces the usual one."""
+    usual = RunSettings()
+    words = []
+    for name in ("scale", "weights", "steps", "seed", "tp_size"):
+        value = getattr(settings, name)
+        if value != getattr(usual, name):
+            words.append(f"{name}={getattr(value, 'value', value)}")
+    given = {name: value for name, value in sorted(settings.env.items()) if not name.startswith(TRANSPORT)}
+    words += [f"env.{name}={value if _PLAIN.fullmatch(value) else json.dumps(value)}" for name, value in given.items()]
+    for group, changes in sorted(patches.items()):
+        words += [f"{group}.{'.'.join(keys)}={json.dumps(value)}" for keys, value in changes]
+    return tuple(words)
+
+
+def _axis(listed: list[str], asked: list[str] | None, outright: bool) -> list[str]:
+    if asked is None:
+        return listed
+    return asked if outright else [name for name in listed if name in asked]
+
+
+def _check_flags(cases: list[Case], selection: Selection) -> None:
+    for name, values in selection.flags.items():
+        having = [case for case in cases if name in case.flags]
+        if not having:
+            raise unknown("flag", name, {flag for case in cases for flag in case.flags}, "flags")
+        for case in having:
+            choices = case.flags[name].choices
+            for value in values:
+                if choices is not None and value not in choices:
+                    raise unknown(f"value of flags.{name}", str(value), map(str, choices), f"case {case.slug}")
+
+
+def arms_of(case: Case, asked: list[str] | None) -> list[str]:
+    """The arms to run; the broken arm always is among them, for without it a fix proves nothing."""
+    if not asked:
+        return list(case.arms)
+    first = next(iter(case.arms))
+    return [arm for arm in case.arms if arm in asked or arm == first]

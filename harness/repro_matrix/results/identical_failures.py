@@ -1,0 +1,37 @@
+"""Cells of which every arm fails with one and the same other error: the case itself does not run there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from repro_matrix.grading.failure_id import Met, met_in
+from repro_matrix.grading.outcome import Outcome
+from repro_matrix.records.document import Document, Made
+
+
+def failing(documents: Iterable[Document]) -> list[tuple[Document, Made]]:
+    """The cells in which two arms at least gave an answer, the broken one among them, and every attempt of all of them
+    met the same thing, which is not the known failure: what they differ in made no difference, so that nothing is shown
+    of the failure or of a fix. With the broken arm's first attempt. Not where that very thing is what is expected."""
+    found = []
+    for document in documents:
+        answers = {name: _answers(arm["attempts"]) for name, arm in document["arms"].items()}
+        answers = {name: made for name, made in answers.items() if made}
+        if len(answers) < 2 or "broken" not in answers:
+            continue
+        verdicts = [said for arm, said in document["verdicts"].items() if arm in answers]
+        if verdicts and all(said.get("expected") == "expected" for said in verdicts):
+            continue
+        met = {_met(document["case"], each) for made in answers.values() for each in made}
+        if len(met) == 1 and met != {()}:
+            found.append((document, answers["broken"][0]))
+    return found
+
+
+def _answers(attempts: Iterable[Made]) -> list[Made]:
+    return [made for made in attempts if made["outcome"]["outcome"] != "infra"]
+
+
+def _met(case: str, made: Made) -> tuple[Met, ...]:
+    """Nothing for whatever is not another error: it makes the cell one that shows something."""
+    return met_in(case, Outcome.from_json(made["outcome"])) if made["outcome"]["outcome"] == "other_error" else ()

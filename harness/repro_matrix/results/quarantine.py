@@ -1,0 +1,171 @@
+"""Differences that somebody has taken on: ``results/muted.yaml``, reviewed as any file. Pure but for reading it.
+
+A muted arm that differs from its expectation does not make a run red until its day; it is said in every summary, with
+its owner. Afterwards it counts as before, and the entry itself is an error. What could not be measured is never muted:
+a mute is about an answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path
+from typing import cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from repro_matrix.config import project
+from repro_matrix.config.catalog import Catalogue, parsed
+from repro_matrix.config.selection import Selection
+from repro_matrix.errors import ConfigError, describe_validation, nearest
+from repro_matrix.planning.cells import enumerate_cells
+from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import Verdict
+
+HEAD = (
+    "# Differences that are known and owned, each until its day: `repro mute`, docs/nightly.md. Reviewed as code is.\n"
+)
+LONGEST = timedelta(days=366)  # what is silent for longer is an expectation: `repro accept`
+
+
+class Mute(BaseModel):
+    """``cell``: case/model-strategy[-name=value...], as a document's key. ``arm``: None for all of its arms."""
+
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+    cell: str = Field(min_length=1)
+    arm: str | None = None
+    owner: str = Field(min_length=1)
+    until: date
+    reason: str = Field(min_length=1)
+
+    def covers(self, key: str, arm: str) -> bool:
+        return self.cell == key and self.arm in (None, arm)
+
+    def over(self) -> str:
+        """What is said once its day is over."""
+        return f"{file()}: its day is over: {self.told()}: mend it, renew or remove it"
+
+    def told(self) -> str:
+        arm = f" arm {self.arm}" if self.arm else ""
+        return f"{self.cell}{arm}, {self.owner} until {self.until}: {self.reason}"
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    muted: list[Mute] = []
+
+
+@dataclass
+class Applied:
+    """``expired``: those of the documents' cells whose day is over."""
+
+    documents: list[Document]
+    expired: list[Mute] = field(default_factory=list)
+
+
+def file() -> Path:
+    return project.current().results / "muted.yaml"
+
+
+def read(path: Path | None = None) -> list[Mute]:
+    """What is muted; nothing where there is no file. Raises ConfigError that names the file and the key."""
+    path = path or file()
+    try:
+        found = parsed(path.read_text(encoding="utf-8"))
+        mutes = _File.model_validate({} if found is None else found).muted
+    except FileNotFoundError:
+        return []
+    except ValidationError as error:
+        raise describe_validation(error, _File, path) from None
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or a day that no calendar has
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    counts = Counter((mute.cell, mute.arm) for mute in mutes)
+    twice = next((" arm ".join(filter(None, at)) for at, count in counts.items() if count > 1), None)
+    if twice:  # with two days: which of them is meant?
+        raise ConfigError(f"{path}: {twice}: muted twice; one entry each")
+    last = datetime.now(timezone.utc).date() + LONGEST
+    far = next((mute for mute in mutes if mute.until > last), None)
+    if far:
+        raise ConfigError(f"{path}: {far.cell}: until {far.until}: at most {LONGEST.days} days from today, {last}")
+    return mutes
+
+
+def entry(cell: str, arm: str | None, owner: str, until: date, reason: str) -> Mute:
+    """Raises ConfigError: nothing but spaces, say."""
+    try:
+        return Mute(cell=cell, arm=arm, owner=owner, until=until, reason=reason)
+    except ValidationError as error:
+        raise describe_validation(error, Mute, cell) from None
+
+
+def check(mutes: Iterable[Mute], catalogue: Catalogue, where: str = "") -> None:
+    """Raise ConfigError for a cell or an arm that the catalogue does not have, with the nearest. ``where``: where they
+    are written (default: the file)."""
+    mutes, where = list(mutes), where or str(file())
+    if not mutes:
+        return
+    known = {cell.key: cell.case for cell in enumerate_cells(catalogue, Selection())}
+    for mute in mutes:
+        # Another size, scale or flag of a known cell: its name goes on with name=value.
+        case = known.get(mute.cell) or next(
+            (own for key, own in known.items() if mute.cell.startswith(f"{key}-") and "=" in mute.cell[len(key) :]),
+            None,
+        )
+        if case is None:
+            raise ConfigError(f"{where}: no cell {mute.cell!r}{_near(mute.cell, _like(mute.cell, known))}")
+        arms = catalogue.cases[case].arms
+        if mute.arm is not None and mute.arm not in arms:
+            raise ConfigError(f"{where}: {mute.cell} has no arm {mute.arm!r}{nearest(mute.arm, arms)}")
+
+
+NEAR = 5  # cells that are named beside one that there is not
+
+
+def _near(cell: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(cell, names, n=NEAR, cutoff=0.5)
+    if not near:
+        return f" ({len(names)} cells are known; `repro list --json` names them: key)"
+    others = f" Also near: {', '.join(near[1:])}" if near[1:] else ""
+    more = f"; {len(names) - len(near)} more in `repro list --json` (key)" if len(names) > len(near) else ""
+    return f"; did you mean {near[0]!r}?{others}{more}"
+
+
+def _like(cell: str, known: Iterable[str]) -> list[str]:
+    """Of many cells those of the named case, where there is one."""
+    names = list(known)
+    return [name for name in names if name.partition("/")[0] == cell.partition("/")[0]] or names
+
+
+def applied(documents: Iterable[Document], mutes: Sequence[Mute], today: date) -> Applied:
+    """The documents; an arm that differs and is muted says ``muted`` there instead of ``unexpected``, and by whom."""
+    found = Applied([])
+    for document in documents:
+        key = document.get("key", "")
+        own = [mute for mute in mutes if mute.cell == key]
+        found.expired += [mute for mute in own if mute.until < today and mute not in found.expired]
+        live = [mute for mute in own if mute.until >= today]
+        verdicts = {
+            arm: _muted(said, next((mute for mute in live if mute.covers(key, arm)), None))
+            for arm, said in document["verdicts"].items()
+        }
+        found.documents.append({**document, "verdicts": verdicts} if live else document)
+    return found
+
+
+def _muted(said: Verdict, mute: Mute | None) -> Verdict:
+    if mute is None or said.get("expected") != "unexpected" or not said["measured"]:
+        return said
+    by = {"owner": mute.owner, "until": mute.until.isoformat(), "reason": mute.reason}
+    return cast(Verdict, {**said, "expected": "muted", "muted": by})  # is shown, and never stored
+
+
+def written(mutes: Iterable[Mute]) -> str:
+    """The file's text, by cell."""
+    listed = sorted(mutes, key=lambda mute: (mute.cell, mute.arm or ""))
+    items = [{k: v for k, v in mute.model_dump().items() if v is not None} for mute in listed]
+    return HEAD + yaml.safe_dump({"muted": items}, sort_keys=False, allow_unicode=True, width=110)

@@ -1,0 +1,187 @@
+"""Documents -> the rows that tables and ``--json`` show. Pure; the keys are stable."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the tables of cells need no document
+    from repro_matrix.records.document import Arm, Cell, Made
+    from repro_matrix.records.outcome import Outcome, Verdict
+
+Row = dict[str, Any]
+
+# The order of attention: what differs from its expectation first, then what has none, then what is as expected.
+ATTENTION = {"unexpected": 0, "differs from cpu": 1, "unset": 2, "muted": 3, "as predicted": 4, "expected": 5}
+
+
+def arm_rows(document: Cell) -> list[Row]:
+    """One row per arm of a cell's document, the first arm first."""
+    axes = axes_of(document)
+    cell = {
+        "case": document["case"],
+        "title": document["title"],
+        "references": document["references"],
+        "simulated": document["simulated"],
+        "model": document["model"],
+        "strategy": document["strategy"],
+        "flags": document["flags"],
+        "ranks": document["ranks"],
+        "variant": document["variant"],
+        "where": f"case={document['case']} {axes}",
+        "axes": axes,
+        "stack": document["stack"]["name"],
+        "hardware": document["hardware"]["profile"],
+    }
+    said = document["verdicts"]
+    return [
+        {
+            **cell,
+            **_arm_row(said.get(name), name, arm),
+            "document": document.get("path"),
+            "torchrun": _by_hand(arm),
+        }
+        for name, arm in document["arms"].items()
+    ]
+
+
+def _arm_row(verdict: Verdict | None, name: str, arm: Arm) -> Row:
+    told: Mapping[str, Any] = verdict or {}  # a broken arm has none; ``muted`` is only ever shown (results/muted.py)
+    attempts = arm["attempts"]
+    outcomes = [attempt["outcome"] for attempt in attempts]
+    kinds = kinds_of(outcomes)
+    walls = [attempt["observation"]["attempt"]["wall_s"] for attempt in attempts]
+    return {
+        "arm": name,
+        "outcome": summary_of(outcomes) if outcomes else "skipped",
+        "kinds": kinds,
+        "fires": sum(outcome["outcome"] == "fires" for outcome in outcomes),
+        "clean": sum(outcome["outcome"] == "clean" for outcome in outcomes),
+        "attempts": len(outcomes),
+        "verdict": told.get("name"),
+        "expected": verdict.get("expected", "unset") if verdict else None,
+        "expectation": told.get("expectation"),
+        "infra": bool(told.get("infra")) or kinds[:1] == ["infra"],
+        "skip": arm.get("skip"),
+        "reason": arm["skipped"] or (verdict and _with_note(verdict)) or _reason(outcomes),
+        "error_at": error_at(arm["attempts"]),
+        "muted": told.get("muted"),
+        "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
+    }
+
+
+def again(row: Mapping[str, Any]) -> str:
+    """The command that measures a row's arm again, to be pasted into a shell."""
+    words = re.split(r" (?=[\w.~+-]+=)", row["axes"])  # a flag's value may have spaces
+    words += [f"stack={row['stack']}"] if row["stack"] != "current" else []
+    return shlex.join(["repro", "run", row["case"], *words, f"arms={row['arm']}"])
+
+
+def error_at(attempts: Iterable[Made]) -> str | None:
+    """``file:line`` of the innermost frame of the failure that came first, in the first attempt that has one."""
+    for attempt in attempts:
+        primary = attempt["outcome"]["primary"]
+        if primary is None:
+            continue
+        record = next((r["record"] for r in attempt["observation"]["ranks"] if r["rank"] == primary["rank"]), None)
+        raised = record["exception"] if record else None
+        if raised and raised["frames"]:
+            frame = raised["frames"][-1]
+            return f"{frame['file']}:{frame['line']}" if frame["line"] is not None else frame["file"]
+    return None
+
+
+def _by_hand(arm: Arm) -> str | None:
+    return next((attempt["observation"]["attempt"].get("torchrun") for attempt in arm["attempts"]), None)
+
+
+def where_of(document: Cell) -> str:
+    """The cell as a command line takes it."""
+    return f"case={document['case']} {axes_of(document)}"
+
+
+def axes_of(document: Cell) -> str:
+    """The same without its case, which verbs of one case take by itself."""
+    return " ".join(words_of(document))
+
+
+def words_of(document: Cell) -> tuple[str, ...]:
+    """Each axis a word, as ``argv`` takes it: a flag's value may have spaces."""
+    words = [f"model={document['model']}", f"strategy={document['strategy']}"]
+    words += [f"flags.{name}={json.dumps(value)}" for name, value in document["flags"].items()]
+    return (*words, *document["variant"])
+
+
+def summary_of(outcomes: Iterable[Outcome]) -> str:
+    """``fires`` when all attempts agree, else ``fires 2/3, clean 1/3``."""
+    outcomes = list(outcomes)
+    names: list[str] = [outcome["outcome"] for outcome in outcomes]
+    kinds = kinds_of(outcomes)
+    if len(kinds) == 1:
+        return kinds[0]
+    return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
+
+
+def kinds_of(outcomes: Iterable[Outcome]) -> list[str]:
+    """What attempts came out as, the most frequent first."""
+    names: list[str] = [outcome["outcome"] for outcome in outcomes]
+    if len(names) == 1:
+        return names
+    return sorted(set(names), key=lambda kind: (-names.count(kind), kind))
+
+
+def _with_note(verdict: Verdict) -> str:
+    """A verdict's reason, and what its name does not say of its expectation."""
+    note = verdict.get("met_note")
+    return f"{verdict['reason']} [{note}]" if note else verdict["reason"]
+
+
+def by_attention(rows: Iterable[Row]) -> list[Row]:
+    """The rows of cells in which something differs first: from the expectation, then from what a CPU showed."""
+    rows = list(rows)
+    worst: dict[str, int] = {}
+    for row in rows:
+        differs, cell = min(ATTENTION.get(row["expected"], 9), ATTENTION["unset"]), _cell(row)
+        worst[cell] = min(worst.get(cell, 9), differs)
+    return sorted(rows, key=lambda row: worst[_cell(row)])
+
+
+def _cell(row: Row) -> str:
+    return f"{row['where']} {row['stack']} {row['hardware']}"
+
+
+def without_expectation(rows: Iterable[Row]) -> list[Row]:
+    """Measured arms with a verdict that nothing says anything about, neither an expectation nor a prediction."""
+    return [row for row in rows if row["attempts"] and row["verdict"] and row["expected"] == "unset"]
+
+
+def figures(rows: Iterable[Row]) -> dict[str, int]:
+    """What a run's last line counts, of arms: how many verdicts are simulated, and what differs, is muted or new."""
+    found = list(rows)
+    of = Counter(row["expected"] for row in found)
+    return {
+        "simulated": sum(bool(row["simulated"]) for row in found if row["verdict"]),
+        "unexpected": of["unexpected"],
+        "muted": of["muted"],
+        "differs_from_cpu": of["differs from cpu"],
+        "without_expectation": len(without_expectation(found)),
+    }
+
+
+def _reason(outcomes: list[Outcome]) -> str:
+    return outcomes[0]["reason"] if outcomes else ""
+
+
+def counts(rows: Iterable[Row]) -> dict[str, int]:
+    """How many arms have which verdict (skipped ones as ``skipped``)."""
+    found: dict[str, int] = {}
+    for row in rows:
+        name = row["verdict"] or (None if row["attempts"] else "skipped")
+        if name:
+            found[name] = found.get(name, 0) + 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

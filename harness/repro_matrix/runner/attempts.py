@@ -1,0 +1,151 @@
+"""From an arm's plan to one launched attempt and its observation."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from packaging.requirements import Requirement
+
+from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.packages import RELEVANT
+from repro_matrix.config.schema import Case
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.launch.attempt import Attempt, Launcher
+from repro_matrix.launch.device_errors import of_device
+from repro_matrix.paths import REPROS, cache_dir
+from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.records.base import InfraKind
+from repro_matrix.records.observation import Observation, Settings
+from repro_matrix.runner.gpu_locks import Leases, Trouble
+
+REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
+
+
+@dataclass(frozen=True)
+class Made:
+    """An attempt that has ended. ``troubles``: which of its cards cannot be used any more, and why."""
+
+    observation: Observation
+    wall_s: float
+    troubles: Mapping[str, Trouble]
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Makes the attempts of one run, each in a folder of its own under ``run_dir``. Thread-safe."""
+
+    catalogue: Catalogue
+    stacks: Mapping[str, Stack]
+    launcher: Launcher
+    leases: Leases
+    run_dir: Path
+    keep: bool
+
+    def make(self, plan: ArmPlan, gpus: Sequence[str], stop: threading.Event) -> Made:
+        """One launch on leased ``gpus``, which are given back. Never raises: a fault of ours is an infra one."""
+        began = time.monotonic()
+        try:
+            attempt = recipe(self.catalogue, plan, self.stacks[plan.stack], self.run_dir, gpus)
+            attempt = replace(attempt, keep=self.keep, references=self.run_dir / REFERENCES)
+            observation = cast(Observation, self.launcher.launch(attempt, stop))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
+            text = "".join(traceback.format_exception_only(type(error), error)).strip()
+            observation = fault(plan, "launch", f"the harness could not launch it: {text}")
+        else:
+            # What the ranks must turn out to have run on: a package may be replaced while a run is at work.
+            have = self.stacks[plan.stack].versions
+            observation["attempt"]["fingerprint"] = plan.fingerprint
+            observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
+        wall_s = time.monotonic() - began
+        troubles = {**self.leases.give_back(gpus), **failed_cards(observation, gpus)}
+        return Made(observation, wall_s, troubles)
+
+
+def recipe(
+    catalogue: Catalogue, plan: ArmPlan, stack: Stack | None, run_dir: Path, gpus: Sequence[str] = ()
+) -> Attempt:
+    """How an arm is launched: by a run, and in the line that does the same by hand (`repro show`, and every document).
+    ``stack``: None where it is not here."""
+    case = catalogue.cases[plan.cell.case]
+    script = catalogue.script(case)
+    identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
+    teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
+    # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py); later ones win.
+    env = {**(stack.environment({}) if stack else {}), **case.launch.env, **plan.settings.get("env", {})}
+    return Attempt(
+        id=identity,
+        run_id=run_dir.name,
+        directory=run_dir / identity,
+        script=script,
+        kit=REPROS if script.parent != REPROS else None,
+        files=catalogue.files(plan.settings),
+        settings=plan.settings,
+        python=stack.python if stack else "python",
+        world_size=plan.world_size,
+        deadline_s=plan.deadline,
+        env={**env, **case.arms[plan.arm].env},
+        gpus=tuple(gpus),
+        imports=imports_of(catalogue, case, plan),
+        overlay=stack.path if stack else (),
+        cold=case.launch.cold or teardown,
+        stack_cache=cache_dir() / "stack-caches" / stack.key if stack else None,
+    )
+
+
+def failed_cards(observation: Observation, gpus: Sequence[str]) -> dict[str, Trouble]:
+    """Cards that a rank's own error says have failed: NVML does not tell in every container. A rank that has several
+    says nothing of which."""
+    if len(gpus) not in (1, observation["attempt"]["world_size"]):
+        return {}
+    found = {}
+    for rank in observation["ranks"]:
+        record = rank["record"]
+        error = record["exception"] if record else None
+        if record and error and of_device(error, record["phase"]) == "card":
+            said = (error["message"].splitlines() or ["?"])[0]
+            found[gpus[rank["rank"] % len(gpus)]] = Trouble("lost", f"rank {rank['rank']}: {said}")
+    return found
+
+
+def imports_of(catalogue: Catalogue, case: Case, plan: ArmPlan) -> tuple[str, ...]:
+    """What the case's script imports, and what its arm's strategy brings (deepspeed)."""
+    strategy = catalogue.strategies[plan.settings["strategy"]["slug"]]
+    brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
+    if "accelerate" in case.launch.imports:
+        brought.discard("deepspeed")  # a server with accelerate has it: one server for both
+    return tuple(dict.fromkeys([*case.launch.imports, *sorted(brought)]))
+
+
+def arm_of(plan: CellPlan, name: str) -> ArmPlan:
+    return next(arm for arm in plan.arms if arm.arm == name)
+
+
+def fault(plan: ArmPlan, kind: InfraKind, message: str) -> Observation:
+    """The observation of an attempt that could not be made, by no fault of what was to be measured."""
+    now = time.time()
+    return {
+        "schema": 1,
+        "attempt": {
+            "id": "none", "launcher": "none", "command": [], "torchrun": "", "backend": plan.settings["backend"],
+            "world_size": plan.world_size, "started": now, "ended": now, "wall_s": 0.0, "cpu_s": 0.0,
+            "deadline_s": plan.deadline, "timed_out": False, "interrupted": False, "leftover": [],
+            "seed": plan.settings["seed"], "settings": cast(Settings, plan.settings),
+        },
+        "infra": {"kind": kind, "message": message},
+        "ranks": [],
+    }  # fmt: skip
+
+
+def new_run_dir(state: Path) -> Path:
+    """A folder for this run's attempts; its name is the run's id."""
+    path = state / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    path.mkdir(parents=True)
+    return path

@@ -1,1 +1,0 @@
-"""Before anything is installed: which torch fits the driver. Standard library only."""

@@ -1,0 +1,85 @@
+"""Sharding and stepping of the vision + language model, for the cases that save FSDP optimizer state."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Iterable
+
+from repro_kit.instrumentation import watch
+from repro_kit.run import Run
+from repro_kit.saving import local
+from repro_kit.vision_language import is_unit, loss_of
+
+import torch
+from torch import nn
+
+
+def sharded(
+    run: Run, model: nn.Module, mixed_precision: bool = False, ignored: Iterable[nn.Parameter] = ()
+) -> nn.Module:
+    """``model`` under the run's strategy: FSDP2 where the strategy says so, else FSDP1 with the strategy's options."""
+    quiet_cuda()
+    if run.strategy["slug"] == "fsdp2":
+        return _fully_sharded(run, model)
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+    options: dict[str, Any] = {"ignored_states": list(ignored)} if ignored else {}
+    if mixed_precision:
+        options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
+    if run.options["sharding"].startswith("HYBRID"):  # two groups: shards within each, copies across
+        from torch.distributed.device_mesh import init_device_mesh
+
+        options["device_mesh"] = init_device_mesh(run.device.type, (2, run.world_size // 2))
+    fsdp = FSDP(
+        model,
+        sharding_strategy=ShardingStrategy[run.options["sharding"]],
+        auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=partial(is_unit, run.options["wrap"])),
+        use_orig_params=run.options["use_orig_params"],
+        device_id=run.device,
+        **options,
+    )
+    run.fact("wrapped", f"{type(fsdp).__name__}, {len(FSDP.fsdp_modules(fsdp))} units")
+    return watch(run, fsdp)
+
+
+def _fully_sharded(run: Run, model: nn.Module) -> nn.Module:
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # its place before torch 2.6
+        from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model.to(run.device)
+    mesh = init_device_mesh(run.device.type, (run.world_size,))
+    for module in [*model.modules()][:0:-1]:  # innermost first, the root (first) last
+        if is_unit(run.options["wrap"], module):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run.fact("wrapped", type(model).__name__)
+    return watch(run, model)
+
+
+def quiet_cuda() -> None:
+    """torch before 2.4 calls these two while it gathers states, whatever the device: harmless without CUDA then."""
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda device=None: None
+        torch.cuda.memory_summary = lambda device=None, abbreviated=False: ""
+
+
+def first_forward(run: Run, model: nn.Module, dtype: torch.dtype) -> None:
+    """Older FSDP1 finds its root unit in the first forward only, and loads nothing into a model without one."""
+    if run.strategy["slug"] == "fsdp":
+        with torch.no_grad():
+            loss_of(run, model, 0, dtype)
+
+
+def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype) -> list[float]:
+    """One training step; returns this rank's loss and the norm of what it holds afterwards, to compare two runs."""
+    loss = loss_of(run, model, number, dtype)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    norm = sum(local(p.detach()).double().norm().item() for p in model.parameters())
+    return [loss.item(), norm]

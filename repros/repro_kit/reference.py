@@ -1,0 +1,227 @@
+"""The two runs of a reference, plain and perturbed: made once, by the ranks of a node or by an attempt before them.
+
+The first two ranks of a node share the work and leave what they found in the attempt's folder, tensor by tensor; nobody
+waits for it before the first check. Where the memory plan says that there is not room for two (settings ``reference``:
+"turns"), the first rank does both; where there is not even room for one, it does both with the weights on disk
+("layers", repro_kit/offloaded_model.py).
+
+Attempts of one run that need the very same reference share it (settings ``references``: the run's folder and this
+attempt's name; by hand there are none): the first rank of a node looks whether there is one, under a key that says all
+that it depends on (cache_key.py), and tells the others. If not, it is made, and left there as soon as it is complete.
+Another attempt that is just making it is not waited for. Whose it is stands in the record (the fact ``reference``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, Optional
+
+from repro_kit import cache_key as depends
+from repro_kit.norms import digest, norm
+from repro_kit.reference_cache import Common, short
+from repro_kit.run import Run
+from repro_kit.single_process import Perturbed, Seen, Start, train_alone, unit
+from repro_kit.tensor_store import Shelf, Writer, index_of
+
+import torch
+from torch import nn
+
+Batch = Callable[[Run, int, int], dict[str, torch.Tensor]]
+_made: list[str] = []  # references of this process: every rank makes as many
+WAIT_S = 120.0  # for what another rank computes at the same time
+
+
+class Runs:
+    """What became of ``model`` from ``start`` in ``run.steps`` steps on the batches of so many ``ranks`` at once."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        start: Start,
+        ranks: int,
+        lr: float,
+        make_batch: Batch,
+        computes_in: Optional[torch.dtype],
+    ) -> None:
+        self.run, self.start, self.ranks, self.lr = run, start, ranks, lr
+        self.make_batch, self.computes_in = make_batch, computes_in
+        self._found: dict[str, Any] = {}
+        self._wait_s = float(run.settings.get("limit_s") or WAIT_S)
+        alone = run.world_size == 1
+        local = 0 if alone else int(os.environ.get("LOCAL_RANK", "0"))
+        helpers = 1 if alone else min(2, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size))))
+        where = run.settings.get("reference")
+        if where in ("turns", "layers"):
+            helpers = 1
+        token = "one" if alone else os.environ.get("MASTER_PORT", "0")
+        _made.append(token)  # a second one in this process must not be read as the first
+        self.folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}-{len(_made)}"
+        self.on_disk = self.folder.with_name(f"{self.folder.name}-weights") if where == "layers" else None
+        if self._taken(model, local):
+            return
+        if local == 0:
+            self._plain()
+        if local == helpers - 1:
+            self._perturbed()
+            self._share()
+
+    # --- what there is to see
+
+    def truth(self) -> dict[str, Any]:
+        """The plain run: ``losses`` by step, ``start`` (a digest), and by tensor, the norms of ``values`` before it and
+        of the movement by the ``first`` step and until the ``last``."""
+        return self._take("truth")
+
+    def noise(self) -> dict[str, Any]:
+        """How far the perturbed run is from the plain one: ``losses`` by step, ``first`` and ``last`` by tensor."""
+        return self._take("noise")
+
+    def after(self, when: str) -> Mapping[str, torch.Tensor]:
+        """The plain run's parameters after its ``first`` or ``last`` step; frozen ones are stored once."""
+        first = self._shelf("first")
+        return Layered(self._shelf("last"), first) if when == "last" and self.run.steps > 1 else first
+
+    # --- making them
+
+    def _plain(self) -> None:
+        found: dict[str, Any] = {"first": {}, "values": {}}
+
+        def after(steps: int, model: Seen) -> None:
+            if steps == 0:
+                found["start"] = digest(model.named_parameters())
+            for when in self._moments(steps):
+                shelf, found[when] = Writer(self.folder / when), {}
+                for name, parameter in model.named_parameters():
+                    if when == "first" or parameter.requires_grad:
+                        shelf.put(name, parameter)
+                    moved = norm(parameter, self.start.value(name)) if parameter.requires_grad else 0.0
+                    found[when][name] = moved
+                    found["values"][name] = unit(parameter.dtype) / 4 * norm(parameter)
+                shelf.close()
+
+        found["losses"] = train_alone(self.start, self._loss, self.run.steps, self.lr, after, self.on_disk)
+        self._leave(self.folder / "truth", {"last": found["first"], **found})
+
+    def _perturbed(self) -> None:
+        off = Perturbed(self.start, self.computes_in)
+        found: dict[str, Any] = {}
+
+        def after(steps: int, model: Seen) -> None:
+            for when in self._moments(steps):
+                plain = self.after(when)
+                found[when] = {
+                    name: norm(parameter, off.value(name), plain[name], self.start.value(name))
+                    if parameter.requires_grad
+                    else 0.0
+                    for name, parameter in model.named_parameters()
+                }
+
+        losses = train_alone(off, self._loss, self.run.steps, self.lr, after, self.on_disk)
+        found["losses"] = [abs(one - other) for one, other in zip(self.truth()["losses"], losses)]
+        self._leave(self.folder / "noise", {"last": found["first"], **found})
+
+    def _loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        parts = [self.make_batch(self.run, rank, step) for rank in range(self.ranks)]
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        device = next(model.parameters()).device
+        return model(**{name: value.to(device) for name, value in whole.items()}, use_cache=False).loss
+
+    def _moments(self, steps: int) -> list[str]:
+        return ["first"] if steps == 1 else ["last"] if steps == self.run.steps and steps else []
+
+    # --- with other attempts
+
+    def _taken(self, model: nn.Module, local: int) -> bool:
+        """Whether another attempt's stands in the folder now."""
+        shared = self.run.settings.get("references")
+        if not shared:
+            return False
+        self.common = Common(Path(shared["folder"]), shared["attempt"])
+        answer = self.folder.with_name(f"{self.folder.name}.from")
+        if local == 0:
+            key = self._key(model)
+            by = self.common.take(key, self.folder)
+            self._leave(answer, {"key": key, "made_by": by or shared["attempt"], "taken": by is not None})
+        said = verified(self._there(answer))
+        self.key: str = said["key"]
+        self.run.fact("reference", {"key": short(self.key), "made_by": said["made_by"]})
+        return bool(said["taken"])
+
+    def _key(self, model: nn.Module) -> str:
+        steps = range(self.run.steps)
+        batches = {(rank, step): self.make_batch(self.run, rank, step) for rank in range(self.ranks) for step in steps}
+        return depends.key_of(
+            self.run, model, self.start, batches=depends.batches(batches), steps=self.run.steps, lr=self.lr,
+            computes_in=str(self.computes_in), where=str(self.run.settings.get("reference")),
+        )  # fmt: skip
+
+    def _share(self) -> None:
+        """Leave it to the others, unless making it read what the key does not know of."""
+        if self.run.settings.get("references"):
+            known = json.loads(self.key)["settings"]
+            if known["flags"] == depends.read(self.run.flags) and known["options"] == depends.read(self.run.options):
+                self.common.leave(self.key, self.folder)
+
+    # --- between the ranks
+
+    def _leave(self, path: Path, what: dict[str, Any]) -> None:
+        self._found[path.name] = what
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(signed(what), encoding="utf-8")
+        partial.rename(path)  # complete or not there
+
+    def _take(self, name: str) -> dict[str, Any]:
+        if name not in self._found:
+            self._found[name] = verified(self._there(self.folder / name))
+        return self._found[name]
+
+    def _shelf(self, name: str) -> Shelf:
+        self._there(index_of(self.folder / name))
+        return Shelf(self.folder / name)
+
+    def _there(self, path: Path) -> Path:
+        limit = time.monotonic() + self._wait_s
+        while not path.exists():
+            if time.monotonic() > limit:
+                raise TimeoutError(f"no rank left {path.name} of the reference in {path.parent}: {self._wait_s:.0f} s")
+            time.sleep(0.005)
+        return path
+
+
+def signed(what: dict[str, Any]) -> str:
+    """What is left, with a checksum: the tolerances that every check is judged by are in it."""
+    return json.dumps({"what": what, "crc": _crc(what)})
+
+
+def verified(path: Path) -> dict[str, Any]:
+    """What was left there. Raises ValueError where it is not what was written."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["crc"] != _crc(found["what"]):
+        raise ValueError(f"{path.name} of the reference is not what was written: changed on the disk")
+    return found["what"]
+
+
+def _crc(what: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(what, sort_keys=True).encode())
+
+
+class Layered(Mapping):
+    """What the upper mapping has, else the lower one."""
+
+    def __init__(self, upper: Mapping[str, Any], lower: Mapping[str, Any]) -> None:
+        self.upper, self.lower = upper, lower
+
+    def __getitem__(self, name: str) -> Any:
+        return self.upper[name] if name in self.upper else self.lower[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lower)
+
+    def __len__(self) -> int:
+        return len(self.lower)

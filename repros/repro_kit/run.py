@@ -1,0 +1,458 @@
+"""One rank of one arm: ``main(run)`` gives a script its settings, its process group and its record.
+
+Run by the harness (``--settings FILE``) or by hand (``torchrun --nproc-per-node 2 repros/<case>.py --arm broken``).
+Import the kit before torch: some settings must be in the environment before torch and transformers are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_GIVEN = set(os.environ)
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+# NVIDIA's containers turn TF32 on by these, which rounds float32 to 10 bits: every proof in float32 would fail there.
+# The harness leaves them out of a rank's environment; an arm that is about precision names them under its ``env``.
+TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+if "--settings" not in sys.argv:
+    for _name in TF32:
+        os.environ.pop(_name, None)
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import resource
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+from repro_kit.machine import machine_facts
+from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, nccl_environment
+from repro_kit.record import Record, clip, describe_exception, holds, plain
+from repro_kit.settings import arm_axis, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+# Variables that change what is measured, beside those that torchrun and the kit set.
+_SWITCHES = (
+    "TRANSFORMERS_", "HF_", "ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "TORCH", "PYTORCH_", "PYTHON", "NCCL_",
+    "GLOO_", "CUDA_LAUNCH", "CUBLAS", "CUDNN", "NVIDIA_TF32", "ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_",
+    "LD_PRELOAD",
+)  # fmt: skip
+_NO_MATTER = (
+    "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_EXTENSIONS_DIR", "OMP_NUM_THREADS", "PYTHONPATH",
+    "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE",
+)  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
+PEER_GRACE_S = 2.0  # how long a rank that failed waits for the others to write what happened to them
+
+
+class Settings(dict[str, Any]):
+    """Flags or options that remember which of them were read (``read``): an arm's change that nobody reads is none."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.read and name in self:
+            self.read.append(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+
+class Run:
+    """What a script works with: settings, this rank's place, and the record it fills."""
+
+    def __init__(self, settings: dict[str, Any], record: Record, witness: Witness | None = None) -> None:
+        self.settings = settings
+        self.record = record
+        self.witness = witness
+        self.case: str = settings["case"]
+        self.arm: str = settings["arm"]
+        self.flags = Settings(settings["flags"])
+        self.model: dict[str, Any] = settings["model"]
+        self.strategy: dict[str, Any] = settings["strategy"]
+        self.options = Settings(settings["strategy"].get("options") or {})
+        record.data["read"] = {"flags": self.flags.read, "options": self.options.read}
+        record.data["in_force"] = []
+        self.steps: int = settings["steps"]
+        self.seed: int = settings["seed"]
+        self.tp_size: int = settings["tp_size"]
+        self.devices: int = settings["devices"]  # GPUs that each rank sees
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device_kind = _device_kind(settings["device"], self.devices)
+        self.backend: str = settings["backend"]
+        if self.backend == "auto":
+            self.backend = "nccl" if self.device_kind == "cuda" else "gloo"
+        self.work_dir = Path(settings.get("work_dir") or os.environ.get("TMPDIR") or "/tmp")
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        if self.device_kind != "cuda":
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank % self.devices)  # one a rank, unless several share one
+
+    def phase(self, name: str) -> None:
+        """Names what the rank is doing now; kept in the record, so that an error says where it happened."""
+        if self.model.get("scale") == "full":
+            self._peak()
+            give_memory_back()
+        self.record.data["phase"] = name
+        if self.witness is not None:
+            self.witness.phase(name)
+
+    def _peak(self) -> None:
+        """How much memory this rank has held at most until its phase ended: a fact, to be read beside the plan."""
+        peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        self.record.data["facts"].setdefault("peak_mb", {})[self.record.data["phase"]] = peak
+
+    def metric(self, name: str, value: float) -> None:
+        self.record.data["metrics"][name] = value
+
+    def fact(self, name: str, value: Any) -> None:
+        """Something seen that is worth keeping (a wrapper's type, a shape): evidence, not judged."""
+        self.record.data["facts"][name] = value
+
+    def check(self, name: str, *, got: Any, want: Any, tolerance: float | None = None, looked_at: str = "") -> None:
+        """One proof, which the judge judges (grading/checks.py). Each name once, while the body runs.
+
+        Numbers, or flat lists of them, need a ``tolerance``: every |got - want| must be within it. Everything else must
+        be equal, and ``looked_at`` says what was looked at. A failed check does not stop the rank: it is how a silent
+        failure becomes visible.
+        """
+        got, want, tolerance = plain(got), plain(want), plain(tolerance)
+        self.record.data["checks"].append(
+            {
+                "name": name,
+                "got": got,
+                "want": want,
+                "tolerance": tolerance,
+                "looked_at": clip(looked_at, 500),
+                "passed": holds(got, want, tolerance),
+                "at": time.monotonic(),
+            }
+        )
+
+    def init_process_group(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            return
+        if self.device_kind == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.device)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29555")
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        limit_s = self.settings.get("limit_s")
+        if self.backend == "fake":  # torch's own: this rank is alone in it, collectives return at once (torch >= 2.1)
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
+        elif limit_s is None or "nccl" not in self.backend:
+            dist.init_process_group(self.backend)
+        else:
+            # The launcher decides what a hang is; NCCL's own limit (10 minutes) must not come first at full size.
+            dist.init_process_group(self.backend, timeout=timedelta(seconds=max(600.0, limit_s + MARGIN_S)))
+
+
+def _device_kind(wanted: str, devices: int) -> str:
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= devices else "cpu"
+
+
+def _environment(settings: dict[str, Any]) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        # gloo resolves the host's own name otherwise, which stalls for seconds where DNS does not know it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if settings["device"] == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        if _release("deepspeed") < (0, 16):
+            # deepspeed's own launcher sets it, torchrun does not; without it these releases call the program numactl.
+            # With it all of them clear 69 MB of shared memory in every rank, for reductions that no script makes.
+            os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not settings.get("record_dir"):
+        mine = (*_NO_MATTER, *(settings.get("env") or {}))
+        set_here = sorted(name for name in _GIVEN if name.startswith(_SWITCHES) and not name.startswith(mine))
+        if set_here and os.environ.get("RANK", "0") == "0":
+            # Not removed: whoever debugs by hand may want them. The harness's ranks do not inherit them.
+            sys.stderr.write(f"note: set in this shell, and not when the harness runs it: {', '.join(set_here)}\n")
+        # By hand: modules of remote code that one release of transformers has copied are not good for another.
+        os.environ.setdefault("HF_MODULES_CACHE", f"{tempfile.gettempdir()}/repro-hf-modules-{os.getpid()}")
+    if settings["model"].get("weights") != "hub" or settings.get("record_dir"):  # the harness has downloaded them
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pin_float32() -> None:
+    """float32 is computed as float32 in every rank, whatever the release or its container thinks of TF32.
+
+    A script may turn it on again; what held at the end is in the record's facts.
+    """
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None and not any(os.environ.get(name) for name in TF32):
+        torch_module.backends.cuda.matmul.allow_tf32 = False
+        torch_module.backends.cudnn.allow_tf32 = False
+        torch_module.set_float32_matmul_precision("highest")
+
+
+def float32_facts() -> dict[str, Any]:
+    """How float32 is computed in this process."""
+    facts: dict[str, Any] = {name: os.environ[name] for name in TF32 if name in os.environ}
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None:
+        try:
+            facts["matmul_precision"] = torch_module.get_float32_matmul_precision()
+            facts["cuda_matmul_tf32"] = torch_module.backends.cuda.matmul.allow_tf32
+            facts["cudnn_tf32"] = torch_module.backends.cudnn.allow_tf32
+        except RuntimeError as error:  # newer releases refuse to answer when both of their interfaces were used
+            facts["unknown"] = clip(str(error), 200)
+    return facts
+
+
+def _release(package: str) -> tuple[int, ...]:
+    """(major, minor) of what is installed; () where it is not."""
+    try:
+        return tuple(int(part) for part in version(package).split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return ()
+
+
+def give_memory_back() -> None:
+    """What is free in this process goes back to the system (glibc). It keeps blocks of less than 32 MiB by itself, a
+    layer's weights among them: a plan of phases, each of which is gone when the next one begins, would be wrong by what
+    is left of them. (Measured: 850 MiB after a reference whose model has 235, 380 so. To have every block returned when
+    it is freed, by M_MMAP_THRESHOLD, made the reference take twice the CPU time.)"""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc
+
+
+def die_with_parent() -> None:
+    """SIGKILL this rank when its launcher dies (Linux): nothing may keep a GPU after the harness is gone."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass  # not Linux; the next run clears what is left
+
+
+def _option_file(group: str, name: str) -> Path:
+    """The file of a case, model or strategy: a shipped one by its name, anybody's by its path."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "conf" / group / f"{name}.yaml"
+
+
+def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
+    """Settings for a script run by hand, from the same files that the harness reads (needs PyYAML)."""
+    import yaml
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    slug = Path(script).stem.replace("_", "-")
+    first.add_argument("--case", default=slug, help="where several cases share a script; or a case's file")
+    named, argv = first.parse_known_args(argv)
+    case_file = _option_file("case", named.case)
+    case = yaml.safe_load(case_file.read_text(encoding="utf-8"))
+    arms = list(case["arms"])
+    parser = argparse.ArgumentParser(
+        prog=Path(script).name, description=case["title"], allow_abbrev=False, parents=[first]
+    )
+    parser.add_argument("--arm", choices=arms, default=arms[0])
+    parser.add_argument("--model", default=(case.get("axes") or {}).get("model", ["qwen1.5-0.5b"])[0])
+    parser.add_argument("--strategy", default=(case.get("axes") or {}).get("strategy", ["ddp"])[0])
+    parser.add_argument("--scale", choices=["tiny", "full"], default="tiny")
+    parser.add_argument("--weights", choices=["random", "hub"], default="random")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--tp-size", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE")
+    args = parser.parse_args(argv)
+
+    def option(group: str, name: str) -> dict[str, Any]:
+        path = _option_file(group, name)
+        if not path.exists():
+            have = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+            parser.error(f"no such {group}: {name} (there are: {have})")
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+    flags = {}
+    for item in args.flag:
+        name, _, value = item.partition("=")
+        if name not in (case.get("flags") or {}):
+            have = ", ".join(case.get("flags") or {})
+            parser.error(f"{case_file.name} declares no flag {name!r} (it declares: {have})")
+        flags[name] = yaml.safe_load(value)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    pinned = case["arms"][args.arm].get("world_size")
+    if pinned and pinned != ranks:
+        parser.error(f"arm {args.arm} is about {pinned} rank(s): torchrun --nproc-per-node {pinned} ...")
+    settings = resolve(
+        case,
+        args.arm,
+        world_size=ranks,
+        tp_size=args.tp_size,
+        model=option("model", arm_axis(case, args.arm, "model", args.model)),
+        strategy=option("strategy", arm_axis(case, args.arm, "strategy", args.strategy)),
+        flags=flags,
+        scale=args.scale,
+        weights=args.weights,
+        device=args.device,
+        steps=args.steps,
+        seed=args.seed,
+    )
+    spec = case["arms"][args.arm] or {}
+    settings["env"] = {**((case.get("launch") or {}).get("env") or {}), **(spec.get("env") or {})}
+    return settings
+
+
+def main(body: Callable[[Run], None]) -> None:
+    """Run a case's body on this rank, write its record and end the process. Never returns."""
+    script = sys.modules["__main__"].__file__ or sys.argv[0]
+    if sys.argv[1:2] == ["--settings"]:
+        settings = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    else:
+        settings = load_by_hand(script, sys.argv[1:])
+    os._exit(execute(body, settings))
+
+
+def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
+    """Run ``body`` with ``settings`` and write the record; returns the exit code (0, or 1 when the body raised)."""
+    _environment(settings)
+    record_dir = settings.get("record_dir")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if record_dir:
+        die_with_parent()
+        stacks = open(Path(record_dir) / f"stacks-{rank}.txt", "w")  # noqa: SIM115 - must stay open
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(file=stacks, all_threads=False)  # where it stood when a signal ended it
+        faulthandler.enable(file=stacks)  # a crash by a signal leaves its stack, too
+    record = Record(Path(record_dir) / f"rank-{rank}.json" if record_dir else None, rank, world)
+    record.capture.install()
+    record.write()
+    witness = _witness(settings, rank)
+    code = 1
+    try:
+        pin_float32()
+        run = Run(settings, record, witness)
+        if settings["process_group"]:
+            run.phase("init_process_group")
+            run.init_process_group()
+        run.phase("body")
+        body(run)
+        if "torch" in sys.modules:
+            from repro_kit.instrumentation import finish
+
+            finish(run)
+        record.data["done"], record.data["done_at"] = True, time.monotonic()
+        run.phase("end")
+        code = 0
+    except BaseException as error:
+        record.data["exception"] = describe_exception(error)
+        traceback.print_exc()
+    _finish(record, settings, code)
+    return code
+
+
+def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
+    """What the launcher sees of this rank while it runs; none by hand."""
+    if not settings.get("record_dir"):
+        return None
+    records = Path(settings["record_dir"])
+    if settings["device"] != "cpu":
+        for name, value in nccl_environment(_release("torch"), settings.get("limit_s", 0.0), records).items():
+            if name in OURS:
+                os.environ[name] = value
+            else:
+                os.environ.setdefault(name, value)
+    witness = Witness(records, rank)
+    if not settings["teardown"]:  # how the process ends is tested there: with no thread but the case's own
+        witness.start()
+    return witness
+
+
+def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
+    record.data["ended"] = time.time()
+    record.data["facts"].update(float32=float32_facts(), machine=machine_facts())
+    torch_module = sys.modules.get("torch")
+    if settings["device"] != "cpu" and torch_module is not None and torch_module.cuda.is_initialized():
+        record.data["peak_gpu_mb"] = round(torch_module.cuda.max_memory_allocated() / 2**20, 1)
+    record.write()
+    if record.path is None:
+        report(record)
+    elif code:
+        _await_peers(record)
+    if settings["teardown"] and code == 0:
+        # The case tests how a process ends: let the interpreter do all of it.
+        sys.stdout.flush()
+        sys.exit(code)
+    # Ending here skips the interpreter's own teardown, where some torch releases deadlock or abort (LAUNCH traps):
+    # a failure there is not the one that this case is about. Cases that are about it set launch.teardown.
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _await_peers(record: Record) -> None:
+    """Give the other ranks a moment to record their own error before our exit makes the launcher end them."""
+    assert record.path is not None
+    limit = time.monotonic() + PEER_GRACE_S
+    while time.monotonic() < limit:
+        ended = 0
+        for path in record.path.parent.glob("rank-*.json"):
+            try:
+                ended += json.loads(path.read_text(encoding="utf-8"))["ended"] is not None
+            except (OSError, ValueError):
+                pass
+        if ended >= record.data["world_size"]:
+            return
+        time.sleep(0.02)
+
+
+def report(record: Record) -> None:
+    """What happened, for a person who runs the script by hand."""
+    data = record.data
+    lines = []
+    error = data["exception"]
+    if error:
+        where = error["frames"][-1] if error["frames"] else {"module": "?", "function": "?"}
+        lines.append(f"{error['type']}: {error['message'].splitlines()[0] if error['message'] else ''}")
+        lines.append(f"    raised in {where['module']}.{where['function']} during {data['phase']!r}")
+    for check in data["checks"]:
+        result = "ok" if check["passed"] else "FAILED"
+        within = "" if check["tolerance"] is None else f", tolerance {check['tolerance']}"
+        lines.append(f"check {check['name']}: {result} (got {check['got']}, want {check['want']}{within})")
+    for name, value in {**data["facts"], **data["metrics"]}.items():
+        lines.append(f"{name}: {value}")
+    seen = sorted({f"{item['logger']}: {item['message'].splitlines()[0]}" for item in data["logs"] if item["message"]})
+    lines += [f"log {text[:160]}" for text in seen[:8]]
+    lines.append("finished" if data["done"] else "did not finish")
+    sys.stdout.write("".join(f"[rank {data['rank']}] {line}\n" for line in lines))
+    sys.stdout.flush()

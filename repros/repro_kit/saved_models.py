@@ -1,0 +1,75 @@
+"""A model on disk, for the cases that are about loading: written once, loaded by every rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Mapping
+
+from repro_kit.instrumentation import files, sizes
+from repro_kit.models import fetch_code
+from repro_kit.run import Run
+
+import torch
+
+WAIT_S = 60.0
+
+
+def store(run: Run, model: torch.nn.Module, name: str = "model") -> str:
+    """Rank 0 writes the model; the others wait for the complete folder, without a process group, which may not exist
+    yet. No dots in the folder's name: transformers makes a Python module of a remote-code folder."""
+    # By hand work_dir may be /tmp, where another run has left its own.
+    token = os.environ.get("MASTER_PORT", "") if run.world_size > 1 else str(os.getpid())
+    folder: Path = run.work_dir / f"{run.case}-{name}-{token}"
+    if run.rank == 0:
+        partial = folder.with_name(folder.name + "-partial")
+        for old in (partial, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        model.save_pretrained(str(partial))  # type: ignore[operator]
+        partial.rename(folder)
+    limit = time.monotonic() + WAIT_S
+    while not folder.exists():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"rank 0 did not write {folder} within {WAIT_S:.0f} s")
+        time.sleep(0.02)
+    return str(folder)
+
+
+def load(run: Run, folder: str, **options: Any) -> torch.nn.Module:
+    """from_pretrained of such a folder."""
+    from transformers import AutoModelForCausalLM
+
+    remote = bool(run.model.get("remote_code"))
+    if remote:
+        fetch_code(folder, Path(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=remote, **options)
+    files(run, folder, least=sizes(model.parameters())[1])
+    return model
+
+
+def check_split(run: Run, places: Mapping[str, Any] | None) -> None:
+    """On GPUs: a device map has really spread the model over several. With one entry, or with the rest on the host,
+    what is shown is another case. Over how many is accelerate's affair: a small model has too few layers for eight."""
+    gpus = {str(place) for place in (places or {}).values()} - {"cpu", "disk", "meta"}
+    run.check("split", got=len(gpus) > 1, want=True, looked_at=f"the map: {len(gpus)} of {run.devices} GPUs")
+
+
+def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose tensor is missing, still on the meta device, or not equal to the source's."""
+    have = model.state_dict()
+    wrong = []
+    for name, want in source.items():
+        got = have.get(name)
+        usable = got is not None and not got.is_meta and got.shape == want.shape
+        same = usable and got is not None and torch.equal(got.cpu().float(), want.cpu().float())
+        if not same:
+            wrong.append(name)
+    return wrong
+
+
+def sharded(model: torch.nn.Module, full: dict[str, torch.Size]) -> list[str]:
+    """Parameters of which this rank holds a part only: the evidence that a model is really parallel."""
+    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in model.named_parameters()}
+    return [name for name, p in local.items() if p.shape != full[name]]

@@ -1,0 +1,77 @@
+"""The proof for saving: what was written and reloaded into a fresh model and optimizer is what was in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from repro_kit.error_reduction import looked_at
+from repro_kit.run import Run
+
+import torch
+
+
+def local(value: Any) -> Any:
+    """The part of a tensor that this rank holds (a DTensor's shard, or the tensor itself)."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def equal(a: Any, b: Any) -> bool:
+    """The same values, to the last bit (a bf16 value equals the fp32 value that it was widened to)."""
+    a, b = local(a), local(b)
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        kind = torch.promote_types(a.dtype, b.dtype)
+        return a.shape == b.shape and torch.equal(a.to(kind), b.to(kind))
+    return type(a) is type(b) and a == b
+
+
+def dtype_of(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value).__name__)).replace("torch.", "")
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Each parameter's state in the optimizer's order; an entry that is missing or empty is {}."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return [dict(optimizer.state[p]) if p in optimizer.state and local(p).numel() else {} for p in held]
+
+
+def compare(
+    run: Run,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    fresh: torch.nn.Module,
+    fresh_optimizer: torch.optim.Optimizer,
+) -> None:
+    """Each parameter and optimizer state against its reloaded counterpart.
+
+    Checks ``weights``, ``states`` (values), ``dtypes`` (of both) and ``groups`` (the optimizer's settings).
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    reloaded = dict(fresh.named_parameters())
+    wrong = [name for name, p in model.named_parameters() if not equal(p.detach(), reloaded[name].detach())]
+    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(reloaded, wrong))
+
+    order = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
+    values: list[str] = []
+    had_dtype = {name: dtype_of(p) for name, p in model.named_parameters()}
+    dtypes = [f"{n}: {dtype_of(p)}" for n, p in reloaded.items() if dtype_of(p) != had_dtype[n]]
+    for name, had, has in zip(order, states_of(optimizer), states_of(fresh_optimizer)):
+        for key in sorted(set(had) | set(has)):
+            where = f"{name.replace('_fsdp_wrapped_module.', '')}.{key}"
+            if not equal(had.get(key), has.get(key)):
+                values.append(f"{where}: had {_short(had.get(key))}, reloaded {_short(has.get(key))}")
+            elif dtype_of(had[key]) != dtype_of(has[key]):
+                dtypes.append(f"{where}: had {dtype_of(had[key])}, reloaded {dtype_of(has[key])}")
+    held = sum(map(len, states_of(optimizer)))
+    run.check("states", got=len(values), want=0, tolerance=0, looked_at=f"{held} states held; differ: {values[:2]}")
+    run.check("dtypes", got=len(dtypes), want=0, tolerance=0, looked_at=f"differ: {dtypes[:2]}")
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    again = [{k: v for k, v in group.items() if k != "params"} for group in fresh_optimizer.param_groups]
+    run.check("groups", got=again, want=groups, looked_at="the optimizer's parameter groups")
+
+
+def _short(value: Any) -> str:
+    value = local(value)
+    if not torch.is_tensor(value):
+        return repr(value)
+    norm = value.float().norm().item() if value.numel() else 0.0
+    return f"{dtype_of(value)}{tuple(value.shape)} norm {norm:.6g}"

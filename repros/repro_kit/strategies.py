@@ -1,0 +1,373 @@
+"""The six ways to train in parallel, behind one small interface: ``wrap(run, model, lr)``.
+
+Each class says in full how its library is used; scripts whose case *is* such a use write it out themselves instead.
+The optimizer is plain SGD: its update is the gradient times the learning rate, which reference_checks.py relies on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+from repro_kit.instrumentation import watch
+from repro_kit.run import Run
+from repro_kit.weights import Weights
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Tensors = dict  # name -> full, plain tensor
+
+
+class Wrapped:
+    """A model made parallel: forward, step, its full parameters, and a checkpoint. Every rank calls every method."""
+
+    same_batch = False  # tensor parallelism: the ranks share one batch; otherwise each has its own
+    unreduced_in_forward = False  # whether unreduced() must be on during the forward too
+
+    def __init__(self, run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> None:
+        self.run = run
+        self.inner = model
+        self.weights = weights
+        self.names = [name for name, _ in model.named_parameters()]
+        self.module: Any = self.wrap(model)
+        self.optimizer: Any = self.make_optimizer(lr)
+        run.fact("wrapped", self.wrapped_type())
+        watch(run, self.module)
+
+    def wrap(self, model: nn.Module) -> Any:
+        raise NotImplementedError
+
+    def fill(self, module: nn.Module) -> nn.Module:
+        """The module on this rank's device; drawn there where its parameters are still on meta."""
+        if self.weights is None:
+            return module.to(self.run.device)
+        return self.weights.fill(module, self.run.device)
+
+    def make_optimizer(self, lr: float) -> Any:
+        # foreach=False: its fused loop refuses a mixture of DTensor and plain parameters (tp).
+        return torch.optim.SGD(self.module.parameters(), lr=lr, foreach=False)
+
+    def wrapped_type(self) -> str:
+        return type(self.module).__name__
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {name: value.to(self.run.device) for name, value in batch.items()}
+        return self.module(**inputs, use_cache=False).loss
+
+    def step(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> Tensors:
+        """Full copies of all parameters on the CPU, on every rank, under the names of the unwrapped model."""
+        return dict(self.each())
+
+    def each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one by one, so that no rank holds the whole model. Every rank must take all of them."""
+        for name, parameter in self.inner.named_parameters():
+            yield name, full(parameter)
+
+    def save(self, folder: Path) -> None:
+        """Here: one file of full tensors, written by the first rank."""
+        if self.run.rank == 0:
+            torch.save(self.inner.state_dict(), folder / "model.pt")
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        self.inner.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+
+    def zeroing(self) -> list[tuple[Any, str]]:
+        """For the proof of the proofs: the methods (owner, name) by which gradients are zeroed after a step."""
+        return [(self.optimizer, "zero_grad")]
+
+    def unreduced(self) -> AbstractContextManager[Any]:
+        """For the proof of the proofs: a context in which the reduction of gradients between ranks is left out."""
+        from repro_kit.fault_injection import reductions_left_out
+
+        return reductions_left_out()
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter, on the CPU, in memory of its own."""
+    value: Any = parameter.detach()
+    if hasattr(value, "full_tensor"):
+        gathered = any(placement.is_shard() for placement in value.placements)  # otherwise it is the parameter itself
+        return value.full_tensor().to("cpu", copy=not gathered)
+    return value.to("cpu", copy=True)
+
+
+def layer_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of the model's transformer layers, by the names that the model itself gives."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return {type(module) for module in model.modules() if type(module).__name__ in names}
+
+
+def shard_mesh(run: Run) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(run.device.type, (run.world_size,))
+
+
+class Ddp(Wrapped):
+    unreduced_in_forward = True
+
+    def wrap(self, model: nn.Module) -> Any:
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.fill(model)
+        ids = [self.run.device.index] if self.run.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=ids)
+
+    def unreduced(self) -> AbstractContextManager[Any]:
+        return self.module.no_sync()  # the reducer is C++: its own switch leaves the all-reduce out
+
+
+class Fsdp(Wrapped):
+    """FSDP1. Without a GPU it needs device_id=torch.device("cpu")."""
+
+    def wrap(self, model: nn.Module) -> Any:
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=fsdp_policy(self.run, model),
+            sharding_strategy=ShardingStrategy[self.run.options["sharding"]],
+            use_orig_params=self.run.options["use_orig_params"],
+            device_id=self.run.device,
+            # Called for every module of a unit, before the unit is flattened and sharded: one unit is whole at a time.
+            param_init_fn=None if self.weights is None else self._draw,
+        )
+
+    def _draw(self, module: nn.Module) -> None:
+        assert self.weights is not None
+        self.weights.fill(module, self.run.device, recurse=False)
+
+    def each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Unit by unit: torch's full state dict would gather all of them first."""
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        for prefix, unit in self.module.named_modules():
+            if isinstance(unit, FSDP):
+                with FSDP.summon_full_params(unit, recurse=False, writeback=False):
+                    for name, parameter in own_parameters(unit, FSDP):
+                        yield f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").lstrip("."), full(parameter)
+
+    def _shards(self) -> AbstractContextManager[Any]:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
+
+        return FSDP.state_dict_type(self.module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
+
+    def save(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as checkpoint
+
+        with self._shards():
+            checkpoint.save(self.module.state_dict(), storage_writer=checkpoint.FileSystemWriter(str(folder)))
+
+    def load(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as checkpoint
+
+        with self._shards():
+            state = self.module.state_dict()
+            checkpoint.load(state, storage_reader=checkpoint.FileSystemReader(str(folder)))
+            self.module.load_state_dict(state)
+
+
+def own_parameters(unit: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A unit's parameters without those of units inside it; what is tied comes once."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
+        for name, child in module._modules.items():
+            if child is not None and not isinstance(child, kind):
+                yield from walk(child, f"{prefix}{name}.")
+
+    return walk(unit, "")
+
+
+def fsdp_policy(run: Run, model: nn.Module) -> Callable[..., Any]:
+    """The auto-wrap policy that the strategy's options name: each layer a unit; torch's size-based one; or each layer
+    and every other module that has parameters (``module``: none are left in the root)."""
+    from torch.distributed.fsdp.wrap import (
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
+
+    wrap = run.options["wrap"]
+    if wrap == "module":
+        layers = layer_classes(model)
+        inside = {id(m) for layer in model.modules() if isinstance(layer, tuple(layers)) for m in layer.modules()}
+
+        def is_unit(module: nn.Module) -> bool:
+            own = id(module) not in inside and next(module.parameters(recurse=False), None) is not None
+            return own or isinstance(module, tuple(layers))
+
+        return partial(lambda_auto_wrap_policy, lambda_fn=is_unit)
+    if wrap == "size":
+        return partial(size_based_auto_wrap_policy, min_num_params=run.options["min_num_params"])
+    if wrap != "layer":
+        raise ValueError(f"wrap={wrap} is for the vision and language model only (repro_kit/fsdp_saving.py)")
+    return partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes(model))
+
+
+class Sharded(Wrapped):
+    """What FSDP2 and tensor parallelism share: DTensor parameters in a model of the same class, sharded checkpoints."""
+
+    def wrapped_type(self) -> str:
+        sharded = sum(hasattr(parameter, "full_tensor") for parameter in self.inner.parameters())
+        if not sharded:  # a plan whose names match nothing only warns, and everything would agree for no reason
+            raise RuntimeError("no parameter of the model has been sharded")
+        return f"{type(self.module).__name__}: {sharded} of {len(self.names)} parameters are DTensor"
+
+    def save(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        checkpoint.save(get_model_state_dict(self.module), checkpoint_id=str(folder))
+
+    def load(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+        state = get_model_state_dict(self.module)
+        checkpoint.load(state, checkpoint_id=str(folder))
+        set_model_state_dict(self.module, state)
+
+
+def fully_sharded(run: Run, model: nn.Module, fill: Callable[[nn.Module], nn.Module] | None = None) -> Any:
+    """FSDP2: each layer a unit (the strategy's wrap=layer), the rest the root's. ``fill``: puts a unit on the device
+    before it is sharded, so that one is whole at a time."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # torch 2.4 and 2.5
+        from torch.distributed._composable.fsdp import fully_shard
+
+    if run.options["wrap"] != "layer":
+        raise ValueError(
+            f"wrap={run.options['wrap']} is for the vision and language model only (repro_kit/fsdp_saving.py)"
+        )
+    if fill is None:
+        model.to(run.device)
+    mesh, layers = shard_mesh(run), tuple(layer_classes(model))
+    units = [module for module in model.modules() if isinstance(module, layers)]
+    for module in [*units, model]:
+        fully_shard(fill(module) if fill else module, mesh=mesh)
+    return model
+
+
+class Fsdp2(Sharded):
+    def wrap(self, model: nn.Module) -> Any:
+        return fully_sharded(self.run, model, self.fill)
+
+
+class Tp(Sharded):
+    """Tensor parallelism over all ranks, by torch's own DTensor and a plan by module names."""
+
+    same_batch = True
+
+    def wrap(self, model: nn.Module) -> Any:
+        from repro_kit.tp_plan import tp_plan
+
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        size = self.run.world_size
+        if self.run.tp_size not in (1, size):
+            raise ValueError(f"tp_size {self.run.tp_size} with {size} ranks: only tensor parallelism over all ranks")
+        head: Any = model.lm_head
+        tied = head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
+        mesh, names = shard_mesh(self.run), [name for name, _ in model.named_modules()]
+        for pattern, style in tp_plan(model).items():  # one module after the other: only one is ever whole
+            for name in fnmatch.filter(names, pattern):
+                parallelize_module(self.fill(model.get_submodule(name)), mesh, style)
+        self.fill(model)
+        if tied:  # each of the two modules has been given a sharded parameter of its own
+            head.weight = model.get_input_embeddings().weight  # type: ignore[operator]
+        for module in model.modules():
+            if hasattr(module, "q_proj"):  # transformers before 4.48 keeps the head counts on the attention module
+                for name in ("num_heads", "num_key_value_heads", "hidden_size"):
+                    if hasattr(module, name):
+                        setattr(module, name, getattr(module, name) // size)
+        return model
+
+
+class Zero(Wrapped):
+    """DeepSpeed ZeRO, stage 2 or 3, by repro_kit/zero.py."""
+
+    def wrap(self, model: nn.Module) -> Any:
+        from repro_kit import zero
+
+        self.bf16 = {"bf16": {"enabled": True}} if next(model.parameters()).dtype == torch.bfloat16 else {}
+        if self.weights is not None and self.run.options["stage"] == 3:
+            layers = tuple(layer_classes(model))
+            for module in [*(module for module in model.modules() if isinstance(module, layers)), model]:
+                zero.partition(self.run, self.fill(module), **self.bf16)
+            return model
+        return self.fill(model)
+
+    def make_optimizer(self, lr: float) -> Any:
+        from repro_kit import zero
+
+        self.module = zero.engine(self.run, self.inner, self.run.options["stage"], lr=lr, **self.bf16)
+        return self.module.optimizer
+
+    def wrapped_type(self) -> str:
+        return f"{type(self.module).__name__}/{type(self.optimizer).__name__}"
+
+    def step(self, loss: torch.Tensor) -> None:
+        self.module.backward(loss)
+        self.module.step()
+
+    def unreduced(self) -> AbstractContextManager[Any]:
+        from repro_kit.fault_injection import reductions_left_out
+
+        import deepspeed
+
+        # DeepSpeed keeps a reference to torch's function from the time it was initialised.
+        return reductions_left_out((deepspeed.comm.comm.cdb, "reduce_scatter_function"))
+
+    def each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from repro_kit import zero
+
+        for name, parameter in zip(self.names, self.inner.parameters()):
+            yield name, full(zero.whole([parameter])[0])
+
+    def save(self, folder: Path) -> None:
+        self.module.save_checkpoint(str(folder))
+
+    def load(self, folder: Path) -> None:
+        self.module.load_checkpoint(str(folder))
+
+
+STRATEGIES: dict[str, type[Wrapped]] = {
+    "ddp": Ddp,
+    "fsdp": Fsdp,
+    "fsdp2": Fsdp2,
+    "zero2": Zero,
+    "zero3": Zero,
+    "tp": Tp,
+}
+
+
+def wrap(run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> Wrapped:
+    """The model in the run's strategy; its own parameters are taken over, not copied, where that is possible.
+
+    ``weights``: what draws them where they are on meta (repro_kit.models.drawable), unit by unit as they are sharded.
+    """
+    return STRATEGIES[run.strategy["slug"]](run, model, lr, weights)
+
+
+def each_step(run: Run) -> Iterator[int]:
+    for step in range(run.steps):
+        run.phase(f"step {step}")
+        yield step

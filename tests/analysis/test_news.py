@@ -1,0 +1,70 @@
+"""A first night on other hardware: what differs from a CPU is news, and what nothing is known of is not green."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import document, observation, ok
+from repro_matrix.report.terminal import summary_line
+from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.rows import arm_rows, by_attention, figures, without_expectation
+
+SAID = ["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
+
+
+def cell(said: list[str], accelerator: str = "cuda", **changes: Any) -> dict[str, Any]:
+    arms: Any = {f"fix{n}": [("clean", observation(ok(0)))] for n in range(len(said))}
+    made = document({"broken": [("fires", observation(ok(0)))], **arms}, {arm: "FIX_HOLDS" for arm in arms}, **changes)
+    for arm, each in zip(arms, said):
+        made["verdicts"][arm]["expected"] = each
+    made["hardware"] = {**made["hardware"], "accelerator": accelerator, "profile": "gpu1"}
+    return made
+
+
+def test_what_differs_from_a_cpu_is_never_red() -> None:
+    assert exit_code([cell(["differs from cpu", "as predicted"])], 1) == 0
+    assert exit_code([cell(["differs from cpu", "unexpected"])], 1) == 1
+
+
+def test_where_nothing_is_known_of_more_than_half_green_would_say_nothing() -> None:
+    assert exit_code([cell(["unset", "as predicted"])], 1) == 0, "half is not more than half"
+    assert exit_code([cell(["unset", "unset", "expected"])], 1) == 3
+    assert exit_code([cell(["unset"]), cell(["expected", "differs from cpu"])], 1) == 0, "over the whole run"
+    assert exit_code([cell(["unset", "unset"], "cpu")], 1) == 0, "on a CPU a new release is what people come to try"
+    unmeasured = cell(["unset", "unset", "expected"])
+    unmeasured["verdicts"]["fix0"]["measured"] = unmeasured["verdicts"]["fix1"]["measured"] = False
+    assert exit_code([unmeasured], 1) == 0, "a skip by declared need is no missing expectation"
+
+
+def test_the_news_come_first_and_the_summary_counts_them() -> None:
+    cells = [cell(["expected"], model="a"), cell(["as predicted", "differs from cpu"], model="b"),
+             cell(["unset"], model="c"), cell(["unexpected"], model="d")]  # fmt: skip
+    rows = [row for each in cells for row in arm_rows(each)]
+    ordered = [row["model"] for row in by_attention(rows)]
+    assert list(dict.fromkeys(ordered)) == ["d", "b", "a", "c"]
+    assert [row["arm"] for row in by_attention(rows) if row["model"] == "b"] == ["broken", "fix0", "fix1"]
+    line = summary_line(rows)
+    assert "1 differs from its expectation" in line and "1 differs from what a CPU showed (news)" in line
+    assert "1 arm has no expectation on gpu1 with stack current" in line
+    assert len(without_expectation(rows)) == 1
+    counted = {"simulated": 0, "unexpected": 1, "muted": 0, "differs_from_cpu": 1, "without_expectation": 1}
+    assert figures(rows) == counted, "what --json says of a run"
+    assert summary_line(arm_rows(cells[0])).endswith("; nothing unexpected")
+
+
+def test_a_note_on_what_was_met_stands_in_the_row() -> None:
+    made = cell(["unexpected"])
+    made["verdicts"]["fix0"]["met_note"] = "expected to meet check a, met check b"
+    assert arm_rows(made)[1]["reason"] == "because [expected to meet check a, met check b]"
+
+
+@given(st.lists(st.lists(st.sampled_from(SAID), min_size=1, max_size=3), max_size=4))
+def test_nothing_is_lost_by_the_order(cells: list[list[str]]) -> None:
+    rows = [row for n, said in enumerate(cells) for row in arm_rows(cell(said, model=str(n)))]
+    ordered = by_attention(rows)
+    assert sorted(map(repr, ordered)) == sorted(map(repr, rows))
+    found = [row["expected"] for row in ordered]
+    code = exit_code((cell(said) for said in cells), 0)
+    assert (code == 1) == ("unexpected" in found)

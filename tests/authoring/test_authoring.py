@@ -1,0 +1,323 @@
+"""`repro new` and `repro check`: the walk of docs/cases.md, and what is said of a case that is not ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import EXCEPTION, case, document, observation, ok
+from repro_matrix.authoring import draft, ready
+from repro_matrix.cli import main as cli
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config.schema import Case
+from repro_matrix.errors import ConfigError
+from repro_matrix.runner import session
+from repro_matrix.runner import workspace as workplace
+
+LOG = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/me/train.py", line 41, in <module>
+[rank1]:     optimizer = torch.optim.SGD(frozen, lr=0.1)
+[rank1]:   File "/venv/lib/python3.11/site-packages/torch/optim/optimizer.py", line 388, in __init__
+[rank1]:     raise ValueError("optimizer got an empty parameter list")
+[rank1]: ValueError: optimizer got an empty parameter list
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a catalogue of its own beside the shipped one."""
+    (tmp_path / "repro.toml").write_text('conf = "failures"\nscripts = "failures/scripts"\n')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "failures/scripts").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def edited(path: Path, *pairs: tuple[str, str]) -> None:
+    text = path.read_text()
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new)
+    path.write_text(re.sub(r"TODO:? ?", "", text))
+
+
+@given(st.from_regex(r"[ -~]{1,60}", fullmatch=True))
+def test_a_proposed_pattern_matches_the_text_that_it_was_made_of(text: str) -> None:
+    assert re.search(draft.pattern(text), text)
+
+
+def test_a_proposed_pattern_bears_other_numbers_and_paths() -> None:
+    made = draft.pattern("size of tensor a (512) must match /home/me/x.py at 0x7f01")
+    assert re.search(made, "size of tensor a (16) must match /data/y.py at 0x1") and not re.search(
+        made, "size of a (1)"
+    )
+
+
+def test_new_proposes_the_signature_of_a_log_and_is_a_case_at_once(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "train.log").write_text(LOG)
+    assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
+    made = yaml.safe_load((mine / "failures/case/empty-list.yaml").read_text())["signatures"][0]
+    assert made == {"name": "value", "kind": "exception", "type": "ValueError", "package": "torch",
+                    "message": "optimizer got an empty parameter list"}  # fmt: skip
+    found = catalogue.load()
+    assert found.script(found.cases["empty-list"]) == mine / "failures/scripts/empty_list.py"
+    capsys.readouterr()
+    assert cli.main(["check", "empty-list", "--no-run"]) == 1
+    said = capsys.readouterr().out
+    assert "failures/case/empty-list.yaml: line 2: TODO is left" in said and "not ready" in said
+    before = {path: path.read_text() for path in mine.rglob("*.*") if path.is_file()}
+    assert cli.main(["new", "empty-list"]) == 2 and "is a case already" in capsys.readouterr().err
+    assert before == {path: path.read_text() for path in mine.rglob("*.*") if path.is_file()}
+
+
+def test_new_like_another_case_and_from_a_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new", "other-one", "--like", "ddp-ready-once"]) == 0
+    found = catalogue.load()
+    other, made = found.cases["ddp-ready-once"], found.cases["other-one"]
+    assert (made.flags, made.arms, made.proof) == (other.flags, other.arms, other.proof) and not made.claims
+    (mine / "train.py").write_text(
+        "import torch\n\n\ndef f():\n    return 1\n\n\nx = f()  # why\nif __name__ == '__main__':\n    print(x)\n"
+    )
+    assert cli.main(["new", "of-mine", "--from-script", "train.py"]) == 0
+    text = (mine / "failures/scripts/of_mine.py").read_text()
+    assert "def f():" in text and "    x = f()  # why\n    print(x)\n" in text and "of-mine" in catalogue.load().cases
+
+
+def test_bad_input_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine / "empty.log").write_text("nothing\n")
+    (mine / "bad.py").write_text("x = 1\ndef f(:\n")
+    for words, said in (
+        (["Bad_Slug"], "lower-case letters"),
+        (["a", "--like", "ddp-redy-once"], "did you mean 'ddp-ready-once'"),
+        (["a", "--from-log", "empty.log"], "no error that a rank raised"),
+        (["a", "--from-script", "bad.py"], "bad.py:2: not valid Python"),
+        (["a", "--from-script", "none.py"], "none.py: there is no such script"),
+        (["a", "--silent", "updates", "--from-log", "empty.log"], "in no log"),
+    ):
+        assert cli.main(["new", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not list((mine / "failures").rglob("*.*"))
+    assert cli.main(["check", "ddp-redy-once"]) == 2
+
+
+def test_every_way_of_not_being_ready_is_found() -> None:
+    wide = case(signatures=[{**EXCEPTION, "message": "tensor"}])
+    assert "too broad" in str(ready.of_case("a.yaml", wide)[0])
+    assert ready.of_case("a.yaml", case()) == []
+    assert "line 2: not valid Python" in str(ready.of_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
+
+    def said(**arms: list[tuple[str, Any]]) -> str:
+        made = {name: found or [] for name, found in arms.items()}
+        return "\n".join(map(str, ready.of_attempts("a.yaml", "a.py", case(), {"warm": [document(made)]})))
+
+    there = observation(ok(0))
+    name = next(name for name in case().arms if name != "broken")
+    good = {"broken": [("fires", there)] * 3, name: [("clean", there)] * 3}
+    assert said(**good) == ""
+    assert "not deterministic" in said(**{**good, "broken": [("fires", there), ("clean", there)]})
+    assert "is clean instead of fires" in said(**{**good, "broken": [("clean", there)]})
+    assert "matches this arm too" in said(**{**good, name: [("fires", there)]})
+    assert "no verdict" in said(**{**good, name: [("infra", there)]})
+    also = next(each for each in case().arms if each not in ("broken", name))
+    reviewed = document({**good, name: [("fires", there)], also: [("clean", there)]})
+    reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "FIX_BROKEN", "expected": "expected"}
+    assert ready.of_attempts("a.yaml", "a.py", case(), {"warm": [reviewed]}) == []  # results/expected has it so
+    assert ready.recorded({"warm": [reviewed]}) == {name: "FIX_BROKEN"}
+    for kind, ready_ in (("packages", True), ("flags", False)):
+        lacking = document({**good, also: []})
+        lacking["arms"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "needs": ["vllm"]}}
+        assert bool(ready.of_attempts("a.yaml", "a.py", case(), {"warm": [lacking]})) != ready_
+        assert ready.unmeasured({"warm": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
+    assert "no arm is clean" in said(**{**good, name: [("other_error", there)]})
+    both = {"warm": [document(good)], "cold": [document({**good, name: [("hang", there)]})]}
+    assert any("cold and warm disagree" in str(each) for each in ready.of_attempts("a.yaml", "a.py", case(), both))
+
+
+def test_an_arm_that_changes_more_than_it_says_is_found() -> None:
+    known = catalogue.load().cases["ddp-ready-once"]
+    arm = known.arms["broken"].model_copy(
+        update={"flags": {"reentrant": False, "find_unused": False}, "help": "reentrant"}
+    )
+    both: Case = known.model_copy(update={"arms": {"broken": known.arms["broken"], "both": arm}})
+    assert "does not name flags.find_unused" in str(ready.of_case("a.yaml", both)[0])
+    # An arm may build upon another one: what is said of it is the one thing more.
+    first = arm.model_copy(update={"help": "reentrant and find_unused"})
+    more = arm.model_copy(update={"flags": {**arm.flags, "static_graph": True}, "help": "the same, static"})
+    chain = known.model_copy(update={"arms": {"broken": known.arms["broken"], "both": first, "more": more}})
+    assert ready.of_case("a.yaml", chain) == []
+
+
+def test_no_shipped_case_changes_more_than_it_says() -> None:
+    """Helps that build upon the arm before them, or say GPUs for devices, were findings."""
+    found = [each for slug, case in catalogue.load().cases.items() for each in ready.of_case(slug, case)]
+    assert found == []
+
+
+def test_evidence_of_another_case_that_a_signature_matches_is_found() -> None:
+    from repro_matrix.paths import BASELINE
+    from repro_matrix.results.store import Store
+
+    cases = catalogue.load().cases
+    copy = cases["ddp-ready-once"].model_copy(update={"slug": "a-copy", "occurs_with": []})
+    documents = list(Store(BASELINE).documents(cases=["ddp-ready-once"]))
+    found = ready.of_others("a.yaml", copy, {**cases, "a-copy": copy}, documents)
+    assert "matches the stored evidence of ddp-ready-once" in str(found[0])
+    assert ready.of_others("a.yaml", cases["ddp-ready-once"], cases, documents) == []
+
+
+def test_a_script_that_does_not_parse_is_refused_with_its_line() -> None:
+    with pytest.raises(ConfigError, match=r"a\.py:3: not valid Python"):
+        draft.script_of("x = 1\n\ny = = 2\n", "a.py")
+
+
+def test_a_syntax_error_of_a_cases_script_is_said_before_anything_starts(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["new", "empty-list"]) == 0
+    script = mine / "failures/scripts/empty_list.py"
+    script.write_text("x = 1\ndef body(run:\n")
+    assert cli.main(["run", "empty-list", "hardware=cpu"]) == 2
+    assert "empty_list.py:2: " in capsys.readouterr().err
+    assert not (mine / "results").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.xdist_group("stack")
+def test_the_walk_of_an_exception_and_a_silent_case(
+    mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
+) -> None:
+    """docs/cases.md: from `repro new` to `repro check` that finds nothing."""
+    (mine / "train.log").write_text(LOG)
+    assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
+    assert cli.main(["new", "shared-buffer", "--silent", "updates"]) == 0
+    scripts = mine / "failures/scripts"
+    trigger = (
+        "        pass  # <- TODO: the call that fails stands here, and what the fix does in its place under else\n"
+    )
+    edited(scripts / "empty_list.py", (trigger, "        torch.optim.SGD([], lr=0.1)  # <- nothing to train\n"))
+    edited(scripts / "shared_buffer.py", (trigger, "        reference_lr = 0.05  # <- half of it\n"),
+           ("optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)",
+            "lr = reference.lr if run.flags[\"fixed\"] else reference_lr\n"
+            "    optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)"))  # fmt: skip
+    for slug in ("empty-list", "shared-buffer"):
+        edited(mine / f"failures/case/{slug}.yaml")
+        capsys.readouterr()
+        code = cli.main(["check", slug, "--times", "1", "hardware=cpu"])
+        assert code == 0, capsys.readouterr().out
+
+
+SHRUNK = {
+    "schema": 1, "kind": "shrunk", "what": "torchrun ... on current", "failure": "ValueError: empty list of 3",
+    "script": "train.py", "nproc": 1, "args": ["--depth", "2"], "command": ["repro", "run"],
+    "lines": {"text": "import torch\n\ntorch.optim.SGD([], lr=0.1)\n", "done": True}, "document": "shown.json",
+}  # fmt: skip
+
+
+def test_a_check_that_was_interrupted_or_broke_down_does_not_say_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(prepared: Any, on_event: Any, stop: threading.Event, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C, or timeout(1) with TERM
+        assert stop.is_set()
+        return SimpleNamespace(problem=None, documents=[])
+
+    monkeypatch.setattr(workplace, "execute", ends)
+    assert cli.main(["check", "ddp-ready-once"]) == 130
+    said = capsys.readouterr()
+    assert "ready" not in said.out and "interrupted: whether it is ready was not found out" in said.err
+    monkeypatch.setattr(
+        workplace, "execute", lambda *_, **more: SimpleNamespace(problem="the disk is full", documents=[])
+    )
+    assert cli.main(["check", "ddp-ready-once"]) == 3
+    said = capsys.readouterr()
+    assert "ready" not in said.out and "the disk is full" in said.err
+
+
+def test_new_from_a_shrunk_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines, arguments and ranks as they were left, and the signature of the error that it showed."""
+    shown = {"type": "ValueError", "message": "empty list of 3\nmore", "where": "torch.optim.optimizer.__init__"}
+    outcome = {"outcome": "fires", "primary": shown}
+    (mine / "shown.json").write_text(json.dumps({"attempts": [{"outcome": outcome}]}))
+    (mine / "shrunk.json").write_text(json.dumps(SHRUNK))
+    assert cli.main(["new", "smaller", "--from-shrink", "shrunk.json"]) == 0
+    found = catalogue.load()
+    assert "smaller" in found.cases, found.cases.left_out
+    made = found.raw["case"]["smaller"]
+    assert made["signatures"] == [
+        {
+            "name": "value",
+            "kind": "exception",
+            "type": "ValueError",
+            "message": r"empty list of \d+",
+            "package": "torch",
+        }
+    ]
+    assert made["launch"]["world_size"] == 1
+    text = found.script(found.cases["smaller"]).read_text()
+    assert "    sys.argv[1:] = ['--depth', '2']" in text and "    torch.optim.SGD([], lr=0.1)\n" in text
+    assert compile(text, "smaller.py", "exec")
+    (mine / "shown.json").unlink()  # its measurement was removed since: the text alone is known
+    assert cli.main(["new", "smaller-2", "--from-shrink", "shrunk.json"]) == 0
+    assert catalogue.load().raw["case"]["smaller-2"]["signatures"][0]["package"] == "TODO-package"
+
+
+def test_new_from_a_shrunk_case_is_its_smallest_cell(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["model=qwen1.5-0.5b", "strategy=fsdp", "model.config.hidden_size=512", "model.config.vocab_size=4",
+             "case.options.use_orig_params=true", "flags.mode=train", "ranks=3", "steps=2"]  # fmt: skip
+    data = {"kind": "shrunk", "what": "", "failure": "IndexError: x", "command": [], "case": "qwen15-fsdp-kv-cache",
+            "overrides": texts}  # fmt: skip
+    (mine / "shrunk.json").write_text(json.dumps(data))
+    assert cli.main(["new", "cache-again", "--from-shrink", "shrunk.json"]) == 0
+    capsys.readouterr()
+    there, here = (
+        plans(words)
+        for words in (
+            ["case=qwen15-fsdp-kv-cache", "stack=current", *texts],
+            ["case=cache-again", "stack=current"],
+        )
+    )
+    for settings in (there, here):
+        settings["model"].pop("title")
+        settings["model"].pop("slug")
+    same = ("model", "strategy", "flags", "world_size", "steps")
+    assert {key: here[key] for key in same} == {key: there[key] for key in same}
+    made = catalogue.load().cases["cache-again"]
+    assert made.signatures == catalogue.load().cases["qwen15-fsdp-kv-cache"].signatures
+    assert "no-cache" in made.arms and "fsdp2" not in made.arms and not made.claims
+
+
+def plans(words: list[str]) -> dict[str, Any]:
+    """The settings of the broken arm."""
+    prepared = session.prepare([*words, "arms=[broken]", "hardware=cpu"])
+    (plan,) = prepared.plans
+    return dict(plan.arms[0].settings)
+
+
+def test_what_is_no_shrunk_trigger_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine / "text").write_text("minimal\n")
+    (mine / "other.json").write_text('{"kind": "script"}')
+    (mine / "shrunk.json").write_text(json.dumps({**SHRUNK, "lines": None, "script": "gone.py"}))
+    for words, said in (
+        (["a", "--from-shrink", "none"], "none: No such file"),
+        (["a", "--from-shrink", "text"], "not what `repro shrink ... --json > text` writes"),
+        (["a", "--from-shrink", "other.json"], "not what `repro shrink"),
+        (["a", "--from-shrink", "shrunk.json"], "gone.py cannot be read"),
+        (["a", "--from-shrink", "shrunk.json", "--like", "ddp-ready-once"], "without --like"),
+    ):
+        assert cli.main(["new", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not list((mine / "failures").rglob("*.*"))

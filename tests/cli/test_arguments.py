@@ -1,0 +1,157 @@
+"""Verbs own their arguments: each has its own, old words are answered with the new command, overrides stay Hydra's."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repro_matrix.cli import main as cli
+from repro_matrix.cli import options as arguments
+from repro_matrix.errors import ConfigError
+
+
+def parser(verb: str) -> arguments.Parser:
+    made = arguments.Parser(prog=f"repro {verb}", allow_abbrev=False)
+    importlib.import_module(f"repro_matrix.cli.{cli.VERBS[verb][0]}").configure(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["run", "ddp-ready-once", "--arm", "broken"], "unknown option --arm: that is a setting, arms=[NAME]"),
+        (["matrix", "--repeat", "3"], "unknown option --repeat: that is a setting, repeat=VALUE"),
+        (["match", "--arm", "x"], "unknown option --arm (there are: "),  # it takes no settings
+        (["report", "--armm"], "unknown option --armm (there are: "),
+        (["claims", "no-such"], "repro: unknown claim 'no-such'"),
+    ],
+)
+def test_what_is_no_option_is_told_what_it_may_be_and_nothing_far_fetched(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_verb_has_its_arguments_in_its_module() -> None:
+    for verb in cli.VERBS:
+        assert parser(verb).format_help()
+
+
+def test_help_imports_no_verb() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys; from repro_matrix.cli import main as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(str([name for name in sys.modules if name.startswith('repro_matrix.cli.') and name != 'repro_matrix.cli.main' or name == 'pydantic']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("bisect CASE good=4.44.0 bad=4.39 package=peft", "bisect CASE --good 4.44.0 --bad 4.39 --package peft"),
+        ("bisect C good=1 bad=2 find=fix yanked=true pre=no", "bisect C --good 1 --bad 2 --find fix --yanked"),
+        ("versions CASE between=0.21..0.25 stack=x", "versions CASE --between 0.21..0.25 stack=x"),
+        ("upgrade from=a to=b why=true releases=true", "upgrade --from a --to b --why all --releases"),
+        ("upgrade --from a to=b why=worse", "upgrade --from a --to b --why worse"),
+        ("matrix resume=true", "matrix --resume"),
+        ("bisect case=C good=1 bad=2", "bisect C --good 1 --bad 2"),  # `case=C` stayed: what was said did not work
+        ("versions --package peft case=C between=1..2", "versions --package peft C --between 1..2"),
+        ("show case=C stack=x", "show C stack=x"),
+        ("run case=C --plan", "run C --plan"),
+        ("versions CASE package=peft versions=0.21..0.25", "versions CASE --package peft --between 0.21..0.25"),
+        ("match log=train.log", "match train.log"),
+        ("match log=train.log json=true", "match train.log --json"),
+        ("shrink script=train.py error=x", "shrink train.py --error x"),
+        ("run script=train.py", "run train.py"),
+        ("show slug=C", "show C"),
+        ("history case=C nights", "history C nights"),
+        ("new slug=C log=train.log", "new C --from-log train.log"),
+        ("claims id=3", "claims 3"),
+    ],
+)  # fmt: skip
+def test_old_words_are_answered_with_the_command_as_it_is_written_now(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(old.split()) == 2
+    assert f": repro {new}\n" in capsys.readouterr().err
+    verb, *words = new.split()
+    assert arguments.parse(parser(verb), words).words == words  # what is said works
+
+
+def test_the_value_of_an_option_is_no_old_word() -> None:
+    args = arguments.parse(parser("bisect"), ["CASE", "--good", "bad=1", "--bad", "2"])
+    assert (args.good, args.bad) == ("bad=1", "2")
+
+
+@given(
+    st.permutations(["--good 1", "--bad 2", "--yanked", "stack=base", "repeat=3", "arms=[a]"]),
+    st.integers(min_value=0, max_value=6),
+)
+def test_options_and_overrides_stand_in_any_order(pieces: list[str], where: int) -> None:
+    pieces.insert(where, "CASE") if not any("=" in piece for piece in pieces[:where]) else pieces.insert(0, "CASE")
+    args = arguments.parse(parser("bisect"), " ".join(pieces).split())
+    assert (args.case, args.good, args.bad, args.yanked) == ("CASE", "1", "2", True)
+    assert args.overrides == [piece for piece in pieces if "=" in piece]
+
+
+def given_overrides(*texts: str) -> argparse.Namespace:
+    return argparse.Namespace(overrides=list(texts), options=["--between", "--budget"])
+
+
+def test_a_search_takes_its_one_stack_and_leaves_the_rest() -> None:
+    texts = ("case=x", "stack='a b'", "flags.y=2", "model.config.z=3")
+    assert arguments.one_stack(given_overrides(*texts)) == ("a b", ["case=x", "flags.y=2", "model.config.z=3"])
+    assert arguments.one_stack(given_overrides()) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["a"], "is not NAME=VALUE"),
+        (["stack=1", "stack=2"], "given twice"),
+        (["stack="], "a value is missing"),
+        (["betwen=1"], "did you mean '--between'"),
+        (["repat=1"], "did you mean 'repeat'"),
+        (["arms=[a]"], "arms.*not here"),
+        (["budget=3"], "here it is an option: --budget 3"),
+    ],
+)
+def test_what_a_search_cannot_take(texts: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        arguments.one_stack(given_overrides(*texts), {"arms": "not here"})
+
+
+def test_a_value_that_begins_with_a_dash_is_told_how_to_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "./x.py", "--args", "--bug"]) == 2
+    assert "a value that begins with a dash is written --args=-VALUE" in capsys.readouterr().err
+    assert arguments.parse(parser("run"), ["./x.py", "--args=--bug"]).script_args == "--bug"
+
+
+def test_too_many_words_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "--jsn"]) == 2 and "did you mean '--json'" in capsys.readouterr().err
+    assert cli.main(["stack", "list", "--older-than", "3"]) == 2
+    assert cli.main(["run", "--bisect-exit"]) == 130  # `git bisect run` takes 2 for "bad"
+
+
+def test_a_folder_of_results_is_no_override(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hydra's parser answered: "missing EQUAL at '<EOF>'"."""
+    for words, said in (
+        (["accept", str(tmp_path)], f"is a folder, no NAME=VALUE: repro accept --from {tmp_path};"),
+        (["accept", "--plan", str(tmp_path)], f"repro accept --from {tmp_path};"),
+        (["matrix", str(tmp_path)], f"results={tmp_path} is where a run writes; `repro report {tmp_path}` shows"),
+        (["accept", f"{tmp_path}/gone"], f"'{tmp_path}/gone' is not NAME=VALUE\n"),
+    ):
+        assert cli.main(words) == 2
+        told = capsys.readouterr().err
+        assert said in told and "EOF" not in told, told

@@ -1,0 +1,243 @@
+"""The command line without launching: help, lists, plans, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repro_matrix.cli import main as cli
+from repro_matrix.paths import ROOT
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_no_verb_that_lists_imports_torch_or_hydra() -> None:
+    """What makes help and lists fast: nothing heavy is imported (seconds are measured by `make bench`)."""
+    program = (
+        "import sys; from repro_matrix.cli import main as cli; code = cli.main(['list']); "
+        "bad = {'torch', 'hydra', 'transformers', 'psutil'} & set(sys.modules); "
+        "sys.exit(f'imported {bad}' if bad else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in cli.VERBS)
+
+
+def test_help_that_cannot_be_written_is_said() -> None:
+    """argparse swallows a full disk, and ends with 0."""
+    for words in (["--help"], ["list", "--help"], ["stack", "list", "--help"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-u", "-m", "repro_matrix", *words]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+        assert done.returncode == 2 and done.stderr.startswith("repro: the standard output: cannot be written"), words
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_version_names_release_commit_and_place(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "--version")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert code == 0 and not err and out.startswith("repro-matrix 0.")
+    assert f"commit {commit[:12]}" in out and f"in {ROOT};" in out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version", "list"])
+    assert ended.value.code == 2
+
+
+def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "matrx")
+    assert code == 2 and "did you mean 'matrix'" in err
+
+
+def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "list", "case=qwen15-*", "--json")
+    rows = json.loads(out)
+    assert code == 0 and rows
+    assert {"case", "references", "model", "strategy", "stack", "hardware", "arms", "title"} <= set(rows[0])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("list", "case=qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
+        (("run", "qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
+        (("show", "nothing"), "unknown case 'nothing'"),
+        (("matrix", "model=qwen-7"), "did you mean 'qwen-7b'"),
+        (("matrix", "hardware=gpu2"), "hardware=gpu2 needs 2 GPUs"),
+        (("matrix", "repat=3"), "did you mean 'repeat'"),
+        (("matrix", "jobs=0"), "jobs=0: must be at least 1"),
+        (("matrix", "deadline=0"), "must be more than 0"),
+        (("matrix", "stack=nowhere"), "nowhere"),
+        (("matrix", "stack=current,torhc2.2-tf4.39"), "did you mean 'torch2.2-tf4.39'"),
+        (("matrix", "stack=python:/no/such/python"), "/no/such/python"),
+        (("matrix", "arms=[no-such-arm]"), "unknown arm 'no-such-arm'"),
+        (("matrix", "arms=[no-such-*]"), "unknown arm 'no-such-*'"),
+        (("matrix", "ranks=100000"), "ranks=100000"),
+        (("matrix", "world_size=4"), "ranks=2,4,8"),
+        (("matrix", "ranks=two"), "number of ranks"),
+        (("run", "flags.x=1"), "the first argument of `repro run` is a case"),
+        (("matrix", "model.config.hidden_size=1,2"), "sweep a group or a flag"),
+        (
+            ("list", "model=qwen-7b", "model=qwen-14b"),
+            "model= is given twice (model=qwen-7b and model=qwen-14b); both: model=qwen-7b,qwen-14b",
+        ),
+        (("matrix", "ranks=2", "ranks=4"), "both: ranks=2,4"),
+        (("matrix", "flags.call=root", "flags.call=inner"), "flags.call= is given twice"),
+        (
+            ("list", "case=Überfall"),
+            "'Ü' (U+00DC), the character 1 of its value, has to stand in plain quotes; in a shell: \"case='Überfall'\"",
+        ),
+        (("list", "case=“fsdp*”"), "in a shell: \"case='fsdp*'\""),
+        (("matrix", "stack=/tmp/naïve"), "'ï' (U+00EF), the character 8 of its value"),
+        (("list", "case=a;b"), "';' (U+003B), the character 2"),
+        (("diff", "/no/such/folder", "current"), "/no/such/folder: no such folder of results"),
+        (("diff", "current", "./nowhere"), "./nowhere: no such folder of results"),
+        (("diff", "nowhere", "current"), "more have packages replaced"),
+        (("agree", "~/nowhere-at-all", "current"), "~/nowhere-at-all: no such folder of results"),
+        (("accept", "results=/no/such/folder", "--reason", "x"), "/no/such/folder: no such folder of results"),
+        (("accept", "--from", "/no/such/folder", "--reason", "x"), "/no/such/folder: no such folder of results"),
+        (("history", "results=/some/where"), "repro history CASE /some/where"),
+        (("history", "fsdp-generate", "results=/some/where"), "repro history fsdp-generate /some/where"),
+        (("export", "ddp-ready-once", "--out", ""), "--out: an empty value was given"),
+        (("merge", "somewhere", "--to", ""), "--to: an empty value was given"),
+        (("report", ""), "RESULTS: an empty value was given"),
+        (("report", "--output", ""), "--output: an empty value was given"),
+        (("diff", "", "current"), "A: an empty value was given"),
+    ],
+)
+def test_bad_input_is_exit_2_with_a_clear_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    from repro_matrix import environment as hardware
+
+    machine = hardware.Machine((), None, "cpu", 2, 24.0, "linux")
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    code, _, err = call(capsys, *words)
+    assert code == 2 and said in err and "Traceback" not in err
+
+
+def test_results_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    code, _, err = call(capsys, "run", "qwen15-fsdp-norm-shard", f"results={tmp_path / 'taken'}", "hardware=cpu")
+    assert code == 2 and str(tmp_path / "taken") in err
+    assert (tmp_path / "taken").read_text() == ""
+
+
+def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from repro_matrix.results.store import Store
+
+    first = Store(tmp_path)
+    first.open()
+    code, _, err = call(capsys, "run", "qwen15-fsdp-norm-shard", f"results={tmp_path}", "hardware=cpu")
+    first.close()
+    assert code == 2 and "another run is writing here" in err
+
+
+def test_arms_may_be_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, "run", "qwen15-fsdp-norm-shard", "arms=[layer-wrap*]", "--plan", "--json")
+    assert [row["arm"] for row in json.loads(out)] == ["broken", "layer-wrap", "layer-wrap-root-call"]
+
+
+def test_plan_shows_what_would_run_and_why_the_rest_would_not(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "matrix", "case=qwen15-fsdp-norm-shard", "hardware=cpu", "--plan", "--json")
+    rows = json.loads(out)
+    assert code == 0 and rows[0]["arm"] == "broken" and rows[0]["skipped"] is None and rows[0]["world_size"] == 2
+
+
+def test_show_prints_the_command_of_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "--json")
+    shown: dict[str, Any] = json.loads(out)
+    assert code == 0 and all("--nproc-per-node" in arm["torchrun"] for arm in shown["arms"])
+    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
+    assert code == 0 and "torchrun" in out and "QwenLM/Qwen3#306" in out
+
+
+def test_show_says_that_nothing_is_expected(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a case whose table was deleted it said "expected of ... with this stack", and nothing below it."""
+    assert "nothing is expected" not in call(capsys, "show", "fsdp-uniform-dtype")[1]
+    monkeypatch.setattr("repro_matrix.config.catalog._expected", lambda *_: ({}, {}))
+    code, out, _ = call(capsys, "show", "fsdp-uniform-dtype")
+    assert code == 0 and "\nnothing is expected: no results/expected/fsdp-uniform-dtype.yaml, which `repro acc" in out
+
+
+def test_claims_of_an_empty_folder_are_all_untested(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = call(capsys, "claims", "--from", str(tmp_path), "--json")
+    assert code == 0 and {row["status"] for row in json.loads(out)} == {"untested"}
+
+
+def test_accept_without_a_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = call(capsys, "accept", "--reason", "x", "--from", str(tmp_path))
+    assert code == 2 and "no complete measurement" in err
+
+
+def test_tables_off_a_terminal_have_no_colour_and_fold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = call(capsys, "list", "case=qwen15-fsdp-norm-shard")
+    assert "\x1b" not in out
+    assert "RMSNorm meets a sharded weight when the root FSDP forward is bypassed" in " ".join(out.split())
+
+
+def test_an_error_stops_git_bisect_and_is_no_bad_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "run", "no-such-case", "--bisect-exit")[0] == 130
+    assert call(capsys, "run", "no-such-case")[0] == 2
+
+
+@pytest.mark.parametrize("raised", [ModuleNotFoundError("No module named 'ahocorasick_rs'"), KeyError("x")])
+def test_a_defect_is_never_taken_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raised: Exception
+) -> None:
+    """Python ends with 1 there, which means here that something differs from its expectation."""
+
+    def broken(*_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr("repro_matrix.cli.list.main", broken)
+    assert cli.main(["list"]) == 70
+    told = capsys.readouterr().err
+    assert "a defect of repro-matrix" in told and type(raised).__name__ in told
+
+
+def test_claims_from_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["claims", "--from", "nowhere"]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_the_same_axis_twice_is_no_contradiction_and_of_a_setting_the_last_holds() -> None:
+    """As Hydra has it for values: who wraps the command adds a word behind it."""
+    from repro_matrix.config import selection as overrides
+    from repro_matrix.config.settings import compose_run
+
+    assert overrides.parse(["model=qwen-7b", "model=qwen-7b"]).model == ["qwen-7b"]
+    assert compose_run(overrides.parse(["repeat=1", "repeat=3"]).run).repeat == 3
+
+
+def test_quotes_let_any_letter_through() -> None:
+    from repro_matrix.config import selection as overrides
+
+    assert overrides.parse(["case='Überfall; 日本'"]).case == ["Überfall; 日本"]
+
+
+def test_stacks_are_listed_in_lines_of_120(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "stack", "list")
+    assert code == 0 and max(map(len, out.splitlines())) <= 120 and "deepspeed==0.14.4" in out
+    code, out, _ = call(capsys, "stack", "list", "--all")
+    line = next(line for line in out.splitlines() if line.startswith("torch2.2-tf4.36"))
+    assert code == 0 and len(line) > 120 and "deepspeed==0.14.4" in line

@@ -1,0 +1,226 @@
+"""What `repro doctor`, `repro matrix` and `repro run` say on machines with GPUs, as a user meets them; fake NVML, and
+interpreters that answer the probe. Nothing with ranks unless it is marked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import Card, FakeNvml, Process
+from fake_stack import lines, python_that_says
+from repro_matrix.cli import main as cli
+from repro_matrix.results.store import Store
+from repro_matrix.runner import workspace as workplace
+
+ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "arms=[summon]")
+
+
+def cold(
+    tmp_path: Path, nvml: FakeNvml, *words: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A process of its own, as a user starts it."""
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environ |= nvml.on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")} | (env or {})
+    command = [sys.executable, "-m", "repro_matrix", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=800)
+
+
+Repro = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def repro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Repro:
+    """The same in this process: to import everything anew takes longer than most of what is asked here."""
+
+    def asked(
+        tmp_path: Path, nvml: FakeNvml, *words: str, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            for name, value in {"REPRO_CACHE": str(tmp_path / "cache"), "COLUMNS": "160", **(env or {})}.items():
+                patch.setenv(name, value)
+            nvml.install(patch)
+            code = cli.main(list(words))
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, said.out, said.err)
+
+    return asked
+
+
+def documents(tmp_path: Path) -> list[dict[str, Any]]:
+    folder = tmp_path / "results"
+    return list(Store(folder).documents()) if folder.exists() else []
+
+
+def test_a_wheel_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) -> None:
+    """The stack of this checkout is a CPU build: on a machine with GPUs that is exit 3 and the command to mend it."""
+    nvml = FakeNvml([Card(), Card()], driver="535.129.03", cuda=12020)
+    done = cold(tmp_path, nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
+    assert done.returncode == 3, done.stderr
+    assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.stderr
+    assert "--torch-backend=auto" in done.stderr and "Traceback" not in done.stderr
+    assert documents(tmp_path) == []
+
+
+def test_a_plan_says_where_and_why_not_as_a_run_does(repro: Repro, tmp_path: Path) -> None:
+    """It showed attempts on cards that the run would refuse, and said nothing of the rest of the list."""
+    nvml = FakeNvml([Card() for _ in range(4)], driver="535.129.03", cuda=12020)
+    old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
+    words = ("matrix", "--plan", *ONE)
+    done = repro(tmp_path, nvml, *words, f"stack=python:{old}")
+    assert done.returncode == 3 and "needs driver 580 or newer" in done.stderr and not done.stdout
+    python = python_that_says(tmp_path, *lines(gpus=2))
+    done = repro(tmp_path, nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3,9,0"})
+    first, second = done.stderr.splitlines()[:2]
+    assert done.returncode == 0 and first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl")
+    assert second == "note: CUDA_VISIBLE_DEVICES=1,3,9,0: CUDA reads it up to '9', which is no GPU (there are 4)"
+
+
+def test_no_gpu_by_wish_is_said_where_there_are_some(repro: Repro, tmp_path: Path) -> None:
+    done = repro(tmp_path, FakeNvml([Card()]), "matrix", "--plan", *ONE, env={"CUDA_VISIBLE_DEVICES": ""})
+    first, second = done.stderr.splitlines()[:2]
+    assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo")
+    assert second == "note: CUDA_VISIBLE_DEVICES='' asks for no GPU"
+
+
+def test_auto_refuses_where_gpus_were_meant(repro: Repro, tmp_path: Path) -> None:
+    done = repro(tmp_path, FakeNvml(init_error=12), "matrix", *ONE, env={"NVIDIA_VISIBLE_DEVICES": "all"})
+    assert done.returncode == 2 and "hardware=cpu runs with gloo anyway" in done.stderr
+
+
+def test_doctor_shows_every_card_and_what_is_wrong(repro: Repro, tmp_path: Path) -> None:
+    cards = [
+        Card(mode="exclusive_process", persistence=False, ecc_uncorrected=3),
+        Card(processes=[Process(99999999, 4321)], remap_pending=True),
+        Card(mig=["MIG-x"]),
+        Card(no_peers=True),
+    ]
+    python = python_that_says(tmp_path, *lines(gpus=3))
+    done = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout
+    assert "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000" in shown and "mode exclusive_process, persistence off" in shown
+    assert "3 uncorrected ECC errors" in shown and "rows to be remapped at the next reset" in shown
+    assert "in use by pid 99999999 (4321 MiB)" in shown and "77599 of 81920 MiB free" in shown
+    assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
+    assert "peer access: none between 0-3, 1-3" in shown
+    assert "/dev/shm: " in shown and "stacks of hung ranks: " in shown
+    assert "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
+    assert "torch 2.13.0+cu130 (CUDA 13.0, NCCL 2.28.9): it computes on 3 of 3 cards" in " ".join(shown.split())
+    python = python_that_says(tmp_path, *lines(gpus=2))
+    two = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").stdout
+    assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more stays unused), backend nccl;" in two
+    assert "note: GPU 1 (NVIDIA A100-SXM4-80GB): unused, hardware=gpu2 has 2 of the 3 that can be used" in two
+    assert "note: persistence mode is off on GPU 0" in shown
+
+
+def test_doctor_has_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
+    words = ("doctor", *ONE[:2], "--json")
+    python = python_that_says(tmp_path, *lines())
+    meant = repro(tmp_path, FakeNvml([Card()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"})
+    assert meant.returncode == 3, meant.stderr
+    said = json.loads(meant.stdout)
+    assert "'all' is a word of NVIDIA_VISIBLE_DEVICES" in said["problems"][0] and said["hardware"] == ["cpu"]
+    assert said["cells"], "what can run on the CPU is told all the same"
+    unusable = repro(tmp_path, FakeNvml([Card()]), *words)
+    assert unusable.returncode == 3 and "a build without CUDA" in json.loads(unusable.stdout)["problems"][0]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_arm_whose_own_stack_cannot_use_the_cards_is_less_than_was_asked_for(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A skip and exit code 0: only the stack that the cells name was an error."""
+    from repro_matrix.runner.probe import Prober
+    from test_engine import Fake, observation
+
+    def probe(self: Prober, stack: Any) -> tuple[dict[str, Any], str | None]:
+        why = "NVML sees 2 x A100 (driver 535), and torch cannot use them:\n  uv pip install ..."
+        found = {"torch": "2.13", "cuda": "13.0", "arch_list": [], "nccl_version": "2.28", "devices": []}
+        return found, None if works or stack.name != "current" else why
+
+    class Clean(Fake):
+        def launch(self, attempt: Any, stop: Any) -> dict[str, Any]:
+            return observation(attempt, None)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    FakeNvml([Card(), Card()]).install(monkeypatch)
+    monkeypatch.setattr(Prober, "__call__", probe)
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: Clean())
+    words = ["fsdp-generate", "model=qwen1.5-0.5b", "arms=[summon,newer-transformers]", "hardware=gpu2"]
+    stack = f"stack=python:{python_that_says(tmp_path, *lines())}"
+    code = cli.main(["run", *words, stack, f"results={tmp_path / 'results'}", "--json"])
+    said = capsys.readouterr()
+    (stored,) = documents(tmp_path)
+    arms = {name: arm["skipped"] for name, arm in stored["arms"].items()}
+    assert arms["broken"] is arms["summon"] is None, "the rest is measured"
+    assert (arms["newer-transformers"] is None) == works
+    assert code == (0 if works else 3)
+    assert ("repro: stack=current: NVML sees 2 x A100 (driver 535)" in said.err) == (not works)
+    assert works or "uv pip install" in said.err, "and what to install instead"
+
+
+def test_the_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from repro_matrix.runner import session
+    from repro_matrix.runner.probe import Prober
+
+    monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe on a CPU"))
+    monkeypatch.setattr("repro_matrix.environment.stacks.extensions.ready", lambda stack: True)
+    assert session.prepare([*ONE, "hardware=cpu"]).notes() == []
+
+
+@pytest.mark.parametrize("profiles", ["cpu,gpu2", "gpu1,gpu2", "gpu2,cpu"])
+def test_cards_are_probed_whatever_is_named_before_them(profiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hardware=cpu,gpu2 launched on cards that nobody had probed, hardware=gpu1,gpu2 on one of two."""
+    from repro_matrix.runner import session
+    from repro_matrix.runner.probe import Prober
+
+    probed: list[int] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    FakeNvml([Card(), Card()]).install(monkeypatch)
+    monkeypatch.setattr("repro_matrix.environment.stacks.extensions.ready", lambda stack: True)
+    monkeypatch.setattr(Prober, "__call__", lambda self, stack: (probed.append(len(self.profile.gpus)), ({}, None))[1])
+    prepared = session.prepare([*ONE, f"hardware={profiles}"], build_stacks=False, probe=True)
+    assert set(probed) == {2} and prepared.profile.name == "gpu2"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # the gate judges such records in test_device_errors
+def test_a_device_that_fails_in_the_ranks_is_infra_and_the_first_line_says_where(tmp_path: Path) -> None:
+    """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
+    python = python_that_says(tmp_path, *lines(gpus=2))
+    words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
+    done = cold(tmp_path, FakeNvml([Card(persistence=False), Card()]), *words, "hardware=gpu2", "--json")
+    assert done.returncode == 3, done.stdout + done.stderr
+    first, second = done.stderr.splitlines()[:2]
+    assert first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")
+    assert "torch 2.13" in first and second.startswith("note: persistence mode is off on GPU 0")
+    summary = json.loads(done.stdout)["summary"]
+    cards = ["NVIDIA A100-SXM4-80GB"] * 2
+    assert summary["profiles"] == [
+        {"profile": "gpu2", "accelerator": "cuda", "backend": "nccl", "devices": cards, "ranks": [2]}
+    ]
+    (stored,) = documents(tmp_path)
+    assert stored["hardware"]["probe"]["cuda"] == "13.0"
+    outcomes = [attempt["outcome"] for arm in stored["arms"].values() for attempt in arm["attempts"]]
+    assert outcomes and {outcome["outcome"] for outcome in outcomes} == {"infra"}
+    assert all(outcome["reason"].startswith("device: rank ") for outcome in outcomes)
+
+
+def test_cells_that_stay_on_the_cpu_beside_gpus_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from repro_matrix.runner import session
+    from repro_matrix.runner.probe import Prober
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    FakeNvml([Card(), Card()]).install(monkeypatch)
+    monkeypatch.setattr("repro_matrix.environment.stacks.extensions.prepare", lambda stack: None)
+    monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe for the CPU's cells"))
+    prepared = session.prepare(["case=qwen-remote-code-import"])
+    assert {plan.profile.name for plan in prepared.plans} == {"cpu"}

@@ -1,0 +1,378 @@
+"""`repro match`: prefixes, interleaving, order, versions, stored measurements, and what is no log."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repro_matrix.cli import main as cli
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.schema import Case
+from repro_matrix.external.logs.lines import Labels
+from repro_matrix.external.logs.literals import required
+from repro_matrix.external.logs.match import Answer, Catalogue, normalised, recognise
+from repro_matrix.external.logs.scan import Seen, Texts, scan
+from repro_matrix.external.logs.stored import stored
+from repro_matrix.grading.specificity import patterns
+
+CASES = catalogue.load().cases
+CATALOGUE, TEXTS = Catalogue(CASES), Texts(CASES.values())
+
+PATTERNS = ["abcd|efgh", "x(ab+cdef)?ghij", r"size \d+ of", "(one|other) text", r"\w+"]
+UNIFORM = """\
+Traceback (most recent call last):
+  File "/w/train.py", line 12, in <module>
+    main()
+  File "/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_flat_param.py", line 770, in _validate_tensors
+    raise ValueError(
+ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32
+""".splitlines()
+ECHO = """\
+Traceback (most recent call last):
+  File "/w/train.py", line 40, in <module>
+    dist.barrier()
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4387, in barrier
+    work.wait()
+RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:32177
+""".splitlines()
+OWN = """\
+Traceback (most recent call last):
+  File "/w/train.py", line 7, in load
+    return table[name]
+KeyError: 'train'
+""".splitlines()
+
+
+def seen(lines: list[str] | str | bytes) -> Seen:
+    if isinstance(lines, list):
+        lines = "\n".join(lines) + "\n"
+    return scan([lines.encode() if isinstance(lines, str) else lines], TEXTS)
+
+
+def answer(lines: list[str] | str) -> Answer:
+    return recognise(seen(lines), CATALOGUE)
+
+
+PREFIXES = {
+    "torch": "[rank{}]: ",
+    "torchrun --tee": "[default{}]:",
+    "mpirun": "[1,{}]<stderr>:",
+    "srun --label": "{}: ",
+    "ray": "(RayTrainWorker pid=40{}, ip=10.0.0.{}) ",
+    "docker": "worker-{}  | ",
+    "pdsh": "node-{}: ",
+    "a time and torch": "2024-05-01T12:00:00.123Z [rank{}]: ",
+    "colours": "\x1b[36m(WorkerDict pid=40{})\x1b[0m ",
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_ranks_that_write_among_each_other_are_told_apart_by_their_prefix(prefix: str) -> None:
+    draw = random.Random(0)
+    streams = {rank: list(UNIFORM if rank != 2 else ECHO) for rank in range(4)}
+    lines = ["step 1 loss 2.0"]
+    while any(streams.values()):
+        rank = draw.choice([r for r in streams if streams[r]])
+        lines.append(prefix.replace("{}", str(rank)) + streams[rank].pop(0))
+    found = answer(lines)
+    assert found.names == ["fsdp-uniform-dtype"]
+    (cause,), echoes = found.causes, [failure for failure in found.failures if failure.echo]
+    assert cause.error.count == 3 and len(cause.error.places) == 2 and not cause.error.mixed
+    assert [echo.error.type for echo in echoes] == ["RuntimeError"]
+    if prefix in (PREFIXES["torch"], PREFIXES["torchrun --tee"], PREFIXES["mpirun"], PREFIXES["srun --label"]):
+        assert cause.error.ranks == (0, 1, 3)
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4))
+def test_equal_tracebacks_are_put_together_however_they_interleave(order: list[int], ranks: int) -> None:
+    streams = [list(UNIFORM) for _ in range(ranks)]
+    lines = []
+    for rank in order:
+        if rank < ranks and streams[rank]:
+            lines.append(streams[rank].pop(0))
+    for rest in streams:
+        lines += rest
+    found = answer(lines)
+    assert found.names == ["fsdp-uniform-dtype"]
+    assert {failure.error.type for failure in found.causes} == {"ValueError"}
+    if ranks < 3:  # of more, what nobody could tell apart may be left beside it
+        assert [len(failure.error.places) for failure in found.causes] == [2]
+
+
+def test_the_first_cause_comes_first_and_echoes_last() -> None:
+    found = answer([*ECHO, *OWN, *UNIFORM])
+    assert [failure.error.type for failure in found.failures] == ["KeyError", "ValueError", "RuntimeError"]
+    assert [failure.echo for failure in found.failures] == [False, False, True]
+    assert answer(ECHO).causes == []  # what they follow from is in another log
+
+
+def test_what_was_being_handled_is_no_cause_unless_the_error_repeats_it() -> None:
+    during = ["", "During handling of the above exception, another exception occurred:", ""]
+    assert answer([*UNIFORM, *during, *OWN]).causes[-1].error.type == "KeyError"
+    wrapped = [*UNIFORM, *during, *OWN[:-1], "RuntimeError: it failed: " + UNIFORM[-1].partition(": ")[2]]
+    assert answer(wrapped).names == ["fsdp-uniform-dtype"]
+
+
+@pytest.mark.parametrize("cut", range(1, len(UNIFORM)))
+def test_a_beginning_that_is_cut_off_takes_the_name_away_only_with_the_frames(cut: int) -> None:
+    found = answer(UNIFORM[cut:])
+    framed = any("_flat_param.py" in line for line in UNIFORM[cut:])
+    assert found.names == (["fsdp-uniform-dtype"] if framed else [])
+    assert framed or [item.case for failure in found.failures for item in failure.perhaps] == ["fsdp-uniform-dtype"]
+
+
+@pytest.mark.parametrize("cut", range(2, len(UNIFORM)))
+def test_an_end_that_is_cut_off_is_an_error_that_nobody_knows(cut: int) -> None:
+    found = answer(UNIFORM[:cut])
+    assert found.names == [] and all(not failure.perhaps for failure in found.failures)
+
+
+def test_a_fault_handlers_dump_is_possible_never_recognised() -> None:
+    dump = [
+        "Fatal Python error: Segmentation fault", "",
+        "Current thread 0x00007f (most recent call first):",
+        '  File "/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_state_dict_utils.py", line 12 in _full',
+        '  File "/w/train.py", line 3 in main', "", "Extension modules: numpy",
+    ]  # fmt: skip
+    found = answer(dump)
+    assert found.names == [] and found.failures[0].error.type == "SIGSEGV"
+    assert "fsdp-cpu-offload-state-dict" in {item.case for item in found.failures[0].perhaps}
+
+
+def test_another_strategy_in_the_traceback_is_another_cause() -> None:
+    text = (
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cuda:0"
+    )
+    frames = [
+        "Traceback (most recent call last):",
+        '  File "/v/site-packages/deepspeed/runtime/engine.py", line 1, in forward',
+        '  File "/v/site-packages/torch/nn/functional.py", line 2, in embedding',
+        text,
+    ]
+    possible = {item.case for item in answer(frames).failures[0].perhaps}
+    assert possible == {"qwen-device-map-devices"}  # the others are DDP's and FSDP's
+    frames.pop(1)
+    assert "inputs-card-zero-simulated" in {item.case for item in answer(frames).failures[0].perhaps}
+
+
+@pytest.mark.parametrize("name", [f"{c.slug}/{s.name}" for c in CASES.values() for s in c.signatures if patterns(s)])
+def test_every_text_of_a_signature_has_a_literal_to_be_found_by(name: str) -> None:
+    slug, _, signature = name.partition("/")
+    found = next(each for each in CASES[slug].signatures if each.name == signature)
+    for pattern in patterns(found):
+        assert required(pattern) and all(len(text) >= 4 for text in required(pattern))
+
+
+@given(st.sampled_from(PATTERNS), st.text("abcdefghij xonetrsizf 0123"))
+def test_a_match_always_holds_one_of_the_literals(pattern: str, text: str) -> None:  # fmt: skip
+    found = re.search(pattern, text)
+    if found and required(pattern):
+        assert any(part in found.group() for part in required(pattern))
+
+
+@given(st.binary(max_size=400), st.integers(1, 50))
+def test_no_bytes_break_it_and_blocks_may_end_anywhere(noise: bytes, size: int) -> None:
+    whole = noise.replace(b"\r", b"") + b"\n" + "\n".join(UNIFORM).encode() + b"\n"
+    lines = whole.splitlines(keepends=True) if b"\x0b" not in whole and b"\x0c" not in whole else [whole]
+    one = scan([whole], TEXTS)
+    parts = scan([b"".join(lines[i : i + size]) for i in range(0, len(lines), size)], TEXTS)
+    assert recognise(one, CATALOGUE).names == recognise(parts, CATALOGUE).names
+    if noise.count(b"\n") == 0 and b"File" not in noise:
+        assert recognise(one, CATALOGUE).names == ["fsdp-uniform-dtype"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("torch==2.2.2+cu121", {"torch": "2.2.2+cu121"}),
+        ("transformers              4.39.3", {"transformers": "4.39.3"}),
+        ("- `transformers` version: 4.38.1", {"transformers": "4.38.1"}),
+        ("- PyTorch version (GPU?): 2.1.0+cu121 (True)", {"torch": "2.1.0+cu121"}),
+        ("torch version .................... 2.0.1", {"torch": "2.0.1"}),
+        ("[INFO] [Rank 0] DeepSpeed info: version=0.14.2, git-hash=unknown", {"deepspeed": "0.14.2"}),
+        ("Successfully installed peft-0.10.0 torch-2.2.2", {"peft": "0.10.0", "torch": "2.2.2"}),
+        ("- Transformers 4.38.2", {"transformers": "4.38.2"}),
+        ("- Pytorch 2.1.0", {"torch": "2.1.0"}),
+        ("peft version: 0.10.0", {"peft": "0.10.0"}),
+        ("torchvision==0.15.2", {}),
+        ("transformers 4 layers", {}),
+    ],
+)  # fmt: skip
+def test_versions_are_read_as_tools_print_them(line: str, said: dict[str, str]) -> None:
+    assert seen([line]).versions.known == said
+
+
+def test_of_two_releases_neither_is_known() -> None:
+    found = seen(["torch==2.2.2", "torch==2.3.0", "peft==0.10.0", "torch version: 2.2.2"]).versions
+    assert found.known == {"peft": "0.10.0"} and found.unclear == {"torch": ["2.2.2", "2.3.0"]}
+
+
+def _case(*entries: dict[str, Any]) -> Case:
+    made = [Expectation(measured=[{"torch": "2.2.2"}], reason="r", **entry) for entry in entries]
+    return CASES["fsdp-uniform-dtype"].model_copy(update={"expect": made})
+
+
+def test_what_is_stored_is_said_of_measured_releases_only() -> None:
+    old = {"versions": {"torch": ">=2.2,<2.3"}, "verdicts": {"a": "FIX_HOLDS", "b": "FIX_BROKEN"}}
+    new = {"versions": {"torch": ">=2.13,<2.14", "peft": ">=0.21,<0.22"}, "verdicts": {"a": "FIX_BROKEN"}}
+    case = _case(old, new)
+    (fit,) = stored(case, {"torch": "2.2.2+cu121"}).fits
+    assert fit.holds == ["a"] and fit.holds_not == {"b": "FIX_BROKEN"} and fit.unnamed == ()
+    (fit,) = stored(case, {"torch": "2.13.0", "numpy": "1"}).fits
+    assert fit.unnamed == ("peft",)
+    assert stored(case, {"torch": "2.13.0", "peft": "0.10.0"}).fits == ()
+    between = stored(case, {"torch": "2.4.0"})
+    assert between.fits == () and between.nearest[0].versions == {"torch": ">=2.2,<2.3"}
+    assert stored(case, {}).fits == () and stored(_case(), {"torch": "2.2.2"}).nearest == ()
+
+
+def test_a_message_is_normalised() -> None:
+    said = normalised("/a/b/c.py: rank 3 got 0x7f12 of torch.Size([12, 3]) in 2.5 s\nmore")
+    assert said == "PATH: rank N got N of torch.Size([N, N]) in N s"
+
+
+def test_a_ray_prefix_and_its_suffix_are_taken_off() -> None:
+    line = Labels().split(b"\x1b[36m(W pid=7)\x1b[0m text [repeated 3x across cluster] (x) and more cluster]", 1)
+    assert (line.text, line.label) == ("text", "(W pid=7)")
+
+
+# --- the verb
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["match", *arguments])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_it_says_which_case_it_is_where_and_what_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    head = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
+    log.write_text("\n".join([*head, *(f"[rank1]: {line}" for line in UNIFORM)]) + "\n")
+    code, out, _ = run(capsys, str(log))
+    assert code == 0
+    for said in ("fsdp-uniform-dtype (uniform-dtype)", "line 11, first on rank 1", "huggingface/trl#1723",
+                 "measured on these versions", "helps: ", "torch.distributed.fsdp._flat_param"):  # fmt: skip
+        assert said in out
+    code, out, _ = run(capsys, str(log), "--json")
+    (said,) = json.loads(out)
+    assert said["recognised"] == ["fsdp-uniform-dtype"] and said["failures"][0]["ranks"] == [1]
+    assert said["stored"]["fsdp-uniform-dtype"]["fits"]
+
+
+def test_an_error_that_is_not_known_is_said_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(OWN) + "\n")
+    code, out, _ = run(capsys, str(log))
+    assert code == 1 and "known to none of the catalogue's cases" in out and "load (/w/train.py:7)" in out
+
+
+def test_the_launchers_last_word_names_the_rank_that_no_line_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "a.log"
+    end = ["Root Cause (first observed failure):", "[0]:", "  rank      : 3 (local_rank: 3)",
+           "  exitcode  : -11 (pid: 7)", "  traceback : Signal 11 (SIGSEGV) received by PID 7"]  # fmt: skip
+    log.write_text("\n".join([*UNIFORM, *end]) + "\n")
+    _, out, _ = run(capsys, str(log))
+    assert "rank 3 ended first (torchrun says)" in out and "rank 3: SIGSEGV" in out
+
+
+def test_several_logs_are_answered_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lines in (("a.log", OWN), ("b.log", UNIFORM), ("c.log", ["all is well"])):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    code, out, _ = run(capsys, *(str(tmp_path / name) for name in ("a.log", "b.log", "c.log")))
+    assert code == 0 and out.count("a.log:") == 1 and "c.log: 1 line" in out and "no failure is in it" in out
+    assert run(capsys, str(tmp_path / "c.log"))[0] == 3
+
+
+WELL = ("\n".join(UNIFORM) + "\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", 3),
+        (b"\n\n\n", 3),
+        (gzip.compress(WELL), 0),
+        ("\n".join(UNIFORM).encode("utf-16"), 0),
+        ("\n".join(UNIFORM).encode("utf-16-le"), 0),
+        (gzip.compress("\n".join(UNIFORM).encode("utf-16")), 0),
+        (WELL.replace(b"\n", b"\r\n"), 0),
+        (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0),
+        (b"x" * 3_000_000 + b"\n" + WELL, 0),
+        ("Fehler über \xff\n".encode("latin-1") + WELL, 0),
+    ],
+    ids=[
+        "0 bytes",
+        "blank",
+        "gzip",
+        "utf-16",
+        "no mark",
+        "both",
+        "CRLF",
+        "a bar",
+        "a long line",
+        "latin-1",
+    ],
+)
+def test_whatever_a_log_is_written_in(
+    content: bytes, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(content)
+    assert run(capsys, str(log))[0] == code
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert run(capsys)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (bytes(range(256)) * 40, "binary"),
+        (b"\x00" * 9000, "binary"),
+        (gzip.compress(WELL)[:-9], "damaged gzip"),
+        (gzip.compress(bytes(range(256)) * 40), "binary"),
+        (b"BZh91AY&SY" + bytes(100), "bzip2"),
+        (None, "a folder"),
+    ],
+)
+def test_what_is_no_log_is_said_and_not_guessed(
+    content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "a.log"
+    log.mkdir() if content is None else log.write_bytes(content)
+    code, _, err = run(capsys, str(log))
+    assert code == 2 and said in err and "a.log" in err
+    code, _, err = run(capsys, str(tmp_path / "none.log"))
+    assert code == 2 and "no such file" in err
+
+
+@pytest.mark.parametrize(
+    ("before", "known"),
+    [
+        ("", True),
+        ("[transformers] ", True),  # transformers 5
+        ("[rank1]: [transformers] ", True),
+        ("[WARNING|modeling_utils.py:2301] 2026-11-22 10:11:12,345 >> ", True),
+        ("2026-11-22 10:11:12 - transformers.modeling_utils - WARNING - ", True),
+        ("I had asked why it says: ", False),
+        ("[transformers] told me: ", False),
+    ],
+)
+def test_a_warning_is_known_behind_what_loggers_put_before_it(before: str, known: bool) -> None:
+    """`[transformers] `, as transformers 5 writes, and a time before `>>` had hidden it."""
+    cases = catalogue.load().cases
+    said = "You are using an old version of the checkpointing format that is deprecated (We will also"
+    found = recognise(scan([f"{before}{said}\n".encode()], Texts(cases.values())), Catalogue(cases))
+    assert [one.case for one in found.remarks] == ["old-checkpointing-hook"] * known

@@ -1,0 +1,110 @@
+"""`repro match` on real logs: public threads, what is published of our own ranks, and runs that went well.
+
+A wrong name is worse than none. What a log does not tell may be said to be possible, never recognised.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.external.logs.match import Answer, Catalogue, recognise
+from repro_matrix.external.logs.scan import Texts, scan
+from repro_matrix.grading import grade
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
+
+LOGS = Path(__file__).parents[1] / "data" / "logs"
+CASES = catalogue.load().cases
+CATALOGUE, TEXTS = Catalogue(CASES), Texts(CASES.values())
+
+
+def fixtures(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load((LOGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def answer(log: str) -> Answer:
+    return recognise(scan([log.encode() + b"\n"], TEXTS), CATALOGUE)
+
+
+PUBLIC, HEALTHY = fixtures("public"), fixtures("healthy")
+
+
+def possible(found: Answer) -> set[str]:
+    return {item.case for failure in found.failures for item in failure.perhaps}
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len({entry["source"] for entry in PUBLIC}) >= 30 and len(HEALTHY) >= 20
+    assert all(entry["source"] and entry["about"] for entry in PUBLIC)
+
+
+@pytest.mark.parametrize("entry", PUBLIC, ids=[entry["source"] for entry in PUBLIC])
+def test_a_public_log_is_named_rightly_or_not_at_all(entry: dict[str, Any]) -> None:
+    found = answer(entry["log"])
+    assert found.names == entry.get("names", [])
+    assert found.failures or found.remarks
+    if not entry.get("names"):
+        assert possible(found) >= set(entry.get("perhaps", ()))
+        assert bool(possible(found)) == bool(entry.get("perhaps"))
+    if entry.get("ranks"):
+        assert list(found.causes[0].error.ranks) == entry["ranks"]
+    if entry.get("echo"):
+        assert not found.causes
+
+
+@pytest.mark.parametrize("entry", HEALTHY, ids=[entry["about"] for entry in HEALTHY])
+def test_nothing_is_recognised_in_a_healthy_log(entry: dict[str, Any]) -> None:
+    found = answer(entry["log"])
+    assert found.names == [] and possible(found) == set()
+    assert found.failures == []
+
+
+def test_each_other_cause_that_is_named_is_one_that_a_real_log_shows_or_that_a_rule_tells_apart() -> None:
+    """``elsewhere`` takes a name away: only where there is a reason. Its ``unless`` must be findable in one pass."""
+    from repro_matrix.external.logs.literals import required
+
+    for case in CASES.values():
+        for signature in case.signatures:
+            if signature.elsewhere and signature.elsewhere.unless:
+                assert required(signature.elsewhere.unless), f"{case.slug}/{signature.name}: no literal in its `unless`"
+
+
+@cache
+def tails() -> dict[str, tuple[frozenset[str], str]]:
+    """Every different log tail that is published -> (the cases that its attempt shows by its records, where it is)."""
+    found: dict[str, tuple[frozenset[str], str]] = {}
+    for document in Store(BASELINE).documents():
+        case = CASES.get(document["case"])
+        for name, arm in document["arms"].items() if case else ():
+            for attempt in arm["attempts"]:
+                seen = grade.grade(case, name, attempt["observation"], CASES) if name in case.arms else None
+                right = frozenset(item.case for item in seen.recognised) if seen else frozenset()
+                for rank in attempt["observation"]["ranks"]:
+                    tail = rank.get("log_tail") or ""
+                    if tail:
+                        before, where = found.get(tail, (frozenset(), document["path"]))
+                        found[tail] = (before | right, where)
+    return found
+
+
+def test_every_published_log_tail_gets_its_right_name_or_none() -> None:
+    wrong, missed, named = [], [], 0
+    for tail, (right, where) in tails().items():
+        found = answer(tail)
+        names = set(found.names)
+        if names - right:
+            wrong.append(f"{where}: {sorted(names)}, not {sorted(right)}")
+        named += bool(names)
+        raised = {failure.error.type for failure in found.causes} - {""}
+        known = {case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)}
+        if raised and known and not names and not possible(found) & right:
+            missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
+    assert wrong == []
+    assert missed == []
+    assert named > 300

@@ -1,0 +1,130 @@
+"""The line that `repro show` prints, given to a shell that knows nothing: the same stack, and what a run records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import launched
+from repro_matrix.cli import main as cli
+from repro_matrix.environment import stacks
+from repro_matrix.grading.observation import raised_chain
+from repro_matrix.grading.root_cause import is_peer_error
+from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.results.store import Store
+from repro_matrix.runner import prerequisites as wanted
+from repro_matrix.runner import session
+from repro_matrix.runner.attempts import recipe
+
+Show = Callable[..., dict[str, str]]
+BY_HAND = "device-map-distributed"  # has a Trainer, and an arm with a variable of its own
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Show:
+    """Arm -> its line."""
+
+    def shown(case: str, *words: str) -> dict[str, str]:
+        assert cli.main(["show", case, *words, "--json"]) == 0
+        return {arm["arm"]: arm["torchrun"] for arm in json.loads(capsys.readouterr().out)["arms"]}
+
+    return shown
+
+
+@pytest.fixture
+def overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stack `current` has a folder laid over it, as `stack=current+transformers@X` does, with a release that says
+    so."""
+    folder = tmp_path / "over lay"  # a shell takes it apart where it is not quoted
+    (folder / "transformers").mkdir(parents=True)
+    (folder / "transformers" / "__init__.py").write_text("raise RuntimeError('the release that was laid over')\n")
+    honest = stacks.resolve
+
+    def laid_over(name: str, **more: Any) -> stacks.Stack:
+        return dataclasses.replace(honest(name, **more), path=(str(folder),))
+
+    monkeypatch.setattr(wanted, "resolve", laid_over)
+    return folder
+
+
+def in_a_clean_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """From the root of the checkout, as `repro show` says."""
+    known = {"HOME": os.environ.get("HOME", "/"), "PATH": os.defpath, "TMPDIR": str(folder)}
+    words = ["env", "-i", *(f"{name}={value}" for name, value in known.items()), "sh", "-c", line]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def says_as_recorded(done: subprocess.CompletedProcess[str], ranks: list[dict[str, Any]]) -> bool:
+    """The beginning of each error: a set may follow, in any order. By hand no rank waits for the other's last words:
+    torchrun may end one that has not said them yet. How a rank is told that another is gone (closed, reset, by which
+    read) is chance: what counts are the errors of those that failed by themselves."""
+    raised = {rank["rank"]: rank["record"]["exception"] for rank in ranks if rank["record"]["exception"]}
+    errors = {n: e for n, e in raised.items() if not is_peer_error(raised_chain(e)[0])}
+    assert errors, "nobody failed by itself"
+    lines = [f"[rank {n}] {e['type']}: {e['message'].splitlines()[0][:80]}" for n, e in errors.items()]
+    said = [line in done.stdout for line in lines]
+    return all(said) or (any(said) and "closing signal SIGTERM" in done.stderr)
+
+
+def test_the_line_has_all_that_a_run_gives_the_ranks(show: Show, overlay: Path, tmp_path: Path) -> None:
+    """It had no PYTHONPATH: of `stack=current+transformers@X` it ran another release than the one that was asked for;
+    and no PATH: a shell that had not activated .venv found no torchrun."""
+    lines = show(BY_HAND, "model=llama-2-7b")
+    own = os.path.dirname(sys.executable)
+    for line in lines.values():
+        words = shlex.split(line)
+        env = dict(word.split("=", 1) for word in words[1 : words.index("torchrun")])
+        assert words[0] == "env" and env["PYTHONPATH"] == str(overlay) and env["PATH"] == f"{own}:$PATH"
+        assert "TORCH_EXTENSIONS_DIR" in env and f'{own}:"$PATH"' in line, "the reader's own follow, not this user's"
+    assert [arm for arm, line in lines.items() if " ACCELERATE_BYPASS_DEVICE_MAP=true" in f" {line}"] == ["bypass"]
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    line = show(BY_HAND, "model=llama-2-7b", f"stack=python:{python}")["broken"]
+    assert f" {python} -m torch.distributed.run --standalone --nproc-per-node 2 repros/device_map_distr" in line
+
+
+@pytest.mark.ranks
+def test_a_case_and_the_line_that_does_the_same_by_hand(show: Show, warm: WarmLauncher, tmp_path: Path) -> None:
+    """A case that needs torch alone: from cold the line imports a stack three times."""
+    case = "fsdp-optim-state-padding"
+    prepared = session.prepare([f"case={case}", "arms=[broken]", "hardware=cpu"])
+    (plan,) = (arm for arm in prepared.plans[0].arms if arm.arm == "broken")
+    attempt = recipe(prepared.catalogue, plan, prepared.stacks[plan.stack], tmp_path / "run")
+    seen = launched(warm, dataclasses.replace(attempt, run_id="test-run"))
+    assert any(rank["record"]["exception"] for rank in seen["ranks"]), seen
+    done = in_a_clean_shell(show(case)["broken"], tmp_path)
+    assert says_as_recorded(done, seen["ranks"]), done
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # the gate runs a plain line, and looks at what the others give
+def test_a_release_that_is_laid_over_is_the_one_that_runs_by_hand(show: Show, overlay: Path, tmp_path: Path) -> None:
+    done = in_a_clean_shell(show("qwen15-fsdp-norm-shard")["broken"], tmp_path)
+    assert done.returncode and "RuntimeError: the release that was laid over" in done.stdout + done.stderr, done
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_an_arm_with_a_variable_and_a_trainer_in_another_python_says_by_hand_what_is_stored(
+    show: Show, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    stored = next(
+        document for document in Store(BASELINE).documents(cases=[BY_HAND])
+        if document["stack"]["name"] == "current" and document["model"] == "llama-2-7b" and "bypass" in document["arms"]
+    )  # fmt: skip
+    line = show(BY_HAND, "model=llama-2-7b", "strategy=ddp", f"stack=python:{python}")["bypass"]
+    done = in_a_clean_shell(line, tmp_path)
+    assert says_as_recorded(done, stored["arms"]["bypass"]["attempts"][0]["observation"]["ranks"]), done

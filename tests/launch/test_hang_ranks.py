@@ -1,0 +1,87 @@
+"""Real gloo ranks that hang, and real ones that are only slow: the first end early, the others never."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Json, attempt_of, launched, launched_until
+from repro_matrix.grading.hangs import progress as looks
+from repro_matrix.grading.observation import Attempt
+from repro_matrix.launch import watch
+from repro_matrix.launch.forkserver import WarmLauncher
+
+pytestmark = pytest.mark.ranks
+FOREVER = 600.0
+
+
+def seen_of(warm: WarmLauncher, folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Json]:
+    """All of them at once: they mostly wait."""
+
+    def one(item: tuple[str, dict[str, Any]]) -> Json:
+        return launched(warm, attempt_of(folder / item[0], item[0], "waits.py", **item[1]))
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return dict(zip(wanted, pool.map(one, wanted.items())))
+
+
+def test_ranks_that_can_never_meet_are_ended_before_the_deadline(tmp_path: Path, warm: WarmLauncher) -> None:
+    wanted = {"other_collective": {"deadline": FOREVER}, "crossed_groups": {"deadline": FOREVER, "world_size": 3}}
+    seen = seen_of(warm, tmp_path, wanted)
+    for name, words in (("other_collective", "rank 0 in all_gather"), ("crossed_groups", "did not enter it")):
+        attempt = seen[name]["attempt"]
+        assert attempt["timed_out"] and words in attempt["hang"]["never_meet"] and seen[name]["infra"] is None
+        assert attempt["wall_s"] < FOREVER and attempt["working_s"] is not None
+        for rank in seen[name]["ranks"]:
+            assert rank["ended_by"] == "deadline" and rank["record"]["phase"] in ("start", "body")
+            assert len(rank["looks"]) == 2 and looks.of_rank(*rank["looks"]) == "stuck"
+            assert "waits.py" in rank["stack"]
+    group = seen["other_collective"]["ranks"][1]["collectives"]
+    assert group["groups"]["0"] == [0, 1] and group["collectives"][-1]["waits"]
+
+
+def test_a_rank_says_the_frames_of_the_call_that_it_waits_in(
+    tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host has gone on from there, so that the backtrace does not show it."""
+    take = watch.looks.take
+
+    def take_with_frames(*arguments: Any) -> Any:
+        return watch.looks.with_frames(take(*arguments), arguments[2])
+
+    monkeypatch.setattr(watch.looks, "take", take_with_frames)
+    seen = launched(warm, attempt_of(tmp_path / "a", "other_collective", "waits.py", deadline=FOREVER))
+    called = [[place.function for place in rank.called] for rank in Attempt(seen).ranks]
+    assert "all_gather" in called[0] and "barrier" in called[1] and "other_collective" in called[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_are_only_slow_are_never_ended_early(tmp_path: Path, warm: WarmLauncher) -> None:
+    """Asleep, at work, waiting for a compiler, connecting: each for longer than two looks take."""
+    slow = {"deadline": FOREVER, "seconds": 9}
+    wanted = {"sleeps": slow, "connects": slow, "computes": slow, "compiles": {**slow, "seconds": 3}}
+    for name, seen in seen_of(warm, tmp_path, wanted).items():
+        assert not seen["attempt"]["timed_out"] and seen["infra"] is None, name
+        assert all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in seen["ranks"]), name
+
+
+def test_what_moves_at_the_deadline_is_too_slow_and_what_does_not_hangs(tmp_path: Path, warm: WarmLauncher) -> None:
+    wanted = {"computes": {"deadline": 2, "seconds": FOREVER}, "leaves": {"deadline": 2}, "sleeps": {"deadline": 2,
+              "seconds": FOREVER}}  # fmt: skip
+    seen = seen_of(warm, tmp_path, wanted)
+    slow = seen["computes"]
+    assert slow["infra"]["kind"] == "too slow" and "rank 0 (phase body)" in slow["infra"]["message"]
+    for name in ("leaves", "sleeps"):
+        assert seen[name]["infra"] is None and looks.no_hang(Attempt(seen[name])) is None, name
+        assert seen[name]["attempt"]["timed_out"] and not seen[name]["attempt"]["hang"]["never_meet"], name
+    assert seen["leaves"]["ranks"][0]["looks"][-1]["ended"] and seen["leaves"]["ranks"][0]["exit_code"] == 0
+
+
+def test_ranks_that_do_not_get_started_are_no_hang(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempt = attempt_of(tmp_path / "a", "nobody", "never_starts.py")
+    seen = launched_until(warm, replace(attempt, start_limit_s=200.0), 2, start_limit_s=0.0)
+    assert seen["infra"]["kind"] == "start-up too slow" and seen["attempt"]["working_s"] is None
+    assert all("never_starts" in rank["stack"] for rank in seen["ranks"])

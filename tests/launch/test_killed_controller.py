@@ -1,0 +1,81 @@
+"""`repro` killed with -9 at any moment, and two runs at once: every recorded result stays, nothing else does."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import wait_for
+from repro_matrix.results.store import Store
+from test_end_to_end import CASE, ours, start
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the gate kills launchers: test_warm, test_launch_cold
+WORDS = ("matrix", f"case={CASE}", "arms=[summon,ddp]", "repeat=2", "launcher=warm", "order=listed")
+KILLS = 4
+
+
+def run(tmp_path: Path, results: str, *words: str) -> subprocess.Popen[str]:
+    """All runs share a cache (and so the state of the machine); each may have results of its own."""
+    (tmp_path / results).mkdir(exist_ok=True)
+    if not (tmp_path / results / "cache").exists():
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        (tmp_path / results / "cache").symlink_to(tmp_path / "cache")
+    return start(tmp_path / results, *WORDS, *words)
+
+
+def recorded(tmp_path: Path, results: str) -> dict[str, Any]:
+    """Every recorded attempt, by cell, arm and place."""
+    return {
+        f"{document['key']} {arm} {index}": attempt["observation"]
+        for document in Store(tmp_path / results / "results").documents()
+        for arm, entry in document["arms"].items()
+        for index, attempt in enumerate(entry["attempts"])
+    }
+
+
+def table(out: str) -> list[tuple[Any, ...]]:
+    return sorted((row["case"], row["arm"], row["outcome"], row["verdict"]) for row in json.loads(out)["rows"])
+
+
+def test_killed_at_any_moment_and_resumed_it_ends_as_an_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    moments = random.Random(1)
+    undisturbed = run(tmp_path, "a", "--json")
+    wait_for(lambda: list((tmp_path / "cache" / "state" / "runs").glob("*")))  # made when it has the results' lock
+    undisturbed.send_signal(signal.SIGSTOP)  # it is at work for as long as this takes
+    second = run(tmp_path, "a")  # the same results at once: refused; others: side by side
+    _, refused = second.communicate(timeout=600)
+    undisturbed.send_signal(signal.SIGCONT)
+    assert second.returncode == 2 and "another run is writing here" in refused
+    before: dict[str, Any] = {}
+    for _ in range(KILLS):
+        victim = run(tmp_path, "b", "--resume")
+        time.sleep(moments.uniform(0.5, 9))
+        victim.kill()
+        victim.communicate(timeout=600)
+        now = recorded(tmp_path, "b")
+        assert {name: now.get(name) for name in before} == before
+        before = now
+    whole = run(tmp_path, "b", "--resume", "--json")
+    out, err = whole.communicate(timeout=600)
+    assert whole.returncode == 0, err
+    now = recorded(tmp_path, "b")
+    assert {name: now.get(name) for name in before} == before and len(now) == 6
+    assert json.loads(out)["summary"]["reused"] == len(before)
+    expected, said = undisturbed.communicate(timeout=600)
+    assert undisturbed.returncode == 0, said
+    assert table(out) == table(expected)
+    wait_for(lambda: not ours(tmp_path))
+    assert not list((tmp_path / "cache" / "state" / "runs").glob("*"))
+    assert not list((tmp_path / "cache" / "state" / "nodes").glob("*/runs/*"))
+    assert not list((tmp_path / "cache" / "state" / "nodes").glob("*/leases/*.json"))
+    assert not list((tmp_path / "temporary").iterdir())

@@ -1,0 +1,153 @@
+"""What a run that goes on keeps of an older document, what is still missing, and what is made once more. All pure."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from judging import case, document, failed, observation, ok
+from repro_matrix.launch.device_errors import EITHER
+from repro_matrix.results import document as documents
+from repro_matrix.runner.retry import CARDS, LONGER, LOST_CARD, TOO_SLOW, again, lost, settled, told
+
+CASE = case()
+FIRES, CLEAN = observation(failed(0), failed(1)), observation(ok(0), ok(1))
+
+
+def plan(repeat: int = 2, unasked: dict[str, str] | None = None, **arms: str) -> Any:
+    """Arm -> its fingerprint now; ``skipped`` as a fingerprint: it is."""
+    made = [
+        SimpleNamespace(arm=arm, fingerprint=now, skipped="no GPU" if now == "skipped" else None, repeat=repeat)
+        for arm, now in {"broken": "b", "fix": "f", **arms}.items()
+    ]
+    return SimpleNamespace(arms=made, unasked=tuple((unasked or {}).items()))
+
+
+def older(**changes: Any) -> dict[str, Any]:
+    found = document({"broken": [("clean", FIRES)], "fix": [("clean", CLEAN), ("infra", CLEAN)]})
+    found["provenance"]["started"] = 1.0
+    for arm, under in (("broken", "b"), ("fix", "f")):
+        found["arms"][arm]["fingerprint"] = under
+    return {**found, **changes}
+
+
+def begun(**changes: Any) -> dict[str, Any]:
+    found = document({"broken": [], "fix": []})
+    found["provenance"]["started"] = 2.0
+    return {**found, **changes}
+
+
+def kept(before: dict[str, Any], at: Any = None, now: dict[str, Any] | None = None) -> tuple[dict[str, int], float]:
+    """Arm -> how many attempts were kept; when the document says that it was begun."""
+    new = now or begun()
+    documents.take_over(new, before, at or plan(), CASE, {CASE.slug: CASE})  # type: ignore[arg-type]
+    return {name: len(arm["attempts"]) for name, arm in new["arms"].items()}, new["provenance"]["started"]
+
+
+def test_what_is_gone_on_with_is_of_the_case_and_does_not_contradict_itself() -> None:
+    assert documents.believed(older(), CASE)  # type: ignore[arg-type]
+    assert not documents.believed(older(case="another"), CASE), "and in order"  # type: ignore[arg-type]
+    wrong = older(verdicts={"gone": {}})
+    assert not documents.believed(wrong, CASE)  # type: ignore[arg-type]
+
+
+def test_what_is_still_the_answer_is_kept_judged_again_and_infra_is_not() -> None:
+    new = begun()
+    assert kept(older(), now=new) == ({"broken": 1, "fix": 1}, 1.0)
+    (made,) = new["arms"]["broken"]["attempts"]
+    assert made["outcome"]["outcome"] == "fires", "however it was judged then"
+    assert new["provenance"]["ended"] is None and "ended" in older()["provenance"]
+    assert documents.missing(new, plan()) == [("broken", 1), ("fix", 1)]
+    assert documents.missing(new, plan(repeat=1)) == [] and documents.missing(new, plan(repeat=0)) == []
+    assert documents.missing(new, plan(fix="skipped")) == [("broken", 1)]
+
+
+def test_another_fingerprint_or_machine_or_a_skip_keeps_nothing_and_says_so() -> None:
+    assert kept(older(), plan(fix="other")) == ({"broken": 1, "fix": 0}, 2.0)
+    elsewhere = begun()
+    elsewhere["hardware"] = {**elsewhere["hardware"], "cpu": "another"}
+    assert kept(older(), now=elsewhere) == ({"broken": 0, "fix": 0}, 2.0)
+    assert kept(older(), plan(broken="skipped")) == ({"broken": 0, "fix": 1}, 2.0)
+    forged = older()
+    forged["arms"]["fix"]["fingerprint"] = "other"
+    assert kept(forged)[0]["fix"] == 0, "what the document says of its arm is compared, too"
+
+
+def test_an_attempt_was_made_under_what_its_arm_says() -> None:
+    before = older()
+    (first, _) = before["arms"]["fix"]["attempts"]
+    first["observation"]["attempt"]["fingerprint"] = "f"
+    assert documents.made_under(first) == "f" and kept(before) == ({"broken": 1, "fix": 1}, 1.0)
+    first["observation"]["attempt"]["fingerprint"] = "of-another-arm"
+    assert kept(before) == ({"broken": 1, "fix": 0}, 2.0)
+    first["observation"]["attempt"]["fingerprint"] = ""
+    assert documents.made_under(first) is None and kept(before)[0]["fix"] == 1, "from before it was stored"
+
+
+def test_an_arm_that_is_not_asked_for_stays_where_it_would_be_made_alike() -> None:
+    only = begun(arms={"broken": begun()["arms"]["broken"]})
+    at = plan(unasked={"fix": "f"})
+    at.arms.pop()
+    assert kept(older(), at, copy.deepcopy(only)) == ({"broken": 1, "fix": 1}, 1.0)
+    at.unasked = (("fix", "other"),)
+    assert kept(older(), at, copy.deepcopy(only)) == ({"broken": 1}, 2.0)
+    at.unasked = (("fix", "f"), ("gone", "g"))
+    before = older()
+    before["arms"]["gone"] = {**before["arms"]["fix"], "fingerprint": "g"}
+    assert "gone" not in kept(before, at, copy.deepcopy(only))[0], "the case has no such arm any more"
+    skipped = older()
+    skipped["arms"]["fix"] = {"skipped": "no GPU", "fingerprint": "f", "settings": {}, "attempts": []}
+    assert kept(skipped, at, copy.deepcopy(only)) == ({"broken": 1, "fix": 0}, 1.0)
+    empty = older()
+    empty["arms"]["fix"]["attempts"] = []
+    assert "fix" not in kept(empty, at, copy.deepcopy(only))[0]
+
+
+def test_a_document_of_which_nothing_is_left_is_begun_anew() -> None:
+    before = older()
+    for arm in before["arms"].values():
+        arm["attempts"] = []
+    assert kept(before) == ({"broken": 0, "fix": 0}, 2.0)
+
+
+# -- made once more
+
+
+def seen(infra: Any = None, **attempt: Any) -> dict[str, Any]:
+    return {"attempt": {"deadline_s": 40, "interrupted": False, **attempt}, "infra": infra, "ranks": []}
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_what_a_card_may_have_done_is_made_once_more_on_others(kind: str) -> None:
+    why = {"kind": kind, "message": "Xid 79"}
+    assert again(seen(why), ["GPU-1", "GPU-2"]) == {"again": why, "avoid": ("GPU-1", "GPU-2")}
+    assert again(seen(why)) == {"again": why, "avoid": ()}
+    assert again(seen(why, again=why)) is None, "never twice"
+
+
+def test_what_cards_may_be_to_blame_for_has_the_names_that_ranks_and_launcher_give_it() -> None:
+    assert CARDS == ("card", "device", EITHER) and LOST_CARD == "card"
+    assert again(seen({"kind": "memory", "message": "x"}), ["GPU-1"]) is None, "of the host"
+
+
+def test_what_was_too_slow_gets_a_longer_deadline() -> None:
+    why = {"kind": TOO_SLOW, "message": "still at work"}
+    found = again(seen(why))
+    assert found == {"again": why, "deadline": LONGER * 40}
+    assert (
+        told(found) == "too slow: still at work; deadline 120 s" and told({"again": why}) == "too slow: still at work"
+    )
+    assert again(seen(why, interrupted=True)) is None and again(seen(why, again=why)) is None
+    assert again(seen({"kind": "memory", "message": "m"})) is None is again(seen())
+
+
+def test_what_came_again_is_the_programs() -> None:
+    either = {"kind": EITHER, "message": "m"}
+    assert settled(seen(either, again=either))["infra"] is None
+    for first, second in ((either, None), ({"kind": LOST_CARD}, either), (None, either), (either, {"kind": LOST_CARD})):
+        assert settled(seen(first, again=second)) == seen(first, again=second)
+    dead = lost(seen(interrupted=True), "it fell off the bus")
+    assert dead["infra"] == {"kind": LOST_CARD, "message": "it fell off the bus"}
+    assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40

@@ -1,0 +1,81 @@
+"""weights=hub: one download before the run; what cannot be had is a skip that says why. The hub is a fake module."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import selection as overrides
+from repro_matrix.config.settings import RunSettings, Weights
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.planning import cells as matrix
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.runner.hub_download import fetch, with_weights
+
+CATALOGUE = catalogue.load()
+HUB = """
+import os
+class GatedRepoError(Exception): pass
+class LocalEntryNotFoundError(Exception): pass
+def snapshot_download(name, allow_patterns=None):
+    with open(os.environ["FAKE_HUB_LOG"], "a") as log:
+        log.write(name + "\\n")
+    if "Llama" in name:
+        raise GatedRepoError("401: you must be granted access")
+    if "14B" in name:
+        raise LocalEntryNotFoundError("cannot find an appropriate cached snapshot folder")
+    if "7B" in name:
+        raise OSError("no such repository")
+    return "/somewhere"
+"""
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
+    """This Python, with a huggingface_hub of its own."""
+    (tmp_path / "huggingface_hub.py").write_text(HUB, encoding="utf-8")
+    monkeypatch.setenv("FAKE_HUB_LOG", str(tmp_path / "asked"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    versions = {"torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"}
+    return Stack("current", sys.executable, versions, path=(str(tmp_path),))
+
+
+def plans(stack: Stack, *texts: str, weights: Weights = Weights.hub) -> list[CellPlan]:
+    machine, profile = Machine((), None, "cpu", 2, 24.0, "linux"), Profile("cpu", "cpu", "gloo", ())
+    named = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=train-step", *texts]))
+    cells = place(CATALOGUE, named, [profile], auto=False).cells
+    stacks = {"current": stack}
+    return Planner(CATALOGUE, RunSettings(weights=weights), {"cpu": profile}, machine, stacks, {}).plan(cells)
+
+
+def test_a_model_is_downloaded_once_for_all_its_cells(stack: Stack, tmp_path: Path) -> None:
+    found = with_weights(plans(stack, "model=qwen1.5-0.5b", "strategy=ddp,fsdp,tp"), {"current": stack})
+    assert [plan.skipped for plan in found] == [None] * 3
+    assert (tmp_path / "asked").read_text(encoding="utf-8").split() == ["Qwen/Qwen1.5-0.5B"]
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("meta-llama/Llama-2-7b-hf", "is gated"),
+        ("Qwen/Qwen-14B", "the hub cannot be reached"),
+        ("Qwen/Qwen-7B", "OSError: no such repository"),
+    ],
+)
+def test_what_cannot_be_had_says_why(name: str, said: str, stack: Stack) -> None:
+    problem = fetch(stack, name)
+    assert problem and problem.startswith(f"weights=hub: {name}") and said in problem
+
+
+def test_it_is_a_skip_and_random_weights_ask_nobody(stack: Stack, tmp_path: Path) -> None:
+    found = with_weights(plans(stack, "model=qwen-14b", "strategy=ddp"), {"current": stack})
+    assert found[0].skipped and "cannot be reached" in found[0].skipped
+    (tmp_path / "asked").unlink()
+    made = plans(stack, "model=qwen-14b", "strategy=ddp", weights=Weights.random)
+    assert with_weights(made, {"current": stack}) == made
+    assert not (tmp_path / "asked").exists()

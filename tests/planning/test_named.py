@@ -1,0 +1,237 @@
+"""Named matrices: presets of conf/matrix, the command line over them, folders of the user's own, what --cfg prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+from repro_matrix.cli import main as cli
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import presets as named
+from repro_matrix.config import selection as overrides
+from repro_matrix.config.settings import compose_run
+from repro_matrix.errors import ConfigError
+from repro_matrix.paths import CONF, CONFIG_PATH
+from repro_matrix.planning import cells as matrix
+from repro_matrix.results.store import Store
+from repro_matrix.runner import request
+
+PRESETS = sorted(path.stem for path in (CONF / "matrix").glob("*.yaml"))
+
+
+def cells(*texts: str) -> list[matrix.Cell]:
+    return request.ask(texts).cells
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_says_what_it_is_and_has_cells(preset: str) -> None:
+    assert cells(f"+matrix={preset}")
+    head = (CONF / "matrix" / f"{preset}.yaml").read_text(encoding="utf-8").splitlines()
+    assert head[0] == "# @package _global_" and head[1].startswith("# ")
+
+
+def test_seeds_are_every_failure_that_a_write_up_claims_something_of() -> None:
+    from test_write_ups import CLAIMS
+
+    ids = {f"{case}-{name}" for case, names in CLAIMS.items() for name in names.split()}
+    known = catalogue.load().cases
+    claimed = {slug for slug, case in known.items() if case.kind == "failure" and ids & {c.id for c in case.claims}}
+    seeds = {cell.case for cell in cells("+matrix=seeds")}
+    # What needs GPUs is there a second time, simulated.
+    assert seeds == claimed | {"qwen-device-map-devices-simulated"}
+
+
+def test_known_is_where_the_stored_measurement_fires() -> None:
+    found = request.fires_on(catalogue.load(), {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
+    assert found["qwen15-fsdp-kv-cache"] == ["torch2.2-tf4.39"]  # nowhere else but in version maps of it
+    assert {"current", "torch2.2-tf4.39"} == set(found["fsdp-tied-embeddings"])
+    assert found["train-step"] == ["current"]  # never fires: where its file says
+    by_case = {(cell.case, cell.stack) for cell in cells("case=qwen15-fsdp-kv-cache,fsdp-tied-*", "stack=known")}
+    assert by_case == {
+        ("qwen15-fsdp-kv-cache", "torch2.2-tf4.39"),
+        ("fsdp-tied-embeddings", "current"),
+        ("fsdp-tied-embeddings", "torch2.2-tf4.39"),
+    }
+
+
+def test_a_case_that_fired_in_a_version_map_alone_is_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A floating stack is no place where anything is known to fire: it is whatever the index holds today."""
+
+    def documents(stacks: list[str]) -> list[dict[str, object]]:
+        arms = {"broken": {"attempts": [{"outcome": {"outcome": "fires"}}]}}
+        return [{"case": "train-step", "stack": {"name": name}, "arms": arms} for name in stacks]
+
+    known = catalogue.load()
+    for stored, wanted in (
+        (["current+peft@0.1"], ["current+peft@0.1"]),
+        (["current+peft@0.1", "torch2.6-tf4.51"], ["torch2.6-tf4.51"]),
+        (["newest", "current"], ["current"]),
+    ):
+        monkeypatch.setattr(Store, "documents", lambda *_, found=stored, **__: iter(documents(found)))
+        assert request.fires_on(known, {"train-step"}) == {"train-step": wanted}
+
+
+def test_the_command_line_wins_over_a_preset() -> None:
+    assert compose_run(["+matrix=nightly"]).repeat == 3
+    assert compose_run(["repeat=1", "+matrix=nightly"]).repeat == 1
+    assert {cell.stack for cell in cells("+matrix=seeds", "stack=current")} == {"current"}
+    assert {cell.case for cell in cells("+matrix=seeds", "case=train-step", "model=qwen-7b")} == {"train-step"}
+    # A model of the line narrows what a preset's cases list; it does not put every case on that model.
+    narrowed = cells("+matrix=seeds", "model=qwen-7b")
+    assert {cell.model for cell in narrowed} == {"qwen-7b"}
+    assert all("qwen-7b" in catalogue.load().cases[cell.case].axes.model for cell in narrowed)
+
+
+def test_presets_add_up_and_a_cell_is_measured_once() -> None:
+    both = cells("+matrix=[smoke,nightly]")
+    assert len(both) == len(set(both)) == len(set(cells("+matrix=smoke")) | set(cells("+matrix=nightly")))
+
+
+@limits(max_examples=15)  # each asks for its cells twice
+@given(
+    case=st.sampled_from(["*", "fsdp-*", "train-step", "train-step,zero-*"]),
+    model=st.sampled_from([None, "qwen*", "qwen1.5-0.5b"]),
+    strategy=st.sampled_from([None, "fsdp", "zero*"]),
+    ranks=st.sampled_from([None, "2,4"]),
+    settings=st.sampled_from([[], ["repeat=2"], ["steps=5", "seed=7"]]),
+)
+def test_what_cfg_prints_is_a_matrix_of_the_same_cells(
+    tmp_path_factory: pytest.TempPathFactory,
+    case: str, model: str | None, strategy: str | None, ranks: str | None, settings: list[str],
+) -> None:  # fmt: skip
+    axes = {"case": case, "model": model, "strategy": strategy, "ranks": ranks}
+    texts = [f"{axis}={value}" for axis, value in axes.items() if value] + settings
+    asked = request.ask(texts)
+    try:
+        wanted = asked.cells
+    except ConfigError:
+        return  # nothing is selected
+    folder = tmp_path_factory.mktemp("conf")
+    (folder / "matrix").mkdir()
+    (folder / "matrix" / "mine.yaml").write_text(named.composed(asked.settings, asked.selections), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CONFIG_PATH, str(folder))
+        again = request.ask(["+matrix=mine"])
+        assert again.cells == wanted
+        assert {**vars(again.settings), "matrix": {}} == {**vars(asked.settings), "matrix": {}}
+
+
+@pytest.mark.parametrize("words", [("--cfg",), ("--cfg", "job")])
+def test_cfg_prints_yaml_and_runs_nothing(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("matrix", "plan", "list"):
+        code, out, _ = said(capsys, verb, "+matrix=seeds", *words, "repeat=2", "model.config.num_hidden_layers=4")
+        found = yaml.safe_load(out)
+        assert code == 0 and found["repeat"] == 2
+        assert found["matrix"]["seeds"]["stack"] == ["known"] and "model" not in found["matrix"]["seeds"]
+        assert out.endswith("# and, of the command line: model.config.num_hidden_layers=4\n")
+
+
+@pytest.mark.parametrize(
+    "words", [["--config-dir", "{0}"], ["hydra.searchpath=[file://{0}]"], ["hydra.searchpath=[{0}]"]]
+)
+def test_groups_from_elsewhere(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CONFIG_PATH, "")  # given back afterwards: the verb sets it
+    for group in ("matrix", "model"):
+        (tmp_path / group).mkdir()
+    own = (CONF / "model" / "qwen1.5-0.5b.yaml").read_text(encoding="utf-8").replace("slug: qwen1.5-0.5b", "slug: mine")
+    (tmp_path / "model" / "mine.yaml").write_text(own, encoding="utf-8")
+    preset = "# @package _global_\nmatrix:\n  ours: {case: train-step, model: mine, strategy: 'ddp, fsdp'}\n"
+    (tmp_path / "matrix" / "ours.yaml").write_text(preset, encoding="utf-8")
+    code, out, _ = said(capsys, "list", "--json", "+matrix=ours", *(word.format(tmp_path) for word in words))
+    assert code == 0
+    assert [(row["model"], row["strategy"]) for row in json.loads(out)] == [("mine", "ddp"), ("mine", "fsdp")]
+
+
+def test_a_name_in_two_folders_is_no_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CONFIG_PATH, "")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "qwen-7b.yaml").write_text("slug: qwen-7b\n", encoding="utf-8")
+    code, _, err = said(capsys, "list", "--config-dir", str(tmp_path))
+    assert code == 2 and "model 'qwen-7b' is also in" in err and str(tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["list", "+matrix=sedes"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
+        (["matrix", "+matrix=sedes"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
+        (["list", "+matrix=[smoke,sedes]"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
+        (["matrix", "matrix=seeds"], "a named matrix is added: +matrix=seeds"),
+        (["list", "+matrix=seeds", "matrix.seeds.stak=x"], "unknown key 'stak'; did you mean 'stack'?"),
+        (["list", "+matrix=seeds", "matrix.seeds.model=x"], "write +matrix.seeds.model="),
+        (["list", "+matrix=seeds", "matrix.seds.case=x"], "unknown key 'seds'; did you mean 'seeds'?"),
+        (["list", "+matrix=seeds", "+matrix.seeds.model=qwen-7"], "seeds.yaml: matrix.seeds: unknown model 'qwen-7'"),
+        (["list", "--config-dir", "/nowhere/at/all"], "/nowhere/at/all: no such folder"),
+        (["list", "hydra.searchpath=[pkg://x]"], "a folder is meant"),
+        (["list", "hydra.searchpath=x"], "a list of folders"),
+        (["list", "hydra.verbose=true"], "unknown key 'hydra.verbose'"),
+        (["bisect", "fsdp-generate", "+matrix=seeds", "--good", "a", "--bad", "b"], "a named matrix is for"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, *words)
+    assert code == 2 and told in err, err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("matrix: {b: {modle: x}}", "bad.yaml: matrix.b: unknown key 'modle'"),
+        ("matrix: {b: {ranks: two}}", "bad.yaml: matrix.b: ranks"),
+        ("matrix: {b: {ranks: 0}}", "bad.yaml: matrix.b: ranks"),
+        ("matrix: {b: {case: [unknwon]}}", "bad.yaml: matrix.b: unknown case 'unknwon'"),
+        ("matrix: {b: {case: [train-step}}", "bad.yaml:2: not valid YAML"),
+        ("matrix: {b: {hardware: cpu}, c: {hardware: gpu8}}", "the blocks are for different hardware"),
+        ("repaet: 3", "repaet"),
+        ("", "+matrix=bad: it has no block"),  # it stood for the whole catalogue
+        ("repeat: 3", "+matrix=bad: it has no block"),
+        ("matrix: {}", "+matrix=bad: it has no block"),
+    ],
+)  # fmt: skip
+def test_a_wrong_preset_is_named(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CONFIG_PATH, str(tmp_path))
+    (tmp_path / "matrix").mkdir()
+    (tmp_path / "matrix" / "bad.yaml").write_text(f"# @package _global_\n{text}\n", encoding="utf-8")
+    code, _, err = said(capsys, "list", "+matrix=bad")
+    assert code == 2 and told in err, err
+    assert said(capsys, "list", "case=train-step")[0] == 0  # and is in nobody else's way
+
+
+def test_a_preset_without_its_first_line_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CONFIG_PATH, str(tmp_path))
+    (tmp_path / "matrix").mkdir()
+    (tmp_path / "matrix" / "bad.yaml").write_text("matrix: {b: {case: train-step}}\n", encoding="utf-8")
+    code, _, err = said(capsys, "list", "+matrix=bad")
+    assert code == 2 and "begins with the line '# @package _global_'" in err, err
+
+
+def test_a_flag_of_the_line_is_for_the_blocks_that_have_it() -> None:
+    found = cells("+matrix=smoke", "flags.lora=true")
+    assert {cell.case for cell in found} == {"train-step"}
+    with pytest.raises(ConfigError, match="unknown flag 'loar'"):
+        cells("+matrix=smoke", "flags.loar=true")
+
+
+def test_the_line_alone_is_one_selection() -> None:
+    line = overrides.parse(["case=fsdp-*"])
+    assert named.blocks({}, line) == [line]

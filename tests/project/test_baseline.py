@@ -1,0 +1,173 @@
+"""The published measurements: valid, complete, and every signature bound to a real observation that it matches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.grading import expectations as expect
+from repro_matrix.grading import failure_id as met
+from repro_matrix.grading import verdict
+from repro_matrix.grading.regrade import Judged, judged_again
+from repro_matrix.paths import BASELINE, RESULTS
+from repro_matrix.records import validate as doubt
+from repro_matrix.results.accept import publication
+from repro_matrix.results.store import Store
+from repro_matrix.results.supported import unbacked
+
+pytestmark = pytest.mark.xdist_group("baseline")  # read and judged once
+CATALOGUE = catalogue.load()
+
+
+@cache
+def documents() -> list[dict[str, Any]]:
+    return list(Store(BASELINE).documents())
+
+
+@cache
+def judged() -> Judged:
+    """All of them judged anew, once: what the tests here ask of it differs, and it takes seconds. Nobody changes it."""
+    return judged_again(documents(), CATALOGUE.cases)
+
+
+def attempts(case: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(arm, observation, stored outcome) of every stored attempt of a case."""
+    return [
+        (arm, attempt["observation"], attempt["outcome"])
+        for document in documents()
+        if document["case"] == case
+        for arm, held in document["arms"].items()
+        for attempt in held["attempts"]
+    ]
+
+
+def test_every_document_is_complete_and_of_its_type() -> None:
+    """The readers of what is published trust its types without asking (harness/repro_matrix/results/store.py)."""
+    assert documents()
+    for document in documents():
+        assert document["complete"], document["path"]
+        doubt.cell({k: v for k, v in document.items() if k != "path"})
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one a case", "every one"])
+def test_documents_fit_the_schema(every: bool) -> None:
+    """The schema is made from the types (test_result_schema), and asking it takes a hundred times as long: by the gate
+    of each case its smallest document, and of each of its arms one attempt."""
+    schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    by_size = sorted(documents(), key=lambda one: -sum(len(arm["attempts"]) for arm in one["arms"].values()))
+    one = {document["case"]: document for document in by_size}
+    assert len(one) > 1
+    for document in documents() if every else map(first_attempts, one.values()):
+        problem = next(validator.iter_errors({k: v for k, v in document.items() if k != "path"}), None)
+        assert problem is None, f"{document['path']}: {problem and problem.message}"
+
+
+def first_attempts(document: dict[str, Any]) -> dict[str, Any]:
+    return {**document, "arms": {name: {**a, "attempts": a["attempts"][:1]} for name, a in document["arms"].items()}}
+
+
+def fired(case: str) -> bool:
+    return any(outcome["outcome"] == "fires" for _, _, outcome in attempts(case))
+
+
+# Cases that no machine of ours can make fire, with what they wait for: named, so that the list cannot grow silently.
+UNSEEN = {"qwen-device-map-devices": "two GPUs"}
+
+
+@pytest.mark.parametrize("case", [case.slug for case in CATALOGUE.cases.values() if case.kind == "failure"])
+def test_every_failure_has_a_stored_observation_that_its_signature_matches(case: str) -> None:
+    if case in UNSEEN and not fired(case):
+        pytest.skip(f"its observation waits for {UNSEEN[case]}")
+    assert fired(case), f"no stored measurement in {BASELINE} shows {case} firing: run it, then `repro accept`"
+
+
+def test_no_signature_matches_another_cases_broken_arm_undeclared() -> None:
+    """Of an edited signature as it is now: ``judged`` grades every observation against all cases."""
+    for document in judged().documents:
+        case = CATALOGUE.cases[document["case"]]
+        for attempt in document["arms"].get("broken", {}).get("attempts", []):
+            outcome = attempt["outcome"]
+            if outcome["outcome"] != "fires":
+                continue  # a broken arm that meets another case instead is CHANGED, and says which
+            for other in {item["case"] for item in outcome["recognised"]} - {case.slug}:
+                both = case.slug in CATALOGUE.cases[other].occurs_with or other in case.occurs_with
+                assert both, f"{case.slug}'s broken arm also shows {other}: neither declares occurs_with"
+
+
+def test_everything_that_is_expected_was_measured() -> None:
+    for case in CATALOGUE.cases.values():
+        assert unbacked(case, [d for d in judged().documents if d["case"] == case.slug]) == []
+
+
+def test_a_deleted_or_changed_document_that_something_rests_on_is_missed() -> None:
+    """Each one that stands for an end of some releases; the others are inner ones, or of claims."""
+    for slug, case in CATALOGUE.cases.items():
+        own = [d for d in judged().documents if d["case"] == slug]
+        for number, document in enumerate(own):
+            others = own[:number] + own[number + 1 :]
+            verdicts = {arm: {**found, "name": "FLAKY"} for arm, found in document["verdicts"].items()}
+            missed = unbacked(case, others)
+            assert bool(missed) == bool(unbacked(case, [*others, {**document, "verdicts": verdicts}])), document["path"]
+            assert missed or not _ends(case, document), document["path"]
+
+
+def test_a_line_deleted_from_a_published_file_is_missed(tmp_path: Path) -> None:
+    """On disk: the file stays one that is read, and what the line stood for is named."""
+    of_case: dict[str, list[dict[str, Any]]] = {}
+    for document in judged().documents:
+        of_case.setdefault(document["case"], []).append(document)
+    slug, own = min(
+        ((slug, own) for slug, own in of_case.items() if CATALOGUE.cases[slug].expect), key=lambda item: len(item[1])
+    )
+    case = CATALOGUE.cases[slug]
+    at = next(n for n, d in enumerate(own) if unbacked(case, own[:n] + own[n + 1 :]))
+    gone, folder = own[at], tmp_path / own[at]["hardware"]["profile"]
+    shutil.copytree(BASELINE, tmp_path, dirs_exist_ok=True)
+    file = folder / f"{gone['stack']['label']}.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    (line,) = [n for n, text in enumerate(lines) if json.loads(text).get("key") == gone["key"]]
+    file.write_text("".join(lines[:line] + lines[line + 1 :]), encoding="utf-8")
+    store = Store(tmp_path)
+    left = judged_again(list(store.documents(cases=[slug])), CATALOGUE.cases).documents
+    assert not store.damaged and len(left) == len(own) - 1
+    assert unbacked(case, left)
+
+
+def test_nothing_is_published_that_backs_nothing() -> None:
+    """What `accept` would take back with the next measurement: releases between two that say the same."""
+    held = judged().documents
+    given = {document["case"]: document for document in held}
+    assert publication(CATALOGUE.cases, held, given.values(), "as it is").dropped == []
+
+
+def _ends(case: Any, document: dict[str, Any]) -> bool:
+    have = document["stack"]["versions"]
+    return any(
+        document["where"] in entry.cells and any(end.items() <= have.items() for end in entry.measured)
+        for entry in case.expect
+    )
+
+
+def test_published_measurements_are_judged_now_as_when_they_were_stored() -> None:
+    """Every outcome and verdict: a signature that is edited must still say the same of every observation, or the
+    results are published anew."""
+    assert judged().documents and judged().notes == []
+
+
+def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
+    for document in judged().documents:
+        case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
+        at = (document["stack"]["versions"], hardware["profile"], hardware["facts"])
+        for arm, stored in document["verdicts"].items():
+            wanted = expect.expected(case, document["where"], arm, *at)
+            found = verdict.Verdict(**{**stored, "met": tuple(met.Met(**item) for item in stored["met"])})
+            where = f"{document['path']} {arm}"
+            assert expect.compare(found, wanted) in ("expected", "unset"), where
+            assert expect.said_of_met(found, wanted) == "", where

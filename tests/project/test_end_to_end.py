@@ -1,0 +1,159 @@
+"""`repro` as a user runs it, with real ranks: a case, an interrupted run, a killed one, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from launching import wait_for
+from repro_matrix.results.store import Store
+
+pytestmark = pytest.mark.ranks
+Once = Callable[[str, Callable[[], Any]], Any]  # conftest's
+CASE = "qwen15-fsdp-norm-shard"
+
+
+def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "REPRO_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "repro_matrix", *words, f"results={tmp_path / 'results'}", "hardware=cpu"]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def measured(tmp_path: Path, launcher: str, arm: str) -> dict[str, Any]:
+    """The rows and the document of a run of ``CASE`` that left nothing behind."""
+    done = start(tmp_path, "run", CASE, f"arms=[{arm}]", f"launcher={launcher}", "--json")
+    out, err = done.communicate(timeout=800)
+    assert done.returncode == 0, err
+    wait_for(lambda: not ours(tmp_path))
+    return {"rows": json.loads(out)["rows"], "document": documents(tmp_path)[0]}
+
+
+def measured_from_cold(once: Once, tmp_path: Path, arm: str = "broken") -> dict[str, Any]:
+    """Any other arm than the broken one takes twice as many processes, each of which imports the stack."""
+    return dict(once(f"cold-{arm}", lambda: measured(tmp_path / "cold", "torchrun", arm)))
+
+
+def documents(tmp_path: Path) -> list[dict[str, Any]]:
+    return list(Store(tmp_path / "results").documents())
+
+
+def attempts(tmp_path: Path) -> int:
+    return sum(len(arm["attempts"]) for document in documents(tmp_path) for arm in document["arms"].values())
+
+
+def ours(tmp_path: Path) -> list[psutil.Process]:
+    """Processes that work for this test: they have its folder in their command line or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            text = " ".join([*process.cmdline(), *process.environ().values()])
+            if str(tmp_path) in text and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def launchers(document: dict[str, Any]) -> set[str]:
+    observations = [each["observation"] for arm in document["arms"].values() for each in arm["attempts"]]
+    return {observation["attempt"]["launcher"] for observation in observations}
+
+
+@pytest.mark.slow  # the gate has the broken arm from cold (test_warm), and the fix warm (below)
+def test_a_case_with_and_without_its_fix_from_cold(tmp_path: Path, once: Once) -> None:
+    done = measured_from_cold(once, tmp_path, "summon")
+    rows = {row["arm"]: row for row in done["rows"]}
+    assert rows["broken"]["outcome"] == "fires"
+    assert rows["summon"]["verdict"] == "FIX_HOLDS"
+    stored = done["document"]
+    ranks = stored["arms"]["summon"]["attempts"][0]["observation"]["ranks"]
+    assert len(ranks) == 2 and all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in ranks)
+    assert launchers(stored) == {"torchrun"}
+    assert stored["stack"]["versions"]["torch"] and stored["provenance"]["command"] and stored["hardware"]["cpu"]
+
+
+def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on_to_the_end(tmp_path: Path) -> None:
+    words = ("run", CASE, "arms=[root-call,summon]", "launcher=warm")
+    first = start(tmp_path, *words)
+    wait_for(lambda: attempts(tmp_path) >= 1)
+    first.send_signal(signal.SIGINT)
+    out, err = first.communicate(timeout=600)
+    kept = attempts(tmp_path)
+    if first.returncode == 130:
+        told = "INTERRUPTED: 1 of 1 cell not measured" if kept < 3 else "INTERRUPTED, when all of it was measured"
+        assert told in out, out + err
+    # It had just finished, or was on its way out, where Python's own handler ends it: then nothing may be missing.
+    assert first.returncode == 130 or (first.returncode in (0, -signal.SIGINT) and kept == 3), err
+    assert kept >= 1
+    wait_for(lambda: not ours(tmp_path))
+    second = start(tmp_path, *words, "--resume", "--json")
+    out, err = second.communicate(timeout=600)
+    assert second.returncode == 0, err
+    said = json.loads(out)
+    assert said["summary"]["reused"] == kept and said["summary"]["attempts"] + said["summary"]["reused"] == 3
+    rows = {row["arm"]: row for row in said["rows"]}
+    assert rows["broken"]["outcome"] == "fires"
+    assert rows["summon"]["verdict"] == "FIX_HOLDS"
+    assert rows["root-call"]["verdict"] == "FIX_UNMASKS" and "fsdp-tied-embeddings" in rows["root-call"]["reason"]
+    assert launchers(documents(tmp_path)[0]) == {"warm"}
+    wait_for(lambda: not ours(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_case_that_cannot_be_imported_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "project"
+    for folder in ("conf", "repros"):
+        shutil.copytree(Path(__file__).parents[2] / folder, root / folder)
+    about = yaml.safe_load((root / "conf/case/ddp-module-bypass.yaml").read_text(encoding="utf-8"))
+    about |= {"slug": "lacking", "script": "lacking.py"}
+    about["launch"]["imports"] = []  # what is listed there the stack must have, else the case is skipped
+    (root / "conf/case/lacking.yaml").write_text(yaml.safe_dump(about), encoding="utf-8")
+    (root / "repros/lacking.py").write_text("import no_such_package\n", encoding="utf-8")
+    monkeypatch.setenv("REPRO_ROOT", str(root))
+    done = start(tmp_path, "matrix", "case=lacking,ddp-module-bypass", "arms=[root-call]", "--json")
+    out, err = done.communicate(timeout=600)
+    assert done.returncode == 3, err  # less was measured than asked for
+    rows = {(row["case"], row["arm"]): row for row in json.loads(out)["rows"]}
+    for arm in ("broken", "root-call"):
+        assert rows["lacking", arm]["outcome"] == "infra" and "no_such_package" in rows["lacking", arm]["reason"]
+    assert rows["ddp-module-bypass", "root-call"]["verdict"] == "FIX_HOLDS"
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
+    run = start(tmp_path, "run", CASE, "arms=[summon]", "launcher=torchrun")
+    wait_for(lambda: any("elastic.py" in " ".join(process.cmdline()) for process in ours(tmp_path)))
+    run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=600)
+    assert run.returncode == 130
+    wait_for(lambda: not ours(tmp_path))
+
+
+def test_the_page_is_the_last_line_but_one_also_beside_another_run(tmp_path: Path) -> None:
+    asked = ("matrix", "case=ddp-module-bypass", "arms=[broken]", "repeat=1")
+    first = start(tmp_path, *asked)
+    said, err = first.communicate(timeout=800)
+    assert first.returncode == 0, err
+    page = tmp_path / "results" / "report.html"
+    assert said.splitlines()[-2] == f"page: {page}" and page.is_file()
+    assert "of 1 cell the broken arm alone was measured" in " ".join(said.split())
+    before = shutil.copytree(tmp_path / "results", tmp_path / "before")
+    again = start(tmp_path, *asked, "--against", str(before))
+    said, err = again.communicate(timeout=800)
+    assert again.returncode == 0, err
+    lines = said.splitlines()
+    assert lines[-2] == f"page: {page}" and lines[-1].startswith("exit code 0")
+    assert any(line.startswith("against") for line in lines[:-3])

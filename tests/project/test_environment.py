@@ -1,0 +1,122 @@
+"""The user's environment is no input: what ranks inherit, what a setting passes on, and real ranks among traps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import HOSTILE
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import attempt_of
+from repro_matrix.config.env_allowlist import building, inherited
+from repro_matrix.config.settings import RunSettings, compose_run
+from repro_matrix.errors import ConfigError
+from repro_matrix.launch.attempt import environment, stack_environment, torchrun_line
+from repro_matrix.launch.forkserver import server_environment
+from repro_matrix.results.store import Store
+from repro_matrix.runner import session
+from repro_matrix.runner import workspace as workplace
+from test_plan import CATALOGUE, NORM, plans
+
+KEPT = {"PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CXX", "NVIDIA_VISIBLE_DEVICES"}
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_nothing_hostile_is_inherited(tmp_path: Path, hostile: None) -> None:
+    assert len(HOSTILE) >= 60
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    for env in (environment(attempt), server_environment(attempt)[0]):
+        assert not [name for name, value in HOSTILE.items() if env.get(name) == value]
+    assert "PYTHONPATH" not in stack_environment(attempt)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*HOSTILE, *KEPT})) | st.text("ABC_PYTHON", min_size=1), st.text()))
+def test_only_the_allow_list_is_inherited(given_env: dict[str, str]) -> None:
+    kept = inherited(given=given_env)
+    assert kept == {name: value for name, value in given_env.items() if name in kept}
+    assert not kept.keys() & HOSTILE.keys() and given_env.keys() & KEPT <= kept.keys()
+    assert kept.items() <= inherited(hub=True, given=given_env).items()
+    assert kept.items() <= building(given_env).items()
+
+
+def test_the_hub_is_reached_only_where_real_weights_are_asked_for() -> None:
+    mine = {"HF_TOKEN": "t", "HF_HOME": "/mine", "https_proxy": "http://p", "HF_DEBUG": "1", "MAX_JOBS": "8"}
+    assert inherited(given=mine) == {}
+    assert inherited(hub=True, given=mine) == {"HF_TOKEN": "t", "HF_HOME": "/mine", "https_proxy": "http://p"}
+    assert building(mine) == {"MAX_JOBS": "8"}
+
+
+def test_the_setting_passes_a_variable_on_as_it_stands(tmp_path: Path) -> None:
+    settings = compose_run(["env.NCCL_SOCKET_IFNAME=eth0,eth1", "env.A=true", "env.B='x y'", "env.C=", "repeat=2"])
+    assert settings.env == {"NCCL_SOCKET_IFNAME": "eth0,eth1", "A": "true", "B": "x y", "C": ""}
+    assert settings.repeat == 2
+    for name in ("env.RANK", "env.REPRO_RUN", "env.CUDA_VISIBLE_DEVICES", "env.1X", "env.PYTHONPATH"):
+        with pytest.raises(ConfigError, match=name):
+            compose_run([f"{name}=1"])
+
+
+def test_a_given_variable_is_recorded_and_part_of_the_fingerprint(tmp_path: Path) -> None:
+    plain, given_one = plans(NORM)[0].arms[0], plans(NORM, settings=RunSettings(env={"X": "y"}))[0].arms[0]
+    assert "env" not in plain.settings and given_one.settings["env"] == {"X": "y"}
+    assert plain.fingerprint != given_one.fingerprint
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    object.__setattr__(attempt, "env", given_one.settings["env"])
+    assert environment(attempt)["X"] == "y"
+    assert shlex.split(torchrun_line(attempt))[:2] == ["env", "X=y"]
+
+
+def test_an_arms_own_variable_is_what_its_file_says() -> None:
+    texts = ["case=device-map-distributed"]
+    changed = RunSettings(env={"ACCELERATE_BYPASS_DEVICE_MAP": "false"})
+    before, after = ({a.arm: a.fingerprint for a in plans(*texts, settings=s)[0].arms} for s in (None, changed))
+    same = [arm for arm in before if before[arm] == after[arm]]
+    assert same == [name for name, arm in CATALOGUE.cases["device-map-distributed"].arms.items() if arm.env] != []
+
+
+def test_by_hand_a_note_names_what_the_harness_would_not_pass_on(tmp_path: Path) -> None:
+    code = "from repro_kit.run import _environment as e; e({'device': 'cpu', 'model': {}, 'env': {'NCCL_DEBUG': ''}})"
+    env = {**inherited(), "TRANSFORMERS_VERBOSITY": "error", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    repros = Path(__file__).parents[2] / "repros"
+    said = subprocess.run([sys.executable, "-c", code], env=env, cwd=repros, capture_output=True, text=True, check=True)
+    assert said.stderr == "note: set in this shell, and not when the harness runs it: TRANSFORMERS_VERBOSITY\n"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # the gate asks ranks for their environment: test_warm
+def test_the_same_outcome_among_sixty_hostile_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: None
+) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    traps = (
+        "fsdp-optim-state-padding",  # an assertion, which PYTHONOPTIMIZE takes away
+        "old-checkpointing-hook",  # a log record, which a verbosity hides
+        "ddp-unfinished-reduction",  # DDP, which TORCH_DISTRIBUTED_DEBUG=DETAIL breaks
+    )
+    texts = [f"case={','.join(traps)}", "hardware=cpu", "launcher=warm", f"results={tmp_path / 'r'}", "repeat=1"]
+    everything = session.prepare(texts)
+    first = {plan.cell.case: plan for plan in reversed(everything.plans)}
+    fixes = {
+        case: next(a.arm for a in plan.arms if a.arm != "broken" and not a.skipped) for case, plan in first.items()
+    }
+    prepared = session.prepare([*texts, f"arms=[{','.join(sorted(set(fixes.values())))}]"])
+    prepared.plans = [plan for plan in prepared.plans if plan.cell == first[plan.cell.case].cell]
+    workplace.execute(prepared, lambda event: None, threading.Event())
+    documents: dict[str, Any] = {document["case"]: document for document in Store(tmp_path / "r").documents()}
+    assert set(documents) == set(traps)
+    for case, fix in fixes.items():
+        verdict = documents[case]["verdicts"][fix]
+        assert verdict["expected"] == "as expected" or verdict["name"] == "FIX_HOLDS", json.dumps(verdict)
+    assert os.environ["PYTHONOPTIMIZE"] == "1"

@@ -1,0 +1,67 @@
+"""Whole runs on machines with GPUs, rehearsed: cards and their driver are made up, ranks compute on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import H200, Card, FakeNvml, Process
+from fake_stack import devices_of, lines, python_that_says
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+BUSY = Process(4242, 30000)
+
+
+def matrix(tmp_path: Path, cards: list[Card], *words: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what was said, and each document by its hardware and case."""
+    python = python_that_says(tmp_path, *lines(len(cards), devices=devices_of(cards)), rehearse=True)
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    env |= FakeNvml(cards).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "repro_matrix", "matrix", *words]
+    command += [f"stack=python:{python}", f"results={tmp_path / 'results'}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    found = [json.loads(path.read_text()) for path in (tmp_path / "results").rglob("*.json")]
+    documents = {f"{each['hardware']['profile']} {each['case']}": each for each in found if "arms" in each}
+    return done.returncode, done.stdout + done.stderr, documents
+
+
+def test_one_card_measures_what_its_ranks_can_share(tmp_path: Path) -> None:
+    """Every run on such a machine ended with "the harness itself is broken here": its planted cells were skipped."""
+    words = ["case=train-step,ddp-uneven-batches", "model=qwen1.5-0.5b", "strategy=ddp", "arms=[broken,join]"]
+    code, said, found = matrix(tmp_path, [Card(H200)], *words)
+    assert code == 0, said
+    assert "hardware gpu1 (1 x NVIDIA H200), backend nccl, no cell for it | gpu1-shared (1 x NVIDIA H200)" in said
+    assert found["gpu1-shared train-step"]["verdicts"]["control"]["name"] == "HEALTHY"
+    uneven = found["gpu1-shared ddp-uneven-batches"]
+    assert uneven["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == "fires", "a hang, on one card"
+    assert uneven["verdicts"]["join"]["name"] == "FIX_HOLDS"
+    assert found.keys() == {"gpu1-shared train-step", "gpu1-shared ddp-uneven-batches"}
+
+
+def test_eight_cards_measure_side_by_side_what_a_cpu_predicted(tmp_path: Path) -> None:
+    words = ["case=train-step,ddp-ready-once,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
+    code, said, found = matrix(tmp_path, [Card() for _ in range(8)], *words)
+    assert code == 0, said
+    assert "hardware a100x8 (8 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks | cpu, backend gloo" in said
+    assert found.keys() == {"a100x8 train-step", "a100x8 ddp-ready-once", "cpu card-zero-simulated"}
+    used = {
+        card for arm in found["a100x8 ddp-ready-once"]["arms"].values() for attempt in arm["attempts"]
+        for card in attempt["observation"]["attempt"]["gpus"]
+    }  # fmt: skip
+    assert len(used) > 2, "packed, two cards each"
+    assert "as predicted" in said or "nothing unexpected" in said
+
+
+def test_cards_that_others_use_are_named_and_the_rest_is_measured(tmp_path: Path) -> None:
+    words = ["case=train-step,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
+    code, said, found = matrix(tmp_path, [Card(processes=[BUSY]), Card()], *words)
+    assert code == 3, said
+    assert "process 4242 (30000 MiB)" in said and "harness itself is broken" not in said
+    assert found["cpu card-zero-simulated"]["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == "fires"
+    (attempt,) = found["gpu2 train-step"]["arms"]["control"]["attempts"]
+    assert attempt["outcome"]["infra"] == "cards"

@@ -1,0 +1,74 @@
+"""Every statement of the write-ups has a row in the claims ledger: none is dropped because it is awkward to test."""
+
+from __future__ import annotations
+
+import pytest
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config.schema import Case
+
+# By case of the write-ups: what each says of causes and fixes. What nothing can test here says why in its row.
+CLAIMS = {
+    "1": "small-incompatible ddp-simpler generate-summon generate-cost generate-serving generate-serving-tgi",
+    "1a": """
+        no-cache eval two-layers incompatible larger-model ddp root-call root-call-layer-wrap no-root-cast
+        layer-wrap small-min no-orig-params summon fsdp2 newer
+    """,
+    "1b": """
+        root-call root-call-layer-wrap larger-model uneven rmsnorm-special ddp fsdp-memory fsdp-memory-small
+        layer-wrap small-min summon no-orig-params fsdp2 newer
+    """,
+    "1c": "layer-wrap untied small-min no-cache summon ddp fsdp2 larger-model newer",
+    "2": "remove-device-map 1.8b 7b-zero embedding transfers whole newest batch",
+    "2b": "drop-device-map",
+    "3a": """
+        device-map-none device-map-none-900 single-process single-process-cost updated-script model-file implicit
+        torch-distributed torch-distributed-instead deepspeed deepspeed-instead fsdp fsdp-instead all-cpu
+        before-the-check before-the-check-trains v100 bypass delete-map
+    """,
+    "3b": "remove-hook older harmless",
+    "4a": "between-processes mixed-precision cast consistent-initialisation wrapping sharding-strategy newer-torch",
+    "4b": """
+        left-out-of-sharding requires-grad-false finer-wrapping sharding-strategy newer-torch check-after-saving
+        one-by-one zero-filled
+    """,
+    "5": """
+        exactly-when-not-divisible nearest-multiple mask gather-first divisible check-shapes stages warning
+        friendlier-message automatic-padding original-size ignore-mismatched own-numbers tp1 power-of-two
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> catalogue.Catalogue:
+    return catalogue.load()
+
+
+def test_every_statement_of_the_write_ups_has_a_row(found: catalogue.Catalogue) -> None:
+    rows = {claim.id for case in found.cases.values() for claim in case.claims}
+    wanted = {f"{case}-{name}" for case, names in CLAIMS.items() for name in names.split()}
+    assert wanted - rows == set()
+
+
+def test_a_row_has_one_home(found: catalogue.Catalogue) -> None:
+    rows = [claim.id for case in found.cases.values() for claim in case.claims]
+    assert sorted(rows) == sorted(set(rows))
+
+
+def test_against_is_an_arm_that_shares_all_but_one_change(found: catalogue.Catalogue) -> None:
+    """An arm that is compared with another than the broken one differs from it in one flag, option or axis."""
+    for case in found.cases.values():
+        for claim in case.claims:
+            for prediction in claim.predicts:
+                if prediction.against is None:
+                    continue
+                about = found.cases[prediction.case or case.slug]
+                one, other = (_settings(about, name) for name in (prediction.arm, prediction.against))
+                apart = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
+                assert len(apart) == 1, f"{case.slug}: {claim.id}: {prediction.arm} and {prediction.against}: {apart}"
+
+
+def _settings(case: Case, name: str) -> dict[str, object]:
+    arm = case.arms[name]
+    flags = {**{flag: spec.default for flag, spec in case.flags.items()}, **arm.flags}
+    axes = {axis: getattr(arm, axis) for axis in ("model", "strategy", "world_size", "tp_size", "devices", "stack")}
+    return {**flags, **case.options, **arm.options, **axes}

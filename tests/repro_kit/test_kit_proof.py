@@ -1,0 +1,541 @@
+"""The kit's check functions, one by one and without ranks: a NaN or an infinity in the *last* tensor is always seen."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repro_matrix.grading.checks import Judged, judged
+from repro_matrix.paths import REPROS
+
+torch = pytest.importorskip("torch", reason="needs the stack `current`")
+sys.path.insert(0, str(REPROS))
+
+from repro_kit import reference_checks as proof
+from repro_kit import saved_models as stored
+from repro_kit import saving
+from repro_kit.error_reduction import all_apart, apart, looked_at, worst
+from repro_kit.record import Record
+from repro_kit.run import Run, float32_facts, pin_float32
+from repro_kit.single_process import Copied, Perturbed, stepped, train_alone, unit, updated_at_once
+
+BAD = [math.nan, math.inf, -math.inf]
+NUMBER = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def a_run(**changes: Any) -> Run:
+    settings = {
+        "case": "c", "arm": "control", "flags": {}, "model": {"config": {"vocab_size": 30}}, "strategy": {"slug": "x"},
+        "steps": 2, "seed": 0, "tp_size": 1, "devices": 1, "device": "cpu", "backend": "gloo", **changes,
+    }  # fmt: skip
+    return Run(settings, Record(None, 0, 1))
+
+
+def checks_of(run: Run) -> dict[str, Judged]:
+    return {check["name"]: judged(check, 2, math.inf) for check in run.record.data["checks"]}
+
+
+# --- the worst of
+
+
+@given(st.lists(NUMBER, min_size=1), st.sampled_from(BAD[:2]), st.randoms())
+def test_nan_and_infinity_win_wherever_they_stand(errors: list[float], bad: float, random: Any) -> None:
+    errors.insert(random.randint(0, len(errors)), bad)
+    found = worst(errors)
+    assert math.isnan(found) if any(map(math.isnan, errors)) else found == math.inf
+
+
+@given(st.lists(st.floats(0, 1e300)))
+def test_the_worst_is_the_greatest_and_nothing_is_no_proof(errors: list[float]) -> None:
+    assert worst(errors) == (max(errors) if errors else math.inf)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_tensors_apart(bad: float) -> None:
+    one = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+    other = {name: tensor.clone() for name, tensor in one.items()}
+    assert all_apart(one, other) == 0
+    other["b"][1, 1] = bad
+    assert not all_apart(one, other) <= 1e300
+    assert not all_apart(other, one) <= 1e300
+    assert apart(torch.ones(2), torch.ones(3)) == math.inf
+    assert apart(torch.ones(2, device="meta"), torch.ones(2)) == math.inf
+    assert all_apart(one, {"a": one["a"]}) == math.inf and all_apart({}, {}) == math.inf
+
+
+def test_what_was_looked_at_is_said() -> None:
+    assert looked_at(["a", "b"]) == "2 tensors" and looked_at("ab", "a") == "2 tensors; wrong: a"
+    assert looked_at("abcdef", "abcd") == "6 tensors; wrong: a, b, c, d"
+    assert looked_at("abcdef", "abcde") == "6 tensors; wrong: a, b, c, d ..."
+    assert apart(torch.empty(0), torch.empty(0)) == 0.0 and apart(3 * torch.ones(2), torch.ones(2)) == 2.0
+
+
+# --- how far apart
+
+
+def compared(now: dict[str, Any], moved: float = 3.0) -> tuple[float, float, str]:
+    """``a`` may be off by FACTOR x 0.1, ``b`` by FACTOR x 0.05, ``c`` by nothing; the whole moved by 5."""
+    want = {name: torch.zeros(2) for name in "abc"}
+    noise, stored = {"a": 0.1, "b": 0.03, "c": 0.0}, {"a": 0.0, "b": 0.04, "c": 0.0}
+    went = {"a": moved, "b": moved and 4.0, "c": 0.0}
+    found = proof.compare({k: torch.tensor([v, 0.0]) for k, v in now.items()}, want, went, noise, stored, "ab")
+    assert found["want"] == 0.0
+    return found["got"], found["tolerance"], found["looked_at"]
+
+
+def test_the_tensor_that_is_worst_for_what_it_is_allowed_is_said() -> None:
+    factor = proof.FACTOR
+    got, tolerance, said = compared({"a": 0.2, "b": 0.11, "c": 0.0})
+    assert (got, tolerance) == (pytest.approx(0.11 / 5), pytest.approx(factor * 0.05 / 5))
+    assert said == "3 tensors, as parts of the whole update; the worst: b"
+    assert compared({"a": 0.3, "b": 0.11})[:2] == (pytest.approx(0.3 / 5), pytest.approx(factor * 0.1 / 5))
+    assert compared({"a": 0.0, "b": 0.0, "c": 0.1})[1:] == (
+        0.0,
+        "3 tensors, as parts of the whole update; the worst: c",
+    )
+    assert compared({"a": 0.1, "b": math.nan, "c": 0.1})[2].endswith("worst: b"), "a NaN before an infinity"
+    assert compared({"a": 0.1, "b": 0.1, "other": 9.0})[2].startswith("2 tensors")
+    assert compared({"a": 0.0}) == (math.inf, 0.0, "missing: b")
+    assert math.isnan(compared({"a": 0.0, "b": 0.0}, moved=0.0)[0]), "nothing moved: nothing is proven"
+    many = proof.compare({}, {}, {}, {}, {}, "dcab")
+    assert many["looked_at"] == "missing: a, b, c" and many["tolerance"] == 0.0
+
+
+def test_the_whole_is_judged_beside_its_tensors() -> None:
+    names = [f"t{number}" for number in range(4)]
+    ones = dict.fromkeys(names, 1.0)
+    now = {name: torch.tensor([proof.FACTOR * 0.9]) for name in names}
+    found = proof.compare(now, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names)
+    assert found["got"] / found["tolerance"] == pytest.approx(0.9), "each is within, and so is the whole"
+    last = {**now, "t3": torch.tensor([1.1 * proof.FACTOR])}
+    found = proof.compare(last, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names)
+    assert found["got"] / found["tolerance"] == pytest.approx(1.1) and found["looked_at"].endswith("the worst: t3")
+
+
+def test_one_unit_in_the_last_place_is_of_the_wider_spaced_dtype() -> None:
+    fine, coarse = (torch.finfo(kind).eps for kind in (torch.float32, torch.bfloat16))
+    assert unit(torch.float32) == unit(torch.float32, torch.float32) == fine
+    assert unit(torch.float32, torch.bfloat16) == unit(torch.bfloat16, torch.float32) == unit(torch.bfloat16) == coarse
+
+
+def test_a_parameter_is_updated_as_soon_as_its_gradient_is_there_and_only_then() -> None:
+    moved, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    with updated_at_once([moved, frozen], 0.5):
+        (2 * moved + frozen).sum().backward()
+    assert moved.tolist() == [0.0, 0.0] and moved.grad is None and frozen.tolist() == [1.0, 1.0]
+    (2 * moved).sum().backward()
+    assert moved.tolist() == [0.0, 0.0] and moved.grad.tolist() == [2.0, 2.0], "the hook is gone"
+    optimizer = torch.optim.SGD([moved], lr=0.5)
+    with stepped(optimizer):
+        assert moved.tolist() == [0.0, 0.0]
+    assert moved.tolist() == [-1.0, -1.0] and moved.grad is None
+
+
+def test_what_a_rank_saw_is_of_its_first_step() -> None:
+    run, model = a_run(), Tiny()
+    own = proof.Own(model)
+    assert all(map(math.isnan, own.seen())) and own.calls == 0
+    first = proof.batch(run, 0, 0)
+    model(**first).loss.backward()
+    ids = first["input_ids"].flatten().double()
+    seen = own.seen()
+    assert seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
+    model(**proof.batch(run, 0, 1)).loss.backward()
+    assert own.seen() == seen and own.calls == 2
+    silent = proof.Own(other := Tiny())
+    with torch.no_grad():
+        other(**first)
+    assert silent.seen()[0] == seen[0] and math.isnan(silent.seen()[1]), "nothing went back"
+
+
+@pytest.mark.parametrize(
+    ("shared", "seen", "state"),
+    [
+        (False, [[1.0, 2.0], [3.0, 4.0]], "passed"), (False, [[1.0, 2.0], [1.0, 4.0]], "failed"),
+        (False, [[1.0, 2.0], [3.0, 2.0]], "failed"), (False, [[1.0, 2.0], [3.0, math.nan]], "failed"),
+        (True, [[1.0, 2.0], [1.0, 4.0]], "passed"), (True, [[1.0, 2.0], [3.0, 2.0]], "failed"),
+        (True, [[math.nan, 2.0]] * 2, "failed"),
+    ],
+)  # fmt: skip
+def test_ranks_differ_or_share_a_batch(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, seen: list[list[float]], state: str
+) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    reference = proof.Reference(run, Tiny(), same_batch=shared)
+    run.world_size = 2
+    monkeypatch.setattr(proof, "gather", lambda of, mine: seen)
+    reference.check_batches(run)
+    assert checks_of(run)["batches"].state == state
+
+
+def test_losses_are_meant_over_the_ranks_and_a_step_that_was_not_made_is_none(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def states(mine: list[float], others: float) -> list[str]:
+        run = a_run(work_dir=str(tmp_path))
+        run.world_size = 2
+        monkeypatch.setattr(proof, "gather", lambda of, padded: [padded, [loss + others for loss in truth]])
+        reference.check_losses(run, mine)
+        return [checks_of(run)[name].state for name in ("steps", "loss")]
+
+    reference = proof.Reference(a_run(work_dir=str(tmp_path)), Tiny())
+    truth = reference.truth()["losses"]
+    assert states([loss - 0.5 for loss in truth], 0.5) == ["passed", "passed"], "the mean is the reference's"
+    assert states(truth, 0.5) == ["passed", "failed"]
+    assert states(truth[:1], 0.0) == ["failed", "failed"] and states([*truth, 1.0], 0.0) == ["failed", "passed"]
+
+
+# --- training
+
+
+class Tiny(torch.nn.Module):
+    """What the reference needs of a causal language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(30, 8)
+        self.inner = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 30)
+
+    def get_input_embeddings(self) -> Any:
+        return self.embed
+
+    def get_output_embeddings(self) -> Any:
+        return self.head
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any, use_cache: bool = False) -> Any:
+        logits = self.head(torch.tanh(self.inner(self.embed(input_ids))))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return type("Out", (), {"loss": loss})
+
+
+def trained_against(
+    reference: Any, run: Run, model: Any, rate: float = 1.0,
+    spoil: Callable[[dict[str, Any], int], None] | None = None,
+) -> dict[str, Judged]:  # fmt: skip
+    """Train in one process (``rate``: times the reference's), and check that; ``spoil`` changes what a step left."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate * reference.lr)
+    snapshots, losses = [], []
+    for step in range(run.steps):
+        loss = model(**proof.batch(run, 0, step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        snapshots.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        if spoil:
+            spoil(snapshots[-1], step)
+    reference.check(run, losses=losses, first=snapshots[0], last=snapshots[-1])
+    return checks_of(run)
+
+
+def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any = None) -> dict[str, Judged]:
+    """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
+    run = a_run(work_dir=str(tmp))
+    model = Tiny()
+    reference = proof.Reference(run, model)
+    return trained_against(reference, run, model, spoil=spoil)
+
+
+def test_an_honest_training_passes_and_the_model_is_left_as_it_was(tmp_path: Any) -> None:
+    found = trained(None, tmp_path)
+    assert set(found) == {"batches", "steps", "loss", "start", "rounding", "gradient", "updates"}
+    assert {check.state for check in found.values()} == {"passed"}, found
+    model = Tiny()
+    before = copy.deepcopy(model.state_dict())
+    off = Perturbed(Copied(model))
+    began = {}
+
+    def look(steps: int, of: Any) -> None:
+        if steps == 0:
+            began.update({name: value.clone() for name, value in of.named_parameters()})
+
+    train_alone(off, lambda of, step: of(**proof.batch(a_run(), 0, step)).loss, 2, 0.1, look)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(off.value(name), value) for name, value in began.items())
+    assert proof.norm(began["embed.weight"], before["embed.weight"]) > 0
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_parameter_that_is_not_finite_is_seen_in_the_last_tensor(tmp_path: Any, bad: float, when: int) -> None:
+    def spoil(parameters: dict[str, Any], step: int) -> None:
+        if step == when:
+            parameters[list(parameters)[-1]].view(-1)[-1] = bad
+
+    found = trained(spoil, tmp_path)
+    assert found["gradient" if when == 0 else "updates"].failed, found
+    assert found["updates" if when == 0 else "gradient"].state == "passed", found
+
+
+def test_nan_everywhere_but_in_the_first_tensor_is_seen(tmp_path: Any) -> None:
+    def spoil(parameters: dict[str, Any], step: int) -> None:
+        for name in list(parameters)[1:]:
+            parameters[name].fill_(math.nan)
+
+    found = trained(spoil, tmp_path)
+    assert found["gradient"].failed and found["updates"].failed
+
+
+def test_a_parameter_that_is_missing_or_moved_by_little_more_than_rounding_is_seen(tmp_path: Any) -> None:
+    last = list(dict(Tiny().named_parameters()))[-1]
+
+    def lose(parameters: dict[str, Any], step: int) -> None:
+        parameters.pop(last)
+
+    assert trained(lose, tmp_path / "a")["updates"].failed
+
+    def nudge(parameters: dict[str, Any], step: int) -> None:
+        parameters[last] += 1e-5 * parameters[last].abs().max()
+
+    assert trained(nudge, tmp_path / "b")["updates"].failed
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    reference = proof.Reference(run, Tiny())
+    reference.check_losses(run, [reference.truth()["losses"][0], bad])
+    found = checks_of(run)
+    assert found["steps"].failed and found["loss"].failed
+
+
+def test_a_reference_that_is_not_finite_proves_nothing(tmp_path: Any) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    reference = proof.Reference(run, Tiny())
+    last = list(reference.truth()["last"])[-1]
+    reference.truth()["last"][last] = math.nan
+    reference.check(run, last=dict(Tiny().named_parameters()))
+    assert checks_of(run)["updates"].state == "void" and checks_of(run)["rounding"].failed
+
+
+def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(work_dir=str(tmp_path))
+    monkeypatch.setitem(proof.RATES, torch.float32, 0.0)
+    reference = proof.Reference(run, Tiny())
+    reference.check(run, last=dict(Tiny().named_parameters()))
+    assert checks_of(run)["updates"].state != "passed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
+    """A gradient that is off by a part: far more than rounding in float32, within it in bfloat16."""
+    run = a_run(work_dir=str(tmp_path), steps=1)
+    model = Tiny().to(dtype)
+    reference = proof.Reference(run, model)
+    went = reference.after("last")
+    now = {
+        name: began + (1.001 * (went[name].float() - began.float())).to(dtype)
+        for name, began in model.named_parameters()
+    }
+    reference.check(run, last=now)
+    found = checks_of(run)
+    assert found["updates"].state == ("failed" if dtype == torch.float32 else "passed"), found
+    assert found["rounding"].state == "passed"
+
+
+# --- saving and loading
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_reloaded_weights_and_states_that_are_not_finite_are_seen(bad: float) -> None:
+    def made() -> tuple[Any, Any]:
+        model = Tiny()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(**proof.batch(a_run(), 0, 0)).loss.backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (fresh, fresh_optimizer) = made(), made()
+    run = a_run()
+    saving.compare(run, model, optimizer, fresh, fresh_optimizer)
+    assert {check.state for check in checks_of(run).values()} == {"passed"}
+    last = list(fresh.parameters())[-1]
+    with torch.no_grad():
+        last.view(-1)[-1] = bad
+    fresh_optimizer.state[last]["exp_avg"].view(-1)[-1] = bad
+    run = a_run()
+    saving.compare(run, model, optimizer, fresh, fresh_optimizer)
+    found = checks_of(run)
+    assert found["weights"].failed and found["states"].failed
+    names = stored.differing(fresh, copy.deepcopy(model.state_dict()))
+    assert names == [list(model.state_dict())[-1]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the kit's models are transformers'")
+@pytest.mark.parametrize("bad", BAD)
+def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def save(self, folder: Any) -> None: ...
+        def load(self, folder: Any) -> None: ...
+        def each(self) -> Any:
+            yield from {"a": torch.ones(2), "b": torch.tensor([1.0, self.value])}.items()
+
+    monkeypatch.setattr(proof.dist, "barrier", lambda: None)
+    for memory, file, state in ((1.0, 1.0, "passed"), (1.0, bad, "failed"), (bad, 1.0, "failed")):
+        run = a_run(work_dir=str(tmp_path))
+        proof.check_checkpoint(run, Held(memory), lambda file=file: Held(file))  # type: ignore[arg-type,misc]
+        assert checks_of(run)["checkpoint"].state == state
+
+
+def test_what_a_rank_does_is_named_while_it_does_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error's phase says whether the training failed or only its yardstick."""
+    run = a_run(work_dir=str(tmp_path))
+    during: list[tuple[str, str]] = []
+
+    class Watched:
+        def save(self, folder: Any) -> None:
+            during.append((run.record.data["phase"], folder.name))
+            assert folder.is_dir() and folder.parent == tmp_path and not list(folder.iterdir())
+
+        def load(self, folder: Any) -> None:
+            during.append((run.record.data["phase"], folder.name))
+
+        def each(self) -> Any:
+            yield "a", torch.ones(2)
+
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "of the attempt before").touch()
+    monkeypatch.setattr(proof.dist, "barrier", lambda: None)
+    proof.check_checkpoint(run, Watched(), Watched)  # type: ignore[arg-type]
+    assert during == [("save", "checkpoint"), ("load", "checkpoint")]
+
+    monkeypatch.setattr(proof, "Runs", lambda run, *_: during.append((run.record.data["phase"], "runs")) or _Runs)
+    proof.Reference(run, Tiny())
+    assert during[-1] == ("reference", "runs")
+
+
+class _Runs:
+    truth = noise = after = None
+
+
+@pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
+def test_the_reference_is_drawn_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
+    run, drawn = a_run(reference=where), []
+    monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU
+    monkeypatch.setattr(proof, "Drawn", lambda model, weights, device: drawn.append(str(device)))
+    monkeypatch.setattr(proof, "Runs", lambda *_: _Runs)
+    proof.Reference(run, Tiny(), weights=object())  # type: ignore[arg-type]
+    assert drawn == [on]
+
+
+# --- how float32 is computed
+
+
+def tf32(tensor: Any) -> Any:
+    """A float32 tensor as a tensor core reads it under TF32: 10 bits of mantissa, rounded to nearest."""
+    return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class AsOnGpu(torch.autograd.Function):
+    """A linear layer that asks torch's settings, as cuBLAS is told, whether to compute in TF32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return AsOnGpu.product(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        return AsOnGpu.product(grad, weight), AsOnGpu.product(flat.t(), x.flatten(0, -2))
+
+    @staticmethod
+    def product(a: Any, b: Any) -> Any:
+        return tf32(a) @ tf32(b) if torch.backends.cuda.matmul.allow_tf32 else a @ b
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_tf32_would_be_noticed_and_is_pinned_off(tmp_path: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        return AsOnGpu.apply(x, weight) + bias
+
+    run = a_run(work_dir=str(tmp_path))
+    model = Tiny()
+    reference = proof.Reference(run, model)  # computed on the CPU, which knows no TF32
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        if pinned:
+            pin_float32()
+            assert float32_facts() == {
+                "matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False,
+            }  # fmt: skip
+        for step in range(run.steps):
+            model(**proof.batch(run, 0, step)).loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= reference.lr * parameter.grad
+                    parameter.grad = None
+        reference.check(run, last=dict(model.named_parameters()))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    assert checks_of(run)["updates"].state == ("passed" if pinned else "failed"), checks_of(run)
+
+
+def test_no_environment_turns_tf32_on_in_a_rank() -> None:
+    """As NVIDIA's containers set it: torch reads the first when it is imported, cuBLAS the second."""
+    code = "import kit, torch; print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)"
+    hostile = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
+
+    def said(code: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code], env=hostile, cwd=REPROS, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert said(code) == "highest False"
+    assert said(code.replace("kit, ", "")) == "high True", "the variable means something to this torch"
+
+
+def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_so(tmp_path: Any) -> None:
+    """As a container's start-up code leaves it, or a package that the warm server has imported."""
+    settings = {
+        "case": "c", "arm": "broken", "flags": {}, "model": {}, "strategy": {}, "steps": 1, "seed": 0, "tp_size": 1,
+        "devices": 1, "device": "cpu", "backend": "gloo", "process_group": False, "teardown": False,
+        "record_dir": str(tmp_path),
+    }  # fmt: skip
+    code = (
+        "import kit, torch; from repro_kit.run import execute; torch.set_float32_matmul_precision('high'); "
+        "torch.backends.cudnn.allow_tf32 = True; assert torch.backends.cuda.matmul.allow_tf32; "
+        f"execute(lambda run: None, {settings!r})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=REPROS, check=True, timeout=600)
+    facts = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))["facts"]
+    assert facts["float32"] == {"matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False}
+
+
+# --- what was in force
+
+
+def test_a_library_that_says_nothing_of_the_whole_is_measured_by_what_the_script_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ColossalAI's parameters are plain tensors, of which each rank has a part: of gradients, too."""
+    from repro_kit import instrumentation as in_force
+
+    monkeypatch.setattr(in_force, "count_collectives", lambda: None)
+    run, model = a_run(), Tiny()
+    in_force.watch(run, model, whole=10_000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**proof.batch(run, 0, 0)).loss.backward()
+    optimizer.step()
+    run.watched.put()
+    found = {item["what"]: item.get("whole") for item in run.record.data["in_force"]}
+    assert found["parameters"] == found["gradients"] == found["updates"] == 10_000

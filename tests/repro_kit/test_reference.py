@@ -1,0 +1,319 @@
+"""A reference that one attempt leaves the others: taken where everything it depends on is the same, else made anew;
+a wrong one is never believed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repro_matrix.paths import REPROS
+
+torch = pytest.importorskip("torch", reason="needs the stack `current`")
+if str(REPROS) not in sys.path:
+    sys.path.insert(0, str(REPROS))
+
+from repro_kit import cache_key as depends
+from repro_kit import reference
+from repro_kit import reference_checks as proof
+from repro_kit.reference_cache import MADE, Common
+from repro_kit.run import Run
+from repro_kit.single_process import train_alone
+from repro_kit.tensor_store import Shelf, Writer
+
+from test_kit_proof import Tiny, a_run, trained_against
+
+
+class Counted(Tiny):
+    """Says how often it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "calls", calls)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        calls.append(1)
+        return super().forward(*args, **named)
+
+
+calls: list[int] = []
+
+
+def a_rank(tmp_path: Path, attempt: str, **changes: Any) -> Run:
+    """The one rank of an attempt of the run in ``tmp_path``."""
+    work = tmp_path / attempt
+    work.mkdir(parents=True, exist_ok=True)
+    shared = {"folder": str(tmp_path / "references"), "attempt": attempt}
+    flags = {"dtype": "float32", "sabotage": "none"}
+    return a_run(work_dir=str(work), references=shared, flags=flags, **changes)
+
+
+def made_by(run: Run) -> str:
+    return str(run.record.data["facts"]["reference"]["made_by"])
+
+
+def trained(run: Run, model: Any, **more: Any) -> Any:
+    """A reference and an honest training; the states of its checks."""
+    found = trained_against(proof.Reference(run, model, **more), run, model)
+    return {name: check.state for name, check in found.items()}
+
+
+def test_the_second_attempt_takes_what_the_first_made(tmp_path: Path) -> None:
+    one, other = a_rank(tmp_path, "one"), a_rank(tmp_path, "other")
+    calls.clear()
+    first = proof.Reference(one, Counted())
+    assert made_by(one) == "one" and len(calls) == 2 * one.steps  # plain and perturbed
+    calls.clear()
+    second = proof.Reference(other, Counted())
+    assert made_by(other) == "one" and not calls
+    assert second.truth() == first.truth() and second.noise() == first.noise()
+    assert all(torch.equal(first.after(w)[n], second.after(w)[n]) for w in ("first", "last") for n in first.after(w))
+    assert set(trained(a_rank(tmp_path, "third"), Tiny()).values()) == {"passed"}
+
+
+@pytest.mark.parametrize("name", ["truth", "noise"])
+def test_numbers_that_were_changed_on_the_disk_are_refused(tmp_path: Path, name: str) -> None:
+    """A noise 30 times as large, changed before others took it, made their faults HEALTHY: it is their tolerance."""
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    [written] = [path for path in (tmp_path / "one").rglob(name)]
+    assert reference.verified(written)["losses"]
+    found = json.loads(written.read_text(encoding="utf-8"))
+    found["what"]["losses"] = [30 * loss for loss in found["what"]["losses"]]
+    found["what"]["losses"][0] += 1.0
+    written.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{name} of the reference is not what was written"):
+        reference.verified(written)
+
+
+def test_a_rank_that_reads_changed_numbers_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed between the writing and the sums of what is left for others, as the first attempt of a run could."""
+    leave = Common.leave
+
+    def late(self: Any, key: str, made: Path) -> bool:
+        found = json.loads((made / "noise").read_text(encoding="utf-8"))
+        found["what"]["losses"] = [loss + 30.0 for loss in found["what"]["losses"]]
+        (made / "noise").write_text(json.dumps(found), encoding="utf-8")
+        return leave(self, key, made)
+
+    monkeypatch.setattr(Common, "leave", late)
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    taking = a_rank(tmp_path, "other")
+    with pytest.raises(ValueError, match="noise of the reference is not what was written"):
+        trained(taking, Tiny())
+    assert made_by(taking) == "one"
+
+
+def test_by_hand_nothing_is_shared(tmp_path: Path) -> None:
+    for number in "12":
+        run = a_run(work_dir=str(tmp_path / number))
+        calls.clear()
+        proof.Reference(run, Counted())
+        assert len(calls) == 2 * run.steps and "reference" not in run.record.data["facts"]
+
+
+def other_weights(run: Run, model: Any) -> Any:
+    with torch.no_grad():
+        model.head.bias[0] += 1e-6
+
+
+def frozen(run: Run, model: Any) -> Any:
+    model.inner.bias.requires_grad_(False)
+
+
+def with_buffer(run: Run, model: Any) -> Any:
+    model.register_buffer("more", torch.ones(2))
+
+
+def hooked(run: Run, model: Any) -> Any:
+    model.inner.register_forward_hook(lambda *_: None)
+
+
+def replaced(run: Run, model: Any) -> Any:
+    model.forward = model.forward
+
+
+def scaled(run: Run, model: Any) -> Any:
+    model.scale = 2.0
+
+
+def evaluated(run: Run, model: Any) -> Any:
+    model.inner.eval()
+
+
+def half(run: Run, model: Any) -> Any:
+    model.to(torch.bfloat16)
+
+
+def read_flag(run: Run, model: Any) -> Any:
+    assert run.flags["dtype"]
+
+
+CHANGES: dict[str, Callable[[Run, Any], Any]] = {
+    change.__name__: change
+    for change in (other_weights, frozen, with_buffer, hooked, replaced, scaled, evaluated, half, read_flag)
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_another_model_has_another_reference(tmp_path: Path, change: Callable[[Run, Any], Any]) -> None:
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    for attempt, whose in (("other", "other"), ("again", "other")):
+        run, model = a_rank(tmp_path, attempt), Tiny()
+        change(run, model)
+        proof.Reference(run, model)
+        assert made_by(run) == whose
+
+
+@pytest.mark.parametrize(
+    "changes", [{"steps": 3}, {"seed": 1}, {"case": "d"}, {"model": {"config": {"vocab_size": 29}}}], ids=str
+)
+def test_other_settings_have_another_reference(tmp_path: Path, changes: dict[str, Any]) -> None:
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    run = a_rank(tmp_path, "other", **changes)
+    proof.Reference(run, Tiny())
+    assert made_by(run) == "other"
+
+
+@pytest.mark.parametrize("more", [{"ranks": 3}, {"computes_in": torch.bfloat16}], ids=str)
+def test_another_way_to_train_has_another_reference(tmp_path: Path, more: dict[str, Any]) -> None:
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    run = a_rank(tmp_path, "other")
+    proof.Reference(run, Tiny(), **more)
+    assert made_by(run) == "other"
+
+
+def test_other_surroundings_have_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof.Reference(a_rank(tmp_path, "0"), Tiny())
+    changes: list[Callable[[], None]] = [
+        lambda: monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default"),
+        lambda: monkeypatch.setitem(proof.RATES, torch.float32, 0.2),
+        lambda: monkeypatch.setattr(depends, "sources", lambda: "another kit"),
+        lambda: monkeypatch.setattr(depends, "installed", lambda: {"torch": "0.1"}),
+        lambda: monkeypatch.setattr(depends, "machine_facts", lambda: {"cpu_capability": "other"}),
+        lambda: monkeypatch.setattr(sys, "executable", "/another/python"),
+        lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
+        lambda: monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "yes"),
+        lambda: monkeypatch.setattr(proof, "batch", None),  # nothing: what it was made with is an argument's default
+    ]
+    for number, change in enumerate(changes, 1):
+        change()
+        run = a_rank(tmp_path, str(number))
+        proof.Reference(run, Tiny())
+        assert made_by(run) == str(min(number, len(changes) - 1))
+
+
+def test_a_flag_that_is_read_afterwards_does_not_matter(tmp_path: Path) -> None:
+    one = a_rank(tmp_path, "one")
+    proof.Reference(one, Tiny())
+    other = a_rank(tmp_path, "other")
+    other.settings["flags"]["sabotage"] = other.flags.__class__(other.flags)["sabotage"]
+    dict.__setitem__(other.flags, "sabotage", "no_reduction")  # as train_step.py reads it: after the reference
+    proof.Reference(other, Tiny())
+    assert made_by(other) == "one" and other.flags["sabotage"] == "no_reduction"
+
+
+def test_what_is_read_while_it_is_made_is_not_shared(tmp_path: Path) -> None:
+    """The key was written before: it could not say so."""
+
+    class Asking(Tiny):
+        def forward(self, *args: Any, **named: Any) -> Any:
+            assert asked.flags["sabotage"]
+            return super().forward(*args, **named)
+
+    for attempt in ("one", "other"):
+        asked = a_rank(tmp_path, attempt)
+        proof.Reference(asked, Asking())
+        assert made_by(asked) == attempt
+
+
+def test_an_attempt_that_fails_while_making_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(start: Any, *rest: Any) -> Any:
+        if isinstance(start, reference.Perturbed):
+            raise RuntimeError("no memory")
+        return train_alone(start, *rest)
+
+    monkeypatch.setattr(reference, "train_alone", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    monkeypatch.undo()
+    other = a_rank(tmp_path, "other")
+    proof.Reference(other, Tiny())
+    assert made_by(other) == "other"
+
+
+# --- wrong ones
+
+
+def place(tmp_path: Path) -> Path:
+    (found,) = (tmp_path / "references").iterdir()
+    return found
+
+
+def test_an_edited_tensor_is_computed_again(tmp_path: Path) -> None:
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    shelf = place(tmp_path) / "last"
+    data = bytearray(shelf.read_bytes())
+    data[2] ^= 1
+    shelf.unlink()  # the maker's own is another name of the same file
+    shelf.write_bytes(data)
+    other = a_rank(tmp_path, "other")
+    assert set(trained(other, Tiny()).values()) == {"passed"} and made_by(other) == "other"
+    third = a_rank(tmp_path, "third")
+    proof.Reference(third, Tiny())
+    assert made_by(third) == "other"  # it is whole again
+
+
+def test_a_tensor_edited_after_it_was_taken_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    other = a_rank(tmp_path, "other")
+    found = proof.Reference(other, Tiny())
+    assert made_by(other) == "one"
+    with open(place(tmp_path) / "last", "r+b") as file:
+        file.write(b"xx")
+    with pytest.raises(ValueError, match="is not what was put there"):
+        found.check(other, last=dict(Tiny().named_parameters()))
+
+
+def test_another_models_reference_under_this_key(tmp_path: Path) -> None:
+    """Its own key says so; and where that and all checksums were forged, the parameters that it began with do."""
+    other = a_rank(tmp_path / "elsewhere", "other")
+    model = Tiny()
+    with torch.no_grad():
+        model.head.weight.mul_(1.5)
+    proof.Reference(other, model)
+    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    target, source = place(tmp_path), place(tmp_path / "elsewhere")
+    key = json.loads((target / MADE).read_text())["key"]
+    for path in source.iterdir():
+        (target / path.name).unlink()
+        (target / path.name).write_bytes(path.read_bytes())
+    run = a_rank(tmp_path, "two")
+    assert set(trained(run, Tiny()).values()) == {"passed"} and made_by(run) == "two"
+    for path in place(tmp_path).iterdir():
+        path.unlink()
+    place(tmp_path).rmdir()
+    Common(tmp_path / "references", "forger").leave(
+        key, other.work_dir / next(other.work_dir.glob("c-reference-*[0-9]"))
+    )
+    run = a_rank(tmp_path, "three")
+    assert trained(run, Tiny())["start"] == "failed" and made_by(run) == "forger"
+
+
+def test_a_reference_that_says_other_tensors_than_the_models(tmp_path: Path) -> None:
+    """A forged shelf that lacks one: nothing is compared there, which the check must not take for agreement."""
+    one = a_rank(tmp_path, "one")
+    found = proof.Reference(one, Tiny())
+    shelf = place(tmp_path) / "last"
+    tensors = {name: tensor for name, tensor in Shelf(shelf).items() if name != "head.bias"}
+    shelf.unlink()
+    shelf.with_suffix(".index").unlink()
+    writer = Writer(shelf)
+    for name, tensor in tensors.items():
+        writer.put(name, tensor)
+    writer.close()
+    other = a_rank(tmp_path, "other")
+    assert set(trained(other, Tiny()).values()) == {"passed"} and made_by(other) == "other"
+    assert found.truth()["last"]["head.bias"] > 0

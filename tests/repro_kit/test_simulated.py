@@ -1,0 +1,137 @@
+"""The simulated tier: said wherever it is shown, never a GPU measurement; its ranks at full size and for 8 GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judging import case, document, observation, ok, record
+from repro_matrix.cli import main as cli
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config.schema import Case
+from repro_matrix.grading.grade import grade
+from repro_matrix.report.terminal import matrix_table, summary_line
+from repro_matrix.results.rows import arm_rows
+
+CATALOGUE = catalogue.load()
+SIMULATED = sorted(case.slug for case in CATALOGUE.cases.values() if case.simulated)
+REPROS = Path(__file__).resolve().parents[2] / "repros"
+
+
+def said(verb: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    cli.main([*verb, "case=qwen-device-map-devices*", "hardware=cpu"])
+    return capsys.readouterr().out
+
+
+def test_a_plan_says_of_each_cell_whether_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    short = said(["matrix", "--plan"], capsys)
+    assert "qwen-device-map-devices-simulated [simulated]" in short and "[qwen-device-map-devices]" in short
+    named = [
+        line
+        for line in said(["matrix", "--plan", "--all"], capsys).splitlines()
+        if line.startswith("qwen-device-map-d")
+    ]
+    assert {line.split()[0] for line in named} == {"qwen-device-map-devices", "qwen-device-map-devices-simulated"}
+    assert all((line.split()[1] == "[simulated]") == line.split()[0].endswith("-simulated") for line in named)
+
+
+def test_the_list_has_simulated_cases_under_a_heading_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    real, _, simulated = said(["list"], capsys).partition("simulated: no device takes part\n")
+    assert "qwen-device-map-devices " in real and "-simulated" not in real
+    assert "qwen-device-map-devices-simulated " in simulated
+
+
+def test_doctor_says_that_a_case_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "run here, with all their arms: qwen-device-map-devices-simulated [simulated]" in said(["doctor"], capsys)
+
+
+def test_claims_say_that_a_case_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["claims", "case=qwen-device-map-devices-simulated", "--from", str(tmp_path)])
+    assert "qwen-device-map-devices-simulated [simulated]" in capsys.readouterr().out
+
+
+def test_the_matrix_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    arms: Any = {"broken": [("fires", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}
+    rows = arm_rows(document(arms, {"fix": "FIX_HOLDS"}, simulated="fake tensors"))
+    matrix_table(rows)
+    assert "some-case [simulated]" in capsys.readouterr().out
+    assert "1 of these verdicts are simulated" in summary_line(rows)
+    assert "simulated" not in summary_line(arm_rows(document(arms, {"fix": "FIX_HOLDS"})))
+
+
+def test_a_simulated_case_takes_no_gpu() -> None:
+    with pytest.raises(ValueError, match="a simulated case takes no GPU"):
+        case(simulated="fake tensors")
+    with pytest.raises(ValueError, match=r"launch\.backend: fake and simulated go together"):
+        case(simulated="fake tensors", accelerator="cpu")
+    with pytest.raises(ValueError, match=r"launch\.backend: fake and simulated go together"):
+        case(launch={"backend": "fake"})
+    assert isinstance(case(simulated="fake tensors", accelerator="cpu", launch={"backend": "fake"}), Case)
+
+
+def simulated(group: dict[str, Any] | None) -> str:
+    """The outcome's reason of an attempt of two simulated ranks that recorded this process group."""
+    known = case(simulated="fake tensors", accelerator="cpu", launch={"backend": "fake"})
+    settings = {"flags": {}, "strategy": {"slug": "ddp", "options": {}, "promises": {"parameters": "whole"}}}
+    items = [{"what": "parameters", "got": 9, "whole": 9, "bytes": 36}, *([group] if group else [])]
+    ranks = [ok(n, record=record(n, in_force=items, read={"flags": [], "options": []})) for n in (0, 1)]
+    return grade(known, "broken", observation(*ranks, backend="fake", settings=settings), [known]).reason
+
+
+def test_a_simulated_rank_is_judged_by_the_group_that_it_says_it_had() -> None:
+    fake = {"what": "group", "got": 2, "backend": "fake"}
+    assert "not-in-force" not in simulated(fake)
+    assert "no evidence of a process group" in simulated(None)
+    assert "the backend fake was not in force" in simulated({**fake, "backend": "gloo"})
+
+
+@pytest.mark.parametrize("slug", SIMULATED)
+def test_simulated_cases_need_no_cuda_build_and_scale(slug: str) -> None:
+    known = CATALOGUE.cases[slug]
+    assert known.scales and not known.needs.gpus and "simulated" in known.title
+    assert not any(re.match("triton|nvidia", item) for item in known.needs.requires)
+
+
+def rank(script: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The record of rank 5 of 8, alone: the other ranks are simulated."""
+    environment = {**os.environ, "RANK": "5", "LOCAL_RANK": "5", "WORLD_SIZE": "8", "PYTHONWARNINGS": "ignore"}
+    source = f"""
+import json, runpy, sys
+sys.argv = {[script, *arguments]!r}
+sys.path.insert(0, {str(REPROS)!r})
+import repro_kit.run
+target = {str(tmp_path / "record.json")!r}
+repro_kit.run.report = lambda record: open(target, "w").write(json.dumps(record.data, default=str))
+runpy.run_path({str(REPROS / script)!r}, run_name="__main__")
+"""
+    (tmp_path / "rank.py").write_text(source)
+    subprocess.run([sys.executable, str(tmp_path / "rank.py")], env=environment, cwd=REPROS, timeout=600, check=False)
+    found: dict[str, Any] = json.loads((tmp_path / "record.json").read_text())
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # the gate has the smaller one
+def test_qwen_14b_at_full_size_on_8_gpus_fires_in_torch(tmp_path: Path) -> None:
+    arguments = ["--arm", "broken", "--scale", "full", "--model", "qwen-14b"]
+    found = rank("qwen_device_map_devices_simulated.py", tmp_path, *arguments)
+    assert "found at least two devices" in found["exception"]["message"]
+    assert found["exception"]["frames"][-1]["place"].startswith("torch.")
+    assert set(found["facts"]["device_map"].values()) == set(range(8))
+    assert found["peak_rss_mb"] < 2048
+
+
+@pytest.mark.ranks
+def test_fsdp_leaves_an_eighth_of_the_model_on_the_ranks_own_gpu(tmp_path: Path) -> None:
+    arguments = ["--case", "card-zero-simulated", "--arm", "own-card", "--strategy", "fsdp"]
+    found = rank("wrong_card_simulated.py", tmp_path, *arguments)
+    assert found["done"] and [check["passed"] for check in found["checks"]] == [True, True, True]
+    seen = {item["what"]: item for item in found["in_force"]}
+    assert seen["group"] == {"what": "group", "got": 8, "backend": "fake"}
+    assert seen["parameters"]["got"] * 8 == pytest.approx(seen["parameters"]["whole"], rel=1e-3)

@@ -1,0 +1,190 @@
+"""A reference whose weights are on disk: to the bit what the whole model in memory gives, one module's at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from repro_kit.settings import model_settings
+
+import pytest
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.paths import REPROS
+
+torch = pytest.importorskip("torch", reason="needs the stack `current`")
+pytest.importorskip("transformers")
+if str(REPROS) not in sys.path:
+    sys.path.insert(0, str(REPROS))
+
+from repro_kit import reference_checks as proof
+from repro_kit.lora_training import checkpoint, lora_to_draw
+from repro_kit.models import batch, drawable
+from repro_kit.offloaded_model import Streamed
+from repro_kit.single_process import Copied, Drawn, Perturbed, train_alone
+
+from test_kit_proof import Tiny, a_run, trained_against
+from torch.multiprocessing.reductions import StorageWeakRef
+
+CATALOGUE = catalogue.load()
+STEPS = 2
+
+
+def run_of(name: str) -> Any:
+    model = model_settings(CATALOGUE.raw["model"][name], "tiny", "random")
+    model["config"] = {**model["config"], "num_hidden_layers": 2}
+    return SimpleNamespace(model=model, seed=3, device=torch.device("cpu"), flags={}, record=None)
+
+
+def drawn(name: str, kind: str, dtype: Any) -> tuple[Any, Drawn]:
+    """What is said of the run, and a fresh start."""
+    run = run_of(name)
+    model, weights = drawable(run, dtype)
+    if kind == "lora":
+        model = lora_to_draw(run, model, weights)
+    if kind in ("lora", "checkpointing"):
+        checkpoint(model)
+    return run, Drawn(model.train(), weights)
+
+
+def trained(start: Any, run: Any, folder: Path | None) -> tuple[list[float], list[dict[str, Any]]]:
+    """Losses, and copies of all parameters before the first step and after each."""
+    seen: list[dict[str, Any]] = []
+
+    def loss(model: Any, step: int) -> Any:
+        return model(**batch(run, 0, step), use_cache=False).loss
+
+    def after(_: int, model: Any) -> None:
+        seen.append({name: value.detach().clone() for name, value in model.named_parameters()})
+
+    return train_alone(start, loss, STEPS, proof.LR, after, folder), seen
+
+
+def same(one: Any, other: Any) -> bool:
+    losses, snapshots = one
+    others, more = other
+    return (
+        losses == others
+        and all(list(a) == list(b) for a, b in zip(snapshots, more, strict=True))
+        and all(torch.equal(a[name], b[name]) for a, b in zip(snapshots, more, strict=True) for name in a)
+    )
+
+
+def hooks(model: Any) -> list[int]:
+    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "perturbed"),
+    [
+        ("qwen1.5-0.5b", "plain", "float32", True),  # tied, with biases
+        ("llama-2-7b", "plain", "bfloat16", False),
+        ("llama-3.2-1b", "checkpointing", "float32", False),  # tied
+        ("qwen-1.8b", "plain", "float32", False),  # first generation: one fused projection, remote code
+        ("qwen-1.8b", "checkpointing", "float32", True),  # the reentrant kind: a backward inside the backward
+        ("qwen1.5-0.5b", "lora", "float32", False),  # most parameters are frozen
+    ],
+)
+def test_layer_by_layer_is_the_whole_to_the_bit(
+    name: str, kind: str, dtype: str, perturbed: bool, tmp_path: Path
+) -> None:
+    if kind == "lora":
+        pytest.importorskip("peft")
+    run, start = drawn(name, kind, getattr(torch, dtype))
+    begin = Perturbed(start) if perturbed else start
+    hooked = hooks(start.bare)
+    whole = trained(begin, run, None)
+    assert same(trained(begin, run, tmp_path / "weights"), whole)
+    moved = [key for key in whole[1][0] if not torch.equal(whole[1][0][key], whole[1][-1][key])]
+    assert moved and len(set(whole[0])) == STEPS, "something was trained"
+    assert not (tmp_path / "weights").exists(), "nothing is left behind"
+    assert {p.device.type for p in start.bare.parameters()} == {"meta"}, "and the model is as it was"
+    assert hooks(start.bare) == hooked, "with the hooks that it had"
+
+
+def test_a_model_that_is_there_is_as_it_was_after(tmp_path: Path) -> None:
+    run = a_run()
+    model = Tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = trained(Copied(model), run, None)
+    assert same(trained(Copied(model), run, tmp_path / "weights"), whole)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_all_checks_pass_with_the_reference_layer_by_layer_and_a_wrong_training_is_seen(tmp_path: Path) -> None:
+    states = {}
+    for factor in (1.0, 1.01):
+        run = a_run(work_dir=str(tmp_path), reference="layers")
+        model = Tiny()
+        found = trained_against(proof.Reference(run, model), run, model, factor)
+        states[factor] = {name: check.state for name, check in found.items()}
+    assert set(states[1.0].values()) == {"passed"}, states
+    assert states[1.01]["gradient"] == states[1.01]["updates"] == "failed", states
+
+
+class Counting(Streamed):
+    """Counts the elements of parameters that are in memory whenever another one is read."""
+
+    most = 0
+
+    def __enter__(self) -> Counting:
+        self.alive: list[Any] = []
+        super().__enter__()
+        return self
+
+    def _read(self, name: str) -> Any:
+        out = super()._read(name)
+        self.alive = [each for each in self.alive if not each[0].expired()]
+        self.alive.append((StorageWeakRef(out.untyped_storage()), out.numel()))
+        self.most = max(self.most, sum(size for _, size in self.alive))
+        return out
+
+
+@pytest.fixture
+def one() -> Iterator[tuple[Any, Drawn]]:
+    yield drawn("llama-2-7b", "plain", torch.float32)
+
+
+def test_no_more_than_one_module_and_what_is_moved_is_in_memory(one: tuple[Any, Drawn], tmp_path: Path) -> None:
+    run, start = one
+    sizes = [p.numel() for p in start.bare.parameters()]
+    at = Counting(start.bare, start.value, proof.LR, tmp_path / "weights")
+    with at as seen:
+        for step in range(2):
+            seen.step(lambda model, step=step: model(**batch(run, 0, step), use_cache=False).loss)
+        held = {id(p): p.untyped_storage().nbytes() for p in start.bare.parameters()}
+        assert sum(held.values()) == 4 * len(held), "one element each"
+    assert 0 < at.most <= 2 * max(sizes) < sum(sizes) / 2
+
+
+@pytest.mark.parametrize("perturbed", [False, True])
+def test_what_is_drawn_never_has_all_gradients_at_once(
+    perturbed: bool, one: tuple[Any, Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The perturbed run held all of them beside the whole model: a quarter above the plan."""
+    run, start = one
+    monkeypatch.setattr(torch.optim, "SGD", lambda *_, **__: pytest.fail("steps once all gradients are there"))
+    losses, _ = trained(Perturbed(start) if perturbed else start, run, None)
+    assert len(set(losses)) == STEPS
+
+
+def test_a_parameter_that_another_module_uses_is_no_number(tmp_path: Path) -> None:
+    class Borrowing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = torch.nn.Linear(4, 4)
+            self.lent = torch.nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return (self.own(x) @ self.lent.weight).sum()
+
+    model = Borrowing()
+    start = Copied(model)
+    with Streamed(model, start.value, 0.1, tmp_path / "weights") as seen:
+        assert seen.step(lambda model: model.own(torch.ones(1, 4)).sum()) == pytest.approx(
+            float(start.value("own.weight").sum() + start.value("own.bias").sum())
+        )
+        lost = seen.step(lambda model: model(torch.ones(1, 4)))
+    assert lost != lost

@@ -1,0 +1,165 @@
+"""What `repro accept` publishes, refuses and says; it names no machine's own folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from repro_matrix.cli import accept
+from repro_matrix.cli.accept import _portable, _usable
+from repro_matrix.cli.main import main
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.errors import ResultsError
+from repro_matrix.paths import BASELINE, ROOT, cache_dir
+from repro_matrix.results import provenance
+from repro_matrix.results.accept import place, publication
+from repro_matrix.results.store import Store
+
+SLUG = "fsdp2-mixed-dtensor"
+
+
+def test_own_folders_are_not_published_and_all_else_is() -> None:
+    attempt = cache_dir() / "state" / "runs" / "20261121-1-2-ab" / "20261121-1-2-ab-cd"
+    saved, log, kit = (
+        attempt / "work" / "checkpoint",
+        attempt / "logs" / "rank-0.log",
+        ROOT / "repros" / "repro_kit" / "run.py",
+    )
+    text = f"saved in {saved}, log {log}, kit {kit}"
+    shown = _portable({"message": text, "number": 3})
+    assert shown == {
+        "message": "saved in /attempt/checkpoint, log /attempt/logs/rank-0.log, kit /checkout/repros/repro_kit/run.py",
+        "number": 3,
+    }
+    assert str(ROOT) not in json.dumps(shown)
+
+
+def measured(*outcomes: str, stack: str = "current", complete: bool = True) -> dict[str, Any]:
+    attempts = [{"outcome": {"outcome": outcome, "reason": "because"}} for outcome in outcomes]
+    return {"complete": complete, "stack": {"name": stack}, "arms": {"broken": {"attempts": attempts}}}
+
+
+def test_what_only_infrastructure_answered_is_not_published() -> None:
+    document = measured
+    assert _usable(document("infra", "fires"))
+    assert not _usable(document("fires", stack="current+transformers#0123456789ab")), "a commit is no release"
+    assert not _usable(document("fires", complete=False))
+    assert not _usable(document("infra", "infra")) and not _usable(document())
+
+
+def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was() -> None:
+    document = {
+        "command": ["python", "/disk/a/harness/repro_matrix/launch/worker/fork_server.py"],
+        "file": "/disk/a/repros/repro_kit/run.py",
+    }
+    shown = {
+        "command": ["python", "/checkout/harness/repro_matrix/launch/worker/fork_server.py"],
+        "file": "/checkout/repros/repro_kit/run.py",
+    }
+    assert _portable(document) == shown
+
+
+def test_a_failure_that_was_never_seen_is_refused_and_a_control_has_none() -> None:
+    known = catalogue.load().cases
+    failure = known[SLUG]
+    control = next(case for case in known.values() if case.kind != "failure")
+    accept._refuse(failure, [measured("clean"), measured("fires")])
+    accept._refuse(control, [measured("clean")])
+    with pytest.raises(ResultsError, match=r"fired in none of 2 attempts, here and in the baseline; last: because"):
+        accept._refuse(failure, [measured("clean", "other_error")])
+    with pytest.raises(ResultsError, match=r"fired in none of 0 attempts, here and in the baseline$"):
+        accept._refuse(failure, [{"arms": {"fix": {"attempts": [{"outcome": {"outcome": "fires"}}]}}}])
+
+
+def test_a_table_of_which_nothing_is_left_goes(tmp_path: Path) -> None:
+    own = SimpleNamespace(baseline=tmp_path / "baseline", expected=tmp_path / "deep" / "expected")
+    found = publication({}, [], [], "")
+    accept._publish(replace(found, tables={"gone": None, "kept": "case: kept\n"}), own)  # type: ignore[arg-type]
+    assert [path.name for path in own.expected.iterdir()] == ["kept.yaml"]
+    accept._publish(replace(found, tables={"kept": None}), own)  # type: ignore[arg-type]
+    assert not list(own.expected.iterdir())
+
+
+def put(folder: Path, **changes: Any) -> Path:
+    """A published document, as if it had been measured into ``folder``."""
+    (document,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["key"])
+    path = folder / f"{place(document)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in {**document, **changes}.items() if key != "path"}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    return path
+
+
+def test_what_is_accepted_and_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = SimpleNamespace(
+        baseline=tmp_path / "baseline", expected=tmp_path / "expected", is_shipped=True, folder=tmp_path
+    )
+    own.file = None
+    monkeypatch.setattr(accept, "project", SimpleNamespace(current=lambda: own))
+    other: list[str] = []  # what has changed since the commit
+    monkeypatch.setattr(provenance, "since", lambda commit, root, paths: other[0] if other else None)
+
+    def accepted(source: str, *more: str) -> tuple[int, str, str]:
+        code = main(["accept", f"case={SLUG}", "--reason", "measured anew", "--from", str(tmp_path / source), *more])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    (tmp_path / "empty").mkdir()
+    code, _, err = accepted("empty")
+    assert code == 2 and "holds no complete measurement of the selected cases" in err
+    (published,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["key"])
+    arms = dict(list(published["arms"].items())[:2])
+    put(tmp_path / "part", arms=arms, verdicts={arm: v for arm, v in published["verdicts"].items() if arm in arms})
+    assert "holds no complete measurement" in accepted("part")[2] and not own.baseline.exists()
+    put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
+    assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
+    assert f"  {published['key']} on {published['stack']['name']}: measured on a tree" in refused, "one is named"
+    put(tmp_path / "measured")
+    other.append("repros/x.py has changed since commit abc")
+    assert "measured with other code: repros/x.py has changed since commit abc" in accepted("measured")[2]
+    other.clear()
+    code, out, _ = accepted("measured", "--plan")
+    assert "of which only some arms were measured" not in out
+    beside = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=4" in d["key"])
+    first = dict(list(beside["arms"].items())[:2])
+    some = {**beside, "arms": first, "verdicts": {arm: v for arm, v in beside["verdicts"].items() if arm in first}}
+    path = put(tmp_path / "more").with_name("beside.json")
+    path.write_text(json.dumps({key: value for key, value in some.items() if key != "path"}))
+    path.with_name("torn.json").write_text("{")
+    code, out, err = accepted("more", "--plan")
+    assert code == 0 and "left out 1 cell of which only some arms were measured" in out and "torn.json" in err
+    code, out, _ = accepted("measured", "--plan")
+    assert code == 0 and "1 document to publish" in out and "review and commit" not in out
+    assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"
+    code, out, _ = accepted("measured")
+    assert code == 0 and "1 document to publish" in out and f"review and commit: the documents in {own.baseline}" in out
+    assert "until now" not in out, "what is expected of it is what it shows"
+    assert "left out" not in out
+    put(tmp_path / "cut", complete=False)
+    assert "holds no complete measurement" in accepted("cut")[2], "a run that was interrupted"
+    (written,) = own.baseline.rglob("*.jsonl")
+    table = own.expected / f"{SLUG}.yaml"
+    said = table.read_text(encoding="utf-8")
+    assert f"case: {SLUG}" in said
+    os.utime(table, ns=(1, 1))
+    code, out, _ = accepted("measured")
+    assert code == 0 and "1 document says what is published" in out and "to publish" not in out
+    assert table.stat().st_mtime_ns == 1, "what says the same is not written again"
+    table.write_text("somebody else's")
+    accepted("measured")
+    assert table.read_text(encoding="utf-8") == said, "and what somebody made of it is"
+    monkeypatch.setenv("REPRO_CONFIG_PATH", str(tmp_path / "conf"))
+    (tmp_path / "conf" / "case").mkdir(parents=True)
+    (tmp_path / "conf" / "case" / "bad.yaml").write_text("slug: bad\ntilte: x\n")
+    assert "note: left out: " in (said := accepted("measured")[2]) and "bad.yaml" in said
+    written.write_text("{")
+    code, _, err = accepted("measured")
+    assert code == 2 and "what is published is damaged: restore it first" in err and written.name in err
+    assert written.read_text() == "{", "and nothing was written"

@@ -1,0 +1,112 @@
+"""results/expected: the table reads back as what was written, bad ones are refused, and all of it was measured."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import case, document
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.expectations import read, text
+from repro_matrix.errors import ConfigError
+from repro_matrix.paths import CONF, EXPECTED
+from repro_matrix.results.supported import unbacked
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
+ARMS = st.sampled_from(["fix", "other-fix", "per-rank: [x]", "~"])
+ENTRIES = st.builds(
+    Expectation,
+    verdicts=st.dictionaries(ARMS, st.sampled_from(["FIX_HOLDS", "CHANGED"]), min_size=1),
+    cells=st.lists(WORDS, max_size=2),
+    hardware=st.sampled_from(["cpu", "gpu1"]),
+    facts=st.dictionaries(WORDS, st.booleans() | st.just("AVX2"), max_size=1),
+    versions=st.just({"torch": ">=2.13,<2.14"}),
+    measured=st.lists(st.builds(lambda v: {"torch": v}, st.sampled_from(["2.13", "2.6.0"])), min_size=1, max_size=2),
+    reason=WORDS,
+)
+
+
+@given(st.lists(ENTRIES, min_size=1, max_size=3), st.data())
+def test_the_table_reads_back(entries: list[Expectation], data: Any) -> None:
+    said = WORDS | st.lists(WORDS, min_size=2, max_size=3)
+    met = [data.draw(st.dictionaries(st.sampled_from(sorted(e.verdicts)), said)) for e in entries]
+    entries = [e.model_copy(update={"met": seen}) for e, seen in zip(entries, met)]
+    written = text("some-case", entries)
+    for arm in {arm for entry in entries for arm in entry.verdicts}:
+        assert written.count("\n  " + yaml.safe_dump([arm], default_flow_style=True).strip()[1:-1] + ": [") in (1, 2)
+    assert table(written) == {"some-case": entries}
+
+
+def table(written: str, name: str = "some-case") -> dict[str, list[Expectation]]:
+    class Folder:
+        def glob(self, _: str) -> list[Path]:
+            return [Path(f"results/expected/{name}.yaml")]
+
+    found, wrong = read(Folder(), {"some-case": case()}, lambda _: yaml.safe_load(written))  # type: ignore[arg-type]
+    for error in wrong.values():
+        raise error
+    return found
+
+
+GOOD = text("some-case", [Expectation(verdicts={"fix": "FIX_HOLDS"}, measured=[{"torch": "2.13.0"}], reason="r")])
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("FIX_HOLDS", "FIX_HODLS", "FIX_HOLDS"),
+        ("[FIX_HOLDS]", "[FIX_HOLDS, FIX_HOLDS]", "2 columns for 1 stretches"),
+        ("hardware", "hardwear", "hardware"),
+        ("stretches:", "streches:", "stretches"),
+        ("case: some-case", "case: other-case", "must be the file's name"),
+        ("measured: [{torch: 2.13.0}]", "measured: []", "measured"),
+    ],
+)
+def test_a_table_that_says_something_else_is_refused_by_its_name(old: str, new: str, said: str) -> None:
+    assert old in GOOD and table(GOOD)["some-case"]
+    with pytest.raises(ConfigError, match=r"results/expected/some-case.yaml") as refused:
+        table(GOOD.replace(old, new))
+    assert said in str(refused.value)
+
+
+def test_a_table_of_no_case_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"some-cas.yaml: .*some-case"):
+        table(GOOD, "some-cas")
+
+
+def test_a_cases_file_holds_no_expectations(tmp_path: Path) -> None:
+    shutil.copytree(CONF, tmp_path / "conf")
+    shutil.copytree(EXPECTED, tmp_path / "results" / "expected")
+    assert catalogue.load(tmp_path / "conf").cases["train-step"].expect
+    file = tmp_path / "conf" / "case" / "train-step.yaml"
+    file.write_text(file.read_text() + "expect: []\n")
+    with pytest.raises(ConfigError, match=r"case/train-step.yaml: expect: .*results/expected/train-step.yaml"):
+        catalogue.load(tmp_path / "conf", strict=True)
+    file.write_text(file.read_text().replace("expect: []\n", ""))
+    (tmp_path / "results" / "expected" / "train-step.yaml").unlink()
+    assert catalogue.load(tmp_path / "conf").cases["train-step"].expect == []
+
+
+def test_what_no_measurement_shows_is_named() -> None:
+    versions = {"torch": "2.13.0", "transformers": "5.23.0"}
+    entry = {"verdicts": {"fix": "FIX_HOLDS"}, "cells": ["m/fsdp"], "measured": [versions], "reason": "r"}
+    entry["versions"] = {"torch": ">=2.13,<2.14", "transformers": ">=5.23,<5.24"}
+    known = case(expect=[entry])
+    held = document({}, {"fix": "FIX_HOLDS"}, where="m/fsdp")
+    assert unbacked(known, [held]) == []
+    assert unbacked(known, [document({}, {"fix": "UPSTREAM_FIXED"}, where="m/fsdp")])[0].endswith(
+        "fix is expected to be FIX_HOLDS, and was measured as NOT_FIRING"
+    )
+    for other in (
+        {**held, "where": "m/ddp"},
+        {**held, "hardware": {**held["hardware"], "profile": "gpu1"}},
+        {**held, "stack": {**held["stack"], "versions": {**versions, "torch": "2.12.0"}}},
+    ):
+        (line,) = unbacked(known, [other])
+        assert line.startswith("some-case: m/fsdp on cpu with torch 2.13.0") and "no measurement" in line

@@ -1,0 +1,307 @@
+"""A file of conf/ that is wrong disables itself only: it is named, the rest works, and whoever asks for it is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repro_matrix.cli import main as cli
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import project
+from repro_matrix.errors import ConfigError, Options, unknown
+from repro_matrix.paths import BASELINE, CONF, EXPECTED
+from repro_matrix.report import summary
+from repro_matrix.results import local as own_results
+from repro_matrix.results import provenance, unshown
+from repro_matrix.results.accept import place
+from repro_matrix.results.exit_code import TOO_LITTLE
+from repro_matrix.results.store import Store, write_json
+
+WRONG = {
+    "case/bad.yaml:5: not valid YAML": "slug: bad\ntitle: x\nkind: failure\nproof: {kind: saving\narms: ]\n",
+    "case/bad.yaml: unknown key 'tilte'; did you mean 'title'?": "slug: bad\ntilte: x\n",
+    "case/bad.yaml: must hold a mapping": "- a\n- b\n",
+    "case/bad.yaml: cannot be read": "\udcff",
+}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Writes a file of a team's own folder of groups."""
+    monkeypatch.setenv("REPRO_CONFIG_PATH", str(tmp_path))
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(each, marks=pytest.mark.slow if at else ()) for at, each in enumerate(WRONG)]
+)
+def test_a_wrong_case_is_named_and_everything_else_works(
+    wrong: str, own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own("case/bad.yaml", WRONG[wrong])
+    code, out, err = said(capsys, "list", "case=train-*")
+    assert code == 0 and "train-step" in out and "note: left out: " in err and wrong in err
+    assert wrong in said(capsys, "doctor", "--json", "case=train-step", "model=qwen-7b")[1].replace('\\"', '"')
+    for words in (["list", "case=bad"], ["run", "bad"], ["show", "bad"], ["matrix", "case=train-step,bad"]):
+        code, _, err = said(capsys, *words)
+        assert code == 2 and wrong in err and "Traceback" not in err
+
+
+def test_a_run_that_would_have_measured_it_is_not_green(
+    own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from repro_matrix.runner.request import ask
+
+    own("case/bad.yaml", "slug: bad\ntilte: x\n")
+    assert len(ask([]).left_out) == len(ask(["case=b*"]).left_out) == 1
+    assert ask(["case=train-step"]).left_out == []  # was not asked for
+    told = list(summary.left_out(ask([]).left_out))
+    assert told[0].startswith("LEFT OUT") and "bad.yaml: unknown key 'tilte'" in " ".join(told)
+    assert list(summary.left_out([])) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("stack")
+def test_its_summary_says_so_and_its_exit_code(
+    own: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
+) -> None:
+    own("case/train-stop.yaml", "slug: train-stop\ntilte: x\n")
+    own("case/bad.yaml", "slug: bad\ntilte: x\n")
+    words = ["case=train-st?p", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu", f"results={tmp_path / 'r'}"]
+    code, out, err = said(capsys, "run", "train-st?p", *words[1:])
+    assert code == TOO_LITTLE, out + err
+    assert "LEFT OUT: 1 file with an error" in out and "train-stop.yaml: unknown key 'tilte'" in out
+    assert "bad.yaml" not in out and "bad.yaml" in err  # known to be wrong, and not asked for
+    code, out, _ = said(capsys, "run", "train-step", "--json", "--resume", *words[1:])
+    assert code == 0 and json.loads(out)["summary"]["left_out"] == []
+
+
+def test_a_wrong_model_takes_its_cells_along_and_nothing_else(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "model" / "qwen-7b.yaml").write_text("slug: [\n")
+    (conf / "strategy" / "zero3.yaml").write_text("slug: zero3\ntitel: x\n")
+    (conf / "stack" / "colossalai.yaml").write_text("slug: colossalai\npinz: []\n")
+    whole, found = catalogue.load(), catalogue.load(conf)
+    assert "qwen-7b" in whole.cases["train-step"].axes.model
+    assert "qwen-7b" not in found.cases["train-step"].axes.model
+    assert "zero3" not in found.cases["train-step"].axes.strategy
+    assert "zero3-device-map" in catalogue.left_out(found.cases)  # it has no other strategy
+    assert "fsdp-generate" in found.cases  # although a claim of another case is not there
+    assert len(found.left_out) > 3 and any("model/qwen-7b.yaml:" in text for text in found.left_out)
+    with pytest.raises(ConfigError, match=r"model/qwen-7b.yaml:\d+: not valid YAML"):
+        catalogue.load(conf, strict=True)
+
+
+def test_of_a_case_that_another_ones_claims_name(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    told = {p.case for case in catalogue.load().cases.values() for claim in case.claims for p in claim.predicts}
+    for name in told - {None}:
+        (conf / "case" / f"{name}.yaml").write_text("slug: [\n")
+    found = catalogue.load(conf)
+    assert set(catalogue.left_out(found.cases)) == told - {None}  # none but those
+
+
+def test_an_override_that_breaks_a_file_is_the_overrides_fault(
+    own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own("case/bad.yaml", "slug: bad\ntilte: x\n")
+    code, _, err = said(capsys, "list", "case.launch.deadline=soon")
+    assert code == 2 and "launch.deadline" in err
+    assert said(capsys, "list", "case=train-step", "case.launch.deadline=7")[0] == 0
+
+
+def test_the_reason_stands_where_the_name_would_be_unknown() -> None:
+    options: Options[int] = Options(one=1)
+    options.left_out["two"] = ConfigError("conf/x/two.yaml:3: not valid YAML")
+    assert str(unknown("case", "two", options)) == "conf/x/two.yaml:3: not valid YAML"
+    assert "did you mean 'two'" not in str(unknown("case", "tow", options))
+    assert "needs case 'two', which is left out: conf/x/two.yaml:3" in str(unknown("case", "two", options, "here"))
+
+
+def test_a_wrong_stack_is_in_nobodys_way(own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    own("stack/bad.yaml", "slug: bad\ntitle: x\npinz: []\n")
+    assert said(capsys, "list", "stack=current", "case=train-step")[0] == 0
+    code, _, err = said(capsys, "stack", "list")
+    assert code == 0 and "unknown key 'pinz'; did you mean 'pins'?" in err
+    for words in (["show", "train-step", "stack=bad"], ["stack", "build", "bad"]):
+        code, _, err = said(capsys, *words)
+        assert code == 2 and "unknown key 'pinz'; did you mean 'pins'?" in err
+
+
+def test_the_projects_own_files_are_all_right() -> None:
+    assert catalogue.load().left_out == []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the shipped configuration and of what is expected, which the catalogue reads."""
+    shutil.copytree(CONF, tmp_path / "conf")
+    shutil.copytree(EXPECTED, tmp_path / "results" / "expected")
+    load = catalogue.load
+    monkeypatch.setattr(catalogue, "load", lambda conf=tmp_path / "conf", **more: load(conf, **more))
+    return tmp_path
+
+
+BAD_TABLES = {
+    "results/expected/train-step.yaml:4: not valid YAML": "case: train-step\nstretches:\n- {a: b\nverdicts: {}\nx: ]\n",
+    "results/expected/train-step.yaml: unknown key 'streches'; did you mean 'stretches'?":
+        "case: train-step\nstreches: 1\n",
+    "results/expected/train-step.yaml: must hold a mapping": "- 1\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", BAD_TABLES)
+def test_a_wrong_table_of_expectations_disables_its_case_only(
+    wrong: str, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "results" / "expected" / "train-step.yaml").write_text(BAD_TABLES[wrong])
+    (checkout / "results" / "expected" / "train-stepp.yaml").write_text("case: train-stepp\n")
+    code, out, err = said(capsys, "list", "case=fsdp-generate")
+    assert code == 0 and "fsdp-generate" in out and wrong in err
+    assert "results/expected/train-stepp.yaml: " in err and "'train-stepp'" in err
+    for words in (["list", "case=train-step"], ["show", "train-step"]):
+        code, _, err = said(capsys, *words)
+        assert code == 2 and wrong in err and "Traceback" not in err
+    with pytest.raises(ConfigError, match="train-step"):
+        catalogue.load(strict=True)
+    results = checkout / "one"  # what was measured of it is nobody's green
+    stored = next(Store(BASELINE).documents(cases=["train-step"]))
+    path = results / f"{place(stored)}.json"
+    path.parent.mkdir(parents=True)
+    write_json(path, stored)
+    for form, wanted in (
+        ("junit", 'errors="1"'),
+        ("markdown", "Nothing can be said of train-step"),
+        ("json", '"unjudged": [\n  {'),
+    ):
+        code, out, _ = said(capsys, "report", str(results), "--format", form)
+        assert code == 0 and wanted in out and "results/expected/train-step.yaml" in out
+    assert said(capsys, "nightly", str(results), "--nights", str(checkout / "nights"), "--code", "0")[0] == 2
+
+
+def test_a_damaged_published_document_is_named_and_the_rest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = tmp_path / "baseline"
+    of_it = '{"key":"train-step/'
+    source = next(path for path in sorted(BASELINE.rglob("*.jsonl")) if path.read_text().count(of_it) > 1)
+    copy = baseline / "cpu" / source.name
+    copy.parent.mkdir(parents=True)
+    lines = source.read_text().split("\n")
+    at, *rest = (number for number, line in enumerate(lines) if line.startswith(of_it))
+    lines[at] = lines[at].replace('"cell":{', '"cell":{"hardware":0,')
+    copy.write_text("\n".join(lines))
+    first = f"{copy}:{at + 1}"
+    monkeypatch.setattr(project, "published", lambda: [baseline])
+    told: list[str] = []
+    known = own_results.history([], {"train-step"}, told.append)
+    assert len(known) == len(rest) and len(told) == 1 and str(first) in told[0] and "hardware" in told[0]
+    code, out, err = said(capsys, "claims", "--json", f"results={tmp_path / 'none'}")
+    assert code == 0 and json.loads(out) and str(first) in err
+
+
+# --- a table of what is shipped that was written by hand
+
+
+def test_a_shipped_table_that_differs_from_the_commit_is_believed_where_measurements_show_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slug = "ddp-ready-once"
+    table = EXPECTED / f"{slug}.yaml"
+    known = catalogue.load()
+    whole = known.cases[slug]
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [])
+    assert whole.expect and not unshown.files()
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [table, EXPECTED / "notes.txt"])
+    assert unshown.dropped(known) == [] and known.cases[slug] is whole, "as `repro accept` writes it, before the commit"
+    assert unshown.files(), "what is published decides now"
+    entry = whole.expect[0]
+    arm = next(name for name, verdict in entry.verdicts.items() if verdict == "FIX_HOLDS")
+    flipped = entry.model_copy(update={"verdicts": {**entry.verdicts, arm: "FIX_BROKEN"}})
+    known.cases[slug] = whole.model_copy(update={"expect": [flipped, *whole.expect[1:]]})
+    assert unshown.dropped(known, ["train-step"]) == [], "of the cases that are asked for"
+    (said,) = unshown.dropped(known)
+    assert (
+        f"{table}: not believed" in said
+        and f"{arm} is expected to be FIX_BROKEN, and was measured as FIX_HOLDS" in said
+    )
+    assert known.cases[slug].expect == []
+    gone = EXPECTED / "no-table" / f"{slug}.yaml"
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [gone])
+    assert unshown.dropped(known) == [f"{gone}: is gone since the commit: nothing is expected of {slug}"]
+
+
+def test_a_shipped_case_of_which_a_published_line_is_gone_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slug = "ddp-ready-once"
+    gone = f'{{"key":"{slug}/qwen1.5-0.5b-ddp","cell":{{}}}}'
+    monkeypatch.setattr(provenance, "changed", lambda *folders: [BASELINE / "cpu" / "some.jsonl"])
+    monkeypatch.setattr(provenance, "differing", lambda folder: ['{"said":"0a","is":"x"}', gone, '{"key":"no-such/x"}'])
+    known = catalogue.load()
+    assert unshown.dropped(known) == [], "edited, and it shows the same"
+    held = unshown.Store
+
+    class Without(held):  # type: ignore[misc, valid-type]
+        def documents(self, *args: Any, **more: Any) -> Any:
+            return (found for found in super().documents(*args, **more) if found["key"] != f"{slug}/qwen1.5-0.5b-ddp")
+
+    monkeypatch.setattr(unshown, "Store", Without)
+    (said,) = unshown.dropped(known)
+    assert f"{slug}.yaml: not believed" in said and "expected, and no measurement of it is stored" in said
+    assert known.cases[slug].expect == []
+
+
+def test_which_lines_differ_from_the_commit(tmp_path: Path) -> None:
+    def git(*args: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b", *args], check=True)
+
+    git("init", "-q")
+    file = tmp_path / "cpu" / "x.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(f'{{"key":"{name}/cell"}}\n' for name in ("same", "edited", "gone")))
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    assert provenance.differing(tmp_path) == []
+    file.write_text('{"key":"same/cell"}\n{"key":"edited/cell","cell":1}\n')
+    found = {slug for line in provenance.differing(tmp_path) for slug in unshown._CASE.findall(line)}
+    assert found == {"edited", "gone"}
+
+
+def test_which_files_differ_from_the_commit(tmp_path: Path) -> None:
+    def git(*args: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b", *args], check=True)
+
+    assert provenance.changed(tmp_path) == [], "no repository"
+    git("init", "-q")
+    folder = tmp_path / "own tables"
+    folder.mkdir()
+    for name in ("same", "edited", "gone"):
+        (folder / f"{name} é.yaml").write_text(f"{name}\n")
+    (tmp_path / "elsewhere.yaml").write_text("1\n")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    assert provenance.changed(folder) == []
+    (folder / "edited é.yaml").write_text("by hand\n")
+    (folder / "gone é.yaml").unlink()
+    (folder / "new.yaml").write_text("new\n")
+    (tmp_path / "elsewhere.yaml").write_text("2\n")
+    assert provenance.changed(folder) == [folder / "edited é.yaml", folder / "gone é.yaml", folder / "new.yaml"]

@@ -1,0 +1,266 @@
+"""Whose repository this is: repro.toml or [tool.repro], what it adds, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from judging import check, document, observation, ok, record
+from repro_matrix import paths
+from repro_matrix.cli import main as cli
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import project
+from repro_matrix.environment.stacks import spec
+from repro_matrix.errors import ConfigError
+from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
+from repro_matrix.results import local as own_results
+from repro_matrix.results import provenance
+from repro_matrix.results.store import write_json
+from repro_matrix.runner import session
+
+TEAM = Path(__file__).parents[1] / "team"  # a repository with a catalogue of its own
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = Path(shutil.copytree(TEAM, tmp_path / "team"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_in_this_checkout_results_and_expectations_are_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for place in (paths.ROOT, paths.ROOT / "tests", tmp_path):
+        monkeypatch.chdir(place)
+        here = project.current()
+        assert (here.folder, here.results, here.file) == (paths.ROOT, paths.RESULTS, None) and here.is_shipped
+
+
+def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (team / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(team / "deep" / "er")
+    found = catalogue.load()
+    assert {"odd-batch", "train-step"} <= found.cases.keys() and "our-head" in found.models
+    assert found.script(found.cases["odd-batch"]) == team / "failures/scripts/odd_batch.py"
+    assert found.script(found.cases["train-step"]) == paths.REPROS / "train_step.py"
+    assert {"by-hand"} <= found.strategies.keys() and {"ours", "current"} <= spec.definitions().keys()
+    assert spec.lock_path("ours") == team / "failures/stack/locks/ours.txt"
+    here = project.current()
+    assert here.folder == team and here.results == team / "results" and not here.is_shipped
+    assert project.published() == [team / "results/baseline", paths.BASELINE]
+    from repro_matrix.config.settings import compose_run
+
+    assert own_results.results_folder(compose_run([])).is_relative_to(team / "results" / "scratch")
+
+
+def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None:
+    found = catalogue.load()
+    settings = {"case": "odd-batch", "arm": "broken", "model": {"slug": "our-head"}, "strategy": {"slug": "by-hand"},
+                "tp_size": 1, "steps": 1, "seed": 0, "flags": {}}  # fmt: skip
+    attempt = Attempt(
+        id="x", run_id="x", directory=team, script=found.script(found.cases["odd-batch"]), settings=settings,
+        python="/elsewhere/python", world_size=2, deadline_s=1, env={"PYTHONPATH": "/overlay"}, kit=paths.REPROS,
+        files=found.files(settings),
+    )  # fmt: skip
+    assert private_environment(attempt)["PYTHONPATH"] == f"/overlay:{paths.REPROS}"
+    words = torchrun_line(attempt)
+    assert f"PYTHONPATH=/overlay:{paths.REPROS} " in words and " failures/scripts/odd_batch.py " in words
+    assert "--case failures/case/odd-batch.yaml --arm broken --model failures/model/our-head.yaml" in words
+
+
+def test_pyproject_serves_as_well_and_not_both(team: Path) -> None:
+    (team / "repro.toml").rename(team / "kept")
+    (team / "pyproject.toml").write_text(
+        '[tool.repro]\nconf = "failures"\nscripts = "failures/scripts"\nresults = "r"\n'
+    )
+    here = project.current()
+    assert here.conf == (team / "failures",) and here.results == team / "r" and here.expected == team / "r/expected"
+    (team / "kept").rename(team / "repro.toml")
+    with pytest.raises(ConfigError, match=r"repro\.toml: .*pyproject\.toml has \[tool\.repro\] as well"):
+        project.current()
+
+
+def test_a_pyproject_without_the_table_is_passed_by(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (team / "part").mkdir()
+    (team / "part" / "pyproject.toml").write_text("[project]\nname = 'part'\n")
+    monkeypatch.chdir(team / "part")
+    assert project.current().folder == team
+
+
+def test_what_is_above_the_repository_is_not_its_own(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (team / "other" / ".git").mkdir(parents=True)
+    monkeypatch.chdir(team / "other")
+    assert project.current().file is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('cnof = ["failures"]', r"repro\.toml: unknown key 'cnof'; did you mean 'conf'"),
+        ('conf = ["failurse"]', r"repro\.toml: conf: there is no folder .*failurse"),
+        ("conf = 3", r"repro\.toml: conf: "),
+        ("conf = [", r"repro\.toml: not valid TOML"),
+    ],
+)
+def test_bad_input_names_file_and_key(team: Path, text: str, said: str) -> None:
+    (team / "repro.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        project.current()
+
+
+@pytest.mark.parametrize(("group", "name"), [("case", "train-step"), ("model", "qwen1.5-0.5b"), ("stack", "current")])
+def test_a_clash_of_names_names_both_files(team: Path, group: str, name: str) -> None:
+    (team / "failures" / group).mkdir(exist_ok=True)
+    shutil.copy(paths.CONF / group / f"{name}.yaml", team / "failures" / group)
+    with pytest.raises(ConfigError, match=rf"failures/{group}/{name}.yaml: .*is also in {paths.CONF}/{group}/{name}"):
+        catalogue.load()
+
+
+def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(team: Path) -> None:
+    table = "case: {}\nstretches: [{{cells: [our-head/by-hand], measured: [{{torch: 2.13.0}}], reason: r}}]\n"
+    table += "verdicts: {{drop-last: [FIX_HOLDS]}}\n"
+    folder = team / "results" / "expected"
+    folder.mkdir(parents=True)
+    (folder / "odd-batch.yaml").write_text(table.format("odd-batch"))
+    (entry,) = catalogue.load().cases["odd-batch"].expect
+    assert entry.verdicts == {"drop-last": "FIX_HOLDS"}
+    (folder / "odd-batch.yaml").rename(folder / "train-step.yaml")
+    (folder / "train-step.yaml").write_text(table.format("train-step"))
+    cases = catalogue.load().cases  # the others go on
+    assert "odd-batch" in cases and "what is expected of train-step is also in" in str(cases.left_out["train-step"])
+
+
+def test_what_decides_an_answer_is_looked_at_in_the_users_repository(team: Path) -> None:
+    import subprocess
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    commit, changed = provenance._state(team, [team / "failures"])
+    assert commit and not changed
+    (team / "failures/scripts/odd_batch.py").write_text("pass\n")
+    assert provenance._state(team, [team / "failures"]) == (commit, True)
+    assert provenance.git_state() == (commit, True)
+
+
+def test_what_git_cannot_or_may_not_say_is_no_clean_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status that failed was an empty one, and an edited script was published as the commit's."""
+    import subprocess
+
+    def git(at: Path, *words: str) -> None:
+        words = ("-C", str(at), "-c", "user.name=a", "-c", "user.email=a@b", *words)
+        subprocess.run(["git", *words], check=True, capture_output=True)
+
+    own, other = tmp_path / "own", tmp_path / "other"
+    for each in (own, other):
+        (each / "code").mkdir(parents=True)
+        (each / "code" / "script.py").write_text(f"# {each.name}\n")
+        git(each, "init", "-q")
+        git(each, "add", "-A")
+        git(each, "commit", "-qm", "one")
+    script = own / "code" / "script.py"
+    commit, changed = provenance._state(own, [own / "code"])
+    assert commit and not changed and provenance.since(commit, own, [script]) is None
+    git(own, "config", "status.showUntrackedFiles", "no")
+    (own / "code" / "new.py").write_text("1\n")
+    assert provenance._state(own, [own / "code"]) == (commit, True)
+    (own / "code" / "new.py").unlink()
+    script.write_text("# edited\n")
+    for hide, show in (("--assume-unchanged", "--no-assume-unchanged"), ("--skip-worktree", "--no-skip-worktree")):
+        git(own, "update-index", hide, "code/script.py")
+        assert provenance._state(own, [own / "code"]) == (commit, True)
+        git(own, "update-index", show, "code/script.py")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    assert provenance._state(own, [own / "code"]) == (commit, True)
+    assert provenance.since(commit, own, [script]) == f"code/script.py has changed since commit {commit[:12]}"
+    assert provenance.since("f" * 40, own, [script]) == f"commit {'f' * 12} is not in this repository"
+    monkeypatch.delenv("GIT_DIR")
+    monkeypatch.delenv("GIT_WORK_TREE")
+    (own / ".git" / "index").write_text("garbage")
+    assert provenance._state(own, [own / "code"]) == (None, False), "no commit is known to be this code"
+
+
+def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
+    from repro_matrix.cli.export import exported
+
+    text = exported("odd-batch", "drop-last").text
+    assert "torch.nn.Linear(4, 2)" in text and "def body(run" in text
+    compile(text, "odd_batch.py", "exec")
+
+
+WRITTEN = """case: odd-batch
+stretches:
+- {CELLS, hardware: cpu, versions: {}, measured: [{torch: 2.13.0}], reason: said so}
+verdicts: {drop-last: [FIX_BROKEN]}
+"""
+
+
+@pytest.mark.parametrize("cells", ["cells: [our-head/by-hand]", "cells: []", "cells: ['*/*']"])
+def test_an_expectation_that_no_measurement_shows_is_not_believed(team: Path, cells: str) -> None:
+    file = team / "results" / "expected" / "odd-batch.yaml"
+    file.parent.mkdir(parents=True)
+    assert session.prepare(["case=odd-batch"], build_stacks=False).left_out == []
+    file.write_text(WRITTEN.replace("CELLS", cells))
+    prepared = session.prepare(["case=odd-batch"], build_stacks=False)
+    assert prepared.catalogue.cases["odd-batch"].expect == [], "FIX_BROKEN would be as expected"
+    (told,) = prepared.left_out  # the run says so at its end, and ends with 3
+    assert told.startswith(f"{file}: not believed: odd-batch: ")
+    assert session.prepare(["case=ddp-unfinished-reduction"], build_stacks=False).left_out == []
+
+
+def measured(team: Path, verdict: str) -> None:
+    """A document of the case in the user's own baseline, as `repro accept` leaves it: all of it but the verdict."""
+    ranks = [ok(rank, record=record(rank, checks=[check("sum")])) for rank in (0, 1)]
+    clean = [("clean", observation(*ranks))]
+    made = document({"broken": clean, "drop-last": clean}, {"drop-last": verdict}, case="odd-batch", model="our-head",
+                    strategy="by-hand", where="our-head/by-hand", key="odd-batch/our-head-by-hand")  # fmt: skip
+    path = team / "results/baseline/cpu/torch2.13.0-tf5.23.0-abc/odd-batch/our-head-by-hand.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, made)
+
+
+def test_who_reads_results_believes_no_such_expectation_either(
+    team: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A forged table made a report green (``expected``), and of a case's own mistake an answer (``CHANGED``)."""
+    monkeypatch.setenv("REPRO_CACHE", str(team.parent / "cache"))
+    file = team / "results" / "expected" / "odd-batch.yaml"
+    run = team / "run"
+    measured(team, "NOT_FIRING")
+    shutil.copytree(team / "results/baseline", run)
+    found: dict[str, dict[str, object]] = {}
+    for name, text in (
+        ("none", None),
+        ("believed", WRITTEN.replace("FIX_BROKEN", "NOT_FIRING").replace("versions: {}", ENDS)),
+        ("forged", WRITTEN),
+        ("wide", WRITTEN.replace("FIX_BROKEN", "NOT_FIRING")),
+    ):
+        if text:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text.replace("CELLS", "cells: [our-head/by-hand]"))
+        told = []
+        for words in (
+            ["report", str(run), "--format", "json"],
+            ["claims", "--from", str(run)],
+            ["diff", str(run), str(run)],
+        ):
+            assert cli.main(words) == 0
+            said = capsys.readouterr()
+            told.append(f"{file}: not believed: odd-batch: " in said.err)
+            if words[0] == "report":
+                (row,) = [row for row in json.loads(said.out)["rows"] if row["arm"] == "drop-last"]
+        found[name] = {"told": told, "expected": row["expected"]}
+    assert found == {
+        "none": {"told": [False] * 3, "expected": "unset"},
+        "believed": {"told": [False] * 3, "expected": "expected"},
+        "forged": {"told": [True] * 3, "expected": "unset"},
+        "wide": {"told": [True] * 3, "expected": "unset"},
+    }
+
+
+ENDS = "versions: {torch: '>=2.13,<2.14', transformers: '>=5.23,<5.24'}"

@@ -1,0 +1,97 @@
+"""What `repro accept` refuses to publish."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import document, observation, ok
+from repro_matrix.cli.main import main
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.accept import place
+from repro_matrix.results.accept_checks import refusals
+from repro_matrix.results.store import Store
+
+
+def cell(verdict: str = "FIX_HOLDS", attempts: int = 3, **changes: Any) -> dict[str, Any]:
+    arms: Any = {arm: [(name, observation(ok(0)))] * attempts for arm, name in (("broken", "fires"), ("fix", "clean"))}
+    return document(arms, {"fix": verdict}, key="some-case/m-fsdp", **changes)
+
+
+def provenance(**changes: Any) -> dict[str, Any]:
+    return {"provenance": {**cell()["provenance"], **changes}}
+
+
+def test_three_clean_attempts_of_committed_code_are_published() -> None:
+    assert refusals([cell(), cell(model="n")]) == []
+    assert refusals([cell(attempts=4)]) == []
+
+
+def test_a_changed_tree_is_refused() -> None:
+    (dirty,) = refusals([cell(**provenance(git_dirty=True))])
+    why = "measured on a tree with changes that are not committed (commit, then measure again)"
+    assert str(dirty) == f"some-case/m-fsdp on current: {why}"
+    (outside,) = refusals([cell(**provenance(git_commit=None))])
+    assert "outside a checkout" in outside.why
+    assert len(refusals([cell(**provenance(git_dirty=None))])) == 1, "nobody looked"
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 2])
+def test_fewer_than_three_attempts_of_an_arm_are_refused(attempts: int) -> None:
+    found = refusals([cell(attempts=attempts)])
+    assert [one.arm for one in found] == ["broken", "fix"]
+    assert "3 are the floor (repeat=3)" in found[0].why
+
+
+def test_only_attempts_that_count_are_counted_and_a_skip_needs_none() -> None:
+    lost = cell()
+    lost["arms"]["fix"]["attempts"][0]["outcome"] = {"outcome": "infra"}
+    (found,) = refusals([lost])
+    assert "arm fix: 2 attempts that count" in str(found)
+    skipped = cell()
+    skipped["arms"]["fix"] = {"skipped": "needs 2 GPUs", "settings": {}, "attempts": []}
+    assert refusals([skipped]) == []
+
+
+@pytest.mark.parametrize("verdict", ["CHANGED", "FIX_HARMFUL"])
+def test_what_may_be_a_mistake_is_published_only_when_it_is_named(verdict: str) -> None:
+    (found,) = refusals([cell(verdict)])
+    assert f"arm fix: {verdict}: because (--take {verdict} if so)" in str(found)
+    other = {"CHANGED": "FIX_HARMFUL", "FIX_HARMFUL": "CHANGED"}[verdict]
+    assert refusals([cell(verdict)], [other]) == refusals([cell(verdict)])
+    assert refusals([cell(verdict)], [verdict]) == []
+
+
+def test_one_profile_is_one_machine() -> None:
+    def on(cpu: str, profile: str = "cpu", **more: Any) -> dict[str, Any]:
+        return cell(hardware={**cell()["hardware"], "cpu": cpu, "profile": profile, **more})
+
+    (found,) = refusals([on("a"), on("b"), on("a")])
+    assert "another machine than" in found.why and "under profile cpu: cpu b against a" in found.why
+    assert refusals([on("a"), on("b", "gpu1")]) == []
+    assert refusals([on("a"), on("a", os="newer", memory_gb=1.0)]) == []
+
+
+@given(st.lists(st.sampled_from(["FIX_HOLDS", "CHANGED", "FIX_HARMFUL"]), max_size=4), st.integers(0, 4))
+def test_naming_more_never_refuses_more(verdicts: list[str], attempts: int) -> None:
+    documents = [cell(verdict, attempts) for verdict in verdicts]
+    none, some, both = (set(refusals(documents, n)) for n in ((), ("CHANGED",), ("CHANGED", "FIX_HARMFUL")))
+    assert both <= some <= none
+    assert bool(both) == (attempts < 3 and bool(verdicts))
+
+
+def test_the_verb_publishes_nothing_of_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = next(Store(BASELINE).documents(cases=["ddp-unfinished-reduction"]))
+    path = tmp_path / f"{place(stored)}.json"
+    path.parent.mkdir(parents=True)
+    stored["provenance"]["git_dirty"] = True
+    path.write_text(json.dumps({key: value for key, value in stored.items() if key != "path"}))
+    before = {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.jsonl")}
+    code = main(["accept", "case=ddp-unfinished-reduction", "--reason", "x", "--from", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert code != 0 and "not published" in said and "changes that are not committed" in said
+    assert before == {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.jsonl")}

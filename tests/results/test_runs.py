@@ -1,0 +1,218 @@
+"""A folder for each run, ``latest``, what --resume goes on with, which runs are kept, and who reads which."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repro_matrix.cli import main as cli
+from repro_matrix.config.settings import RunSettings
+from repro_matrix.errors import ConfigError
+from repro_matrix.results import local as own_results
+from repro_matrix.results import runs
+from repro_matrix.runner import resume as going_on
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(own_results, "scratch", lambda: tmp_path / "scratch")
+    return tmp_path / "scratch"
+
+
+def let_go() -> None:
+    """As when the process that began or read these runs has ended."""
+    while runs._held:
+        runs._held.popitem()[1].close()
+
+
+def run(root: Path, *texts: str, state: str = runs.ENDED, cell: str | None = "cell") -> Path:
+    folder = runs.begin(root, texts)
+    if cell:
+        (folder / "cpu" / "stack" / "case").mkdir(parents=True)
+        (folder / "cpu" / "stack" / "case" / f"{cell}.json").write_text("{}")
+    runs.note(folder, texts, state)
+    let_go()
+    return folder
+
+
+def test_each_run_has_its_folder_and_latest_is_the_last(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "case=a"), run(tmp_path, "case=b")
+    assert first != second and first.is_dir()
+    assert [each.folder for each in runs.listed(tmp_path)] == [first, second]
+    assert runs.of(tmp_path).resolve() == second.resolve() == (tmp_path / "latest").resolve()
+    runs.point(first)  # gone on with
+    assert runs.of(tmp_path).resolve() == first.resolve()
+    (tmp_path / "latest").unlink()  # a file system without links
+    assert runs.of(tmp_path) == second
+    assert runs.of(first) == first  # a run stands for itself, and so does any other folder
+    assert runs.of(tmp_path / "nowhere") == tmp_path / "nowhere"
+    let_go()
+
+
+def test_a_latest_that_points_at_no_run_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "latest").symlink_to("other")
+    assert runs.of(tmp_path) == tmp_path
+
+
+@given(count=st.integers(1, 8), kept=st.integers(1, 5), used=st.sets(st.integers(0, 7)))
+def test_the_last_runs_are_kept_and_those_in_use(
+    tmp_path_factory: pytest.TempPathFactory, count: int, kept: int, used: set[int]
+) -> None:
+    root = tmp_path_factory.mktemp("runs")
+    made = [run(root) for _ in range(count)]
+    for number in used & set(range(count)):
+        runs._hold(made[number])
+    gone = runs.prune(root, kept)
+    assert gone == [each for number, each in enumerate(made[: max(0, count - kept)]) if number not in used]
+    assert [each.folder for each in runs.listed(root)] == [each for each in made if each not in gone]
+    let_go()
+
+
+def test_what_another_process_reads_is_not_pruned(tmp_path: Path) -> None:
+    old = run(tmp_path)
+    run(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from repro_matrix.results import runs\n"
+        f"runs.of(Path({str(old)!r})); print('reading', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout and reader.stdout.readline() == "reading\n"
+        assert runs.prune(tmp_path, 1) == []
+        reader.communicate("", timeout=60)
+    assert runs.prune(tmp_path, 1) == [old]
+
+
+def test_resume_takes_up_the_last_interrupted_selection(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(scratch, "case=a", state=runs.UNFINISHED)
+    wanted = run(scratch, "case=b", "repeat=2", state=runs.UNFINISHED)
+    last = run(scratch, "case=c")
+    assert going_on.resumed([]) == (["case=b", "repeat=2"], wanted)
+    assert going_on.resumed(["jobs=1"]) == (["case=b", "repeat=2", "jobs=1"], wanted)  # how, not what
+    assert going_on.resumed(["case=a"])[1] != wanted  # its own
+    capsys.readouterr()
+    assert going_on.resumed(["case=x"]) == (["case=x"], last)
+    assert f"going on in {last}, the last run (of case=c)" in capsys.readouterr().err, "never without a word"
+
+
+def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
+    runs.begin(scratch, ["case=a"])  # this process holds it
+    with pytest.raises(ConfigError, match="was not interrupted"):
+        going_on.resumed([])
+    let_go()
+    assert going_on.resumed([])[0] == ["case=a"]
+
+
+def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["matrix", "--resume"]) == 2
+    assert "holds no run; with a selection" in capsys.readouterr().err
+    ended = run(scratch, "case=a")
+    assert cli.main(["matrix", "--resume"]) == 2
+    assert f"the last run, {ended}, was not interrupted" in capsys.readouterr().err
+
+
+def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = RunSettings(results=str(tmp_path / "mine"))
+    prepared: Any = Namespace(settings=settings, left=[Namespace(hardware="cpu", stack="current", key="a/m-ddp")])
+    with going_on.folder(prepared, ["case=a", f"results={settings.results}"]) as ended:
+        ended(False)
+    let_go()
+    said = runs.read(tmp_path / "mine")
+    assert said and said.left == ("cpu current a/m-ddp",), "what the budget had no room for"
+    assert going_on.resumed([f"results={settings.results}"]) == (["case=a", f"results={settings.results}"], None)
+    assert "nothing to go on with" not in capsys.readouterr().err
+    assert going_on.resumed(["results=/nowhere/at/all"]) == (["results=/nowhere/at/all"], None)
+    assert "/nowhere/at/all holds nothing to go on with: it begins from the start" in capsys.readouterr().err
+
+
+def test_going_on_is_said_and_what_is_given_anew_counts(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = run(scratch, "case=b", "jobs=2", state=runs.UNFINISHED)
+    assert going_on.resumed(["jobs=5"]) == (["case=b", "jobs=5"], wanted)
+    assert capsys.readouterr().err == f"repro: going on with {wanted}: case=b jobs=2\n"
+    every = run(scratch, state=runs.UNFINISHED)
+    assert going_on.resumed([]) == ([], every) and capsys.readouterr().err.endswith(": everything\n")
+    alike = [run(scratch, "case=c", state=state) for state in (runs.ENDED, runs.UNFINISHED)]
+    run(scratch, "case=d")
+    assert going_on.resumed(["case=c", "jobs=1"]) == (["case=c", "jobs=1"], alike[1]), "the last of that selection"
+    assert going_on.resumed(["case=c", f"results='{scratch}'"])[1] is None, "a folder that was named is its own"
+
+
+def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> None:
+    def state(folder: Path) -> str:
+        found = runs.read(folder)
+        assert found is not None
+        return found.state
+
+    named, before = tmp_path / "mine", run(scratch, "case=a")
+    run(scratch, "case=b")
+    for asked, where in ((str(named), None), (None, before), (None, None)):
+        settings = RunSettings(results=asked)
+        with going_on.folder(Namespace(settings=settings, left=[]), ["case=a"], where) as ended:  # type: ignore[arg-type]
+            used = Path(str(settings.results))
+            assert used == (named if asked else where or used) and used.is_dir() and state(used) == runs.UNFINISHED
+            assert (runs.of(scratch).resolve() == used.resolve()) is (asked is None), "it is the last one now"
+            ended(used != named)
+        let_go()
+        assert state(used) == (runs.UNFINISHED if used == named else runs.ENDED)
+    assert len(runs.listed(scratch)) == 3, "two there were, and a new one"
+    for asked, where in ((str(named), None), (None, before)):
+        settings = RunSettings(results=asked)
+        with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings, left=[]), [], where):  # type: ignore[arg-type]
+            raise ZeroDivisionError
+        assert Path(str(settings.results)).is_dir(), "what was there before is not taken back"
+        let_go()
+
+
+def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
+    before = run(scratch, "case=a")
+    settings = RunSettings()
+    with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings, left=[]), ["case=b"]):  # type: ignore[arg-type]
+        assert Path(str(settings.results)).parent == scratch and runs.of(scratch) != before
+        raise ZeroDivisionError
+    assert [each.folder for each in runs.listed(scratch)] == [before]
+    assert runs.of(scratch).resolve() == before.resolve()
+
+
+def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
+    from repro_matrix.analysis import inputs as sides
+
+    run(scratch)
+    last = run(scratch, cell="later")
+    told = sides.read(runs.of(scratch)).notes
+    assert told and all("later.json" in note for note in told)
+    with pytest.raises(sides.ResultsError, match=r"later.json"):
+        sides.side(str(scratch))  # the document is empty: the file that is named is the last run's
+    assert {store.root for store in own_results.own_stores(RunSettings(results=str(last)))} == {
+        last.resolve(), (scratch / runs.SEARCHES).resolve(), *(each.folder.resolve() for each in runs.listed(scratch))
+    }  # fmt: skip
+    assert [store.root for store in own_results.own_stores(RunSettings(results="/somewhere"))] == [Path("/somewhere")]
+    let_go()
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("stack")
+def test_two_runs_overwrite_nothing_and_readers_follow(
+    scratch: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
+) -> None:
+    words = ["ddp-unfinished-reduction", "arms=[broken]", "hardware=cpu"]
+    found = []
+    for _ in range(2):
+        assert cli.main(["run", *words]) == 0
+        capsys.readouterr()
+        found.append(runs.of(scratch))
+    assert found[0] != found[1]
+    documents = [sorted(path.relative_to(folder) for path in folder.rglob("*.json")) for folder in found]
+    assert documents[0] == documents[1] and len(documents[0]) == 1
+    assert cli.main(["diff", str(found[0]), str(scratch)]) == 0
+    capsys.readouterr()
+    assert cli.main(["run", *words, "--resume"]) == 0
+    assert "0 attempts (1 more reused)" in capsys.readouterr().out
+    assert runs.of(scratch) == found[1] and [each.state for each in runs.listed(scratch)] == [runs.ENDED] * 2

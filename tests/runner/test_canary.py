@@ -1,0 +1,177 @@
+"""Planted cells: a harness that does not see a failure, or a wrong number, or right work, measures nothing."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repro_matrix.config import catalog as catalogues
+from repro_matrix.config.settings import RunSettings
+from repro_matrix.environment.gpus import Gpu
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.errors import MeasureError
+from repro_matrix.grading.outcome import Outcome
+from repro_matrix.planning.cells import Cell
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.results.store import Store
+from repro_matrix.runner import canary, session
+from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner.context import Given
+from repro_matrix.runner.events import Summary
+from test_engine import CATALOGUE, PROVENANCE, STACK
+
+
+def came_out(**changed: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Documents as they are planted, but for these arms."""
+    as_planted = {"works": ("FIX_HOLDS", []), "lies": ("FIX_UNMASKS", [{"check": "sum"}]), "control": ("HEALTHY", [])}
+    found = as_planted | changed
+    return [
+        {
+            "case": case, "stack": {"name": "current"}, "hardware": {"profile": "cpu"},
+            "arms": {},
+            "verdicts": {arm: {"name": found[arm][0], "met": found[arm][1], "reason": "because"} for arm in arms},
+        }
+        for case, arms in canary.PLANTED.items()
+    ]  # fmt: skip
+
+
+def test_what_comes_out_as_planted_is_no_reason_to_stop() -> None:
+    assert canary.wrong(came_out()) == []
+
+
+@pytest.mark.parametrize(
+    ("arm", "verdict", "met"),
+    [
+        ("works", "NOT_FIRING", []),  # the failure was not seen
+        ("works", "FIX_BROKEN", [{"case": "canary-failure", "signature": "planted"}]),
+        ("lies", "FIX_HOLDS", []),  # a wrong number was believed
+        ("lies", "FIX_UNMASKS", [{"type": "RuntimeError", "place": "torch.f"}]),  # it failed, and not as planted
+        ("control", "INCONCLUSIVE", []),
+        ("control", "UNHEALTHY", [{"check": "sum"}]),
+    ],
+)
+def test_whatever_comes_out_otherwise_is_named(arm: str, verdict: str, met: list[dict[str, Any]]) -> None:
+    (told,) = canary.wrong(came_out(**{arm: (verdict, met)}))
+    assert f"/{arm}, stack current on cpu: planted" in told and f"came out as {verdict}: because" in told
+
+
+def test_an_arm_that_was_not_judged_is_wrong() -> None:
+    documents = came_out()
+    documents[0]["verdicts"] = {}
+    assert len(canary.wrong(documents)) == 2
+
+
+def test_they_are_not_of_the_catalogue() -> None:
+    known = catalogues.load()
+    assert not canary.PLANTED.keys() & known.cases.keys()
+    planted = canary.catalogue(known, ["torch", "transformers"])
+    assert planted.cases.keys() == canary.PLANTED.keys()
+    for slug, arms in canary.PLANTED.items():
+        case = planted.cases[slug]
+        assert case.launch.imports == ["torch", "transformers"] and planted.script(case).is_file()
+        assert {*arms, "broken"} >= case.arms.keys() >= arms.keys()
+
+
+CARDS = tuple(Gpu(i, "NVIDIA A100-SXM4-80GB", f"GPU-{i}", 81920) for i in range(8))
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("cpu", "cpu", "gloo"),
+        Profile("gpu1", "cuda", "nccl", CARDS[:1]),
+        Profile("gpu1-shared", "cuda", "gloo", CARDS[:1], shared=True),
+        Profile("gpu2", "cuda", "nccl", CARDS[:2]),
+        Profile("a100x8", "cuda", "nccl", CARDS),
+    )
+}
+
+
+def given(*names: str) -> Given:
+    profiles = [PROFILES[name] for name in names]
+    machine = Machine(CARDS, None, "580.65.06", 8, 256.0, "linux")
+    return Given(CATALOGUE, RunSettings(), profiles, machine, {"current": STACK}, PROVENANCE, {})
+
+
+def asked(about: Given, ranks: dict[str, int]) -> list[CellPlan]:
+    """Something to launch on every profile."""
+    cells = [Cell("train-step", "qwen1.5-0.5b", "ddp", (), "current", name, count) for name, count in ranks.items()]
+    profiles = {profile.name: profile for profile in about.profiles}
+    return Planner(CATALOGUE, about.settings, profiles, about.machine, dict(about.stacks), {}).plan(cells)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("cpu", 2), ("gpu1-shared", 2), ("gpu2", 2), ("a100x8", 2), ("gpu1", 1)])
+def test_wherever_something_is_launched_they_can_be_launched_too(name: str, ranks: int) -> None:
+    """Two ranks on one card were skipped: every run on a machine with one GPU ended as if the harness were broken."""
+    about = given(name)
+    (plan,) = asked(about, {name: 2})
+    seen = []
+
+    def run(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+        seen.extend(plans)
+        return Summary(documents=came_out())
+
+    some = replace(plan, arms=[replace(arm, skip=None) for arm in plan.arms])  # what it is does not matter here
+    assert canary.look(about, [some], run, Store(Path("nowhere")), threading.Event()) is None
+    assert {each.cell.case for each in seen} == canary.PLANTED.keys()
+    assert [arm.skip for each in seen for arm in each.arms] == [None] * 4
+    assert {each.cell.ranks for each in seen} == {ranks}
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_cards_that_others_use_are_no_broken_harness(free: int) -> None:
+    about = given("cpu", "gpu2")
+    looked: list[set[tuple[str, int]]] = []
+
+    def run(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+        looked.append({(plan.cell.hardware, int(plan.cell.ranks)) for plan in plans})
+        documents = []
+        for plan in plans:
+            documents += [one for one in came_out() if one["case"] == plan.cell.case]
+            documents[-1]["hardware"] = {"profile": plan.cell.hardware}
+            if plan.cell.hardware == "gpu2" and plan.cell.ranks > free:
+                documents[-1] |= lacking(documents[-1], "cards")
+        return Summary(documents=documents)
+
+    plans = asked(about, {"cpu": 2, "gpu2": 2})
+    assert canary.look(about, plans, run, Store(Path("nowhere")), threading.Event()) is None
+    assert looked[0] == {("cpu", 2), ("gpu2", 2)}
+    assert looked[1:] == ([] if free == 2 else [{("gpu2", 1)}])
+
+    def broken(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+        return Summary(documents=[one | lacking(one, "device") for one in came_out()])
+
+    told = canary.look(about, plans, broken, Store(Path("nowhere")), threading.Event())
+    assert told and told.count("planted") == 3, "any other kind is"
+
+
+def lacking(document: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What a document says where no attempt could be launched."""
+    attempt = {"outcome": {"outcome": "infra", "reason": "because", "infra": kind}}
+    nothing = {"name": "INCONCLUSIVE", "met": [], "reason": "infra"}
+    return {"arms": {"any": {"attempts": [attempt]}}, "verdicts": dict.fromkeys(document["verdicts"], nothing)}
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("stack")
+def test_a_run_measures_them_first_and_stops_where_the_judge_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_are_warm: None
+) -> None:
+    results = tmp_path / "results"
+    prepared = session.prepare(["case=fsdp-generate", "arms=[broken]", "hardware=cpu", f"results={results}"])
+    found = workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)
+    assert found.attempts == len(prepared.plans), "the planted attempts are not of the run"
+    written = {path.parent.name for path in results.rglob("*.json")}
+    assert written == {"fsdp-generate"}, "nobody keeps what was planted"
+
+    def believes(*_: Any) -> Outcome:
+        return Outcome("clean", "all is well")
+
+    monkeypatch.setattr("repro_matrix.results.document.grade.grade", believes)
+    before = sorted(path.stat().st_mtime_ns for path in results.rglob("*.json"))
+    with pytest.raises(MeasureError, match=r"the harness itself is broken here, nothing was measured: canary-failure"):
+        workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)
+    assert sorted(path.stat().st_mtime_ns for path in results.rglob("*.json")) == before
+    assert MeasureError.exit_code == 3

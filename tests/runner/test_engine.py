@@ -1,0 +1,412 @@
+"""The engine with a launcher that only pretends: order, faults, resume, interruption. No process is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judging import as_promised
+from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import selection as overrides
+from repro_matrix.config.settings import Order, RunSettings
+from repro_matrix.environment.gpus import Gpu, unseen
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.errors import ResultsError
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.planning import cells as matrix
+from repro_matrix.planning.placing import place
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.results import provenance
+from repro_matrix.results.exit_code import bisect_exit, exit_code
+from repro_matrix.results.rows import arm_rows
+from repro_matrix.results.store import Store
+from repro_matrix.runner.attempts import Attempts
+from repro_matrix.runner.context import Given
+from repro_matrix.runner.engine import Engine
+from repro_matrix.runner.events import Event, Later, Summary
+from repro_matrix.runner.gpu_locks import Leases
+from repro_matrix.runner.gpu_pool import Driver
+
+CATALOGUE = catalogue.load()
+STACK = Stack(
+    "current", "/usr/bin/python3", {"python": "3.11.0", "torch": "2.13.0", "transformers": "5.23.0"}, (), "k" * 16
+)
+ON_CPU = Profile("cpu", "cpu", "gloo")
+PROVENANCE = {
+    "git_commit": None, "git_dirty": False, "harness_version": "0", "command": "repro", "seed": 0, "launcher": "fake",
+}  # fmt: skip
+FIRES = {
+    "type": "RuntimeError", "module": "builtins", "bases": ["Exception"], "cause": None,
+    "message": "The size of tensor a (512) must match the size of tensor b (1024) at non-singleton dimension 2",
+    "frames": [
+        {
+            "file": "/site-packages/transformers/models/qwen2/modeling_qwen2.py", "line": 1, "function": "forward",
+            "module": "transformers.models.qwen2.modeling_qwen2", "code": "",
+        }
+    ],
+}  # fmt: skip
+
+
+def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
+    proof = CATALOGUE.cases[attempt.settings["case"]].proof
+    count, now = attempt.settings["steps"], time.time()
+    checks = [
+        {"name": name, "passed": True, "got": count, "want": count, "tolerance": 0, "at": 0.5} for name in proof.checks
+    ]
+    ranks = [
+        {
+            "rank": rank, "exit_code": 1 if error else 0, "signal": None, "ended_by": "self", "log_tail": "",
+            "stack": None,
+            "record": {
+                "schema": 2, "rank": rank, "done": not error, "exception": error, "checks": [] if error else checks,
+                "done_at": 0.9,
+                "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": now,
+                "ended": now + 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
+                "peak_gpu_mb": 512.0 if attempt.settings["device"] == "cuda" else None,
+                **as_promised(attempt.settings, attempt.world_size, proof.in_force),
+            },
+        }
+        for rank in range(attempt.world_size)
+    ]  # fmt: skip
+    about = {
+        "id": attempt.id, "launcher": "fake", "command": [], "torchrun": "torchrun", "backend": "gloo",
+        "world_size": attempt.world_size, "started": now, "ended": now + 1.0, "wall_s": 1.0, "cpu_s": 0.2,
+        "deadline_s": 1.0,
+        "timed_out": False, "interrupted": False, "leftover": [], "seed": 0, "settings": attempt.settings, **extra,
+    }  # fmt: skip
+    return {"schema": 1, "attempt": about, "infra": None, "ranks": ranks}
+
+
+class Fake:
+    """Broken fires, fixes are clean; what else happens is up to ``fault``."""
+
+    name = "fake"
+
+    def __init__(self, fault: Any = None) -> None:
+        self.fault = fault
+        self.launched: list[str] = []
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
+        arm = attempt.settings["arm"]
+        self.launched.append(arm)
+        if self.fault:
+            found = self.fault(attempt, stop)
+            if found is not None:
+                return dict(found)
+        return observation(attempt, FIRES if arm == "broken" else None)
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def engine_of(
+    tmp_path: Path, launcher: Fake, settings: RunSettings, case: str = "qwen15-fsdp-norm-shard",
+    on_event: Callable[[Event], None] = lambda event: None, history: dict[str, Any] | None = None,
+    profile: Profile = ON_CPU, driver: Driver | None = None, code: dict[str, str] | None = None,
+) -> Iterator[tuple[Engine, list[CellPlan]]]:  # fmt: skip
+    machine = Machine((), None, "cpu", 2, 24.0, "linux")
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
+    plans = Planner(CATALOGUE, settings, {profile.name: profile}, machine, {"current": STACK}, code or {}).plan(
+        place(CATALOGUE, cells, [profile], auto=False).cells
+    )
+    store = Store(tmp_path / "results")
+    store.open()
+    try:
+        with Leases(tmp_path / "state", "run", driver.look if driver else unseen) as leases:
+            attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, leases, tmp_path / "run", keep=False)
+            given = Given(CATALOGUE, settings, [profile], machine, {"current": STACK}, PROVENANCE, history or {})
+            yield Engine(given, attempts, store, on_event, driver), plans
+    finally:
+        store.close()
+
+
+def run(
+    tmp_path: Path, launcher: Fake, *, arms: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
+    resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
+    stop: threading.Event | None = None, code: dict[str, str] | None = None,
+) -> Summary:  # fmt: skip
+    settings = RunSettings(arms=list(arms), repeat=repeat, jobs=jobs, order=Order.listed)
+    on_event = (events if events is not None else []).append
+    with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history, code=code) as (engine, plans):
+        return engine.run(plans, stop or threading.Event(), resume)
+
+
+def verdicts(summary: Summary) -> dict[str, str]:
+    return {arm: verdict["name"] for arm, verdict in summary.documents[0]["verdicts"].items()}
+
+
+def test_a_cell_from_launch_to_document(tmp_path: Path) -> None:
+    events: list[Event] = []
+    summary = run(tmp_path, Fake(), events=events)
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    stored = list(Store(tmp_path / "results").documents())
+    assert len(stored) == 1 and stored[0]["complete"]
+    assert stored[0]["arms"]["broken"]["attempts"][0]["observation"]["ranks"][0]["record"]["exception"]["type"]
+    kinds = [event.kind for event in events if event.kind != "time"]
+    assert kinds[0] == "cells" and kinds.count("attempt") == 3 and kinds[-1] == "cell"
+    assert [row["arm"] for row in arm_rows(stored[0])] == ["broken", "root-call", "summon"]
+
+
+def test_a_script_that_is_saved_in_the_middle_of_a_run_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ran then was stored under the commit and the fingerprint of what had been planned, and was published."""
+    folder = tmp_path / "repros"
+    shutil.copytree(CATALOGUE.repros, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    copied = replace(CATALOGUE, repros=folder)
+    monkeypatch.setattr(sys.modules[__name__], "CATALOGUE", copied)
+    script = copied.script(copied.cases["qwen15-fsdp-norm-shard"])
+    assert script.is_relative_to(folder)
+
+    def saved(attempt: Attempt, stop: threading.Event) -> None:
+        if attempt.settings["arm"] == "root-call":
+            script.write_text(script.read_text() + "\n# saved\n")
+
+    summary = run(tmp_path, Fake(saved), code=provenance.code_hashes(copied))
+    outcomes = {name: arm["attempts"][0]["outcome"] for name, arm in summary.documents[0]["arms"].items()
+                if arm["attempts"]}  # fmt: skip
+    assert outcomes["broken"]["outcome"] == "fires", "it had ended by then"
+    for arm in ("root-call", "summon"):
+        assert outcomes[arm]["outcome"] == "infra"
+        assert f"{script} or the kit beside it was changed after the run had begun" in outcomes[arm]["reason"]
+    script.unlink()
+    summary = run(tmp_path / "gone", Fake(), code=dict.fromkeys(copied.cases, "abc"))
+    assert "cannot be read" in summary.documents[0]["arms"]["broken"]["attempts"][0]["outcome"]["reason"]
+
+
+def test_repeat_counts_k_of_n(tmp_path: Path) -> None:
+    def one_in_three(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "summon":
+            seen.append(attempt.id)
+            return observation(attempt, FIRES) if len(seen) == 2 else None
+        return None
+
+    seen: list[str] = []
+    summary = run(tmp_path, Fake(one_in_three), repeat=3)
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FLAKY"}
+    assert summary.documents[0]["verdicts"]["summon"]["fix_k"] == 2
+    assert summary.attempts == 9
+
+
+def test_a_launcher_that_raises_never_stops_the_matrix(tmp_path: Path) -> None:
+    def explode(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "root-call":
+            raise ValueError("a fault of ours")
+
+    summary = run(tmp_path, Fake(explode))
+    assert verdicts(summary) == {"root-call": "INCONCLUSIVE", "summon": "FIX_HOLDS"}
+    assert "a fault of ours" in summary.documents[0]["verdicts"]["root-call"]["reason"]
+    assert exit_code(summary.documents, 1) == 3
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_a_newer_version_wrote_is_refused_before_anything_is_launched(tmp_path: Path, resume: bool) -> None:
+    """It was measured first, and then there was no place for it."""
+    run(tmp_path, fake := Fake())
+    path, document = stored_of(tmp_path)
+    path.write_text(json.dumps(document | {"schema": 9}))
+    launched = len(fake.launched)
+    problem = run(tmp_path, fake, resume=resume).problem
+    assert problem and "a newer repro-matrix wrote it; give this run a folder of its own: results=DIR" in problem
+    assert len(fake.launched) == launched and json.loads(path.read_text())["schema"] == 9
+
+
+def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
+    run(tmp_path, Fake(), arms=("root-call",))
+    again = Fake()
+    summary = run(tmp_path, again, resume=True)
+    assert again.launched == ["summon"] and summary.reused == 2
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    nothing = Fake()
+    before = [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]
+    assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    assert nothing.launched == []
+    assert before == [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]  # nothing to write
+
+
+def test_what_is_resumed_is_judged_by_the_case_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, Fake())
+    slug = "qwen15-fsdp-norm-shard"
+    case = CATALOGUE.cases[slug]
+    mended = [signature.model_copy(update={"message": "something else"}) for signature in case.signatures]
+    other = case.model_copy(update={"signatures": [each for each in mended if each.kind == "exception"]})
+    monkeypatch.setitem(CATALOGUE.cases, slug, other)
+    nothing = Fake()
+    assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "CHANGED", "summon": "CHANGED"}
+    assert nothing.launched == []
+    assert next(Store(tmp_path / "results").documents())["verdicts"]["root-call"]["name"] == "CHANGED"
+
+
+def test_resuming_with_fewer_arms_loses_none(tmp_path: Path) -> None:
+    run(tmp_path, Fake())
+    run(tmp_path, Fake(), arms=("root-call",), resume=True)
+    stored = next(Store(tmp_path / "results").documents())
+    assert len(stored["arms"]["summon"]["attempts"]) == 1
+
+
+def stored_of(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    path = next(path for path in sorted(tmp_path.glob("results/cpu/**/*.json")))
+    return path, json.loads(path.read_text())
+
+
+def test_an_arm_that_was_not_asked_for_stays_only_while_it_would_be_launched_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, Fake())
+    slug = "qwen15-fsdp-norm-shard"
+    case, raw = CATALOGUE.cases[slug], CATALOGUE.raw["case"][slug]
+    summon = case.arms["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})
+    monkeypatch.setitem(CATALOGUE.cases, slug, case.model_copy(update={"arms": {**case.arms, "summon": summon}}))
+    monkeypatch.setitem(CATALOGUE.raw["case"], slug, raw)
+    nothing = Fake()
+    run(tmp_path, nothing, arms=("root-call",), resume=True)
+    _, document = stored_of(tmp_path)
+    assert nothing.launched == [] and list(document["arms"]) == ["broken", "root-call"]
+    assert list(document["verdicts"]) == ["root-call"]
+    (older,) = (tmp_path / "results" / "history").rglob("*.json")
+    assert "summon" in json.loads(older.read_text())["arms"], "nothing recorded is lost"
+
+
+@pytest.mark.parametrize("edited", ["fingerprint", "attempt", "machine"])
+def test_what_is_resumed_was_made_under_the_fingerprint_that_stands_there_and_on_this_machine(
+    tmp_path: Path, edited: str
+) -> None:
+    run(tmp_path, Fake())
+    path, document = stored_of(tmp_path)
+    arm = document["arms"]["summon"]
+    if edited == "fingerprint":
+        arm["fingerprint"] = "0" * 16
+    elif edited == "attempt":
+        arm["attempts"][0]["observation"]["attempt"]["fingerprint"] = "0" * 16
+    else:
+        document["hardware"]["cpu"] = "another"
+    path.write_text(json.dumps(document))
+    again = Fake()
+    run(tmp_path, again, resume=True)
+    assert again.launched == (["broken", "root-call", "summon"] if edited == "machine" else ["summon"])
+
+
+def test_interrupted_attempts_are_no_answers(tmp_path: Path) -> None:
+    pressed = threading.Event()  # Ctrl-C
+
+    def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "root-call":
+            pressed.set()
+            return observation(attempt, None, interrupted=stop.wait(200))
+
+    summary = run(tmp_path, Fake(interrupt), stop=pressed)
+    assert summary.interrupted and not summary.documents
+    stored = next(Store(tmp_path / "results").documents())
+    assert not stored["complete"] and len(stored["arms"]["broken"]["attempts"]) == 1
+    again = Fake()
+    run(tmp_path, again, resume=True)
+    assert again.launched == ["root-call", "summon"]
+
+
+def test_a_full_disk_stops_the_run_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Store, path: Path, document: Any) -> None:
+        raise ResultsError("the disk is full")
+
+    monkeypatch.setattr(Store, "save", full)
+    launcher = Fake()
+    summary = run(tmp_path, launcher)
+    assert summary.problem == "the disk is full" and len(launcher.launched) == 1
+
+
+def test_attempts_side_by_side(tmp_path: Path) -> None:
+    both = threading.Barrier(2, timeout=200)
+
+    def together(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] != "broken":
+            both.wait()  # passes only when two attempts run at once
+
+    assert verdicts(run(tmp_path, Fake(together), jobs=2)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+
+
+def test_gpus_that_another_run_holds_are_waited_for_and_it_is_said(tmp_path: Path) -> None:
+    gpus = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 143771) for index in range(2))
+    texts: list[str] = []
+    settings = RunSettings(arms=["root-call"])
+    other = Leases(tmp_path / "state", "other")
+    held = ["GPU-1"]
+    assert other.take(held)
+
+    def watch(event: Event) -> None:
+        texts.append(event.text)
+        if len(texts) > 20 or event.text:
+            other.give_back([held.pop() for _ in held])  # the other run's attempt ends
+
+    launcher = Fake()
+    profile = Profile("gpu2", "cuda", "nccl", gpus)
+    with engine_of(tmp_path, launcher, settings, on_event=watch, profile=profile) as (engine, plans):
+        summary = engine.run(plans, threading.Event())
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and launcher.launched == ["broken", "root-call"]
+    assert "waiting for GPUs that another run holds" in texts and not texts[-1]
+
+
+def test_upstream_fixed_needs_an_older_measurement_that_fired(tmp_path: Path) -> None:
+    older = run(tmp_path / "old", Fake()).documents[0]
+    older = json.loads(json.dumps(older).replace("2.13.0", "2.2.2").replace("5.23.0", "4.39.3"))
+
+    def clean(attempt: Attempt, stop: threading.Event) -> Any:
+        return observation(attempt, None)
+
+    assert set(verdicts(run(tmp_path / "a", Fake(clean))).values()) == {"NOT_FIRING"}
+    known = {older["key"]: [older]}
+    assert set(verdicts(run(tmp_path / "b", Fake(clean), history=known)).values()) == {"UPSTREAM_FIXED"}
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    documents = run(tmp_path, Fake()).documents
+    assert exit_code(documents, 1) == 0
+    assert exit_code(documents, 2) == 3 and exit_code([], 1) == 3  # fewer cells than asked for is not green
+    assert exit_code(documents, 1, stopped_early=True) == 3
+    documents[0]["arms"]["summon"] |= {"attempts": [], "skipped": "needs", "skip": {"kind": "packages", "needs": []}}
+    assert exit_code(documents, 1) == 0
+    documents[0]["arms"]["summon"]["skip"]["kind"] = "build"  # it could be here, and could not be made
+    assert exit_code(documents, 1) == 3
+    documents[0]["verdicts"]["summon"]["expected"] = "unexpected"
+    assert exit_code(documents, 5) == 1
+    assert bisect_exit(documents) == 1 and bisect_exit([]) == 125
+
+
+def test_cells_that_wait_for_a_build_are_measured_after_it_and_the_others_meanwhile(tmp_path: Path) -> None:
+    measured = threading.Event()
+    order: list[str] = []
+
+    def tell(attempt: Attempt, stop: threading.Event) -> Any:
+        order.append(attempt.settings["model"]["slug"])
+        measured.set()
+
+    def build() -> list[Any]:
+        assert measured.wait(200)  # what is there already does not wait for what is being built
+        return [others]
+
+    with engine_of(tmp_path, Fake(tell), RunSettings(), "train-step") as (engine, plans):
+        first, others = plans[0], plans[1]
+        summary = engine.run([first], threading.Event(), later=[Later("stack x", 1, build)])
+    assert [document["model"] for document in summary.documents] == [first.cell.model, others.cell.model]
+    assert order == [first.cell.model] * len(first.arms) + [others.cell.model] * len(others.arms)
+
+
+def test_an_interrupted_build_adds_nothing(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def build() -> list[Any]:
+        stop.set()
+        return plans
+
+    with engine_of(tmp_path, Fake(), RunSettings()) as (engine, plans):
+        summary = engine.run([], stop, later=[Later("stack x", len(plans), build)])
+    assert summary.interrupted and not summary.documents

@@ -1,0 +1,317 @@
+"""The engine on GPUs that a stand-in for NVML tells of: cards that fail or are in use, contexts that stay behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import Card, FakeNvml, Process
+from repro_matrix.config.settings import RunSettings
+from repro_matrix.environment.gpus import Gpu, Seen
+from repro_matrix.environment.nvml import Nvml
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.launch.device_errors import EITHER, of_device
+from repro_matrix.results.exit_code import exit_code
+from repro_matrix.runner.events import Event, Summary
+from repro_matrix.runner.retry import again, lost, settled
+from test_engine import Fake, engine_of, observation, verdicts
+
+ON_CPU = Profile("cpu", "cpu", "gloo", ())
+
+
+def on_cards(
+    tmp_path: Path,
+    nvml: FakeNvml,
+    launcher: Fake,
+    on_event: Callable[[Event], None] = lambda event: None,
+    arms: tuple[str, ...] = ("root-call",),
+) -> Summary:
+    """One cell of three arms at most, two cards an attempt."""
+    gpus = tuple(Gpu(index, card.name, card.uuid, card.memory_mb) for index, card in enumerate(nvml.cards))
+    profile = Profile("any", "cuda", "nccl", gpus)
+    with Nvml(card.uuid for card in nvml.cards) as driver:
+        opened = engine_of(
+            tmp_path, launcher, RunSettings(arms=list(arms)), profile=profile, driver=driver, on_event=on_event
+        )
+        with opened as (engine, plans):
+            return engine.run(plans, threading.Event())
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("repro_matrix.runner.gpu_locks.EMPTY_S", 0.3)
+    monkeypatch.setattr("repro_matrix.runner.gpu_pool.LOOK_S", 0.05)
+    monkeypatch.setattr("repro_matrix.runner.scheduler.STRANGERS_S", 0.3)
+
+
+def test_attempts_side_by_side_each_on_cards_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card() for _ in range(4)])
+    nvml.install(monkeypatch)
+    both = threading.Barrier(2, timeout=200)
+    seen: list[tuple[str, ...]] = []
+
+    def together(attempt: Attempt, stop: threading.Event) -> Any:
+        seen.append(attempt.gpus)
+        both.wait()
+
+    summary = on_cards(tmp_path, nvml, Fake(together))
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
+    first, second = (set(gpus) for gpus in seen)
+    assert len(first) == len(second) == 2 and not first & second
+
+
+def test_a_card_that_falls_off_ends_its_attempt_which_is_made_once_more_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml([Card() for _ in range(3)])
+    nvml.install(monkeypatch)
+    used: list[tuple[str, ...]] = []
+
+    def fall_off(attempt: Attempt, stop: threading.Event) -> Any:
+        used.append(attempt.gpus)
+        if len(used) == 1:
+            nvml.cards[0].xids.append(79)
+            assert stop.wait(200)  # its ranks would hang in a collective until the deadline
+            return observation(attempt, None, interrupted=True)
+
+    summary = on_cards(tmp_path, nvml, Fake(fall_off))
+    assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
+    document = summary.documents[0]
+    made = [attempt for arm in document["arms"].values() for attempt in arm["attempts"]]
+    infra = [attempt for attempt in made if attempt["outcome"]["outcome"] == "infra"]
+    assert len(made) == 3 and len(infra) == 1
+    assert f"gpu0 ({nvml.cards[0].uuid}): Xid 79" in infra[0]["outcome"]["reason"]
+    once_more = [attempt["observation"]["attempt"].get("again") for attempt in made]
+    assert sum("Xid 79" in str(why) for why in once_more) == 1
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    document["verdicts"]["root-call"]["expected"] = "expected"
+    assert exit_code(summary.documents, 1) == 0  # nothing is missed
+    assert summary.cards == [f"gpu0 ({nvml.cards[0].uuid}) is not used any more: Xid 79"]
+
+
+@pytest.mark.parametrize("fault", ["lost", "ecc", "mig"])
+def test_a_card_found_broken_when_its_attempt_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    nvml = FakeNvml([Card(ecc_uncorrected=5) for _ in range(3)])  # errors of before this run are none of it
+    nvml.install(monkeypatch)
+    used: list[tuple[str, ...]] = []
+
+    def break_it(attempt: Attempt, stop: threading.Event) -> Any:
+        used.append(attempt.gpus)
+        if len(used) == 1 and fault == "lost":
+            nvml.cards[1].lost = True
+        elif len(used) == 1 and fault == "mig":
+            nvml.cards[1].mig = ["MIG-1"]
+        elif len(used) == 1:
+            nvml.cards[1].ecc_uncorrected = 7
+
+    summary = on_cards(tmp_path, nvml, Fake(break_it))
+    assert len(used) == 3 and nvml.cards[1].uuid in used[0] and all(nvml.cards[1].uuid not in gpus for gpus in used[1:])
+    words = {"lost": "GPU is lost", "ecc": "ECC: 2 uncorrected memory errors", "mig": "it is in MIG mode"}[fault]
+    assert words in summary.cards[0] and verdicts(summary) == {"root-call": "FIX_HOLDS"}
+
+
+def test_too_few_cards_left_is_infra_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card(), Card()])
+    nvml.install(monkeypatch)
+
+    def fall_off(attempt: Attempt, stop: threading.Event) -> Any:
+        nvml.cards[1].lost = True
+
+    launcher = Fake(fall_off)
+    summary = on_cards(tmp_path, nvml, launcher)
+    assert launcher.launched == ["broken"] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
+    reason = summary.documents[0]["verdicts"]["root-call"]["reason"]
+    assert "needs 2 GPUs; 1 can be used (gpu1: NVML: GPU is lost)" in reason
+    assert exit_code(summary.documents, 1) == 3
+
+
+def test_a_card_in_use_by_somebody_else_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card(), Card(processes=[Process(4711, 30211)]), Card()])
+    nvml.install(monkeypatch)
+    used: set[str] = set()
+    summary = on_cards(tmp_path, nvml, Fake(lambda attempt, stop: used.update(attempt.gpus)))
+    assert used == {nvml.cards[0].uuid, nvml.cards[2].uuid} and verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    assert "gpu1" in summary.cards[0] and "process 4711 (30211 MiB)" in summary.cards[0]
+
+
+def test_nobody_waits_for_ever_for_a_card_that_somebody_else_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml([Card(), Card(processes=[Process(4711, 30211)])])
+    nvml.install(monkeypatch)
+    texts: list[str] = []
+    launcher = Fake()
+    summary = on_cards(tmp_path, nvml, launcher, on_event=lambda event: texts.append(event.text))
+    assert launcher.launched == [] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
+    assert any("gpu1 is in use: process 4711" in text for text in texts)  # said while it waits
+    assert exit_code(summary.documents, 1) == 3
+
+
+def test_a_context_that_stays_behind_takes_its_card_out_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml([Card() for _ in range(3)])
+    nvml.install(monkeypatch)
+    monkeypatch.setattr(
+        "repro_matrix.runner.gpu_locks.Leases._ours", lambda self, seen: set(seen.users) & {os.getpid()}
+    )
+    used: list[tuple[str, ...]] = []
+
+    def stay(attempt: Attempt, stop: threading.Event) -> Any:
+        used.append(attempt.gpus)
+        if len(used) == 1:
+            nvml.cards[0].processes.append(Process(os.getpid(), 512))
+
+    summary = on_cards(tmp_path, nvml, Fake(stay), arms=("root-call", "summon"))
+    assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
+    assert f"process {os.getpid()} of an ended attempt is still on it (512 MiB)" in summary.cards[0]
+    assert set(verdicts(summary).values()) == {"FIX_HOLDS"}  # what the attempt showed stands
+
+
+def test_gpu_and_cpu_cells_in_one_run_each_under_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card(), Card()])
+    nvml.install(monkeypatch)
+    both = threading.Barrier(2, timeout=200)
+    launched: list[tuple[str, ...]] = []
+
+    def together(attempt: Attempt, stop: threading.Event) -> Any:
+        launched.append(attempt.gpus)
+        if attempt.settings["arm"] == "broken":
+            both.wait()  # one on the cards, one on the CPU, at once
+
+    gpus = tuple(Gpu(index, card.name, card.uuid, card.memory_mb) for index, card in enumerate(nvml.cards))
+    profile = Profile("any", "cuda", "nccl", gpus)
+    settings = RunSettings(arms=["root-call"])
+    with (
+        engine_of(tmp_path / "cpu", Fake(), settings) as (_, on_cpu),
+        engine_of(tmp_path / "both", Fake(together), settings, profile=profile) as (engine, plans),
+    ):
+        profiles = [*engine.given.profiles, ON_CPU]
+        mixed = type(engine)(replace(engine.given, profiles=profiles), engine.attempts, engine.store, engine.on_event)
+        summary = mixed.run([*plans, *on_cpu], threading.Event())
+    assert sorted(document["hardware"]["profile"] for document in summary.documents) == ["any", "cpu"]
+    assert sorted(map(len, launched)) == [0, 0, 2, 2]
+
+
+# --- what only a rank's error tells
+
+
+def on_a_bad_card(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) -> Callable[..., Any]:
+    """A launcher's fault: what runs on this card fails with this error, its peer with NCCL's; NVML knows nothing."""
+
+    def fail(attempt: Attempt, stop: threading.Event) -> Any:
+        used.append(attempt.gpus)
+        if bad not in attempt.gpus:
+            return None
+        made = observation(attempt, {**PEER})
+        rank = made["ranks"][attempt.gpus.index(bad)]
+        rank["record"].update(exception=error, phase="body")
+        kind = of_device(error, "body")
+        return {**made, "infra": {"kind": kind, "message": f"rank {rank['rank']}: {error['message']}"}}
+
+    return fail
+
+
+FRAMES = [
+    {
+        "file": "/site-packages/torch/nn/modules/linear.py", "line": 1, "module": "torch.nn.modules.linear",
+        "function": "forward", "place": "torch.nn.modules.linear",
+    }
+]  # fmt: skip
+PEER = {"type": "DistBackendError", "message": "NCCL error: remote process exited", "frames": FRAMES, "cause": None}
+ECC = {"type": "AcceleratorError", "message": "CUDA error: uncorrectable ECC error encountered", "frames": FRAMES,
+       "error_code": 214, "cause": None}  # fmt: skip
+LAUNCH = {**ECC, "message": "CUDA error: unspecified launch failure", "error_code": 719}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_card_that_a_rank_says_has_failed_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    nvml = FakeNvml([Card() for _ in range(3)])
+    nvml.install(monkeypatch)
+    bad, used = nvml.cards[place].uuid, []  # type: ignore[var-annotated]
+    summary = on_cards(tmp_path, nvml, Fake(on_a_bad_card(bad, ECC, used)))
+    assert [bad in gpus for gpus in used].count(True) == 1 and len(used) == 3
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    rank = next(gpus for gpus in used if bad in gpus).index(bad)
+    why = f"gpu{place} ({bad}) is not used any more: rank {rank}: CUDA error: uncorrectable ECC error encountered"
+    assert summary.cards == [why]
+    made = [attempt for arm in summary.documents[0]["arms"].values() for attempt in arm["attempts"]]
+    assert [attempt["outcome"]["outcome"] for attempt in made].count("infra") == 1, "kept"
+
+
+def test_what_may_be_the_cards_is_made_once_more_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card() for _ in range(4)])
+    nvml.install(monkeypatch)
+    used: list[tuple[str, ...]] = []
+    fault = on_a_bad_card(nvml.cards[1].uuid, LAUNCH, used)
+    summary = on_cards(tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["arm"] == "broken" else None))
+    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
+    made = summary.documents[0]["arms"]["broken"]["attempts"]
+    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "fires"]
+    assert made[1]["observation"]["attempt"]["again"]["kind"] == "card or program"
+    assert len(used) == 2 and not set(used[0]) & set(used[1])
+
+
+@pytest.mark.parametrize("cards", [2, 4])
+def test_what_comes_again_is_the_attempts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int) -> None:
+    nvml = FakeNvml([Card() for _ in range(cards)])
+    nvml.install(monkeypatch)
+
+    def fault(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["arm"] == "broken":
+            return None
+        return on_a_bad_card(attempt.gpus[0], LAUNCH, [])(attempt, stop)
+
+    summary = on_cards(tmp_path, nvml, Fake(fault))
+    made = summary.documents[0]["arms"]["root-call"]["attempts"]
+    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "other_error"]
+    assert verdicts(summary) == {"root-call": "FIX_UNMASKS"} and not summary.cards
+
+
+# --- what is asked of NVML, and what is made once more
+
+
+def test_errors_of_a_program_do_not_take_its_card_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card(xids=[31, 43]), Card(xids=[13, 48])])
+    nvml.install(monkeypatch)
+    with Nvml(card.uuid for card in nvml.cards) as driver:
+        assert driver.broken() == {nvml.cards[1].uuid: "Xid 48"}
+        assert driver.broken() == {nvml.cards[1].uuid: "Xid 48"}, "told once, and true ever after"
+
+
+def test_what_cannot_be_asked_counts_as_nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNvml([Card()], init_error=9).install(monkeypatch)
+    with Nvml(["GPU-0"]) as driver:
+        assert driver.look("GPU-0") == Seen() and driver.broken() == {}
+    nvml = FakeNvml([Card(ecc_uncorrected=None, processes=[Process(7, None)])])
+    nvml.install(monkeypatch)
+    with Nvml([nvml.cards[0].uuid]) as driver:
+        seen = driver.look(nvml.cards[0].uuid)
+        assert seen == Seen({7: None}, 0) and seen.size(7) == "memory unknown"
+        nvml.error = 4  # no permission is not a broken card
+        assert driver.look(nvml.cards[0].uuid).problem is None
+
+
+def test_only_a_failed_card_is_a_reason_for_one_more_attempt() -> None:
+    fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra": None, "ranks": []}
+    failed = lost(fine, "gpu3 (GPU-3): Xid 79")
+    assert failed["infra"] == {"kind": "card", "message": "gpu3 (GPU-3): Xid 79"}
+    assert not failed["attempt"]["interrupted"] and fine["infra"] is None
+    assert again(failed, ("GPU-3",)) == {"again": failed["infra"], "avoid": ("GPU-3",)}
+    assert again({**failed, "attempt": {"again": failed["infra"]}}) is None
+    same = {"kind": EITHER, "message": "of another attempt"}
+    twice = {**fine, "attempt": {"again": same}, "infra": {"kind": EITHER, "message": "?"}}
+    assert settled(twice)["infra"] is None, "on other cards it came again: it is the program's"
+    words_alone = {**twice, "attempt": {"again": {"kind": "card", "message": f"{EITHER}: so it says"}}}
+    assert settled(words_alone)["infra"], "the kind tells, not how a message begins"
+    assert again(fine) is None and again({**fine, "infra": {"kind": "launch", "message": "?"}}) is None

@@ -1,0 +1,248 @@
+"""pytest as a front door: its own options do what they say of the matrix's cells. Nothing is launched here."""
+
+from __future__ import annotations
+
+import threading
+import xml.etree.ElementTree as ET
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judging import document, observation, ok
+from repro_matrix.errors import MeasureError
+from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.results.quarantine import Mute
+from repro_matrix.runner import session
+from repro_matrix.runner import shared_session as desk
+from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner.events import Event, Summary
+
+pytest_plugins = ["pytester"]
+CASE = "ddp-unfinished-reduction"
+AT = f"repro::{CASE}::qwen1.5-0.5b/ddp"
+SEEN: dict[str, tuple[str, str]] = {}  # arm -> (verdict, expected); an arm that is not named: (FIX_HOLDS, expected)
+
+
+def measured(self: desk.Desk, number: int, arms: Any) -> list[dict[str, Any]]:
+    ASKED.append(tuple(arms))
+    return [
+        {"arm": arm, "verdict": verdict, "expected": told, "expectation": "FIX_HOLDS", "attempts": 1,
+         "reason": f"of {arm}", "torchrun": f"torchrun {arm}", **MORE.get(arm, {})}
+        for arm in arms for verdict, told in [SEEN.get(arm, ("FIX_HOLDS", "expected"))]
+    ]  # fmt: skip
+
+
+ASKED: list[tuple[str, ...]] = []
+MORE: dict[str, dict[str, Any]] = {}  # arm -> what else its row says
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(desk.Desk, "measure", measured)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    SEEN.clear()
+    MORE.clear()
+    ASKED.clear()
+
+    def run(*words: str) -> pytest.RunResult:
+        return pytester.runpytest_inprocess("--repro", f"case={CASE} repeat=1", "-n", "0", *words)
+
+    return run
+
+
+def names(result: pytest.RunResult) -> list[str]:
+    return [line.split()[0] for line in result.outlines if line.startswith("repro::")]
+
+
+def test_names_are_readable_and_the_same_whatever_else_is_selected(run: Any) -> None:
+    every = names(run("--collect-only", "-q"))
+    assert f"{AT}::freeze" in every and f"{AT}::bucket-view" in every and f"{AT}::broken" not in every
+    assert names(run("--collect-only", "-q", "-k", "freeze or touch")) == [f"{AT}::freeze", f"{AT}::touch"]
+    assert names(run("--collect-only", "-q", "-m", "control")) == []
+    assert names(run("--collect-only", "-q", "-m", "failure", "--strict-markers")) == every
+    assert ASKED == []
+
+
+def test_lf_takes_what_failed_last_and_x_stops_there(run: Any) -> None:
+    SEEN["freeze"] = SEEN["touch"] = ("FIX_BROKEN", "unexpected")
+    result = run("-v", "-k", "freeze or touch or find-unused")
+    shown = [line.split()[0] for line in result.outlines if " PASSED" in line or " FAILED" in line]
+    assert set(shown) == set(names(run("--collect-only", "-q", "-k", "freeze or touch or find-unused"))), "as typed"
+    result.assert_outcomes(passed=1, failed=2)
+    assert set(ASKED) == {("find-unused", "freeze", "touch")}  # one question for the cell's three
+    result.stdout.fnmatch_lines(["*FIX_BROKEN: of freeze*", "*by hand: torchrun freeze*"])
+    SEEN.pop("touch")
+    run("-v", "--lf").assert_outcomes(passed=1, failed=1)
+    result = run("-v", "--lf", "-x")
+    result.assert_outcomes(failed=1)
+    run("-x", "-k", "find-unused or freeze or touch").assert_outcomes(passed=1, failed=1)
+
+
+def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> None:
+    SEEN["bucket-view"] = ("FIX_BROKEN", "expected")
+    result = run("-rx", "-k", "bucket-view")
+    result.assert_outcomes(xfailed=1)
+    result.stdout.fnmatch_lines([f"XFAIL {AT}::bucket-view - FIX_BROKEN: of bucket-view"])
+    SEEN["bucket-view"] = ("FIX_HOLDS", "unexpected")  # it was expected to fail, and holds
+    run("-k", "bucket-view").assert_outcomes(failed=1)
+    SEEN["bucket-view"] = ("FIX_UNMASKS", "unexpected")  # it fails otherwise than it was expected to
+    run("-k", "bucket-view").assert_outcomes(failed=1)
+
+
+def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
+    MORE["freeze"] = {"wrong": "1 attempt of broken gave no answer"}
+    result = run("-k", "freeze or touch")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*1 attempt of broken gave no answer*", "*by hand: torchrun freeze*"])
+
+
+def test_a_muted_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
+    SEEN["freeze"] = ("FIX_BROKEN", "muted")
+    MORE["freeze"] = {"muted": {"owner": "ada", "until": "2026-12-01", "reason": "#12"}}
+    result = run("-rx", "-k", "freeze or touch")
+    result.assert_outcomes(passed=1, xfailed=1)
+    result.stdout.fnmatch_lines(["XFAIL *FIX_BROKEN: of freeze (muted by ada until 2026-12-01: #12)"])
+
+
+def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
+    clean, lost = observation(ok(0), ok(1)), observation(infra={"kind": "port", "message": "taken"})
+    today = date(2026, 11, 22)
+
+    def wrong(broken: list[Any], fix: list[Any], mutes: list[Mute], **changes: Any) -> str:
+        made = document({"broken": broken, "fix": fix}, {"fix": "FIX_HOLDS"}, key="c/m", **changes)
+        rows = {row["arm"]: row for row in desk.told(made, mutes, today)}
+        return str(rows["fix"]["wrong"])
+
+    fires, good, bad = ("fires", clean), ("clean", clean), ("infra", lost)
+    again = ("clean", observation(ok(0), ok(1), again="port: taken"))
+    assert wrong([fires], [good], []) == ""
+    assert wrong([fires], [good, bad], []) == "1 attempt of fix gave no answer"
+    assert wrong([fires, bad, bad], [good], []) == "2 attempts of broken gave no answer"
+    assert wrong([fires], [bad, again], []) == "", "it was made once more, and answered"
+
+    def mute(day: int, **more: Any) -> Mute:
+        return Mute(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
+
+    assert "its day is over: c/m, ada until 2026-11-21: #12" in wrong([fires], [good], [mute(21)])
+    assert wrong([fires], [good], [mute(22)]) == wrong([fires], [good], [mute(21, arm="other")]) == ""
+    made = document({"broken": [fires], "fix": [good]}, {"fix": "FIX_BROKEN"}, key="c/m")
+    made["verdicts"]["fix"]["expected"] = "unexpected"
+    _, row = desk.told(made, [mute(22)], today)
+    assert row["expected"] == "muted" and row["muted"]["owner"] == "ada"
+
+
+def test_what_is_left_out_is_counted_against_what_there_is(run: Any) -> None:
+    result = run("-k", "nothing-of-that-name")
+    every = len(names(run("--collect-only", "-q")))
+    result.stdout.fnmatch_lines([f"collected {every} items / {every} deselected / 0 selected"])
+    run("-k", "freeze").stdout.fnmatch_lines([f"collected {every} items / {every - 1} deselected / 1 selected"])
+
+
+def test_junit_names_case_cell_and_arm(run: Any, pytester: pytest.Pytester) -> None:
+    SEEN["touch"] = ("INCONCLUSIVE", "unset")
+    run("-k", "freeze or touch", "--junitxml=out.xml").assert_outcomes(passed=1, failed=1)
+    cases = list(ET.parse(pytester.path / "out.xml").iter("testcase"))
+    assert [(c.get("classname"), c.get("name")) for c in cases] == [
+        (f"repro.{CASE}.qwen1.5-0.5b/ddp", "freeze"), (f"repro.{CASE}.qwen1.5-0.5b/ddp", "touch"),
+    ]  # fmt: skip
+    assert cases[1].find("failure") is not None
+
+
+def test_what_cannot_be_understood_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--repro", "case=ddp-unfinishd-reduction", "-n", "0")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "did you mean 'ddp-unfinished-reduction'" in result.stderr.str()
+
+
+def test_a_file_with_an_error_is_a_test_that_fails(
+    run: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = pytester.path / "more" / "case"
+    case.mkdir(parents=True)
+    (case / "ddp-unfinished-bad.yaml").write_text("slug: ddp-unfinished-bad\nkind: failur\n")
+    monkeypatch.setenv(CONFIG_PATH, str(pytester.path / "more"))
+    words = ("--repro", "case=ddp-unfinished-* repeat=1", "-k", "freeze or bad")
+    for number in ("0", "1"):
+        result = pytester.runpytest_inprocess(*words, "-n", number)
+        result.assert_outcomes(passed=1, failed=1)
+        assert result.ret == 1
+        result.stdout.fnmatch_lines(["*left out, and not measured: *ddp-unfinished-bad.yaml: *"])
+    run("-k", "freeze").assert_outcomes(passed=1)  # whoever does not ask for it is not told
+
+
+def test_a_run_in_which_all_was_skipped_is_not_green(pytester: pytest.Pytester, run: Any) -> None:
+    words = ("--repro", f"case={CASE} ranks=1 repeat=1", "-n", "0", "-k", "freeze or touch")
+    result = pytester.runpytest_inprocess(*words)
+    result.assert_outcomes(skipped=2)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines(["*nothing was measured: every test was skipped*"])
+    assert pytester.runpytest_inprocess(*words, "--collect-only").ret == 0
+
+
+@pytest.mark.parametrize(("text", "told"), [("case='train-step", "No closing quotation"), (" ", "nothing is selected")])
+def test_words_that_select_nothing_are_a_usage_error(text: str, told: str, pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--repro", text, "-n", "0", "--collect-only")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert told in result.stderr.str()
+
+
+def fake_run(sent: list[Any]) -> Any:
+    """As session.execute, for a desk: each cell that is asked for is answered at once."""
+
+    def execute(prepared: Any, tell: Any, stop: threading.Event, *, on_warning: Any, more: Any) -> Summary:
+        sent.append("run")
+        while not stop.is_set():
+            for plan in more(0.05):
+                sent.append(tuple(arm.arm for arm in plan.arms))
+                tell(Event("cell", plan, document={"plan": plan}))
+        return Summary(interrupted=True)
+
+    return execute
+
+
+def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(workplace, "execute", fake_run(sent))
+    monkeypatch.setattr(desk, "told", lambda document, *mutes: [{"arm": a.arm} for a in document["plan"].arms])
+    prepared = session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False)
+    served = desk.Desk(prepared)
+    address, key = served.serve()
+    askers = [desk.Asker(address, key) for _ in range(3)]
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda a=a: found.append(a.measure(0, ["touch", "freeze"]))) for a in askers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [[{"arm": "broken"}, {"arm": "freeze"}, {"arm": "touch"}]] * 3
+    assert sent == ["run", ("broken", "freeze", "touch")]  # one run, and each cell once
+    assert served.measure(0, ["fsdp"]) == [{"arm": "broken"}, {"arm": "fsdp"}]
+    served.close()
+    with pytest.raises(MeasureError, match="the run was ended"):
+        served.measure(0, ["fsdp2"])
+
+
+def test_who_has_not_the_key_is_not_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from multiprocessing import AuthenticationError
+
+    monkeypatch.setattr(workplace, "execute", fake_run([]))
+    monkeypatch.setattr(desk, "told", lambda document, *mutes: [])
+    served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
+    address, key = served.serve()
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        desk.Asker(address, b"another")
+    assert desk.Asker(address, key).measure(0, ["fsdp"]) == []  # and it goes on answering those who have
+    served.close()
+
+
+def test_when_the_run_fails_whoever_waits_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def execute(*given: Any, **more: Any) -> Summary:
+        raise MeasureError("another run is writing here")
+
+    monkeypatch.setattr(workplace, "execute", execute)
+    served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
+    with pytest.raises(MeasureError, match="another run is writing here"):
+        served.measure(0, ["fsdp"])
+    served.close()
