@@ -122,7 +122,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input_is_exit_2_with_a_clear_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
-    from repro_matrix import environment as hardware
+    from repro_matrix.environment import machine as hardware
 
     machine = hardware.Machine((), None, "cpu", 2, 24.0, "linux")
     monkeypatch.setattr(hardware, "detect", lambda: machine)

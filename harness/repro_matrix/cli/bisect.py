@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix import environment as hardware
 from repro_matrix.cli import options as arguments
 from repro_matrix.config.catalog import load
+from repro_matrix.environment import machine as machine_module
+from repro_matrix.environment import profiles as profiles_module
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import StackError, spec
 from repro_matrix.environment.stacks import index as releases
@@ -271,8 +272,8 @@ class Bisect:
 
     def data(self, command: str) -> dict[str, Any]:
         case, cell = self.prober.case, self.prober.cell
-        machine = hardware.detect()
-        profile = hardware.settle_all([cell.hardware], load().hardware, machine)[0]
+        machine = machine_module.detect()
+        profile = profiles_module.settle_all([cell.hardware], load().hardware, machine)[0]
         guilty = None
         if self.blame is not None:
             guilty = {key: getattr(self.blame, key) for key in ("members", "unproven", "changed", "notes", "tried")}

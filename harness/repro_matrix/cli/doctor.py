@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from repro_matrix import environment as hardware
 from repro_matrix.cli import options as arguments
 from repro_matrix.environment import nvml
+from repro_matrix.environment import nvml as nvml_module
 from repro_matrix.environment import system_checks as around
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import HardwareError
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     shm, blind = around.shm_mb(), around.no_stacks()
     notes += around.warnings(profile, shm)
     notes += [f"py-spy cannot look into ranks ({blind}): a hang's stacks come from faulthandler"] if blind else []
-    states = hardware.states([gpu.uuid for gpu in machine.gpus])
+    states = nvml_module.states([gpu.uuid for gpu in machine.gpus])
     apart = nvml.without_peers([gpu.uuid for gpu in machine.gpus])
     rows: list[dict[str, Any]] = [
         {
@@ -114,7 +114,7 @@ def _of_torch(found: Mapping[str, Any]) -> str:
     return f"torch {found.get('torch') or 'unknown'} ({built}){seen}"
 
 
-def _print_gpus(machine: Machine, states: dict[str, hardware.CardState], apart: list[tuple[str, str]]) -> None:
+def _print_gpus(machine: Machine, states: dict[str, nvml_module.CardState], apart: list[tuple[str, str]]) -> None:
     """A line per card and a line per process on it that is not ours."""
     known = f", CUDA up to {machine.cuda}" if machine.cuda else ""
     print_wrapped(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from repro_matrix import environment as hardware
 from repro_matrix.config.axes import Hardware
+from repro_matrix.environment import profiles as profiles_module
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
@@ -20,7 +20,7 @@ def settle_all(
 ) -> tuple[list[Profile], Machine, bool]:
     """As repro_matrix.environment's, but one profile that is not here may be named (alone: there is one machine)."""
     if len(names) != 1 or names[0] == "auto":
-        return hardware.settle_all(names, known, machine), machine, False
+        return profiles_module.settle_all(names, known, machine), machine, False
     profile, machine, planned = settle(names[0], known, machine)
     return [profile], machine, planned
 
@@ -28,7 +28,7 @@ def settle_all(
 def settle(name: str, known: dict[str, Hardware], machine: Machine) -> tuple[Profile, Machine, bool]:
     """The profile, the machine it is planned for, and whether that is another one than this."""
     try:
-        return hardware.settle(name, known, machine), machine, False
+        return profiles_module.settle(name, known, machine), machine, False
     except ConfigError:
         spec = known.get(name)
         if spec is None or spec.accelerator != "cuda":

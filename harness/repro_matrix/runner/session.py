@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from repro_matrix import environment as hardware
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.config.syntax import check_syntax
+from repro_matrix.environment import machine as machine_module
+from repro_matrix.environment import profiles as profiles_module
 from repro_matrix.environment import system_checks as around
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
@@ -120,12 +121,12 @@ def prepare(
     asked = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = asked.catalogue, replace(asked.settings)  # what follows changes it, and not what was asked
     not_believed = unshown.dropped(catalogue, {cell.case for cell in asked.cells})
-    machine = hardware.detect()
+    machine = machine_module.detect()
     planned = False
     if plan_only:
         profiles, machine, planned = planning.settle_all(asked.hardware, catalogue.hardware, machine)
     else:
-        profiles = hardware.settle_all(asked.hardware, catalogue.hardware, machine)
+        profiles = profiles_module.settle_all(asked.hardware, catalogue.hardware, machine)
     placed = placing.place(catalogue, asked.cells, profiles, auto=asked.hardware == ["auto"])
     cells = placed.cells
     for slug in sorted({cell.case for cell in cells}):
@@ -142,7 +143,7 @@ def prepare(
         cells, left = _within(seconds, cells, catalogue, settings, profiles, machine, known or {})
     by_name = {profile.name: profile for profile in profiles}
     wanted = Wanted(catalogue, settings, by_name, machine, build_stacks, dict(given or {}))
-    cards = hardware.together(profiles)
+    cards = profiles_module.together(profiles)
     if (build_stacks or probe) and cards:
         wanted.probe = Prober(cards, machine, cache_dir() / "state")
     wanted.ask_models = plan_only or plan_memory or settings.scale.value == "full"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from repro_matrix import environment as hardware
+from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment.stacks import Stack, shell
 from repro_matrix.environment.stacks.stack import short_hash
 from repro_matrix.errors import ResultsError
@@ -121,7 +121,7 @@ def measure(
     if forked is None:  # a start from cold is asked for: what was forked does not count
         kept = [each for each in kept if each["observation"]["attempt"]["launcher"] != Forked.name]
     launched = 0
-    machine = hardware.detect()
+    machine = machine_module.detect()
     while len(kept) < repeat and not stop.is_set():
         observation = once(script, stack, "cuda" if machine.gpus else "cpu", stop, forked)
         launched += 1

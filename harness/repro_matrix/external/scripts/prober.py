@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from repro_matrix import environment as hardware
 from repro_matrix.config.selection import said as written
+from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.errors import ConfigError, MeasureError
@@ -62,7 +62,7 @@ class ScriptProber:
     tried: list[str] = field(default_factory=list)  # targets that were measured both ways, with the same answer
 
     def __enter__(self) -> ScriptProber:
-        device = "cuda" if hardware.detect().gpus else "cpu"
+        device = "cuda" if machine_module.detect().gpus else "cpu"
         if self.launcher != "torchrun" and lines(self.script.command, self.script.failure, device)[0]:
             self.forked = Forked(share=self.launcher == "auto")
         return self

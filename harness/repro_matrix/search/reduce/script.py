@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from repro_matrix import environment as hardware
+from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError
@@ -183,7 +183,7 @@ def both_ways(asker: ScriptAsker, search: Search, say: Say) -> Iterator[None]:
     """From here on its ranks are forked from a server that imports what the script, as it is, begins with; where that
     gives the same answer as from cold."""
     given = asker.made(search.given)
-    begins, _ = forking.lines(given.command, given.failure, "cuda" if hardware.detect().gpus else "cpu")
+    begins, _ = forking.lines(given.command, given.failure, "cuda" if machine_module.detect().gpus else "cpu")
     if not begins or search.stopped:
         yield
         return
