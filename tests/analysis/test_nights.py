@@ -17,8 +17,8 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.report import history as strip
-from repro_matrix.report.summary import WIDTH
 from repro_matrix.results import history as kept
+from repro_matrix.text import WIDTH
 
 KINDS = ["fires", "clean", "other_error", "hang"]
 TEXTS = st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=5)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, exception, failed, observation, ok
+from repro_matrix import text
 from repro_matrix.report import summary
 from repro_matrix.report.terminal import summary_line
 from repro_matrix.results.exit_code import exit_code
@@ -168,12 +169,12 @@ def test_no_text_widens_or_obeys(hostile: str, expected: str) -> None:
     made["arms"]["fix"]["attempts"][0]["observation"]["ranks"][0]["log_tail"] = hostile * 3
     skipped = document({"broken": hostile or "x"}, {}, case="b")
     for line in shown(made, skipped):
-        assert len(line) <= summary.WIDTH and line.isprintable(), repr(line)
+        assert len(line) <= text.WIDTH and line.isprintable(), repr(line)
 
 
 def test_what_a_terminal_would_obey_is_gone_as_a_whole() -> None:
     """Of a title's sequence the title had stayed."""
-    assert summary.plain("a\x1b]0;title\x07b\x1b[2Jc\x1b]8;;http://x\x1b\\d\x1bMe\u202ef") == "abcde f"
+    assert text.one_line("a\x1b]0;title\x07b\x1b[2Jc\x1b]8;;http://x\x1b\\d\x1bMe\u202ef") == "abcde f"
 
 
 def test_the_last_line_says_the_exit_code_and_why() -> None:

@@ -15,12 +15,12 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.errors import ConfigError
 from repro_matrix.report import formats, summary
-from repro_matrix.report.summary import WIDTH
 from repro_matrix.report.view import cell
 from repro_matrix.results import quarantine as muted
 from repro_matrix.results import rows
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.results.quarantine import Mute
+from repro_matrix.text import WIDTH
 
 TODAY = date(2026, 11, 22)
 OK = observation(ok(0), ok(1))

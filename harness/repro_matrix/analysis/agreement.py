@@ -15,7 +15,7 @@ from repro_matrix.analysis.diff import sides_by_cell
 from repro_matrix.analysis.show_diff import told
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.verdict import wilson
-from repro_matrix.report.summary import WIDTH, wrapped
+from repro_matrix.text import WIDTH, wrap
 
 SHOWN = 12  # disagreements of a case
 
@@ -95,19 +95,19 @@ def lines(rows: Iterable[Agreement], every: bool = False, width: int = WIDTH) ->
         )
         more = f"; {row.alone} measured by one only" if row.alone else ""
         more += f"; {row.unlike} with other settings" if row.unlike else ""
-        yield from wrapped(f"{row.case.ljust(names)}  {share}{more}", "", min(names + 2, width // 2), width)
+        yield from wrap(f"{row.case.ljust(names)}  {share}{more}", "", min(names + 2, width // 2), width)
         shown = row.otherwise if every else row.otherwise[:SHOWN]
         for each in shown:
-            yield from wrapped(f"{' '.join(each.axes)} {each.arm}", "    ", 4, width)
-            yield from wrapped(f"first:  {each.first}", "      ", 8, width)
-            yield from wrapped(f"second: {each.second}", "      ", 8, width)
+            yield from wrap(f"{' '.join(each.axes)} {each.arm}", "    ", 4, width)
+            yield from wrap(f"first:  {each.first}", "      ", 8, width)
+            yield from wrap(f"second: {each.second}", "      ", 8, width)
         if len(shown) < len(row.otherwise):
             yield f"    and {len(row.otherwise) - len(shown)} more: --all"
     k, n = sum(row.k for row in listed), sum(row.n for row in listed)
     low, high = wilson(k, n)
     yield ""
     told = f"{k} of {n} arms that both measured came out alike ({100 * low:.0f} to {100 * high:.0f} %)"
-    yield from wrapped(told, "", 2, width)
+    yield from wrap(told, "", 2, width)
 
 
 def as_json(rows: Iterable[Agreement], across: Mapping[str, tuple[str, str]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from repro_matrix.analysis.brief import Brief, latest
 from repro_matrix.analysis.diff import ANSWERS, Change, compare
 from repro_matrix.analysis.night import Night, briefs_of
 from repro_matrix.errors import ResultsError
-from repro_matrix.report.summary import counted
+from repro_matrix.text import counted
 
 At = tuple[str, str]  # a cell's key, and its hardware
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from repro_matrix.analysis.brief import ArmBrief, Brief
 from repro_matrix.analysis.diff import KINDS, Change, Diff
-from repro_matrix.report.summary import WIDTH, counted, plain, wrapped
+from repro_matrix.text import WIDTH, counted, one_line, wrap
 
 SHOWN = 12  # changes of a kind; all with --all
 COST = ("slower", "faster", "more memory", "less memory")
@@ -34,7 +34,7 @@ def lines(found: Diff, every: bool = False, width: int = WIDTH) -> Iterator[str]
         if not changes:
             continue
         yield ""
-        yield from wrapped(f"{kind.upper()}: {len(changes)} ({KINDS[kind][1]})", "", 2, width)
+        yield from wrap(f"{kind.upper()}: {len(changes)} ({KINDS[kind][1]})", "", 2, width)
         groups = list(_alike(changes).values())
         for group in groups if every else groups[:SHOWN]:
             yield from _group(group, width)
@@ -47,19 +47,19 @@ def lines(found: Diff, every: bool = False, width: int = WIDTH) -> Iterator[str]
         for at, why in found.unlike.items():
             reasons.setdefault(why, []).append(at)
         for why, places in reasons.items():
-            yield from wrapped(f"{len(places):4}  {why} [{places[0]}{' ...' if len(places) > 1 else ''}]", "", 6, width)
+            yield from wrap(f"{len(places):4}  {why} [{places[0]}{' ...' if len(places) > 1 else ''}]", "", 6, width)
     yield ""
     told = len({(c.where, c.stack, c.hardware, c.arm) for c in found.changes if c.arm and c.before and c.after})
     same = found.arms - told - len(found.unlike)
-    yield from wrapped(f"{counted(found.cells, 'cell')} in both: {_arms(same)} the same, {told} not", "", 2, width)
+    yield from wrap(f"{counted(found.cells, 'cell')} in both: {_arms(same)} the same, {told} not", "", 2, width)
     if abs(found.slower - 1) >= 0.1:
         words = f"{found.slower:.2f} times as long as" if found.slower > 1 else f"{found.slower:.2f} of the time of"
         taken = f"as a whole the second took {words} the first; that is taken out of each arm's time above"
-        yield from wrapped(taken, "", 2, width)
+        yield from wrap(taken, "", 2, width)
     if found.unknown_noise:
         arms = _arms(found.unknown_noise)
         why = f"time and memory of {arms} are not compared: with one attempt the noise is unknown"
-        yield from wrapped(why, "", 2, width)
+        yield from wrap(why, "", 2, width)
 
 
 def _arms(count: int) -> str:
@@ -87,13 +87,13 @@ def _group(group: Sequence[Change], width: int) -> Iterator[str]:
     places = [f"{'; '.join(where)}" + (f": {arms}" if arms else "") for arms, where in by_arms.items()]
     head = f"{change.case} {' | '.join(places)}"
     if change.kind in COST:
-        yield from wrapped(f"{head}: {cost(change)}", "  ", 4, width)
+        yield from wrap(f"{head}: {cost(change)}", "  ", 4, width)
     elif not change.arm:
-        yield from wrapped(f"{head} [{change.stack} on {change.hardware}]", "  ", 4, width)
+        yield from wrap(f"{head} [{change.stack} on {change.hardware}]", "  ", 4, width)
     else:
-        yield from wrapped(head, "  ", 4, width)
-        yield from wrapped(f"before: {told(change.before)}", "    ", 8, width)
-        yield from wrapped(f"now:    {told(change.after)}", "    ", 8, width)
+        yield from wrap(head, "  ", 4, width)
+        yield from wrap(f"before: {told(change.before)}", "    ", 8, width)
+        yield from wrap(f"now:    {told(change.after)}", "    ", 8, width)
 
 
 def cost(change: Change) -> str:
@@ -111,7 +111,7 @@ def told(arm: ArmBrief | None) -> str:
         return "nothing is stored of this arm"
     met = f" ({', '.join(arm.met)})" if arm.met else ""
     verdict = f"{arm.verdict}, " if arm.verdict else ""
-    return plain(f"{verdict}{arm.counted()}{met}" + (f": {arm.text}" if arm.met and arm.text else ""))
+    return one_line(f"{verdict}{arm.counted()}{met}" + (f": {arm.text}" if arm.met and arm.text else ""))
 
 
 def as_json(found: Diff) -> dict[str, Any]:

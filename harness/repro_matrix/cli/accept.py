@@ -28,7 +28,6 @@ from repro_matrix.grading.regrade import judged_again, named
 from repro_matrix.grading.specificity import too_wide
 from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.records.document import Document
-from repro_matrix.report.summary import counted
 from repro_matrix.report.terminal import print_json, print_notes, print_table
 from repro_matrix.results import local as own_results
 from repro_matrix.results import provenance, published, runs
@@ -37,6 +36,7 @@ from repro_matrix.results.accept_checks import Refusal, refusals
 from repro_matrix.results.filters import chosen
 from repro_matrix.results.store import Store, write_text
 from repro_matrix.results.version_ranges import whole
+from repro_matrix.text import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,6 @@ from repro_matrix.environment.stacks import index as releases
 from repro_matrix.environment.stacks.stack import canonical
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.external.scripts import options
-from repro_matrix.report.summary import plainly
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results import provenance
 from repro_matrix.runner import workspace as workplace
@@ -31,6 +30,7 @@ from repro_matrix.search import report as bisect_report
 from repro_matrix.search.bisect import FINDS, Find, Hunt, Hunted, Roles
 from repro_matrix.search.culprits import Blame, blame, line_of, release_of
 from repro_matrix.search.prober import Prober, Probing, Stopped, Target, one_case
+from repro_matrix.text import printable
 
 if TYPE_CHECKING:
     from repro_matrix.external.scripts.prober import ScriptProber
@@ -137,7 +137,7 @@ def _search(args: argparse.Namespace, prober: Prober | ScriptProber, arm: str, b
 
 
 def _say(text: str) -> None:
-    print(plainly(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _check_stack(side: str, text: str) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix.cli import options as arguments
-from repro_matrix.report.summary import plainly
-from repro_matrix.text import counted
+from repro_matrix.text import counted, printable
 
 if TYPE_CHECKING:
     from repro_matrix.authoring.ready import Finding
@@ -127,4 +126,4 @@ def _short(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(plainly(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -15,9 +15,9 @@ from repro_matrix.analysis.diff import Diff, compare
 from repro_matrix.analysis.inputs import Side, side
 from repro_matrix.config import selection as overrides
 from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.report.summary import counted
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_notes, print_wrapped
 from repro_matrix.results.exit_code import TOO_LITTLE
+from repro_matrix.text import counted
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 EPILOG = """A, B: a folder of results (of a run, a night, a machine; older ones in its history/ are left out), one

@@ -12,9 +12,9 @@ from repro_matrix.config import project
 from repro_matrix.config.selection import GROUPS
 from repro_matrix.errors import ConfigError, ResultsError, unknown
 from repro_matrix.report import history as strip
-from repro_matrix.report.summary import counted
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_notes
 from repro_matrix.results import history as kept
+from repro_matrix.text import counted
 
 EPILOG = """NIGHTS: folders of results, one for each night, or a folder of nights (default: results/nights): folders
 of results in it, and nights.jsonl, where old nights are kept as what differs from the night before.

@@ -8,9 +8,9 @@ from typing import Any
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.report import listing
-from repro_matrix.report.summary import counted
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_notes, print_wrapped
 from repro_matrix.runner.request import ask, print_composed
+from repro_matrix.text import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.budget import At, Known
 from repro_matrix.runner.request import print_composed
-from repro_matrix.text import counted
+from repro_matrix.text import counted, wrap
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,7 @@ def measure(
             print()
         print_lines(summaries.left_out(prepared.left_out, wide()))
         print_wrapped(*(f"MUTED no longer: {mute.over()}" for mute in told.expired))
-        print_lines(summaries.wrapped(summary_line(found), "", 4, wide()))
+        print_lines(wrap(summary_line(found), "", 4, wide()))
         if summary.interrupted:
             print_wrapped(_interrupted(prepared, summary.documents))
         print_wrapped(
@@ -160,7 +160,7 @@ def measure(
             f"CPU-seconds ({per_attempt:.2f} per attempt), {summary.wall_s:.0f} s"
         )
         elsewhere = f"measured elsewhere than on {prepared.profiles[0].name}"
-        print_wrapped(*(f"{summaries.counted(n, 'cell')} {elsewhere}: {why}" for why, n in prepared.elsewhere.items()))
+        print_wrapped(*(f"{counted(n, 'cell')} {elsewhere}: {why}" for why, n in prepared.elsewhere.items()))
         if prepared.left:
             print_wrapped(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
         print_wrapped(*(f"{count} of them started from cold: {why}" for why, count in summary.cold.most_common()))
@@ -193,7 +193,7 @@ def measure(
         print(f"repro: {mute.over()}", file=sys.stderr)
     code = code or (ConfigError.exit_code if told.expired else 0)
     if not args.json:
-        left = f"; not asked (budget): {summaries.counted(len(prepared.left), 'cell')}" if prepared.left else ""
+        left = f"; not asked (budget): {counted(len(prepared.left), 'cell')}" if prepared.left else ""
         print(summaries.ending(code, found, len(changed.answers) if changed else 0) + left)
     return code
 
@@ -205,7 +205,7 @@ def _interrupted(prepared: session.Session, documents: Sequence[Document]) -> st
     lacking = asked - sum(document["complete"] for document in documents)
     if lacking <= 0:
         return "INTERRUPTED, when all of it was measured"
-    of = summaries.counted(asked, "cell")
+    of = counted(asked, "cell")
     return f"INTERRUPTED: {lacking} of {of} not measured, or not to the end: of these nothing is said"
 
 
@@ -221,7 +221,7 @@ def of_cases(cells: Sequence[Cell]) -> str:
     """So many cells, and of which cases the most."""
     most = Counter(cell.case for cell in cells).most_common()
     shown = ", ".join(f"{count} of {case}" for case, count in most[:5])
-    of = summaries.counted(len(cells), "cell")
+    of = counted(len(cells), "cell")
     return f"{of} ({shown}{f', {len(most) - 5} more cases' if len(most) > 5 else ''})"
 
 
@@ -270,11 +270,11 @@ def show_plan(prepared: session.Session, as_json: bool, everything: bool) -> int
         print_lines(listing.planned(named_, wide()))
     if prepared.settings.budget:
         cells = {(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans}
-        print(f"budget={prepared.settings.budget}: {summaries.counted(len(cells), 'cell')} to be measured")
+        print(f"budget={prepared.settings.budget}: {counted(len(cells), 'cell')} to be measured")
     if prepared.left:
         print(f"no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
     for why, count in prepared.elsewhere.items():
-        of = summaries.counted(count, "cell")
+        of = counted(count, "cell")
         print(f"{of} would be measured elsewhere than on {prepared.profiles[0].name}: {why}")
     return 0
 

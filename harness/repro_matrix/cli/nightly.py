@@ -61,13 +61,13 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.analysis import regressions as tonight
     from repro_matrix.analysis.night import of_briefs
     from repro_matrix.report.issue import issue
-    from repro_matrix.report.summary import counted
     from repro_matrix.report.terminal import print_notes, print_wrapped
     from repro_matrix.results import history as kept
     from repro_matrix.results import quarantine as muted
     from repro_matrix.results import requested as words
     from repro_matrix.results.exit_code import TOO_LITTLE
     from repro_matrix.runner import budget
+    from repro_matrix.text import counted
 
     name = _name(args.name)
     folder = Path(args.nights).expanduser()

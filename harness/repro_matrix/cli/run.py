@@ -13,9 +13,9 @@ from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.external.scripts import options
-from repro_matrix.report.summary import plainly
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace as workplace
+from repro_matrix.text import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,4 +83,4 @@ def of_script(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(plainly(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -12,7 +12,6 @@ from repro_matrix.cli import options as arguments
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.scripts import options
-from repro_matrix.report.summary import plainly
 from repro_matrix.report.terminal import print_json, print_lines
 from repro_matrix.results import provenance
 from repro_matrix.runner import workspace as workplace
@@ -21,6 +20,7 @@ from repro_matrix.search.prober import one_case
 from repro_matrix.search.reduce import report
 from repro_matrix.search.reduce.parameters import Shrunk
 from repro_matrix.search.reduce.settings import Search
+from repro_matrix.text import printable
 
 EPILOG = (
     "and model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=... as for `repro run`;\n"
@@ -107,4 +107,4 @@ def finish(args: argparse.Namespace, search: Search, shrunk: Shrunk, own: dict[s
 
 
 def _say(text: str) -> None:
-    print(plainly(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

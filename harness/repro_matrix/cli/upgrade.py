@@ -16,7 +16,6 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.external.scripts import options
 from repro_matrix.records.document import Document
-from repro_matrix.report.summary import plainly
 from repro_matrix.report.terminal import print_json, print_table
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
@@ -24,6 +23,7 @@ from repro_matrix.runner.request import Request, ask
 from repro_matrix.search import culprits as blames
 from repro_matrix.search.bisect import Hunt, Roles
 from repro_matrix.search.prober import Prober, Stopped, Target
+from repro_matrix.text import printable
 
 WHY = ("all", "worse", "none")
 EPILOG = (
@@ -114,7 +114,7 @@ def _of_script(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(plainly(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _measure(asked: Request, given: Mapping[str, Stack], stop: threading.Event) -> list[Document]:

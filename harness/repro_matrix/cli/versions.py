@@ -16,13 +16,13 @@ from repro_matrix.environment.stacks.index import Release
 from repro_matrix.environment.stacks.stack import canonical
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.external.scripts import options
-from repro_matrix.report.summary import plainly
 from repro_matrix.report.terminal import print_json, print_table
 from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.request import ask
 from repro_matrix.search.prober import Point, Prober, Probing, Stopped, Target, one_case
 from repro_matrix.search.releases import Boundary
 from repro_matrix.search.version_map import VersionMap, maps
+from repro_matrix.text import printable
 
 EPILOG = (
     "and arms=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
@@ -105,7 +105,7 @@ def _draw(args: argparse.Namespace, prober: Probing, base: str, stop: threading.
 
 
 def _say(text: str) -> None:
-    print(plainly(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _oldest(package: str, stack: Stack, found: Sequence[Release]) -> str | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from repro_matrix.analysis.brief import ArmBrief, placed
 from repro_matrix.analysis.night import Night, arm_of
-from repro_matrix.report.summary import WIDTH, WORDS, counted, plain, wrapped
+from repro_matrix.report.summary import WORDS
+from repro_matrix.text import WIDTH, counted, one_line, wrap
 
 # Verdicts in capitals, what a broken arm did in small letters.
 LETTERS = {
@@ -137,25 +138,25 @@ def lines(nights: Sequence[Night], found: Sequence[Strip], width: int = WIDTH) -
     left = len(nights) - len(shown)
     older = f"; {left} older ones are not drawn (--json has all)" if left else ""
     case = found[0].case if found else ""
-    yield from wrapped(f"{case} over {counted(len(shown), 'night')}, a column each: {span}{older}", "", 2, width)
+    yield from wrap(f"{case} over {counted(len(shown), 'night')}, a column each: {span}{older}", "", 2, width)
     cells: dict[tuple[tuple[str, ...], str, str], list[Strip]] = {}
     for strip in found:
         cells.setdefault((strip.axes, strip.hardware, strip.stack), []).append(strip)
     for (axes, hardware, stack), own in cells.items():
         yield ""
-        yield from wrapped(f"{' '.join(axes)} on {hardware}, stack {stack}", "", 2, width)
+        yield from wrap(f"{' '.join(axes)} on {hardware}, stack {stack}", "", 2, width)
         alike: dict[tuple[str, str], list[Strip]] = {}
         for strip in own:
             alike.setdefault((strip.letters[-len(shown) :], _flaky(strip)), []).append(strip)
         for (letters, flaky), group in alike.items():
             arms = ", ".join(strip.arm for strip in group)
-            yield from wrapped(f"{letters}  {arms}" + (f": {flaky}" if flaky else ""), "  ", len(letters) + 2, width)
+            yield from wrap(f"{letters}  {arms}" + (f": {flaky}" if flaky else ""), "  ", len(letters) + 2, width)
         for text in _turned(nights, own):
-            yield from wrapped(text, "    ", 4, width)
+            yield from wrap(text, "    ", 4, width)
     used = {e.name for strip in found for e in strip.entries[-len(shown) :]}
     listed = [f"{letter} {SAID[name]}" for name, letter in LETTERS.items() if name in used]
     yield ""
-    yield from wrapped("; ".join(listed), "", 2, width)
+    yield from wrap("; ".join(listed), "", 2, width)
 
 
 def _flaky(strip: Strip) -> str:
@@ -182,7 +183,7 @@ def _said(entry: Entry) -> str:
 
 
 def _name(night: Night) -> str:
-    return plain(night.name)[: WIDTH // 3]
+    return one_line(night.name)[: WIDTH // 3]
 
 
 def as_json(nights: Sequence[Night], found: Iterable[Strip]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from repro_matrix.analysis.issue_host import Issue
 from repro_matrix.analysis.regressions import Changed
 from repro_matrix.analysis.show_diff import told
 from repro_matrix.report.formats import code, plain
-from repro_matrix.report.summary import counted
+from repro_matrix.text import counted
 
 MOST = 40  # changes that are listed
 LONGEST = 60_000  # bytes of a body: hosts take 65,536

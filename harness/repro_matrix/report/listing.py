@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from repro_matrix.report.summary import counted, plain
+from repro_matrix.text import counted, one_line
 
 if TYPE_CHECKING:  # what lists cells needs nothing that judges
     from repro_matrix.analysis.claims.ledger import ClaimRow, Evidence
@@ -25,12 +25,12 @@ HOLDS = {True: "bears it out", False: "speaks against it", None: "decides nothin
 def wrapped(text: str, width: int, indent: str = "", deeper: str | None = None) -> Iterator[str]:
     """``deeper``: what the second and later lines begin with."""
     later = indent if deeper is None else deeper
-    shown = textwrap.wrap(plain(text), width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)
+    shown = textwrap.wrap(one_line(text), width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)
     yield from shown or [indent.rstrip()]
 
 
 def cut(text: str, width: int) -> str:
-    text = plain(text)
+    text = one_line(text)
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
@@ -58,7 +58,7 @@ def claims(rows: Sequence[ClaimRow], width: int, simulated: Iterable[str] = ()) 
 def _claim(row: ClaimRow, names: int, width: int) -> Iterator[str]:
     why = few_words(row)
     if width < WIDE:
-        told, below = f"  {row.status:<11}  {plain(row.text)}", f"{row.id}: {why}"
+        told, below = f"  {row.status:<11}  {one_line(row.text)}", f"{row.id}: {why}"
         if width < SMALL:
             yield from wrapped(told.strip(), width, "  ", "    ")
             yield from wrapped(below, width, "    ")
@@ -68,7 +68,7 @@ def _claim(row: ClaimRow, names: int, width: int) -> Iterator[str]:
         return
     head = f"  {row.status:<11}  {cut(row.id, names):<{names}}  "
     room = width - len(head)
-    share = min(len(plain(row.text)), max(room // 2, room - len(plain(why)) - 3))
+    share = min(len(one_line(row.text)), max(room // 2, room - len(one_line(why)) - 3))
     words = cut(row.text, share)
     yield cut(f"{head}{words} | {why}", width)
 
@@ -97,7 +97,7 @@ def _listed(found: Sequence[Evidence], width: int) -> Iterator[str]:
         place = f"{item.arm}{when}: {item.model}/{item.strategy}, {item.ranks}, {item.hardware}, {item.stack}"
         yield from wrapped(place, width, "  - ", "    ")
         yield from wrapped(f"{item.measured} (predicted: {item.predicted})", width, "    ", "      ")
-        yield f"    {plain(item.document)}"  # in one piece, to be copied
+        yield f"    {one_line(item.document)}"  # in one piece, to be copied
 
 
 def _by_reason(found: Sequence[Evidence], width: int) -> Iterator[str]:

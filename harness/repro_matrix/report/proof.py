@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from repro_matrix.report.summary import counted
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE
+from repro_matrix.text import counted
 
 Json = Mapping[str, Any]
 

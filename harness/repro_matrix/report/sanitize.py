@@ -10,7 +10,7 @@ from __future__ import annotations
 import unicodedata
 from functools import lru_cache
 
-from repro_matrix.report.summary import ESCAPE
+from repro_matrix.text import ESCAPE
 
 # Kinds of characters that are not seen: control, format (zero-width, bidirectional), surrogates, private, unassigned;
 # separators of lines and paragraphs.

@@ -7,7 +7,6 @@ Modelled on pytest's short summary: every arm of every cell is in the documents,
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,14 +14,11 @@ from typing import TYPE_CHECKING
 from repro_matrix.results import identical_failures as alike
 from repro_matrix.results import unpaired as alone
 from repro_matrix.results.rows import Row, again, where_of
-from repro_matrix.text import counted
+from repro_matrix.text import WIDTH, counted, one_line, wrap
 
 if TYPE_CHECKING:
     from repro_matrix.records.document import Document
 
-WIDTH = 120
-# What a terminal obeys: CSI (colours, the cursor), OSC (its title, links), and what is two characters.
-ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 LOG_LINES = 4
 FEW = 16  # lines in which what is new is told cell by cell; of more, case by case
 # A verdict in a line that counts: one, several.
@@ -53,19 +49,19 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
             by = row["muted"] or {}
             where = f"{row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
             told = f"{row['verdict']}: {by.get('reason')} ({by.get('owner')}, until {by.get('until')})"
-            yield from wrapped(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4, width)
+            yield from wrap(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4, width)
     judged_by_nobody = alone.unshown(documents)
     if judged_by_nobody:
         told = f"ANOTHER FAILURE THAN THE KNOWN ONE, of {counted(len(judged_by_nobody), 'broken arm')} measured alone"
         yield from _title(f"{told} (compared with what is expected where a fix is measured beside it)", width)
         for document, made in judged_by_nobody:
-            yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
+            yield from wrap(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
     failing = alike.failing(documents)
     if failing:
         told = f"EVERY ARM FAILS ALIKE, in {counted(len(failing), 'cell')}: nothing is shown of the failure or of a fix"
         yield from _title(told, width)
         for document, made in failing:
-            yield from wrapped(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
+            yield from wrap(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
     silent = [row for row in rows if _no_answer(row)]
     if silent:
         yield from _title(f"NO ANSWER: {_arms(len(silent))}", width)
@@ -88,7 +84,7 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
 
 def _title(text: str, width: int) -> Iterator[str]:
     yield ""
-    yield from wrapped(text, "", 2, width)
+    yield from wrap(text, "", 2, width)
 
 
 def _no_answer(row: Row) -> bool:
@@ -103,7 +99,7 @@ def left_out(texts: Sequence[str], width: int = WIDTH) -> Iterator[str]:
         yield f"LEFT OUT: {len(texts)} file{'s' if len(texts) > 1 else ''} with an error, or not believed"
         for text in texts:
             for line in text.splitlines():
-                yield from wrapped(line, "  ", 4, width)
+                yield from wrap(line, "  ", 4, width)
         yield ""
 
 
@@ -122,7 +118,7 @@ def _alike(rows: Iterable[Row]) -> list[list[Row]]:
 def _detail(same: Sequence[Row], document: Document | None, width: int) -> Iterator[str]:
     row, arms = same[0], [each["arm"] for each in same]
     about = f"{row['case']} {row['model']}/{row['strategy']}, arm{'s' * (len(arms) > 1)} {', '.join(arms)}"
-    yield from wrapped(about, "  ", 4, width)
+    yield from wrap(about, "  ", 4, width)
     wanted: dict[str | None, list[str]] = {}
     for each in same:
         wanted.setdefault(each["expectation"], []).append(each["arm"])
@@ -131,7 +127,7 @@ def _detail(same: Sequence[Row], document: Document | None, width: int) -> Itera
         + (f" ({', '.join(of)})" if len(wanted) > 1 else "")
         for name, of in wanted.items()
     )
-    yield from wrapped(f"{told}, measured {row['verdict']}: {row['reason']}", "    ", 3, width)
+    yield from wrap(f"{told}, measured {row['verdict']}: {row['reason']}", "    ", 3, width)
     for line in _log(row["arm"], document):
         yield _cut(f"    | {line}", width)
     yield from _command(again({**row, "arm": ",".join(arms)}), width)
@@ -140,7 +136,7 @@ def _detail(same: Sequence[Row], document: Document | None, width: int) -> Itera
 def _command(told: str, width: int) -> Iterator[str]:
     """It can be pasted as it stands: a line that goes on ends with a backslash, and no quoted word is taken apart."""
     line = "    $"
-    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", plain(told)):
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", one_line(told)):
         if len(line) + len(word) + 3 > width and line.strip() not in ("", "$"):
             yield f"{line} \\"
             line = " " * 8
@@ -156,20 +152,9 @@ def _log(arm: str, document: Document | None) -> list[str]:
             continue
         first = outcome["primary"]["rank"] if outcome["primary"] else None
         rank = next((rank for rank in ranks if rank["rank"] == first), ranks[0])
-        printed = [plain(line) for line in rank["log_tail"].splitlines()]
+        printed = [one_line(line) for line in rank["log_tail"].splitlines()]
         return [line for line in printed if line.strip()][-LOG_LINES:]
     return []
-
-
-def plain(line: str) -> str:
-    """A line without what a terminal would obey: escape sequences, control and bidirectional characters."""
-    line = re.sub(r"\s*\n\s*", " ", ESCAPE.sub("", line).strip("\n"))
-    return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
-
-
-def plainly(text: str) -> str:
-    """Several lines, each ``plain``."""
-    return "\n".join(map(plain, text.split("\n")))
 
 
 def _listed(rows: Iterable[Row], width: int) -> Iterator[str]:
@@ -185,7 +170,7 @@ def _listed(rows: Iterable[Row], width: int) -> Iterator[str]:
         first = places[0][0]
         cells = ", ".join(cell for case, cell in places if case == first)
         cells += "".join(f"; {case} {cell}" for case, cell in places if case != first)
-        yield from wrapped(f"{first} {cells}: {told}", "  ", 4, width)
+        yield from wrap(f"{first} {cells}: {told}", "  ", 4, width)
 
 
 def _wholly_new(new: Iterable[Row], measured: Iterable[Row]) -> set[str]:
@@ -198,7 +183,7 @@ def _new_by_case(new: Iterable[Row], wholly: set[str], width: int) -> Iterator[s
     """A catalogue that was never measured here is not told arm by arm: its cases' own lines count its verdicts."""
     if wholly:
         told = f"all of {counted(len(wholly), 'case')}, marked + below; `--all` prints every arm"
-        yield from wrapped(told, "  ", 4, width)
+        yield from wrap(told, "  ", 4, width)
     by_case: dict[str, list[Row]] = {}
     for row in new:
         by_case.setdefault(row["case"], []).append(row)
@@ -207,7 +192,7 @@ def _new_by_case(new: Iterable[Row], wholly: set[str], width: int) -> Iterator[s
             found = Counter(row["verdict"] for row in own)
             seen = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
             cells = counted(len({row["where"] for row in own}), "cell")
-            yield from wrapped(f"{case} in {cells}: {seen}", "  ", 4, width)
+            yield from wrap(f"{case} in {cells}: {seen}", "  ", 4, width)
 
 
 def _cases(rows: Sequence[Row], wholly: set[str], width: int) -> Iterator[str]:
@@ -227,9 +212,7 @@ def _cases(rows: Sequence[Row], wholly: set[str], width: int) -> Iterator[str]:
         simulated = " [simulated]" if own[0]["simulated"] else ""
         count = counted(cells, "cell")
         head = f"{mark} {name.ljust(names)}  {count:>8}  "
-        yield from wrapped(
-            head + ": ".join(filter(None, [seen, told])) + simulated, "", min(len(head), width // 2), width
-        )
+        yield from wrap(head + ": ".join(filter(None, [seen, told])) + simulated, "", min(len(head), width // 2), width)
 
 
 def _reasons(rows: Sequence[Row], width: int) -> Iterator[str]:
@@ -239,16 +222,7 @@ def _reasons(rows: Sequence[Row], width: int) -> Iterator[str]:
     for reason, of in sorted(found.items(), key=lambda item: -len(item[1])):
         cases, count = list(dict.fromkeys(of)), len(of)
         about = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield from wrapped(f"{count:4}  {reason} [{about}]", "", 6, width)
-
-
-def wrapped(told: str, indent: str, deeper: int, width: int = WIDTH) -> Iterator[str]:
-    told = plain(told)
-    head = len(told) - len(told.lstrip())
-    yield from textwrap.wrap(
-        told.lstrip(), width, initial_indent=indent + " " * head, subsequent_indent=" " * (len(indent) + deeper),
-        break_on_hyphens=False, max_lines=8, placeholder=" ...",
-    )  # fmt: skip
+        yield from wrap(f"{count:4}  {reason} [{about}]", "", 6, width)
 
 
 def _cut(line: str, width: int) -> str:

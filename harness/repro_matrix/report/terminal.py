@@ -10,9 +10,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from repro_matrix.report.summary import WORDS, plain
+from repro_matrix.report.summary import WORDS
 from repro_matrix.results.rows import Row, counts, figures, without_expectation
 from repro_matrix.results.unpaired import uncompared
+from repro_matrix.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +48,7 @@ def print_notes(texts: Sequence[str], shown: int = 10) -> None:
         return
     out = console(stderr=True)
     for text in texts[:shown]:
-        told = f"note: {plain(text)}"
+        told = f"note: {one_line(text)}"
         print(_paragraph(told, min(out.width, WIDE)) if out.is_terminal else told, file=sys.stderr)
     if len(texts) > shown:
         print(f"note: and {len(texts) - shown} more like these", file=sys.stderr)
@@ -65,7 +66,7 @@ def print_wrapped(*texts: str) -> None:
     """A paragraph each, none of whose lines is wider than ``columns()``; a file's name stays in one piece."""
     width = columns()
     for text in texts:
-        print_lines(_paragraph(plain(text), width).split("\n"))
+        print_lines(_paragraph(one_line(text), width).split("\n"))
 
 
 def _paragraph(text: str, width: int) -> str:
@@ -84,7 +85,7 @@ def print_table(
     ``narrow`` stands below its row. ``fold``: off a terminal too, where a line would be longer than ``WIDE``; what is
     too long still goes on below itself, unless it is to stay ``whole``."""
     out = console()
-    texts = [["" if value is None else plain(str(value)) for value in row] for row in rows]
+    texts = [["" if value is None else one_line(str(value)) for value in row] for row in rows]
     if not out.is_terminal:
         _plain(title, columns, texts, narrow, fold, whole)
         return

@@ -8,10 +8,9 @@ from typing import Any
 
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
-from repro_matrix.report.summary import plainly
-from repro_matrix.report.terminal import console, style
 from repro_matrix.results.rows import arm_rows
 from repro_matrix.runner.events import Event
+from repro_matrix.text import printable
 
 SHOWN = 8  # running attempts
 QUIET_S = 30.0  # without a terminal: after so long without a line, say what runs
@@ -27,7 +26,9 @@ class Progress:
     """Use as a context manager; pass ``event`` to the engine."""
 
     def __init__(self, verbose: bool = False) -> None:
-        self.out = console(stderr=True)
+        from rich.console import Console
+
+        self.out = Console(stderr=True, highlight=False)
         self.verbose = verbose
         self.total = self.done = self.cells = self.all_cells = 0
         self.expected_s = self.done_s = 0.0
@@ -112,7 +113,8 @@ class Progress:
             if self.verbose and event.outcome is not None:
                 outcome = event.outcome
                 text = f"{event.arm}: {outcome['outcome']} in {event.wall_s:.1f}s  {outcome.get('reason') or ''}"
-                self.out.print(plainly(text), style=style(outcome["outcome"]), markup=False, soft_wrap=True)
+                style = "bold" if outcome["outcome"] == "fires" else ""
+                self.out.print(printable(text), style=style, markup=False, soft_wrap=True)
                 self._said = time.monotonic()
         elif event.kind == "cell":
             self.cells += 1
@@ -141,4 +143,4 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
-        self.out.print(plainly(text), markup=False, soft_wrap=True)
+        self.out.print(printable(text), markup=False, soft_wrap=True)

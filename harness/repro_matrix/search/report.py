@@ -10,10 +10,10 @@ from typing import Any
 
 from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.environment.stacks.stack import canonical
-from repro_matrix.report.summary import plainly
 from repro_matrix.search.bisect import Hunted, shown
 from repro_matrix.search.labels import CLEAN, FIRES
 from repro_matrix.search.prober import Point, Probing
+from repro_matrix.text import printable
 
 Data = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -140,7 +140,7 @@ def harmless(value: str) -> str:
 def _without_control(value: Any) -> Any:
     """What no terminal obeys and no browser turns round: the texts come from what was launched."""
     if isinstance(value, str):
-        return plainly(value)
+        return printable(value)
     if isinstance(value, dict):
         return {name: _without_control(each) for name, each in value.items()}
     return [_without_control(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -13,7 +13,7 @@ from repro_matrix.grading.observation import Attempt
 from repro_matrix.grading.root_cause import failures_of
 from repro_matrix.records.document import Made
 from repro_matrix.records.observation import Observation
-from repro_matrix.report.summary import plain
+from repro_matrix.text import one_line
 
 FRAMES = 4  # of a hung rank, the innermost first
 TAIL = 6  # lines of a rank's log
@@ -21,7 +21,7 @@ TAIL = 6  # lines of a rank's log
 
 def lines(document: Document) -> Iterator[str]:
     """Nothing in them that a terminal would obey: the error's text is the script's."""
-    return map(plain, _lines(document))
+    return map(one_line, _lines(document))
 
 
 def _lines(document: Document) -> Iterator[str]:
@@ -67,7 +67,7 @@ def _tracebacks(observation: Observation) -> Iterator[str]:
     for rank in observation["ranks"]:
         if rank["exit_code"] == 0 and not (rank["record"] and rank["record"]["exception"]):
             for one in tracebacks(rank["log_tail"])[-1:]:
-                said = plain(one["message"])
+                said = one_line(one["message"])
                 yield f"rank {rank['rank']} printed a traceback of {one['type']}: {said} and ended with exit code 0"
 
 
