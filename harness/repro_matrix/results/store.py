@@ -27,6 +27,7 @@ from repro_matrix.results.sheet import NewerSchema
 
 SCHEMA = 1  # of a cell's document
 SCRIPTS = "scripts"  # in a results folder: measurements of somebody's own scripts (harness/script)
+SUMMARY = "summary.jsonl"  # made of the documents beside it (results/summary.py)
 State = tuple[int, int, int, int]  # of a file: another one whenever it was written, or is another file
 
 
@@ -161,7 +162,7 @@ def listed(root: Path, history: bool = False) -> Iterator[Found]:
         case = os.path.basename(folder)
         yield from _lost(folder, [*names, *(name for name in files if "." not in name)], str(root))
         for name in sorted(files):
-            if name.endswith((".json", place.LINES)) and not name.startswith("."):
+            if name.endswith((".json", place.LINES)) and not name.startswith(".") and name != SUMMARY:
                 path = os.path.join(folder, name)
                 try:
                     if name.endswith(place.LINES):

@@ -24,7 +24,7 @@ from repro_matrix.records.document import Document, Probe, Provenance
 from repro_matrix.records.document import Stack as StackSaid
 from repro_matrix.records.observation import Observation
 from repro_matrix.results import document as documents
-from repro_matrix.results import provenance
+from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
 from repro_matrix.runner.attempts import Attempts, Made, arm_of, fault
 from repro_matrix.runner.context import Given
@@ -301,6 +301,8 @@ class Engine:
         if not same(cell.document, cell.older):
             self.store.save(cell.path, cell.document)
         cell.document["path"] = str(cell.path)  # not stored; for who names it
+        if (self.store.root / runs.MANIFEST).exists():  # what a search measures has no summary
+            summary.append_cell(self.store.root, cell.path, cell.document, cases)
         self._summary.documents.append(cell.document)
         self.on_event(Event("cell", cell.plan, document=cell.document))
 

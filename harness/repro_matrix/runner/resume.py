@@ -11,7 +11,7 @@ from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError
 from repro_matrix.results import local as own_results
-from repro_matrix.results import runs
+from repro_matrix.results import runs, summary
 from repro_matrix.runner import session
 from repro_matrix.runner.shards import selection
 
@@ -84,6 +84,7 @@ def folder(
         runs.point(root)
     try:
         yield lambda whole: note(runs.ENDED if whole else runs.UNFINISHED)
+        summary.rewrite(root, prepared.catalogue.cases)
     except BaseException:
         if fresh:
             runs.drop(root)

@@ -1,0 +1,813 @@
+"""The summary of a results folder: one row per arm of a cell, with everything that a report or a comparison shows.
+
+A run writes ``summary.jsonl`` beside its evidence, a line per row. ``load_rows`` reads it. A row is fresh while its
+evidence, the code of the grader and the definition of its case are those that it was made from; all other cells are
+graded again from their evidence. What is expected is compared on every read: it needs no evidence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import zstandard
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from repro_matrix.config import catalog, project
+from repro_matrix.config.schema import Case
+from repro_matrix.grading import checks, verdict
+from repro_matrix.grading.expectations import told as compare_with_expectation
+from repro_matrix.grading.failure_id import Met, met_in
+from repro_matrix.grading.location import threads_of
+from repro_matrix.grading.observation import NO_RECORD, number
+from repro_matrix.grading.outcome import Outcome
+from repro_matrix.grading.regrade import outcomes_of, verdicts_of, with_outcomes
+from repro_matrix.paths import PACKAGE
+from repro_matrix.records import paths
+from repro_matrix.records.document import Arm, Document, Made
+from repro_matrix.records.observation import Observation, Rank
+from repro_matrix.records.outcome import Outcome as StoredOutcome
+from repro_matrix.results.rows import error_at, words_of
+from repro_matrix.results.store import SUMMARY, document_at, listed, write_bytes
+
+FILE = SUMMARY
+COMPRESSED = f"{FILE}.zst"  # of the baseline
+LOG, MESSAGE, FRAMES = 800, 600, 6  # characters of a log and of a message, and innermost frames, that a row keeps
+MOST_ERRORS, MOST_CHECKS, MOST_STACKS, MOST_FRAMES = 4, 24, 16, 60
+# The parts of an arm's settings that make it another measurement (grading/comparability.py); ``device`` and ``backend``
+# are left out, since a comparison of two machines is about those.
+PLAIN_SETTINGS = ("world_size", "tp_size", "steps", "seed")
+
+
+@dataclass(frozen=True)
+class Stack:
+    label: str  # its folder's name in the results
+    name: str
+    versions: Mapping[str, str]
+    changed: tuple[str, ...] = ()  # what differs from the installed packages
+
+
+@dataclass(frozen=True)
+class Hardware:
+    profile: str
+    accelerator: str
+    gpus: tuple[str, ...]  # their names
+    capabilities: Mapping[str, str | bool]
+    cpu: str
+    cores: int
+    memory_gb: float
+    driver: str | None
+    os: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that an arm changes against ``broken``; None: that side has no such setting."""
+
+    setting: str  # flags.call, strategy, world_size ...
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """``failures``: failure ids as text, or "hang". ``metrics``: of the script, the greatest of all ranks."""
+
+    outcome: str
+    reason: str
+    failures: tuple[str, ...]
+    infra: str | None  # the kind of an attempt that is no evidence
+    otherwise: str | None  # its outcome without a failure that is only a remark in a log
+    finished: bool  # every rank completed its script
+    again: bool  # this attempt repeats one that was no evidence
+    started: float
+    ended: float
+    wall_s: float
+    cpu_s: float | None
+    rank_cpu_s: float | None
+    peak_rss_mb: float | None
+    peak_gpu_mb: float | None
+    launcher: str
+    run: str  # attempts of one run share it
+    gpus: tuple[str, ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check over the ranks of the attempt that the row shows; ``state``: passed, failed or void."""
+
+    name: str
+    state: str
+    actual: Any
+    expected: Any
+    tolerance: Any
+    looked_at: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What ended ranks that failed in the same way. ``frames`` and ``stack`` are shortened; texts are as written."""
+
+    ranks: tuple[int, ...]
+    ended: str  # "exit code 1", "died of SIGSEGV in train", "finished" ...
+    type: str
+    message: str
+    frames: tuple[str, ...]
+    log: str  # the end of the first such rank's log
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm of one cell. Text from ranks is not sanitized: do that where it is shown.
+
+    ``state`` is None for an arm without a verdict (``broken``); ``attempts`` is empty for a skipped arm.
+    """
+
+    cell_id: str  # case/model-strategy...
+    case: str
+    title: str
+    kind: str  # failure, control
+    references: tuple[str, ...]
+    simulated: str | None
+    model: str
+    strategy: str
+    flags: Mapping[str, Any]
+    ranks: int
+    overrides: tuple[str, ...]  # name=value: what makes it another measurement than the usual one of this cell
+    scale: str
+    weights: str
+    params: str  # model/strategy[/flag=value...]: the cell as an expectation names it
+    axes: tuple[str, ...]  # the same as arguments of a command line, without the case
+    stack: Stack
+    hardware: Hardware
+    complete: bool
+    started: float
+    ended: float | None
+    commit: str | None
+    dirty: bool
+    run_command: str
+    launcher: str
+
+    arm: str
+    help: str
+    first: bool  # the arm that the others are compared with: ``broken`` or ``control``
+    changes: tuple[Change, ...]
+    own_stack: str | None  # the stack of an arm that names one
+    settings: Mapping[str, Any]  # model, flags, strategy and plain values: what makes two measurements comparable
+    fingerprint: str
+    skipped: str | None
+    skip_kind: str | None
+    skip_needs: tuple[str, ...]
+    torchrun: str | None
+
+    failure_text: str  # what failed, without what differs from run to run; "" where nothing did
+    verdict: str | None
+    measured: bool  # an attempt counts; of an arm without a verdict: there is an attempt that is evidence
+    no_evidence: bool  # what was launched is no evidence
+    unseen: bool
+    named_case: str | None
+    interval: tuple[float, float] | None  # 95 % Wilson interval of the share of clean attempts
+    failures: tuple[Met, ...]  # of the verdict
+    reason: str
+    state: str | None  # expected, unexpected, unset, as predicted, differs from cpu, muted
+    expected_verdict: str | None
+    note: str  # another failure than the expected one, or that it is not written down
+    quarantine: str | None  # owner, date and reason, where the state is muted
+
+    attempts: tuple[Attempt, ...]
+    checks: tuple[Check, ...]
+    errors: tuple[RankError, ...]
+    hang_reason: str
+    stacks: Mapping[str, tuple[str, ...]]  # of a hang: rank -> its main thread's frames, outermost first
+    error_at: str | None  # file:line of the failure that came first
+
+    evidence: str  # path relative to the results folder, with ":line" in a file of several
+    evidence_size: int
+    evidence_mtime_ns: int
+    evidence_hash: str
+    grader_hash: str
+    case_hash: str  # "": a case that the catalogue does not have, whose grading is taken as stored
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Outcome -> number of attempts."""
+        return Counter(attempt.outcome for attempt in self.attempts)
+
+    @property
+    def evidence_attempts(self) -> tuple[Attempt, ...]:
+        """The attempts that count."""
+        return tuple(attempt for attempt in self.attempts if attempt.outcome not in verdict.NO_EVIDENCE)
+
+    @property
+    def outcome(self) -> str:
+        """``fires`` where all attempts agree, else ``fires 2/3, clean 1/3``; ``skipped``."""
+        counts, n = self.counts, len(self.attempts)
+        if len(counts) <= 1:
+            return next(iter(counts), "skipped")
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        return ", ".join(f"{name} {k}/{n}" for name, k in ordered)
+
+    @property
+    def wall_s(self) -> float | None:
+        """Median seconds of an attempt."""
+        return statistics.median(attempt.wall_s for attempt in self.attempts) if self.attempts else None
+
+    @property
+    def peak_mb(self) -> float | None:
+        """Median of the fullest rank's peak in MiB: of its GPU where it used one, else of its process."""
+        peaks = [peak for each in self.evidence_attempts if (peak := each.peak_gpu_mb or each.peak_rss_mb)]
+        return statistics.median(peaks) if peaks else None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The arguments that measure this arm again."""
+        stack = () if self.stack.name == "current" else (f"stack={self.stack.name}",)
+        return ("repro", "run", self.case, *self.axes, *stack, f"arms={self.arm}")
+
+
+_FORBID = ConfigDict(extra="forbid")
+for _type in (Stack, Hardware, Change, Attempt, Check, RankError, Row):
+    setattr(_type, "__pydantic_config__", _FORBID)  # noqa: B010 - which mypy knows nothing of
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[Row]:
+    return TypeAdapter(Row)
+
+
+def to_json(row: Row) -> bytes:
+    return _adapter().dump_json(row)
+
+
+def from_json(line: bytes | str) -> Row:
+    """Raise ValueError naming the first wrong key."""
+    try:
+        return _adapter().validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'row'}: {first['msg']}") from None
+
+
+# Reading and writing
+
+
+def load_rows(
+    folder: Path, cases: Mapping[str, Case] | None = None, notes: list[str] | None = None, write: bool = False
+) -> list[Row]:
+    """Return the rows of a results folder, cell by cell in the order of their evidence.
+
+    Cells without a fresh row are graded from their evidence; damaged evidence is named in ``notes`` and left out.
+    ``write``: store what was computed, where the folder can be written. Raises OSError.
+    """
+    cases = catalog.load().cases if cases is None else cases
+    notes = [] if notes is None else notes
+    evidence = {os.path.relpath(found.path, folder): found.state for found in listed(folder)}
+    stored = _stored(folder, notes)
+    checker = _Freshness(folder, cases)
+    fresh = {path: rows for path, rows in stored.items() if path in evidence and checker.is_fresh(rows, evidence[path])}
+    stale = [path for path in evidence if path not in fresh]
+    if stale:
+        fresh |= grade_cells(folder, stale, cases, [row for rows in fresh.values() for row in rows], notes)
+    found = [compared(row, cases) for path in evidence if path in fresh for row in fresh[path]]
+    if write and (stale or stored.keys() - evidence.keys()):
+        with suppress(OSError):
+            write_rows(folder, found)
+    return found
+
+
+def write_rows(folder: Path, rows: Iterable[Row], name: str = FILE) -> None:
+    """Replace the summary in one step."""
+    text = b"".join(to_json(row) + b"\n" for row in rows)
+    write_bytes(folder / name, zstandard.compress(text, 19) if name.endswith(".zst") else text)
+
+
+def rewrite(folder: Path, cases: Mapping[str, Case]) -> None:
+    """Write the whole summary of a run that has ended, without the rows that were replaced while it ran."""
+    with suppress(OSError):
+        if (folder / FILE).exists():
+            write_rows(folder, load_rows(folder, cases))
+
+
+def append_rows(folder: Path, rows: Iterable[Row]) -> None:
+    """Add the rows of a cell as it completes. A line that is cut off is computed again by the next reader."""
+    with open(folder / FILE, "a+b") as out:
+        whole = out.tell() == 0 or (out.seek(-1, os.SEEK_END) >= 0 and out.read(1) == b"\n")
+        out.write((b"" if whole else b"\n") + b"".join(to_json(row) + b"\n" for row in rows))
+
+
+def append_cell(folder: Path, path: Path, document: Document, cases: Mapping[str, Case]) -> None:
+    """Add the rows of a graded document that was just stored at ``path``. The summary is derived: a folder that cannot
+    be written costs time, and nothing else."""
+    with suppress(OSError):
+        content, state = path.read_bytes(), path.stat()
+        case = cases.get(document["case"])
+        relative = os.path.relpath(path, folder)
+        append_rows(folder, rows_of(document, case, cases, relative, state, evidence_hash(content)))
+
+
+def _stored(folder: Path, notes: list[str]) -> dict[str, list[Row]]:
+    """Evidence -> its rows. The last rows of a cell win; a line that cannot be read is one that is missing."""
+    cells: dict[str, dict[str, Row]] = {}
+    for path in (folder / FILE, folder / COMPRESSED, *sorted(folder.glob(f"*/{COMPRESSED}"))):
+        if not path.is_file():
+            continue
+        try:
+            content = path.read_bytes()
+            content = (
+                zstandard.ZstdDecompressor().decompressobj().decompress(content) if path.suffix == ".zst" else content
+            )
+        except (OSError, zstandard.ZstdError) as error:
+            notes.append(f"{path}: cannot be read: {error}. Its rows are computed from their evidence.")
+            continue
+        for line in content.split(b"\n"):
+            with suppress(ValueError):
+                if line:
+                    row = from_json(line)
+                    rows = cells.setdefault(row.evidence, {})
+                    if row.first:
+                        rows.clear()
+                    rows[row.arm] = row
+    return {path: list(rows.values()) for path, rows in cells.items()}
+
+
+class _Freshness:
+    """Decides whether stored rows still say what their evidence says."""
+
+    def __init__(self, folder: Path, cases: Mapping[str, Case]) -> None:
+        self.folder, self.cases = folder, cases
+        self._case_hashes: dict[str, str] = {}
+        self._hashes: dict[str, str] = {}
+
+    def is_fresh(self, rows: Sequence[Row], state: tuple[int, ...]) -> bool:
+        row = rows[0]
+        if row.grader_hash != grader_hash() or not row.first:
+            return False
+        if row.case not in self._case_hashes:
+            self._case_hashes[row.case] = case_hash(row.case, self.cases)
+        if row.case_hash != self._case_hashes[row.case]:
+            return False
+        if row.evidence_size != state[2]:
+            return False
+        return row.evidence_mtime_ns == state[0] or row.evidence_hash == self._hash(row.evidence)
+
+    def _hash(self, evidence: str) -> str:
+        file = paths.read(evidence).file
+        if file not in self._hashes:
+            with suppress(OSError):
+                self._hashes[file] = evidence_hash((self.folder / file).read_bytes())
+        return self._hashes.get(file, "")
+
+
+def evidence_hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def grader_hash() -> str:
+    """Return the hash of the code that rows are computed by."""
+    digest = hashlib.blake2b(digest_size=12)
+    files = [*(PACKAGE / "grading").rglob("*"), *(PACKAGE / "records").glob("*.py"), Path(__file__)]
+    for path in sorted(path for path in files if path.suffix in (".py", ".txt")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def case_hash(slug: str, cases: Mapping[str, Case]) -> str:
+    """Return the hash of a case's definition and of all signatures: other cases' failures are recognised, too."""
+    if slug not in cases:
+        return ""
+    own = cases[slug].model_dump_json(exclude={"expect", "claims", "title", "summary", "references"})
+    return evidence_hash(own.encode() + _signatures(cases))
+
+
+def _signatures(cases: Mapping[str, Case]) -> bytes:
+    found = _SIGNATURES.get(id(cases))
+    if found is None or found[0] is not cases:
+        text = "".join(slug + "".join(s.model_dump_json() for s in cases[slug].signatures) for slug in sorted(cases))
+        _SIGNATURES.clear()
+        found = _SIGNATURES[id(cases)] = (cases, hashlib.blake2b(text.encode()).digest())
+    return found[1]
+
+
+_SIGNATURES: dict[int, tuple[Mapping[str, Case], bytes]] = {}
+
+
+# From evidence
+
+
+def grade_cells(
+    folder: Path,
+    evidence: Iterable[str],
+    cases: Mapping[str, Case],
+    known: Iterable[Row] = (),
+    notes: list[str] | None = None,
+) -> dict[str, list[Row]]:
+    """Grade cells from their evidence: path -> rows. ``known``: fresh rows, whose measurements on other stacks tell a
+    failure that was fixed upstream from one that was never reproduced."""
+    graded: dict[str, list[Document]] = defaultdict(list)  # cell id -> documents
+    where: list[tuple[str, Document]] = []
+    for path in evidence:
+        try:
+            document = document_at(str(folder / path))
+        except (OSError, ValueError) as error:
+            if notes is not None:
+                notes.append(f"{folder / path}: damaged: {error}. The cell is left out.")
+            continue
+        case = cases.get(document["case"])
+        if case is not None:
+            document = with_outcomes(document, outcomes_of(document, case, cases))
+        where.append((path, document))
+        graded[document.get("key", "")].append(document)
+    history = past_measurements(known)
+    if where and folder.resolve() not in {root.resolve() for root in project.published()}:
+        slugs = {document["case"] for _, document in where}
+        for root in project.published():
+            if root.is_dir():
+                past = past_measurements(row for row in load_rows(root, cases) if row.case in slugs)
+                history = {key: [*history.get(key, ()), *past.get(key, ())] for key in history.keys() | past.keys()}
+    found = {}
+    states: dict[str, tuple[os.stat_result, str]] = {}
+    for path, document in where:
+        case, key = cases.get(document["case"]), document.get("key", "")
+        if case is not None:
+            older = [other for other in (*graded[key], *history.get(key, ())) if _on_other_stack(other, document)]
+            document["verdicts"] = verdicts_of(document, case, older)
+        file = paths.read(path).file
+        if file not in states:
+            states[file] = os.stat(folder / file), evidence_hash((folder / file).read_bytes())
+        found[path] = rows_of(document, case, cases, path, *states[file])
+    return found
+
+
+def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
+    """Cell id -> what ``verdict.judge`` asks of measurements on other stacks."""
+    found: dict[str, list[Document]] = defaultdict(list)
+    for row in rows:
+        if row.arm != "broken":
+            continue
+        stack, hardware = row.stack, row.hardware
+        past: Any = {
+            "stack": {"name": stack.name, "versions": stack.versions, "changed": list(stack.changed)},
+            "hardware": {"accelerator": hardware.accelerator, "facts": hardware.capabilities},
+            "arms": {"broken": {"settings": {**row.settings, **row.settings.get("plain", {})},
+                                "attempts": [{"outcome": {"outcome": one.outcome}} for one in row.attempts]}},
+        }  # fmt: skip
+        found[row.cell_id].append(past)
+    return found
+
+
+def _on_other_stack(other: Document, document: Document) -> bool:
+    same_machine = other["hardware"]["accelerator"] == document["hardware"]["accelerator"]
+    return same_machine and other["stack"]["versions"] != document["stack"]["versions"]
+
+
+def rows_of(
+    document: Document,
+    case: Case | None,
+    cases: Mapping[str, Case],
+    evidence: str = "",
+    state: os.stat_result | None = None,
+    content_hash: str = "",
+) -> list[Row]:
+    """Return a row per arm of a graded document, ``broken`` first."""
+    stack, hardware, made = document["stack"], document["hardware"], document["provenance"]
+    first = next(iter(document["arms"].values()))
+    base = flatten(first["settings"])
+    cell: dict[str, Any] = {
+        "cell_id": document.get("key") or document["case"],
+        "case": document["case"],
+        "title": document["title"],
+        "kind": document["kind"],
+        "references": tuple(document["references"]),
+        "simulated": document["simulated"],
+        "model": document["model"],
+        "strategy": document["strategy"],
+        "flags": document["flags"],
+        "ranks": document["ranks"],
+        "overrides": tuple(document["variant"]),
+        "scale": document["scale"],
+        "weights": document["weights"],
+        "params": document.get("where") or f"{document['model']}/{document['strategy']}",
+        "axes": words_of(document),
+        "stack": Stack(stack.get("label", ""), stack["name"], stack["versions"], tuple(stack.get("changed", ()))),
+        "hardware": Hardware(
+            hardware["profile"], hardware["accelerator"], tuple(gpu["name"] for gpu in hardware["gpus"]),
+            hardware.get("facts", {}), hardware["cpu"], hardware["cores"], hardware["memory_gb"], hardware["driver"],
+            hardware["os"],
+        ),
+        "complete": document["complete"],
+        "started": made["started"],
+        "ended": made["ended"],
+        "commit": made["git_commit"],
+        "dirty": made["git_dirty"],
+        "run_command": made["command"],
+        "launcher": made["launcher"],
+        "evidence": evidence,
+        "evidence_size": state.st_size if state else 0,
+        "evidence_mtime_ns": state.st_mtime_ns if state else 0,
+        "evidence_hash": content_hash,
+        "grader_hash": grader_hash(),
+        "case_hash": case_hash(document["case"], cases),
+    }  # fmt: skip
+    rows = [
+        Row(**cell, **_arm(document, name, arm, base, case), first=arm is first)
+        for name, arm in document["arms"].items()
+    ]
+    return [compared(row, cases) for row in rows]
+
+
+def _arm(document: Document, name: str, arm: Arm, base: Mapping[str, Any], case: Case | None) -> dict[str, Any]:
+    graded: Mapping[str, Any] = document["verdicts"].get(name) or {}
+    attempts = tuple(_attempt(document["case"], each) for each in arm["attempts"])
+    failed = next((each for each in arm["attempts"] if each["outcome"]["outcome"] != "clean"), None)
+    shown = failed or (arm["attempts"][0] if arm["attempts"] else None)
+    seen = shown["observation"] if shown else None
+    skip = arm.get("skip")
+    hung = shown is not None and (shown["outcome"]["outcome"] == "hang" or shown["observation"]["attempt"]["timed_out"])
+    known = case.arms.get(name) if case else None
+    own_stack = arm.get("stack")
+    changes = () if base is None or name == "broken" else differing(base, flatten(arm["settings"]))
+    if own_stack and own_stack != document["stack"]["name"]:
+        changes = (*changes, Change("stack", document["stack"]["name"], own_stack))
+    evidence = any(each.outcome not in verdict.NO_EVIDENCE for each in attempts)
+    return {
+        "arm": name,
+        "help": known.help if known else "",
+        "changes": changes,
+        "own_stack": own_stack if own_stack != document["stack"]["name"] else None,
+        "settings": _comparable(arm["settings"]),
+        "fingerprint": arm.get("fingerprint", ""),
+        "skipped": arm["skipped"],
+        "skip_kind": skip["kind"] if skip else None,
+        "skip_needs": tuple(skip["needs"]) if skip else (),
+        "torchrun": next((each["observation"]["attempt"].get("torchrun") for each in arm["attempts"]), None),
+        "failure_text": failure_text(document["case"], [each["outcome"] for each in arm["attempts"]]),
+        "verdict": graded.get("name"),
+        "measured": graded.get("measured", evidence),
+        "no_evidence": bool(graded.get("infra")) or (bool(attempts) and not evidence),
+        "unseen": bool(graded.get("unseen")),
+        "named_case": graded.get("named_case"),
+        "interval": tuple(graded["interval"]) if graded.get("interval") else None,
+        "failures": tuple(Met(**each) for each in graded.get("met", ())),
+        "reason": arm["skipped"] or graded.get("reason") or (attempts[0].reason if attempts else ""),
+        "state": graded.get("expected", "unset") if graded else None,
+        "expected_verdict": graded.get("expectation"),
+        "note": graded.get("met_note", ""),
+        "quarantine": None,
+        "attempts": attempts,
+        "checks": tuple(_checks(seen["ranks"])) if seen else (),
+        "errors": tuple(_errors(seen["ranks"])) if seen and failed else (),
+        "hang_reason": _hang_reason(seen) if hung and seen else "",
+        "stacks": _stacks(seen["ranks"]) if hung and seen else {},
+        "error_at": error_at(arm["attempts"]),
+    }
+
+
+def compared(row: Row, cases: Mapping[str, Case]) -> Row:
+    """Return the row with how its verdict compares with what is expected now."""
+    case = cases.get(row.case)
+    if row.verdict is None or case is None:
+        return row
+    graded = verdict.Verdict(cast(Any, row.verdict), row.reason, measured=row.measured, met=row.failures)
+    more = compare_with_expectation(
+        case, row.params, row.arm, graded, row.stack.versions, row.hardware.profile, row.hardware.capabilities
+    )
+    now = more["expected"], more["expectation"], more["met_note"]
+    if now == (row.state, row.expected_verdict, row.note) and row.quarantine is None:
+        return row
+    return replace(row, state=now[0], expected_verdict=now[1], note=now[2], quarantine=None)
+
+
+def _attempt(case: str, made: Made) -> Attempt:
+    outcome, observation = made["outcome"], made["observation"]
+    launched = observation["attempt"]
+    records = [rank["record"] for rank in observation["ranks"]]
+    written = [record for record in records if record]
+
+    def greatest(name: str) -> float | None:
+        return max((value for each in written if (value := number(each.get(name))) is not None), default=None)
+
+    metrics: dict[str, float] = {}
+    for record in written:
+        for name, value in record["metrics"].items():
+            if (measured := number(value)) is not None:
+                metrics[name] = max(measured, metrics.get(name, measured))
+    failures = [str(each) for each in met_in(case, Outcome.from_json(outcome))]
+    return Attempt(
+        outcome=outcome["outcome"],
+        reason=outcome["reason"],
+        failures=tuple(failures) or (("hang",) if outcome["outcome"] == "hang" else ()),
+        infra=outcome.get("infra"),
+        otherwise=outcome.get("otherwise"),
+        finished=bool(records) and all(record is not None and record["done"] for record in records),
+        again=bool(launched.get("again")),
+        started=launched["started"],
+        ended=launched["ended"],
+        wall_s=launched["wall_s"],
+        cpu_s=launched["cpu_s"],
+        rank_cpu_s=greatest("cpu_s"),
+        peak_rss_mb=greatest("peak_rss_mb"),
+        peak_gpu_mb=greatest("peak_gpu_mb"),
+        launcher=launched["launcher"],
+        run=launched["id"].rpartition("-")[0],
+        gpus=tuple(launched.get("gpus", ())),
+        metrics=metrics,
+    )
+
+
+def _checks(ranks: Sequence[Rank]) -> Iterator[Check]:
+    """Checks that failed first; ranks with the same numbers are one entry."""
+    found: dict[str, tuple[Check, list[int]]] = {}
+    for rank in ranks:
+        record = rank["record"] or NO_RECORD
+        for check in record["checks"]:
+            state = checks.judged(check, record.get("schema", 1), number(record.get("done_at"))).state
+            one = Check(
+                check["name"], state, _short(check.get("got")), _short(check.get("want")),
+                _short(check.get("tolerance")), str(check.get("looked_at") or "")[:200], (),
+            )  # fmt: skip
+            found.setdefault(repr(one), (one, []))[1].append(rank["rank"])
+    ordered = sorted(found.values(), key=lambda item: item[0].state == "passed")
+    for one, which in ordered[:MOST_CHECKS]:
+        yield replace(one, ranks=tuple(which))
+
+
+def _short(value: Any) -> Any:
+    """A number as it is; of lists the first values; of texts the beginning."""
+    if isinstance(value, list):
+        return [_short(item) for item in value[:4]] + (["..."] if len(value) > 4 else [])
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return (value if isinstance(value, str) else json.dumps(value, default=str))[:200]
+
+
+def _errors(ranks: Sequence[Rank]) -> Iterator[RankError]:
+    """The error of every rank; ranks with the same error are one entry."""
+    found: dict[tuple[str, str, str, tuple[str, ...]], list[Rank]] = {}
+    for rank in ranks:
+        error = (rank["record"] or NO_RECORD)["exception"]
+        ended = _ended(rank)
+        if not error and ended == "finished":
+            continue
+        frames = []
+        for frame in error["frames"][-FRAMES:] if error else ():
+            place = ".".join(filter(None, (frame["module"], frame["function"])))
+            frames.append(f"{place}:{frame['line']}" + (f"  {frame['code'][:160]}" if frame.get("code") else ""))
+        key = (ended, error["type"] if error else "", error["message"][:MESSAGE] if error else "", tuple(frames))
+        found.setdefault(key, []).append(rank)
+    for (ended, type_, message, lines), members in list(found.items())[:MOST_ERRORS]:
+        log = next((rank["log_tail"] for rank in members if rank["log_tail"]), "")[-LOG:]
+        yield RankError(tuple(rank["rank"] for rank in members), ended, type_, message, lines, log)
+
+
+def _ended(rank: Rank) -> str:
+    record = rank["record"] or NO_RECORD
+    phase = f" in {record['phase']}" if record["phase"] and not record["done"] else ""
+    if rank["ended_by"] != "self":
+        return f"ended by the {rank['ended_by']}{phase}"
+    if rank["signal"]:
+        return f"died of {rank['signal']}{phase}"
+    if rank["exit_code"] not in (0, None):
+        return f"exit code {rank['exit_code']}{phase}"
+    return "finished" if record["done"] else f"did not finish{phase}"
+
+
+def _hang_reason(observation: Observation) -> str:
+    hang = observation["attempt"].get("hang")
+    if not hang:
+        return ""
+    limit = number(hang["limit_s"])
+    return hang["never_meet"] or (f"still running after {limit:.0f} s" if limit else "")
+
+
+def _stacks(ranks: Sequence[Rank]) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for rank in [rank for rank in ranks if rank["stack"]][:MOST_STACKS]:
+        threads = threads_of((rank["stack"] or "")[:200_000])
+        if threads:
+            found[str(rank["rank"])] = tuple(threads[0].lines[:MOST_FRAMES][::-1])
+    return found
+
+
+# What failed, as text that can be compared between runs
+
+TEXT = 160
+# What differs from run to run in the same message: addresses in memory and on the network, folders, temporary names.
+_VARYING = (
+    (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"), "host:port"),
+    (re.compile(r"(?<![\w.])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])"), "…/"),
+    (re.compile(r"(?<=\w[-_])\d{3,}\b|(?<=\btmp)[a-z0-9_]{6,}"), "…"),
+)
+_SET = re.compile(r"\{('[^'{}]*'(?:, '[^'{}]*')+)\}")  # printed in an order that differs from process to process
+
+
+def comparable_text(message: str) -> str:
+    """Return a message's first line without what differs from run to run."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    for pattern, instead in _VARYING:
+        line = pattern.sub(instead, line)
+    line = _SET.sub(lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", line)
+    return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
+
+
+def failure_text(case: str, outcomes: Sequence[StoredOutcome]) -> str:
+    """Return the known failure's text where an attempt reproduced it, else the most frequent other failure's."""
+    fired = next((outcome for outcome in outcomes if outcome["outcome"] == "fires"), None)
+    if fired is not None:
+        return _known_failure_text(case, fired)
+    hung = next((outcome for outcome in outcomes if outcome["outcome"] == "hang"), None)
+    if hung is not None:
+        return comparable_text(f"hang: {hung['reason']}")
+    others = Counter(_other_failure_text(case, each) for each in outcomes if each["outcome"] == "other_error")
+    return others.most_common(1)[0][0] if others else ""
+
+
+def _known_failure_text(case: str, outcome: StoredOutcome) -> str:
+    known = next((each for each in outcome["recognised"] if each["case"] == case), None)
+    primary = outcome["primary"]
+    message = (known["message"] if known else "") or (primary["message"] if primary else "") or outcome["reason"]
+    # Ranks report it with sizes of their own, and which of them was first is chance.
+    same = primary and (primary["message"][:TEXT] == message[:TEXT] or (known and primary["rank"] in known["ranks"]))
+    if primary and same and not message.startswith(f"{primary['type']}: "):
+        message = f"{primary['type']}: {message}"
+    return comparable_text(message)
+
+
+def _other_failure_text(case: str, outcome: StoredOutcome) -> str:
+    others = [each for each in outcome["recognised"] if each["case"] != case and each["kind"] != "log"]
+    known = f" [{others[0]['case']}]" if others else ""
+    primary = outcome["primary"]
+    if primary is None:  # a check failed; its value differs from run to run, and which ranks failed it may
+        check = outcome.get("check")
+        return (f"silent: check {check} failed" if check else comparable_text(outcome["reason"])) + known
+    # A signal or an exit code has no message: there it is the last line of the log.
+    message = comparable_text(primary["message"]) if primary.get("kind", "exception") == "exception" else ""
+    return (f"{primary['type']}: {message}" if message else primary["type"]) + known
+
+
+# What an arm changes
+
+
+def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if not settings:
+        return {}
+    model, strategy = settings.get("model") or {}, settings.get("strategy") or {}
+    return {
+        "model": {key: model.get(key) for key in ("slug", "scale", "weights", "config")},
+        "flags": settings.get("flags"),
+        "strategy": {key: strategy.get(key) for key in ("slug", "options")},
+        "plain": {key: settings[key] for key in PLAIN_SETTINGS if key in settings},
+    }
+
+
+def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their dotted names, without what names an arm or says how it is graded."""
+    found: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                add(f"{name}.{key}", inner)
+        else:
+            found[name] = value
+
+    for key, value in settings.items():
+        if key not in ("arm", "case", "proof"):
+            add(key, value)
+    return found
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Change, ...]:
+    """Settings that differ. Of another model or strategy only the name and the options are listed."""
+    for group in ("model", "strategy"):
+        if one.get(f"{group}.slug") != other.get(f"{group}.slug"):
+            kept = (f"{group}.slug", "strategy.options.")
+            one, other = (
+                {key: value for key, value in side.items() if not key.startswith(f"{group}.") or key.startswith(kept)}
+                for side in (one, other)
+            )
+    changes = []
+    for key in dict.fromkeys((*one, *other)):
+        if (key in one) == (key in other) and one.get(key) == other.get(key):
+            continue
+        before, after = (_text(side[key]) if key in side else None for side in (one, other))
+        if before != after:
+            changes.append(Change(key.replace("strategy.options.", "options.").replace(".slug", ""), before, after))
+    return tuple(changes)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -1,0 +1,137 @@
+"""The summary of a results folder: complete, computed anew where it is stale, and fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from repro_matrix.config import catalog
+from repro_matrix.config.schema import Case
+from repro_matrix.paths import BASELINE
+from repro_matrix.results import summary
+from repro_matrix.results.store import Store, write_json
+from repro_matrix.results.summary import FILE, Row, from_json, load_rows, to_json, write_rows
+
+CASE = "fsdp-generate-uneven"
+
+
+@pytest.fixture(scope="module")
+def cases() -> Mapping[str, Case]:
+    return catalog.load().cases
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder with two cells of published evidence."""
+    for document in list(Store(BASELINE).documents(cases=[CASE]))[:2]:
+        hardware, label = document["hardware"]["profile"], document["stack"]["label"]
+        path = tmp_path / hardware / label / f"{document['key']}.json"
+        path.parent.mkdir(parents=True)
+        write_json(path, document)
+    return tmp_path
+
+
+@pytest.fixture
+def graded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The evidence that was graded."""
+    found: list[str] = []
+    real = summary.grade_cells
+
+    def grade(folder: Path, evidence: list[str], *args: object) -> dict[str, list[Row]]:
+        if not folder.is_relative_to(BASELINE):
+            found.extend(evidence)
+        return real(folder, evidence, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(summary, "grade_cells", grade)
+    return found
+
+
+def test_load_rows_reads_a_fresh_summary_without_evidence(
+    folder: Path, cases: Mapping[str, Case], graded: list[str]
+) -> None:
+    rows = load_rows(folder, cases)
+    write_rows(folder, rows)
+    graded.clear()
+    assert load_rows(folder, cases) == rows and graded == []
+    assert {row.arm for row in rows} >= {"broken"} and all(row.attempts or row.skipped for row in rows)
+
+
+@pytest.mark.parametrize("how", ["edited", "grader", "case", "cut", "missing"])
+def test_load_rows_grades_only_stale_cells(
+    how: str, folder: Path, cases: Mapping[str, Case], graded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = load_rows(folder, cases, write=True)
+    first = rows[0].evidence
+    graded.clear()
+    stored = rows
+    if how == "edited":
+        document = json.loads((folder / first).read_text())
+        document["title"] = "another title"
+        write_json(folder / first, document)
+    elif how == "grader":
+        stored = [replace(row, grader_hash="other") if row.evidence == first else row for row in rows]
+    elif how == "case":
+        stored = [replace(row, case_hash="other") if row.evidence == first else row for row in rows]
+    elif how == "missing":
+        stored = [row for row in rows if row.evidence != first]
+    write_rows(folder, stored)
+    if how == "cut":
+        lines = (folder / FILE).read_bytes().splitlines(keepends=True)
+        others = [line for line in lines if from_json(line).evidence != first]
+        (folder / FILE).write_bytes(b"".join(others) + lines[0][:200])
+    again = load_rows(folder, cases)
+    assert graded == [first]
+    if how == "edited":
+        assert again[0].title == "another title"
+    else:
+        assert again == rows
+
+
+def test_a_copied_folder_is_fresh_by_its_content(folder: Path, cases: Mapping[str, Case], graded: list[str]) -> None:
+    rows = load_rows(folder, cases, write=True)
+    os.utime(folder / rows[0].evidence, (1, 1))
+    graded.clear()
+    assert load_rows(folder, cases) == rows and graded == []
+
+
+def test_load_rows_names_damaged_evidence_and_loses_nothing_else(folder: Path, cases: Mapping[str, Case]) -> None:
+    rows = load_rows(folder, cases)
+    path = folder / rows[0].evidence
+    path.write_text(path.read_text()[:1000])
+    notes: list[str] = []
+    again = load_rows(folder, cases, notes)
+    assert [row for row in rows if row.evidence != rows[0].evidence] == again
+    assert len(notes) == 1 and str(path) in notes[0]
+
+
+def test_rows_appended_cell_by_cell_are_read(folder: Path, cases: Mapping[str, Case], graded: list[str]) -> None:
+    rows = load_rows(folder, cases)
+    for document in Store(folder).documents():
+        summary.append_cell(folder, Path(document["path"]), document, cases)
+    graded.clear()
+    again = load_rows(folder, cases)
+    assert [(row.evidence, row.arm, row.outcome) for row in again] == [
+        (row.evidence, row.arm, row.outcome) for row in rows
+    ]
+    assert graded == []
+
+
+def test_from_json_names_the_first_unknown_key(folder: Path, cases: Mapping[str, Case]) -> None:
+    row = load_rows(folder, cases)[0]
+    assert from_json(to_json(row)) == row
+    with pytest.raises(ValueError, match="colour"):
+        from_json(json.dumps({**json.loads(to_json(row)), "colour": 1}))
+
+
+def test_ten_thousand_rows_load_within_seconds(folder: Path, cases: Mapping[str, Case]) -> None:
+    rows = load_rows(folder, cases, write=True)
+    lines = [to_json(row) for row in rows]
+    began = time.process_time()
+    for index in range(10_000):
+        from_json(lines[index % len(lines)])
+    assert time.process_time() - began < 3
