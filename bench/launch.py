@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.environment.stacks import Stack, extensions, resolve
-from repro_matrix.launch import Attempt, ColdLauncher, Launcher
+from repro_matrix.environment.stacks import Stack, resolve
+from repro_matrix.launch import Attempt, ColdLauncher, Launcher, extensions
 from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.paths import cache_dir
 

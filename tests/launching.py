@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.environment.stacks import extensions, resolve
+from repro_matrix.environment.stacks import resolve
+from repro_matrix.launch import extensions
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher
 from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.launch.processes import with_token

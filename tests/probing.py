@@ -16,8 +16,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.environment.stacks import index as releases
 from repro_matrix.environment.stacks.index import Release
-from repro_matrix.environment.stacks.spec import parse
-from repro_matrix.environment.stacks.stack import canonical, short_hash
+from repro_matrix.environment.stacks.spec import canonical, parse, short_hash
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results import local as own_results
 from repro_matrix.runner import prerequisites as wanted

@@ -279,8 +279,8 @@ def test_nothing_is_built_for_a_stack_that_is_laid_over_one_that_is_not_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two gigabytes and five minutes, for a header that says versions."""
-    there = [replace(each, state="locked") if each.state == "built" else each for each in stacks.stacks()]
-    monkeypatch.setattr(wanted, "known_stacks", lambda: there)
+    there = [replace(each, state="locked") if each.state == "built" else each for each in stacks.defined_stacks()]
+    monkeypatch.setattr(wanted, "defined_stacks", lambda: there)
     found = wanted.resolve
     monkeypatch.setattr(wanted, "resolve", lambda name: pytest.fail(name) if "+" in name else found(name))
     assert cli.main(["export", "fsdp-uniform-dtype", "--stack", "torch2.2-tf4.36+transformers@4.37.0"]) == 2

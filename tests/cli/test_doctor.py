@@ -172,7 +172,7 @@ def test_the_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from repro_matrix.runner.probe import Prober
 
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe on a CPU"))
-    monkeypatch.setattr("repro_matrix.environment.stacks.extensions.ready", lambda stack: True)
+    monkeypatch.setattr("repro_matrix.launch.extensions.ready", lambda stack: True)
     assert session.prepare([*ONE, "hardware=cpu"]).notes() == []
 
 
@@ -185,7 +185,7 @@ def test_cards_are_probed_whatever_is_named_before_them(profiles: str, monkeypat
     probed: list[int] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([Card(), Card()]).install(monkeypatch)
-    monkeypatch.setattr("repro_matrix.environment.stacks.extensions.ready", lambda stack: True)
+    monkeypatch.setattr("repro_matrix.launch.extensions.ready", lambda stack: True)
     monkeypatch.setattr(Prober, "__call__", lambda self, stack: (probed.append(len(self.profile.gpus)), ({}, None))[1])
     prepared = session.prepare([*ONE, f"hardware={profiles}"], build_stacks=False, probe=True)
     assert set(probed) == {2} and prepared.profile.name == "gpu2"
@@ -220,7 +220,7 @@ def test_cells_that_stay_on_the_cpu_beside_gpus_are_not_probed(monkeypatch: pyte
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([Card(), Card()]).install(monkeypatch)
-    monkeypatch.setattr("repro_matrix.environment.stacks.extensions.prepare", lambda stack: None)
+    monkeypatch.setattr("repro_matrix.launch.extensions.prepare", lambda stack: None)
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe for the CPU's cells"))
     prepared = session.prepare(["case=qwen-remote-code-import"])
     assert {plan.profile.name for plan in prepared.plans} == {"cpu"}

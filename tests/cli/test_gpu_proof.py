@@ -62,9 +62,9 @@ def run(
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     FakeNvml([Card("NVIDIA H200") for _ in range(cards)]).install(monkeypatch)
     monkeypatch.setattr(Prober, "__call__", lambda *_: (PROBE, None))
-    monkeypatch.setattr("repro_matrix.environment.stacks.extensions.ready", lambda stack: False)
+    monkeypatch.setattr("repro_matrix.launch.extensions.ready", lambda stack: False)
     monkeypatch.setattr(
-        "repro_matrix.environment.stacks.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU")
+        "repro_matrix.launch.extensions.prepare", lambda stack: pytest.fail("minutes, for cells of the CPU")
     )
     monkeypatch.setattr(Known, "ask", lambda self, models, imports: asked.extend(models))  # seconds of a real stack
     monkeypatch.setattr(workplace, "open_launcher", lambda name: Cards(cold=name == "torchrun", **kind))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import shell
+from repro_matrix.environment.stacks import integrity
 from repro_matrix.external.scripts import command_line as command
 from repro_matrix.external.scripts import failure, measure, show
 from repro_matrix.external.scripts.failure import Failure
@@ -149,7 +149,7 @@ def test_a_package_of_the_shells_pythonpath_is_named_and_is_another_measurement(
     os.utime(patched, (1, 1))
     assert len({before, with_it, script.path(bench.stack)}) == 3
     layered = dataclasses.replace(bench.stack, moved={"transformers": ("5.23.0", "5.24.0")})
-    assert shell.hidden(layered, "mine") == [], "a layer of the stack comes before it"
+    assert integrity.shadowed(layered, "mine") == {}, "a layer of the stack comes before it"
 
 
 def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

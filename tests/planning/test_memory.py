@@ -19,7 +19,7 @@ from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
-from repro_matrix.environment.stacks.stack import existing
+from repro_matrix.environment.stacks.spec import existing
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning import duration

@@ -149,8 +149,11 @@ def test_two_freezes_of_an_older_torch_are_laid_over_the_stack_that_has_it(
 ) -> None:
     """They were built whole, gigabytes each, while a stack of that very torch stood built."""
     lab.world.bases |= {"current": {"python": "3.11.7", "torch": "2.13.0+cpu"}, "march": lab.world.bases["base"]}
-    listed = [stacks.Listed("march", "", "3.11", (), "built"), stacks.Listed("gone", "", "3.11", (), "built")]
-    monkeypatch.setattr("repro_matrix.environment.stacks.stacks", lambda: listed)
+    listed = [
+        stacks.DefinedStack("march", "", "3.11", (), "built"),
+        stacks.DefinedStack("gone", "", "3.11", (), "built"),
+    ]
+    monkeypatch.setattr("repro_matrix.environment.stacks.defined_stacks", lambda: listed)
     Path("old.lock").write_text("torch==2.2.2\ntransformers==4.38.0\n")
     Path("new.lock").write_text("torch==2.2.2\ntransformers==4.44.0\nnvidia-nccl-cu12==2.19.3\n")
     data = found(lab, capsys, "bisect", "./train.py", "--good", "old.lock", "--bad", "new.lock")
@@ -219,10 +222,10 @@ def test_a_stack_that_is_none_is_said_before_a_freeze_is_built(lab: Lab, capsys:
 def test_freezes_of_which_one_lacks_a_package_are_built_whole(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("repro_matrix.environment.stacks.stacks", list)
+    monkeypatch.setattr("repro_matrix.environment.stacks.defined_stacks", list)
     brings = [""]  # what a package of both requires
     monkeypatch.setattr(
-        "repro_matrix.environment.stacks.files.lock_of", lambda path: Lock(path.read_text() + brings[0], "3.11", {})
+        "repro_matrix.environment.stacks.lock.lock_file", lambda path: Lock(path.read_text() + brings[0], "3.11", {})
     )
     lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "einops": "0.8.2"}
     Path("good.txt").write_text("torch==2.13.0\neinops==0.7.0\n")
@@ -237,7 +240,7 @@ def test_freezes_of_which_one_lacks_a_package_are_built_whole(
     def none(path: Path) -> Lock:
         raise StackError("version", "no version of torch==2.13.0+cpu")
 
-    monkeypatch.setattr("repro_matrix.environment.stacks.files.lock_of", none)
+    monkeypatch.setattr("repro_matrix.environment.stacks.lock.lock_file", none)
     with pytest.raises(ConfigError, match=r"good\.txt cannot be built whole, and .* \(einops\): no version of torch"):
         ends_of("good.txt", "bad.txt", tmp_path)
 
@@ -289,7 +292,7 @@ def test_an_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: pyte
 def test_a_package_that_no_index_has_is_said_of_the_end_that_names_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("repro_matrix.environment.stacks.stacks", list)
+    monkeypatch.setattr("repro_matrix.environment.stacks.defined_stacks", list)
     lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "4.40.0"}
     lab.world.broken.add(("of-ours", "1.0"))
     Path("good.txt").write_text("transformers==4.37.0\n")
@@ -309,8 +312,8 @@ def test_a_build_that_no_ordinary_index_has_says_where_it_is(
 
     for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("repro_matrix.environment.stacks.stacks", list)
-    monkeypatch.setattr("repro_matrix.environment.stacks.files.lock_of", none)
+    monkeypatch.setattr("repro_matrix.environment.stacks.defined_stacks", list)
+    monkeypatch.setattr("repro_matrix.environment.stacks.lock.lock_file", none)
     lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu"}
     Path("good.txt").write_text("torch==2.6.0+cpu\ntransformers==4.37.0\n")
     Path("bad.txt").write_text("torch==2.6.0+cpu\ntransformers==4.45.0\n")

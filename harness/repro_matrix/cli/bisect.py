@@ -18,7 +18,7 @@ from repro_matrix.environment import profiles as profiles_module
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import StackError, spec
 from repro_matrix.environment.stacks import index as releases
-from repro_matrix.environment.stacks.stack import canonical
+from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.external.scripts import options
 from repro_matrix.report.terminal import print_json

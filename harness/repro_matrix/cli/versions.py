@@ -13,7 +13,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks import index as releases
 from repro_matrix.environment.stacks.index import Release
-from repro_matrix.environment.stacks.stack import canonical
+from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.external.scripts import options
 from repro_matrix.report.terminal import print_json, print_table
@@ -77,7 +77,7 @@ def _draw(args: argparse.Namespace, prober: Probing, base: str, stop: threading.
     stack = prober.base(base)
     found = releases.releases(package, yanked=args.yanked, pre=args.pre)
     listed = releases.between(found, first if asked else _oldest(package, stack, found), last)
-    targets = [Target(release.version, stacks.swapped(base, package, release.version)) for release in listed]
+    targets = [Target(release.version, stacks.with_release(base, package, release.version)) for release in listed]
 
     points: dict[int, Point] = {}
 

@@ -10,14 +10,13 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.environment.stacks import Stack, StackError, check, extensions, resolve, spec, there
-from repro_matrix.environment.stacks import stacks as known_stacks
+from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
+from repro_matrix.launch import extensions
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results import provenance
 from repro_matrix.runner.hub_download import with_weights
 from repro_matrix.runner.model_needs import lay_over
-from repro_matrix.runner.variables import unless_read
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Wanted:
     def find(self, cells: Iterable[matrix.Cell]) -> None:
         """Take up the stacks that are there. Raises StackError for one that no name or file stands for."""
         cells = list(cells)
-        states = {listed.name: listed.state for listed in known_stacks()}
+        states = {listed.name: listed.state for listed in defined_stacks()}
         named = {cell.stack for cell in cells}
         for name in sorted(named - self.stacks.keys()):
             check(name)
@@ -51,7 +50,7 @@ class Wanted:
             base = states.get(spec.parse(name).base, "here")
             if not self.build and name not in states and base not in ("here", "built", "floating"):
                 self.unavailable[name] = f"what it is laid over is not built here: `repro stack build {name}`"
-            elif states.get(name) in ("here", "built") or there(name) or (name not in states and not self.build):
+            elif states.get(name) in ("here", "built") or is_existing(name) or (name not in states and not self.build):
                 self._resolve(name)
             elif self.build and name in named:
                 self.unbuilt.add(name)
@@ -82,8 +81,6 @@ class Wanted:
         code = provenance.code_hashes(self.catalogue)
         found: Mapping[str, Stack | str] = {**usable, **self.unavailable}
         plans = Planner(self.catalogue, self.settings, self.profiles, self.machine, found, code).plan(cells)
-        if self.build:
-            plans = unless_read(plans, self.catalogue, usable)
         if self.build and self.settings.weights.value == "hub":
             plans = with_weights(plans, self.stacks)
         cold = self.settings.launcher.value == "torchrun"

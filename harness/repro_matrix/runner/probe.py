@@ -17,7 +17,7 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.nvml import states
 from repro_matrix.environment.profiles import Profile, counted
 from repro_matrix.environment.stacks import drivers
-from repro_matrix.environment.stacks.stack import Stack
+from repro_matrix.environment.stacks.spec import Stack
 from repro_matrix.launch.attempt import Attempt, stack_environment
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "worker" / "device_probe.py"

@@ -84,7 +84,9 @@ class Session:
     def changed(self) -> list[str]:
         """The stacks in use that are not what their versions say, in a sentence each."""
         used = {arm.stack for plan in self.plans for arm in plan.arms if not arm.skipped}
-        return [said for name in sorted(used & self.stacks.keys()) if (said := changed.told(self.stacks[name]))]
+        return [
+            said for name in sorted(used & self.stacks.keys()) if (said := changed.describe_changes(self.stacks[name]))
+        ]
 
     def notes(self) -> list[str]:
         """What a person should know of the machine before the run: cards that are left out, what may go wrong."""

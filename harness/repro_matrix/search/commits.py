@@ -21,7 +21,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from repro_matrix.environment.stacks import Stack, StackError
-from repro_matrix.environment.stacks.stack import canonical, short_hash
+from repro_matrix.environment.stacks.spec import canonical, short_hash
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.paths import cache_dir
 

@@ -12,7 +12,7 @@ from repro_matrix.config.packages import RELEVANT, UPSTREAM
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.environment.stacks import index as releases
-from repro_matrix.environment.stacks.overlay import too_heavy
+from repro_matrix.environment.stacks.build import too_heavy
 from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.errors import ReproError
 from repro_matrix.search import packages as guilty
@@ -42,7 +42,7 @@ def differences(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
 
 def with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
     """The stack with these packages replaced."""
-    return reduce(lambda text, item: stacks.swapped(text, *item), versions, spec)
+    return reduce(lambda text, item: stacks.with_release(text, *item), versions, spec)
 
 
 def blame(hunt: Hunt, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()) -> Blame:
@@ -121,7 +121,9 @@ def line_of(
     inside = {version: text for version, text in found.items() if low < version < high}
     way = sorted({**inside, **ends}.items(), reverse=Version(good) > Version(bad))
     return [
-        Target(f"{package} {text}", spec if kept and text == good else stacks.swapped(spec, package, text), held=held)
+        Target(
+            f"{package} {text}", spec if kept and text == good else stacks.with_release(spec, package, text), held=held
+        )
         for _, text in way
     ]
 

@@ -80,7 +80,7 @@ class Target:
             return replace(self.make(), name=self.spec), self
         if not self.held:
             return replace(stacks.resolve(self.spec, say=say), name=self.spec), self
-        stack = stacks.near(self.spec, self.held, say=say)
+        stack = stacks.resolve_compatible(self.spec, self.held, say=say)
         return stack, replace(self, spec=stack.name)
 
 

@@ -8,8 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.environment.stacks.spec import parse
-from repro_matrix.environment.stacks.stack import canonical
+from repro_matrix.environment.stacks.spec import canonical, parse
 from repro_matrix.search.bisect import Hunted, shown
 from repro_matrix.search.labels import CLEAN, FIRES
 from repro_matrix.search.prober import Point, Probing

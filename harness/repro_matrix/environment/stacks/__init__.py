@@ -1,7 +1,7 @@
-"""Software stacks: which package versions a cell runs with, and how they come to be there.
+"""Software stacks: which package versions a cell runs with, and how they are installed.
 
-``resolve(spec)`` gives a stack that can be run; see spec.py for what can be written. The rest of the functions here are
-what ``repro stack`` does: they return data and raise StackError.
+``resolve(text)`` returns a stack that can be run; spec.py lists what ``text`` can be. The other functions are what
+``repro stack`` and searches call: they return data and raise StackError.
 """
 
 from __future__ import annotations
@@ -9,170 +9,165 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-from repro_matrix.config.axes import Stack as Definition
+from repro_matrix import paths
 from repro_matrix.config.packages import REPLACED
-from repro_matrix.environment.stacks import build, files, overlay, spec
+from repro_matrix.environment.stacks import build, integrity, spec
 from repro_matrix.environment.stacks import lock as locks
-from repro_matrix.environment.stacks.build import Say, quiet
-from repro_matrix.environment.stacks.errors import StackError
-from repro_matrix.environment.stacks.integrity import told, with_changes
-from repro_matrix.environment.stacks.manage import NOT_DUE, Held, Listed, Pruned, prune, show, stacks
-from repro_matrix.environment.stacks.stack import Stack, differences, existing
-from repro_matrix.paths import CHECKOUT, CONF
+from repro_matrix.environment.stacks.build import (
+    RECENTLY_USED,
+    CachedStack,
+    DefinedStack,
+    Log,
+    cached_stacks,
+    defined_stacks,
+    prune,
+    quiet,
+)
+from repro_matrix.environment.stacks.spec import Spec, Stack, StackError, canonical, differences, existing
 
 __all__ = [
-    "NOT_DUE", "Held", "Listed", "Pruned", "Stack", "StackError", "check", "differences", "make_lock", "near", "prune",
-    "resolve", "show", "stacks", "swapped",
+    "RECENTLY_USED", "CachedStack", "DefinedStack", "Stack", "StackError", "cached_stacks", "check", "defined_stacks",
+    "differences", "is_existing", "make_lock", "prune", "resolve", "resolve_compatible", "with_release",
 ]  # fmt: skip
 
 
-def resolve(text: str, *, conf: Path | None = None, say: Say = quiet) -> Stack:
-    """The stack that ``text`` names, built when it has to be; another one where its environment was changed since.
-    ``say`` is told what takes time."""
+def resolve(text: str, *, conf: Path | None = None, say: Log = quiet) -> Stack:
+    """Return the stack that ``text`` names; build it if it has to be. ``say`` receives a line about what takes time.
+
+    A stack whose environment was changed since it was installed gets a key of its own. Raises StackError.
+    """
     try:
-        stack = with_changes(_resolve(text, conf, say))
+        stack = integrity.with_changes(_resolve(spec.parse(text), conf, say))
     except StackError as error:
         if error.kind == "version":
-            raise StackError("version", f"{error}{_nearest(str(error))}") from None
+            raise StackError("version", f"{error}{_suggestion(str(error))}") from None
         raise
-    if stack.changed and not stack.path:  # of a layer's base it was said before
-        say(f"note: {told(stack)}")
+    if stack.changed and not stack.path:  # for an overlay it was logged with its base
+        say(f"note: {integrity.describe_changes(stack)}")
     return stack
 
 
-def check(text: str) -> None:
-    """Raise StackError where ``text`` cannot name a stack, whatever is built or can be."""
-    wanted = spec.parse(text)
-    if wanted.base != "current" and not wanted.python and not wanted.file:
-        spec.definition(wanted.base)
-
-
-def there(text: str) -> bool:
-    """Whether ``text`` names an environment that is there already, so that nothing has to be built for it."""
-    wanted = spec.parse(text)
-    return wanted.python is not None and not wanted.swaps
-
-
-def _nearest(said: str) -> str:
-    """The package that may be meant, or the releases near the one that does not exist, where the index can be asked."""
-    misspelt = re.search(r"Because (\S+) was not found in the package registry", said)
-    if misspelt:
-        near = difflib.get_close_matches(misspelt[1], REPLACED, n=1)
-        return f"\n  did you mean {near[0]!r}?" if near else ""
-    missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", said)
-    if not missing:
-        return ""
-    from repro_matrix.environment.stacks import (
-        index as releases,  # asks the index: a library that takes a while to import
+def _resolve(requested: Spec, conf: Path | None, say: Log) -> Stack:
+    if requested.file:
+        path, lock = Path(requested.base), locks.lock_file(requested.file)
+        return _from_lock(requested, lock, None, say) or build.build(
+            requested.text, locks.lock_file_with_swaps(path, lock, requested.swaps), say
+        )
+    if requested.base == "current" or requested.python:
+        return _overlay(requested, existing(requested.base, requested.python or sys.executable), say)
+    definition = spec.find_definition(requested.base, conf)
+    if definition.kind != "lock":
+        base = "current" if definition.kind == "current" else f"python:{definition.python}"
+        return _resolve(replace(requested, text=requested.text.replace(requested.base, base, 1), base=base), conf, say)
+    if definition.floating:
+        lock = locks.lock_floating(definition)
+    else:
+        lock = locks.committed(definition, spec.lock_path(definition.slug, conf))
+    return _from_lock(requested, lock, definition, say) or build.build(
+        requested.text, locks.lock_with_swaps(definition, requested.swaps, lock), say
     )
 
+
+def _from_lock(requested: Spec, lock: locks.Lock, definition: spec.Definition | None, say: Log) -> Stack | None:
+    """Return the locked stack, or an overlay on it; None: it needs a whole environment (another torch)."""
+    if not requested.swaps:
+        return build.build(requested.text, lock, say)
+    if build.too_heavy(requested.swaps):
+        return None
+    return build.overlay(requested.text, build.build(requested.base, lock, say), requested.swaps, definition, say)
+
+
+def _overlay(requested: Spec, base: Stack, say: Log) -> Stack:
+    if not requested.swaps:
+        return base
+    stack = build.overlay(requested.text, base, requested.swaps, None, say)
+    if stack is None:
+        swaps = ", ".join(map(str, requested.swaps))
+        raise StackError(
+            "usage",
+            f"stack={requested.text}: {swaps} needs another torch, which cannot be installed on top of an existing "
+            "environment. Name a stack of conf/stack, or a requirements file with that release.",
+        )
+    return stack
+
+
+def _suggestion(message: str) -> str:
+    """Return the package that may be meant, or the releases near the one that does not exist."""
+    misspelt = re.search(r"Because (\S+) was not found in the package registry", message)
+    if misspelt:
+        close = difflib.get_close_matches(misspelt[1], REPLACED, n=1)
+        return f"\n  did you mean {close[0]!r}?" if close else ""
+    missing = re.search(r"no version of ([A-Za-z0-9][\w.-]*)==([\w.+!]*\w)", message)
+    if not missing:
+        return ""
+    from repro_matrix.environment.stacks import index  # asks the index: its library takes a while to import
+
     try:
-        found = releases.releases(missing[1], yanked=True, pre=True)
-        return f"\n  {missing[1]} has no release {missing[2]}; {releases.near(found, missing[2])}"
+        releases = index.releases(missing[1], yanked=True, pre=True)
+        return f"\n  {missing[1]} has no release {missing[2]}; {index.nearest_releases(releases, missing[2])}"
     except StackError:
         return ""
 
 
-def _resolve(text: str, conf: Path | None, say: Say) -> Stack:
-    wanted = spec.parse(text)
-    if wanted.base == "current":
-        base = existing(wanted.base, sys.executable)
-        return _laid_over(wanted, base, say) if wanted.swaps else base
-    if wanted.python:
-        base = existing(wanted.base, wanted.python)
-        return _laid_over(wanted, base, say) if wanted.swaps else base
-    if wanted.file:
-        lock = files.lock_of(wanted.file)
-        return _built(wanted, lock, None, lambda: files.variant_of_file(Path(wanted.base), lock, wanted.swaps), say)
-
-    found = spec.definition(wanted.base, conf)
-    if found.kind == "current":
-        return _resolve(text.replace(wanted.base, "current", 1), conf, say)
-    if found.kind == "python":
-        return _resolve(text.replace(wanted.base, f"python:{found.python}", 1), conf, say)
-    lock = files.floating(found) if found.floating else locks.committed(found, spec.lock_path(found.slug, conf))
-    return _built(wanted, lock, found, lambda: files.variant(found, wanted.swaps, lock), say)
+def check(text: str) -> None:
+    """Raise StackError where ``text`` cannot name a stack, whatever is built or can be."""
+    requested = spec.parse(text)
+    if requested.base != "current" and not requested.python and not requested.file:
+        spec.find_definition(requested.base)
 
 
-def _built(
-    wanted: spec.Spec, lock: locks.Lock, found: Definition | None, variant: Callable[[], locks.Lock], say: Say
-) -> Stack:
-    """From a lock: as it is, with a layer over it, or (another torch) as a whole environment of its own."""
-    if not wanted.swaps:
-        return build.make(wanted.text, lock, say)
-    laid = None
-    if not overlay.too_heavy(wanted.swaps):
-        laid = overlay.layer(wanted.text, build.make(wanted.base, lock, say), wanted.swaps, found, say)
-    return laid or build.make(wanted.text, variant(), say)
+def is_existing(text: str) -> bool:
+    """Return whether ``text`` names an existing environment, so that nothing has to be built for it."""
+    requested = spec.parse(text)
+    return requested.python is not None and not requested.swaps
 
 
-def _laid_over(wanted: spec.Spec, base: Stack, say: Say) -> Stack:
-    laid = overlay.layer(wanted.text, base, wanted.swaps, None, say)
-    if laid is None:
-        swaps = ", ".join(map(str, wanted.swaps))
-        raise StackError(
-            "usage",
-            f"stack={wanted.text}: {swaps} brings another torch, which cannot be laid over an environment that is "
-            "already there; name a stack of conf/stack, or a requirements file with that release",
-        )
-    return laid
+def with_release(text: str, package: str, version: str) -> str:
+    """Return the specification of a stack with one more package replaced, as a search names its probes."""
+    requested, name = spec.parse(text), canonical(package)
+    others = [swap for swap in requested.swaps if canonical(swap.name) != name]
+    plain = [f"{swap.name}@{next(iter(swap.specifier)).version}" for swap in others if not swap.url]
+    return "+".join(
+        [requested.base, *sorted([*plain, *(str(swap) for swap in others if swap.url), f"{name}@{version}"])]
+    )
 
 
-def swapped(text: str, package: str, version: str) -> str:
-    """The specification of a stack with one more package replaced: how a search names its probes."""
-    wanted = spec.parse(text)
-    name = spec.canonical(package)
-    kept = [f"{swap.name}@{next(iter(swap.specifier)).version}" for swap in wanted.swaps if _plain(swap, name)]
-    kept += [str(swap) for swap in wanted.swaps if swap.url and spec.canonical(swap.name) != name]
-    return "+".join([wanted.base, *sorted([*kept, f"{name}@{version}"])])
+def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -> Stack:
+    """Resolve ``text``; where its replaced packages conflict, leave those that are not ``fixed`` to the installer.
 
-
-def near(text: str, held: Collection[str], *, say: Say = quiet) -> Stack:
-    """As ``resolve``. Where what is replaced contradicts itself, replaced packages that are not ``held`` are left to
-    the installer, as it names them: a release's companions (transformers' tokenizers) move with it. ``name`` of the
-    stack says what could be had."""
+    A release's companions (transformers' tokenizers) move with it. The stack's ``name`` shows what could be installed.
+    """
     while True:
         try:
             return resolve(text, say=say)
         except StackError as error:
-            names = [spec.canonical(swap.name) for swap in spec.parse(text).swaps if not swap.url]
-            said = spec.canonical(str(error).partition("\n")[2])
-            loose = [name for name in names if name not in held and re.search(rf"\b{re.escape(name)}==", said)]
+            requested, message = spec.parse(text), canonical(str(error).partition("\n")[2])
+            names = [canonical(swap.name) for swap in requested.swaps if not swap.url]
+            loose = {name for name in names if name not in fixed and re.search(rf"\b{re.escape(name)}==", message)}
             if not error.unavailable or not loose:
                 raise
-            text = _without(text, loose)
-
-
-def _without(text: str, names: Collection[str]) -> str:
-    wanted = spec.parse(text)
-    kept = [swap for swap in wanted.swaps if spec.canonical(swap.name) not in names]
-    return "+".join([wanted.base, *(str(swap).replace("==", "@") if not swap.url else str(swap) for swap in kept)])
-
-
-def _plain(swap: Requirement, name: str) -> bool:
-    return not swap.url and spec.canonical(swap.name) != name
+            kept = [swap for swap in requested.swaps if canonical(swap.name) not in loose]
+            swaps = (str(swap) if swap.url else str(swap).replace("==", "@") for swap in kept)
+            text = "+".join([requested.base, *swaps])
 
 
 def make_lock(name: str, *, conf: Path | None = None) -> Path:
     """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache where it floats."""
-    wanted = spec.parse(name)
-    if wanted.file:
-        return files.renew(wanted.file)
-    found = spec.definition(wanted.base, conf)
-    if found.kind != "lock":
-        raise StackError(
-            "usage", f"stack {name} has no lock: it is the environment at {found.python or sys.executable}"
-        )
-    if found.floating:
-        return files.renew_floating(found)
-    path = spec.lock_path(found.slug, conf)
-    if path.is_relative_to(CONF) and not CHECKOUT:
+    requested = spec.parse(name)
+    if requested.file:
+        return locks.path_of_file_lock(requested.file, renew=True)
+    definition = spec.find_definition(requested.base, conf)
+    if definition.kind != "lock":
+        python = definition.python or sys.executable
+        raise StackError("usage", f"stack {name} has no lock: it is the environment at {python}")
+    if definition.floating:
+        return locks.renew_floating(definition)
+    path = spec.lock_path(definition.slug, conf)
+    if path.is_relative_to(paths.CONF) and not paths.CHECKOUT:
         raise StackError("usage", f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, locks.make(found).text)
+    locks.write(path, locks.resolve_definition(definition).text)
     return path

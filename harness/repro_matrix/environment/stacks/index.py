@@ -1,7 +1,7 @@
-"""Which releases a package has, as the index says it: yanked ones and pre-releases are left out unless asked for.
+"""Which releases a package has on the index: yanked ones and pre-releases are left out unless requested.
 
-The index is the one that uv (or else pip) is set to; a proxy is what the usual environment variables say. What was read
-is kept for an hour, and used again when the index is out of reach.
+The index is the one that uv (or else pip) is configured for; proxies come from the usual environment variables. The
+answer is cached for an hour, and used again when the index cannot be reached.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, P
 
 from repro_matrix import paths
 from repro_matrix.config.packages import REPLACED
-from repro_matrix.environment.stacks.errors import StackError
-from repro_matrix.environment.stacks.installer import index_settings
-from repro_matrix.environment.stacks.stack import canonical, short_hash
+from repro_matrix.environment.stacks.lock import index_settings, write
+from repro_matrix.environment.stacks.spec import StackError, canonical, short_hash
 from repro_matrix.errors import nearest
 
-KEEP_S = 3600
+CACHE_S = 3600
 
 
 @dataclass(frozen=True)
 class Release:
     version: str
-    date: str = ""  # day of its first file, where the index says it
+    date: str = ""  # day of its first file, where the index gives it
     yanked: bool = False
-    python: str = ""  # which Pythons it says it needs
+    python: str = ""  # Requires-Python
 
     @property
     def parsed(self) -> Version:
         return Version(self.version)
 
     def runs_on(self, python: str) -> bool:
-        """False: the release itself says that this Python is not for it."""
+        """Return False where the release itself excludes this Python."""
         try:
             return not self.python or Version(python) in SpecifierSet(self.python)
         except InvalidSpecifier:
@@ -52,61 +51,57 @@ class Release:
 
 
 def indexes(env: Mapping[str, str] | None = None) -> list[str]:
-    """Addresses of the indexes in use (or folders of files), in the order in which uv asks them."""
-    given = {**(os.environ if env is None else env), **index_settings(env)}
-    folders = [path for path in re.split(r"[ ,]+", given.get("UV_FIND_LINKS", "")) if path and "://" not in path]
-    more = f"{given.get('UV_INDEX', '')} {given.get('UV_EXTRA_INDEX_URL', '')}".split()
-    default = given.get("UV_DEFAULT_INDEX") or given.get("UV_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
+    """Return the addresses of the indexes in use (or folders of files), in uv's order."""
+    settings = {**(os.environ if env is None else env), **index_settings(env)}
+    folders = [path for path in re.split(r"[ ,]+", settings.get("UV_FIND_LINKS", "")) if path and "://" not in path]
+    more = f"{settings.get('UV_INDEX', '')} {settings.get('UV_EXTRA_INDEX_URL', '')}".split()
+    default = settings.get("UV_DEFAULT_INDEX") or settings.get("UV_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
     return [*folders, *(re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default])]
 
 
 def releases(
     package: str, *, yanked: bool = False, pre: bool = False, env: Mapping[str, str] | None = None
 ) -> list[Release]:
-    """Oldest first (by version)."""
-    found = [
-        release
-        for release in _all(canonical(package), env)
-        if (yanked or not release.yanked) and (pre or not release.parsed.is_prerelease)
-    ]
-    return sorted(found, key=lambda release: release.parsed)
+    """Return a package's releases, oldest first (by version). Raises StackError."""
+    everything = _cached(canonical(package), env)
+    selected = [r for r in everything if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)]
+    return sorted(selected, key=lambda release: release.parsed)
 
 
 def between(found: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
-    """Releases from ``first`` to ``last``, both included: ``5.23`` as the last one means all of 5.23.x."""
+    """Return the releases from ``first`` to ``last``, both included: ``5.23`` as the last one means all of 5.23.x."""
     low, high = (_version(text) if text else None for text in (first, last))
-    out = [r for r in found if (low is None or r.parsed >= low) and (high is None or _upto(r.parsed, high))]
+    out = [r for r in found if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))]
     if not out:
-        raise StackError(
-            "version", f"no release between {first or 'the first'} and {last or 'the last'}{_range(found)}"
-        )
+        known = f" (there are {len(found)}: {found[0].version} to {found[-1].version})" if found else ""
+        raise StackError("version", f"no release between {first or 'the first'} and {last or 'the last'}{known}")
     return out
 
 
 def exact(package: str, found: Sequence[Release], version: str) -> int:
-    """Where a release stands in the list; ``4.39`` means 4.39.0."""
-    wanted = _version(version)
+    """Return a release's index in the list; ``4.39`` means 4.39.0. Raises StackError."""
+    parsed = _version(version)
     for index, release in enumerate(found):
-        if release.parsed == wanted:
+        if release.parsed == parsed:
             return index
-    raise StackError("version", f"{package} has no release {version}; {near(found, version)}")
+    raise StackError("version", f"{package} has no release {version}; {nearest_releases(found, version)}")
 
 
-def near(found: Sequence[Release], version: str) -> str:
-    """The nearest releases below and above a version that does not exist."""
-    wanted = _version(version)
-    below = [r.version for r in found if r.parsed < wanted][-2:]
-    above = [r.version for r in found if r.parsed > wanted][:2]
+def nearest_releases(found: Sequence[Release], version: str) -> str:
+    """Name the nearest releases below and above a version that does not exist."""
+    parsed = _version(version)
+    below = [r.version for r in found if r.parsed < parsed][-2:]
+    above = [r.version for r in found if r.parsed > parsed][:2]
     return f"the nearest are {', '.join([*below, *above]) or 'none'}"
 
 
 def parse_between(text: str) -> tuple[str | None, str | None]:
-    """``4.36..5.23``; either side may be left out."""
+    """Parse ``4.36..5.23``; either side may be left out. Raises StackError."""
     first, dots, last = text.partition("..")
     if not dots:
         raise StackError("usage", f"--between {text}: write FIRST..LAST, such as 4.36..5.23")
     low, high = (_version(side) if side.strip() else None for side in (first, last))
-    if low and high and low > high and not _upto(low, high):
+    if low and high and low > high and not _up_to(low, high):
         raise StackError("usage", f"--between {text}: {low} comes after {high}; write the older release first")
     return first.strip() or None, last.strip() or None
 
@@ -118,24 +113,23 @@ def _version(text: str) -> Version:
         raise StackError("usage", f"{text!r} is not a version such as 4.39.3") from None
 
 
-def _upto(version: Version, last: Version) -> bool:
+def _up_to(version: Version, last: Version) -> bool:
     return version <= last or version.release[: len(last.release)] == last.release
 
 
-def _range(found: Sequence[Release]) -> str:
-    return f" (there are {len(found)}: {found[0].version} to {found[-1].version})" if found else ""
+# -- the index
 
 
-# -- the index --------------------------------------------------------------------------------------------------------
-
-
-def _all(package: str, env: Mapping[str, str] | None) -> list[Release]:
+def _cached(package: str, env: Mapping[str, str] | None) -> list[Release]:
     addresses = indexes(env)
-    kept = paths.cache_dir() / "releases" / f"{package}-{short_hash(*addresses)}.json"
+    path = paths.cache_dir() / "releases" / f"{package}-{short_hash(*addresses)}.json"
     offline = (os.environ if env is None else env).get("UV_OFFLINE", "").lower() in ("1", "true", "yes")
-    age = time.time() - kept.stat().st_mtime if kept.exists() else None
-    stored = _read(kept) if age is not None else None
-    if stored is not None and age is not None and (age < KEEP_S or offline):
+    try:
+        stored = [Release(**item) for item in json.loads(path.read_text(encoding="utf-8"))]
+        fresh = time.time() - path.stat().st_mtime < CACHE_S
+    except (OSError, ValueError, TypeError):
+        stored, fresh = None, False  # missing or damaged: ask the index again
+    if stored is not None and (fresh or offline):
         return stored
     if offline:
         raise StackError("index", f"UV_OFFLINE is set and the releases of {package} were never read before")
@@ -144,8 +138,8 @@ def _all(package: str, env: Mapping[str, str] | None) -> list[Release]:
     except requests.RequestException as error:
         if stored is not None:
             return stored
-        raise StackError("index", f"releases of {package}: the index is out of reach: {error}") from None
-    _write(kept, found)
+        raise StackError("index", f"releases of {package}: the index cannot be reached: {error}") from None
+    write(path, json.dumps([asdict(release) for release in found]))
     return found
 
 
@@ -157,15 +151,16 @@ class File(NamedTuple):
 
 
 def _ask(package: str, addresses: Sequence[str]) -> list[Release]:
-    """From the first index that knows the package, as uv does it; files in folders count beside it."""
+    """Ask the first index that knows the package, as uv does; files in folders count too."""
     files: list[File] = []
     for address in addresses:
         if "://" not in address:
-            files += [File(path.name) for path in Path(address).glob("*") if _is_of(package, path.name)]
+            parsed = ((path.name, _parse_name(path.name)) for path in Path(address).glob("*"))
+            files += [File(name) for name, parts in parsed if parts and canonical(parts[0]) == package]
             continue
-        found = _page(package, address)
-        if found:
-            files += found
+        page = _page(package, address)
+        files += page
+        if page:
             break
     if files:
         return collect(files)
@@ -177,41 +172,26 @@ def _page(package: str, address: str) -> list[File]:
         path = Path(unquote(urlparse(address).path), package, "index.html")
         listed = ProjectPage.from_html(package, path.read_text(encoding="utf-8")).packages if path.exists() else []
     else:
-        with PyPISimple(endpoint=address.rstrip("/") + "/", session=_session()) as client:
+        session = requests.Session()
+        session.verify = next(
+            (os.environ[n] for n in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "PIP_CERT") if os.environ.get(n)), True
+        )
+        with PyPISimple(endpoint=address.rstrip("/") + "/", session=session) as client:
             try:
                 listed = client.get_project_page(package, timeout=(10, 60)).packages
             except NoSuchProjectError:
                 return []
-    return [
-        File(
-            f.filename, f.is_yanked, f.requires_python or "", f.upload_time.date().isoformat() if f.upload_time else ""
-        )
-        for f in listed
-    ]
-
-
-def _is_of(package: str, filename: str) -> bool:
-    parsed = _parsed(filename)
-    return parsed is not None and canonical(parsed[0]) == package
-
-
-def _session() -> requests.Session:
-    session = requests.Session()
-    bundle = next(
-        (os.environ[n] for n in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "PIP_CERT") if os.environ.get(n)), None
-    )
-    if bundle:
-        session.verify = bundle
-    return session
+    dates = [f.upload_time.date().isoformat() if f.upload_time else "" for f in listed]
+    return [File(f.filename, f.is_yanked, f.requires_python or "", date) for f, date in zip(listed, dates)]
 
 
 def collect(files: Iterable[File]) -> list[Release]:
-    """A release is yanked when every file of it is."""
-    found: dict[Version, list[File]] = {}
+    """Group files into releases; a release is yanked when every file of it is."""
+    groups: dict[Version, list[File]] = {}
     for file in files:
-        parsed = _parsed(file.name)
+        parsed = _parse_name(file.name)
         if parsed is not None:
-            found.setdefault(parsed[1], []).append(file)
+            groups.setdefault(parsed[1], []).append(file)
     return [
         Release(
             str(version),
@@ -219,27 +199,13 @@ def collect(files: Iterable[File]) -> list[Release]:
             all(file.yanked for file in group),
             next((file.python for file in group if file.python), ""),
         )
-        for version, group in found.items()
+        for version, group in groups.items()
     ]
 
 
-def _parsed(filename: str) -> tuple[str, Version] | None:
+def _parse_name(filename: str) -> tuple[str, Version] | None:
     try:
         parts = parse_wheel_filename(filename) if filename.endswith(".whl") else parse_sdist_filename(filename)
     except (InvalidWheelFilename, InvalidSdistFilename, InvalidVersion):
-        return None  # an old installer (.exe, .egg) or a name of no standard
+        return None  # an old installer (.exe, .egg) or a nonstandard name
     return parts[0], parts[1]
-
-
-def _read(path: Path) -> list[Release] | None:
-    try:
-        return [Release(**item) for item in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
-        return None  # damaged: the index is asked again
-
-
-def _write(path: Path, found: Sequence[Release]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps([asdict(release) for release in found]), encoding="utf-8")
-    os.replace(temporary, path)

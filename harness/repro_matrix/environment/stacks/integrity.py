@@ -1,11 +1,8 @@
-"""What of an environment is not as its packages were installed: files edited in place, code that every process runs.
+"""Whether an environment still is what its installer put there: edited files, packages from a folder or a repository.
 
-Whoever looks for a failure edits a library's files, or puts a patch beside them, and forgets it; the version still says
-what was released. Such a verdict is of this environment, not of the release.
-
-Compared with what installers write down (RECORD: path, hash, size; PyPA's specification of recorded projects). What has
-no RECORD (a distribution's own packages) cannot be compared. What was installed from a folder or a repository is no
-release, whatever its version says (``direct_url.json``; PyPA's specification of a direct URL's origin).
+A developer who debugs a library edits its files and forgets it; the version still names the release. A verdict measured
+there belongs to that environment, not to the release. Files are compared with what installers record (RECORD: path,
+hash, size; PyPA's specification of recorded projects); ``direct_url.json`` names a package that is no release.
 """
 
 from __future__ import annotations
@@ -17,196 +14,184 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from repro_matrix.config.packages import TRAINERS, UPSTREAM
-from repro_matrix.environment.stacks.stack import Stack, short_hash, site_folders
+from repro_matrix.environment.stacks.spec import Stack, StackError, run_python, short_hash
 
 COMPARED = frozenset({*UPSTREAM, *TRAINERS})
-# An environment's maker lists it nowhere: virtualenv and uv put it into every environment (pypa/virtualenv#1895).
-OF_ENVIRONMENTS = "_virtualenv.pth"
-AT_START = ("sitecustomize", "usercustomize")
-LOADED = (".py", ".so", ".pyd")
+COMPILED_OR_SOURCE = (".py", ".so", ".pyd")
+# Where an interpreter finds packages: its path without its own library.
+_FOLDERS = """
+import json, sys, sysconfig
+own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+own |= {folder + "/lib-dynload" for folder in own}
+print(json.dumps([path for path in sys.path if path and path not in own]))
+"""
 
 
-class Recorded(NamedTuple):
-    """A line of RECORD: ``path`` from the folder of packages, ``digest`` and ``size`` (bytes) where it says them."""
-
-    path: str
-    kind: str
-    digest: str
-    size: int | None
-
-
-class Changed(NamedTuple):
-    """A file that is not as it was installed. ``package``: whose it is; "" where no installed package brought it."""
+class Change(NamedTuple):
+    """A file, or a whole package, that is not as its release was installed."""
 
     package: str
     path: Path
     note: str
-    digest: str  # of what it holds now
+    digest: str  # of its current content
 
 
-def told(stack: Stack) -> str:
-    """In a sentence, that it is not what its versions say; "" where it is."""
+def describe_changes(stack: Stack) -> str:
+    """Return a sentence about the first change of a stack; "" where there is none."""
     more = f" (and {len(stack.changed) - 1} more)" if len(stack.changed) > 1 else ""
-    return (
-        f"stack {stack.name} is not as its packages were installed: {stack.changed[0]}{more}" if stack.changed else ""
-    )
+    intro = f"stack {stack.name} is not as its packages were installed"
+    return f"{intro}: {stack.changed[0]}{more}" if stack.changed else ""
 
 
 def with_changes(stack: Stack) -> Stack:
-    """The stack, and another one than before where its environment was changed: what was measured before is not its."""
-    base = [one for one in changed(stack.python) if one.package not in stack.moved]  # else a layer hides it
-    found = [*(one for folder in stack.path for one in in_folder(Path(folder))), *base]
-    if not found:
+    """Return the stack; where its environment was changed, with another key: earlier results are not of this one."""
+    base = [change for change in changes(stack.python) if change.package not in stack.moved]  # else an overlay hides it
+    everything = [*(change for folder in stack.path for change in edited_files(Path(folder), COMPARED)), *base]
+    if not everything:
         return stack
-    digest = short_hash(*(f"{one.path} {one.digest}" for one in found))
-    content = short_hash(stack.content, *(one.digest for one in found)) if stack.content else ""
-    notes = tuple(one.note for one in found)
+    digest = short_hash(*(f"{change.path} {change.digest}" for change in everything))
+    content = short_hash(stack.content, *(change.digest for change in everything)) if stack.content else ""
     return replace(
-        stack, key=short_hash(stack.key, digest), content=content, compiled=stack.compiled or stack.key, changed=notes
+        stack,
+        key=short_hash(stack.key, digest),
+        content=content,
+        compiled=stack.compiled or stack.key,
+        changed=tuple(change.note for change in everything),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def changed(python: str) -> tuple[Changed, ...]:
-    """What of the environment of this interpreter was changed after it was installed, as far as it can be known."""
-    return tuple(one for folder in site_folders(python) for one in (*in_folder(folder), *_no_releases(folder)))
+def changes(python: str) -> tuple[Change, ...]:
+    """Return what was changed in an interpreter's environment after it was installed, as far as RECORD shows it."""
+    folders = package_folders(python)
+    return tuple(one for folder in folders for one in (*edited_files(folder, COMPARED), *_not_released(folder)))
 
 
-def _no_releases(folder: Path) -> Iterator[Changed]:
-    """Packages that were installed from a source tree. (Not asked of a layer: a commit's is one, and says so.)"""
-    for name in sorted(COMPARED):
-        for one in importlib.metadata.distributions(name=name, path=[str(folder)]):
-            origin = _origin(one.read_text("direct_url.json"))
-            tree = _tree(origin) if origin and "dir_info" in origin else None
-            if origin and ("dir_info" in origin or "vcs_info" in origin):
-                what = "a folder" if tree else "a repository"
-                note = f"{name} {one.version} was installed from {what} ({origin.get('url')}), and is no release"
-                yield Changed(name, tree or folder / name, note, _of_sources(tree) if tree else str(origin))
-
-
-def _origin(text: str | None) -> dict[str, Any] | None:
+@functools.lru_cache(maxsize=64)
+def package_folders(python: str) -> tuple[Path, ...]:
+    """Return the folders of an interpreter's packages; () where it does not run."""
     try:
-        found = json.loads(text or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        folders = json.loads(run_python(python, _FOLDERS).splitlines()[-1])
+    except (StackError, IndexError, ValueError):
+        return ()  # running something with it reports the error
+    return tuple(Path(path) for path in dict.fromkeys(folders) if os.path.isdir(path))
 
 
-def _tree(origin: Mapping[str, Any]) -> Path:
-    return Path(unquote(urlsplit(str(origin.get("url"))).path))
-
-
-def _of_sources(tree: Path) -> str:
-    """Of an editable's files, whose contents nobody wrote down: which, how long and how old."""
-    files = sorted(path for path in tree.rglob("*") if path.suffix in LOADED and path.is_file())
-    seen = [(str(path), (info := path.stat()).st_size, info.st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(seen).encode()).hexdigest()
-
-
-@functools.lru_cache(maxsize=256)
-def in_folder(folder: Path) -> tuple[Changed, ...]:
-    """The same of one folder of packages."""
-    return tuple(_found(folder))
-
-
-def _found(folder: Path) -> Iterator[Changed]:
-    for path in _started(folder):
-        note = f"{path.name} in {folder} runs in every process, and no installed package brought it"
-        yield Changed("", path, note, _hash(path))
+def _not_released(folder: Path) -> Iterator[Change]:
     for name in sorted(COMPARED):
         for one in importlib.metadata.distributions(name=name, path=[str(folder)]):
-            files = recorded(one)
-            for path in _edited(folder, files):
-                note = f"{path.relative_to(folder)} is not as {name} {one.version} was installed"
-                yield Changed(name, path, note, _hash(path))
-            for path in _added(folder, name, files):
-                note = f"{path.relative_to(folder)} is none of {name} {one.version}'s files"
-                yield Changed(name, path, note, _hash(path))
+            try:
+                origin = json.loads(one.read_text("direct_url.json") or "{}")
+            except ValueError:
+                continue
+            if isinstance(origin, dict) and ("dir_info" in origin or "vcs_info" in origin):
+                url = str(origin.get("url"))
+                tree = Path(unquote(urlsplit(url).path))
+                source = "a folder" if "dir_info" in origin else "a repository"
+                note = f"{name} {one.version} was installed from {source} ({url}), and is no release"
+                yield Change(name, tree, note, _tree_digest(tree) if "dir_info" in origin else str(origin))
 
 
-def recorded(one: importlib.metadata.Distribution) -> list[Recorded]:
-    """What its installer wrote down; nothing where there is no RECORD. (``Distribution.files`` makes a path object of
-    each of 60,000 lines: a second of every command.)"""
+def _tree_digest(tree: Path) -> str:
+    """Hash which sources an editable install has, their sizes and times: RECORD does not list them."""
+    files = sorted(path for path in tree.rglob("*") if path.suffix in COMPILED_OR_SOURCE and path.is_file())
+    return short_hash(*(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files))
+
+
+def edited_files(folder: Path, names: Collection[str] | None = None) -> list[Change]:
+    """Return the files in a folder of packages that differ from RECORD; ``names``: of these packages only.
+
+    RECORD is written last: a source that is older, and as long as RECORD says, is not read (6,000 files would cost a
+    second); of libraries only the size is compared.
+    """
     found = []
-    for line in csv.reader((one.read_text("RECORD") or "").splitlines()):
-        path, said, size = (*line, "", "", "")[:3]
-        kind, _, digest = said.partition("=")
-        found.append(Recorded(path, kind, digest, int(size) if size.isdigit() else None))
+    listed = [{"name": name, "path": [str(folder)]} for name in sorted(names)] if names else [{"path": [str(folder)]}]
+    for options in listed:
+        for one in importlib.metadata.distributions(**options):
+            rows = _record(one)
+            record = next((folder / path for path, *_ in rows if path.endswith(".dist-info/RECORD")), None)
+            written = record.stat().st_mtime if record and record.exists() else 0.0
+            for path, digest, size in rows:
+                if (
+                    path.endswith(COMPILED_OR_SOURCE)
+                    and digest
+                    and not _as_recorded(folder / path, digest, size, written)
+                ):
+                    note = f"{path} is not as {one.metadata['Name']} {one.version} was installed"
+                    found.append(Change(one.metadata["Name"], folder / path, note, _hash(folder / path, "sha256")))
     return found
 
 
-def _started(folder: Path) -> list[Path]:
-    """By what code runs in every process of the environment, and that no installed package brought (as it is)."""
-    own = [path for path in sorted(folder.iterdir()) if path.stem in AT_START or path.suffix == ".pth"]
-    runs = [path for path in own if _runs(path)]
-    found = importlib.metadata.distributions(path=[str(folder)]) if runs else ()
-    names = {path.name for path in runs}
-    listed = {each.path: each for one in found for each in recorded(one) if each.path in names}
-    return [path for path in runs if (said := listed.get(path.name)) is None or _hash(path, said.kind) != said.digest]
+def _record(one: importlib.metadata.Distribution) -> list[tuple[str, str, str]]:
+    """Return RECORD's rows: path, digest, size. (``Distribution.files`` takes a second for 60,000 lines.)"""
+    return [((*row, "", "", "")[:3]) for row in csv.reader((one.read_text("RECORD") or "").splitlines())]  # type: ignore[misc]
 
 
-def _runs(path: Path) -> bool:
-    if path.suffix != ".pth":
-        return path.suffix == ".py" or (path / "__init__.py").exists()
-    lines = [line.strip() for line in _text(path).splitlines() if line.startswith(("import ", "import\t"))]  # as site
-    if path.name == OF_ENVIRONMENTS and lines == ["import _virtualenv"]:
-        return any(name in _text(path.with_suffix(".py")) for name in COMPARED)
-    return bool(lines)
-
-
-def _text(path: Path) -> str:
+def _as_recorded(path: Path, digest: str, size: str, written: float) -> bool:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        info = os.stat(path)
     except OSError:
-        return ""
+        return False
+    same_size = not size.isdigit() or info.st_size == int(size)
+    if path.suffix != ".py" or (same_size and info.st_mtime <= written):
+        return same_size
+    kind, _, value = digest.partition("=")
+    return _hash(path, kind) == value
 
 
-def _edited(folder: Path, files: Sequence[Recorded]) -> Iterator[Path]:
-    """The package's files that are not as its RECORD says: sources, and of libraries those of another length. RECORD is
-    written last: a source that is older, and as long as it says, is not read (6,000 files would cost a second)."""
-    own = next((each.path for each in files if each.path.endswith(".dist-info/RECORD")), None)
-    written = os.stat(folder / own).st_mtime if own and (folder / own).exists() else 0.0
-    for listed in files:
-        if not listed.path.endswith(LOADED) or not listed.digest:
-            continue
-        path = os.path.join(folder, listed.path)
-        try:
-            info = os.stat(path)
-        except OSError:
-            yield Path(path)
-            continue
-        if not listed.path.endswith(".py"):
-            if info.st_size != listed.size:
-                yield Path(path)
-            continue
-        newer = info.st_mtime > written or info.st_size != listed.size
-        if newer and _hash(Path(path), listed.kind) != listed.digest:
-            yield Path(path)
-
-
-def _added(folder: Path, name: str, files: Sequence[Recorded]) -> Iterator[Path]:
-    """What lies among the package's modules and was not installed with it: it may hide one of them."""
-    listed = {each.path for each in files}
-    if f"{name}/__init__.py" not in listed:
-        return
-    for at, folders, names in os.walk(folder / name):
-        folders[:] = sorted(each for each in folders if each != "__pycache__")
-        below = os.path.relpath(at, folder)
-        for each in sorted(names):
-            if each.endswith(LOADED) and os.path.join(below, each) not in listed:
-                yield Path(at) / each
-
-
-def _hash(path: Path, kind: str = "sha256") -> str:
-    """As RECORD has it; "" where the file is not there, or cannot be read."""
+def _hash(path: Path, kind: str) -> str:
+    """Return the hash as RECORD writes it; "" where the file cannot be read."""
     try:
         return base64.urlsafe_b64encode(hashlib.new(kind, path.read_bytes()).digest()).rstrip(b"=").decode()
     except (OSError, ValueError):
         return ""
+
+
+def missing_modules(site: Path) -> list[str]:
+    """Return what packages installed at the top of the folder and is missing (fast: one file of each is read)."""
+    missing = []
+    for info in site.glob("*.dist-info"):
+        try:
+            listed = (info / "RECORD").read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            missing.append(info.name)
+            continue
+        tops = {line.split(",", 1)[0].split("/", 1)[0] for line in listed}
+        missing += [top for top in tops - {"", "..", "__pycache__"} if not os.path.lexists(site / top)]
+    return missing
+
+
+# -- the shell's PYTHONPATH: a user's own script is launched with it; a case's ranks start from an allow-list
+
+
+def shadowed(stack: Stack, search: str) -> dict[str, Path]:
+    """Return the packages of the stack that ``search`` (a PYTHONPATH, behind the stack's overlays) replaces."""
+    folders = [Path(each or ".").resolve() for each in search.split(os.pathsep)] if search else []
+    found = {}
+    for name in sorted(COMPARED & stack.versions.keys() - stack.moved.keys()):
+        module = name.replace("-", "_")
+        files = (path for folder in folders for path in (folder / module / "__init__.py", folder / f"{module}.py"))
+        path = next((path for path in files if path.is_file()), None)
+        if path:
+            found[name] = path
+    return found
+
+
+def shadow_notes(found: dict[str, Path]) -> list[str]:
+    return [f"{name} is {path} (the shell's PYTHONPATH), not the stack's" for name, path in found.items()]
+
+
+def shadow_hash(found: dict[str, Path]) -> str:
+    """Hash the current files of these packages; "" where there are none."""
+    parts = []
+    for name, path in found.items():
+        files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+        parts += [f"{name} {each} {each.stat().st_size} {each.stat().st_mtime_ns}" for each in files]
+    return short_hash(*parts) if parts else ""

@@ -1,34 +1,117 @@
-"""Resolving what a stack asks for into a lock: a requirements file with hashes and no index addresses.
+"""Locks: what a stack asks for, resolved by uv into a requirements file with hashes.
 
 A lock is universal (every operating system and machine, from the stack's Python on), so that one committed file serves
-all. Its first lines say what it was made from, so that a lock which no longer fits its definition is found out.
+all. Its first lines name what it was made from, so that a lock which no longer fits its definition is noticed. Locks
+that are not committed (of a user's file, of a floating stack, of a variation of a stack) are resolved once and kept in
+the cache, so that a probe which is repeated next month is the same probe.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.markers import Marker
+from packaging.requirements import Requirement
 
+from repro_matrix import paths
 from repro_matrix.config.axes import Stack as Definition
-from repro_matrix.environment.stacks.errors import StackError
-from repro_matrix.environment.stacks.installer import run_uv
-from repro_matrix.environment.stacks.stack import canonical, short_hash
+from repro_matrix.environment.stacks.spec import HEAVY, Kind, StackError, canonical, replaced, short_hash
+from repro_matrix.errors import nearest
 
-DEFAULT_PYTHON = "3.11"  # what a definition without `python:` gets; has wheels from torch 2.0 to today
+DEFAULT_PYTHON = "3.11"  # for a definition without `python:`; has wheels from torch 2.0 to today
+DAY_S = 24 * 3600
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?==([^\s;\\]+)[ \t]*(?:;[ \t]*([^\\\n]+?))?[ \t]*\\?$", re.M)
+_INCLUDE = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[ =]+(\S+)", re.M)
+_COMPILE = [
+    "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-header", "--no-annotate",
+    "--no-python-downloads", "--python-version",
+]  # fmt: skip
+_EXPORT = ["export", "--quiet", "--frozen", "--no-emit-project", "--no-header", "--no-annotate", "--project"]
+
+# Pattern in uv's message, kind of error, meaning. The first that matches decides.
+_REASONS: list[tuple[str, Kind, str]] = [
+    (r"No space left on device|os error 28\b|Disk quota exceeded", "disk", "the disk is full"),
+    (
+        r"Hash mismatch|hashes? (?:do|does) not match|--require-hashes",
+        "hash",
+        "the files of the index differ from those that were locked",
+    ),
+    (
+        r"No interpreter found|No Python .*found|no Python installation|Failed to inspect Python",
+        "python",
+        "the Python it asks for is not here",
+    ),
+    (
+        r"Failed to fetch|error sending request|dns error|tcp connect|Connection refused|operation timed out"
+        r"|network was disabled|Network connectivity is disabled|\(offline\)",
+        "index",
+        "the package index cannot be reached (uv's settings apply: UV_DEFAULT_INDEX, UV_OFFLINE, proxies)",
+    ),
+    (
+        r"was not found in the package registry|was not found in the provided package locations"
+        r"|there is no version of|there are no versions of|no versions? of .* (?:is|are) available",
+        "version",
+        "there is no such package or version",
+    ),
+    (
+        r"has no wheels with a matching|no matching (?:Python|platform)|doesn't have a (?:source distribution|wheel)"
+        r"|Requires-Python|does not satisfy Python|requires Python|depends on Python",
+        "wheel",
+        "there is nothing to install for this Python and machine",
+    ),
+    (r"requirements are unsatisfiable|conflict", "conflict", "the requirements contradict each other"),
+    (r"", "build", "the installer failed"),
+]
+
+
+def index_settings(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return pip's index settings as uv's, where uv has none: uv reads its own settings by itself."""
+    env = os.environ if env is None else env
+    out = {}
+    if env.get("PIP_INDEX_URL") and not (env.get("UV_DEFAULT_INDEX") or env.get("UV_INDEX_URL")):
+        out["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
+    if env.get("PIP_EXTRA_INDEX_URL") and not (env.get("UV_INDEX") or env.get("UV_EXTRA_INDEX_URL")):
+        out["UV_INDEX"] = env["PIP_EXTRA_INDEX_URL"]
+    return out
+
+
+def run_uv(
+    subject: str, args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: str = ""
+) -> str:
+    """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x"."""
+    import uv
+
+    # The controller's own virtual environment and Python settings must not decide where packages are installed.
+    kept = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV" and not key.startswith("PYTHON")}
+    full = {**kept, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
+    done = subprocess.run([uv.find_uv_bin(), *args], input=stdin, capture_output=True, text=True, env=full, cwd=cwd)
+    if done.returncode:
+        raise explain(subject, done.stderr or done.stdout)
+    return done.stderr + done.stdout
+
+
+def explain(subject: str, output: str) -> StackError:
+    """Return uv's error as a StackError: what it means, then uv's own text, shortened."""
+    kind, meaning = next((kind, text) for pattern, kind, text in _REASONS if re.search(pattern, output, re.IGNORECASE))
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("warning:")]
+    start = next((i for i, line in enumerate(lines) if line.startswith(("error", "×", "Caused"))), 0)
+    return StackError(kind, f"{subject}: {meaning}\n  " + "\n  ".join(lines[start:][-12:]))
 
 
 @dataclass(frozen=True)
 class Lock:
+    """A resolved requirements file. ``env``: what uv needs where the definition names an index of its own."""
+
     text: str
     python: str  # major.minor
-    env: Mapping[str, str]  # what the installer needs in its environment (where an index is named by the definition)
+    env: Mapping[str, str]
 
     @property
     def body(self) -> str:
@@ -38,121 +121,187 @@ class Lock:
     def pins(self) -> dict[str, str]:
         """Packages and their versions on this machine under the stack's Python."""
         here = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
-        out = {}
-        for name, version, marker in _PIN.findall(self.text):
-            if not marker or Marker(marker).evaluate(here):
-                out[canonical(name)] = version
-        return out
+        return {
+            canonical(name): version
+            for name, version, marker in _PIN.findall(self.text)
+            if not marker or Marker(marker).evaluate(here)
+        }
 
     @property
-    def hashed(self) -> bool:
-        """Every requirement carries hashes, so that the installer can insist on them."""
-        wanted = [line for line in self.body.splitlines() if line.strip() and not line.startswith((" ", "\t", "-"))]
-        return bool(wanted) and all(line.rstrip().endswith("\\") for line in wanted)
-
-    def header(self, word: str) -> str | None:
-        found = re.search(rf"^# {word}: (.+)$", self.text, re.M)
-        return found.group(1).strip() if found else None
+    def key(self) -> str:
+        """Short hash of its contents and of the kind of machine it is built for."""
+        system = os.uname()
+        return short_hash(self.body, self.python, system.sysname, system.machine)
 
 
-def fingerprint(found: Definition) -> str:
-    """Of what decides the lock: a lock made from something else is out of date."""
-    return short_hash(
-        *sorted(found.pins), "|", *sorted(found.no_deps), "|", *sorted(found.constraints), python_of(found)
-    )
+def fingerprint(definition: Definition) -> str:
+    """Hash everything that decides the lock: a lock made from something else is out of date."""
+    pins, no_deps, constraints = (sorted(x) for x in (definition.pins, definition.no_deps, definition.constraints))
+    return short_hash(*pins, "|", *no_deps, "|", *constraints, python_of(definition))
 
 
-def python_of(found: Definition) -> str:
-    return found.python or DEFAULT_PYTHON
+def python_of(definition: Definition) -> str:
+    return definition.python or DEFAULT_PYTHON
 
 
-def index_env(found: Definition) -> dict[str, str]:
-    """The index that the definition takes its packages from, where it names one by an environment variable."""
-    if not found.index_from:
+def index_env(definition: Definition) -> dict[str, str]:
+    """Return the index that the definition takes its packages from, where it names one by an environment variable."""
+    if not definition.index_from:
         return {}
-    address = os.environ.get(found.index_from)
+    address = os.environ.get(definition.index_from)
     if not address:
         raise StackError(
-            "usage", f"stack {found.slug} needs an index of its own: set {found.index_from}=ADDRESS ({found.title})"
+            "usage",
+            f"stack {definition.slug} needs an index of its own: set {definition.index_from}=ADDRESS "
+            f"({definition.title})",
         )
     return {"UV_INDEX": address, "UV_INDEX_STRATEGY": "unsafe-best-match"}
 
 
-def make(found: Definition, prefer: Mapping[str, str] | None = None) -> Lock:
-    """Resolve a definition. ``prefer``: versions to keep where the requirements allow it (the base of a variant)."""
-    what, python, env = f"stack {found.slug}", python_of(found), index_env(found)
-    body = _compile(what, found.pins, found.constraints, python, env, prefer)
-    if found.no_deps:
-        body += _compile(what, found.no_deps, [], python, env, None, "--no-deps")
-    renew = f"repro stack lock {found.slug}"
-    head = f"# stack: {found.slug}\n# python: {python}\n# definition: {fingerprint(found)}\n# renew: {renew}\n"
-    return Lock(head + body, python, env)
+def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> Lock:
+    """Resolve a definition. ``prefer``: versions to keep where the requirements allow it."""
+    slug, python, env = definition.slug, python_of(definition), index_env(definition)
+    body = _compile(f"stack {slug}", definition.pins, definition.constraints, python, env, prefer)
+    if definition.no_deps:
+        body += _compile(f"stack {slug}", definition.no_deps, [], python, env, None, "--no-deps")
+    head = f"# stack: {slug}\n# python: {python}\n# definition: {fingerprint(definition)}\n"
+    return Lock(f"{head}# renew: repro stack lock {slug}\n{body}", python, env)
 
 
 def _compile(
-    what: str,
+    subject: str,
     pins: list[str],
     constraints: list[str],
     python: str,
     env: Mapping[str, str],
     prefer: Mapping[str, str] | None,
-    *more: str,
+    *options: str,
 ) -> str:
     if not pins:
         return ""
     with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
-        wanted, limits, out = (Path(folder, name) for name in ("in.txt", "constraints.txt", "out.txt"))
-        wanted.write_text("\n".join(pins) + "\n", encoding="utf-8")
+        source, limits, out = (Path(folder, name) for name in ("in.txt", "constraints.txt", "out.txt"))
+        source.write_text("\n".join(pins) + "\n", encoding="utf-8")
         limits.write_text("\n".join(constraints) + "\n", encoding="utf-8")
-        if prefer:  # an output file that is already there is what uv keeps to where it can
+        if prefer:  # uv keeps the versions of an existing output file where it can
             out.write_text("".join(f"{name}=={version}\n" for name, version in prefer.items()), encoding="utf-8")
-        run_uv(what, [*_COMPILE, python, str(wanted), "-c", str(limits), "-o", str(out), *more], env=env)
+        run_uv(subject, [*_COMPILE, python, str(source), "-c", str(limits), "-o", str(out), *options], env=env)
         return out.read_text(encoding="utf-8")
 
 
-_COMPILE = [
-    "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-header", "--no-annotate",
-    "--no-python-downloads", "--python-version",
-]  # fmt: skip
-
-
-def from_file(path: Path, python: str | None = None) -> Lock:
-    """The user's own requirements or uv lock, resolved and hashed. What the file says about indexes is kept."""
-    what = f"stack {path}"
-    version = python or DEFAULT_PYTHON
-    if path.name == "uv.lock":
-        body = run_uv(what, ["export", "--quiet", "--frozen", "--no-emit-project", "--no-header", "--no-annotate",
-                             "--project", str(path.parent)])  # fmt: skip
-        return Lock(f"# python: {version}\n" + body, version, {})
-    with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
-        out = Path(folder, "out.txt")
-        run_uv(what, [*_COMPILE, version, str(path), "-o", str(out), "--emit-index-url", "--emit-find-links"],
-               cwd=path.parent)  # fmt: skip
-        return Lock(f"# python: {version}\n" + out.read_text(encoding="utf-8"), version, {})
-
-
-def read(path: Path) -> Lock:
+def read(path: Path, env: Mapping[str, str] | None = None) -> Lock:
     text = path.read_text(encoding="utf-8")
-    found = Lock(text, "", {})
-    return Lock(text, found.header("python") or DEFAULT_PYTHON, {})
+    return Lock(text, _header(text, "python") or DEFAULT_PYTHON, env or {})
 
 
-def committed(found: Definition, path: Path) -> Lock:
-    """The lock beside a definition; it must have been made from this very definition."""
+def _header(text: str, name: str) -> str | None:
+    match = re.search(rf"^# {name}: (.+)$", text, re.M)
+    return match[1].strip() if match else None
+
+
+def committed(definition: Definition, path: Path) -> Lock:
+    """Return the lock beside a definition; it must have been made from this very definition. Raises StackError."""
+    command = f"run `repro stack lock {definition.slug}`"
     if not path.exists():
-        raise StackError("usage", f"stack {found.slug} has no lock yet: run `repro stack lock {found.slug}`")
+        raise StackError("usage", f"stack {definition.slug} has no lock yet: {command}")
     lock = read(path)
-    made_from = lock.header("definition")
-    if made_from != fingerprint(found):
-        raise StackError(
-            "usage",
-            f"stack {found.slug}: {path.name} was made from another definition ({made_from}); "
-            f"run `repro stack lock {found.slug}`",
-        )
+    if _header(lock.text, "definition") != fingerprint(definition):
+        raise StackError("usage", f"stack {definition.slug}: {path.name} was made from another definition; {command}")
     return lock
 
 
-def key(lock: Lock) -> str:
-    """What is in it, and the kind of machine it is built for."""
-    system = os.uname()
-    return short_hash(lock.body, lock.python, system.sysname, system.machine)
+# -- locks in the cache
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _cached(kind: str, *parts: str) -> Path:
+    settings = str(sorted(index_settings().items()))
+    return paths.cache_dir().absolute() / "locks" / f"{kind}-{short_hash(*parts, settings)}.txt"
+
+
+def lock_file(path: Path, renew: bool = False) -> Lock:
+    """Resolve the user's requirements or uv.lock; a line ``# python: 3.10`` in the file chooses the Python.
+
+    What the file contains about indexes is kept. The lock is made anew when the file, or a file that it includes,
+    changes.
+    """
+    return read(path_of_file_lock(path, renew))
+
+
+def path_of_file_lock(path: Path, renew: bool = False) -> Path:
+    """Return where the lock of a user's file is, made if it has to be. Raises StackError."""
+    text = _with_includes(path)
+    cached = _cached("file", str(path.parent), text)
+    if cached.exists() and not renew:
+        return cached
+    subject, python = f"stack {path}", _header(text, "python") or DEFAULT_PYTHON
+    if path.name == "uv.lock":
+        body = run_uv(subject, [*_EXPORT, str(path.parent)])
+    else:
+        with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
+            out = Path(folder, "out.txt")
+            options = ["-o", str(out), "--emit-index-url", "--emit-find-links"]
+            run_uv(subject, [*_COMPILE, python, str(path), *options], cwd=path.parent)
+            body = out.read_text(encoding="utf-8")
+    lock = Lock(f"# python: {python}\n{body}", python, {})
+    if not lock.pins:
+        raise StackError("usage", f"{subject}: it names no package")
+    write(cached, lock.text)
+    return cached
+
+
+def _with_includes(path: Path, above: frozenset[Path] = frozenset()) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = [item.name for item in path.parent.glob("*") if item.suffix in (".txt", ".lock")]
+        hint = nearest(path.name, beside) if beside else ""
+        raise StackError("usage", f"stack {path}: there is no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "that is a folder" if path.is_dir() else str(error)
+        raise StackError("usage", f"stack {path}: {reason}; a requirements file or a uv.lock is needed") from None
+    others = [path.parent / name for name in _INCLUDE.findall(text) if "://" not in name]
+    return text + "".join(_with_includes(other, above | {path}) for other in others if other not in above | {path})
+
+
+def lock_floating(definition: Definition) -> Lock:
+    """Resolve a floating stack once a day; when the index cannot be reached, return the last lock."""
+    cached = _floating_path(definition)
+    if not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
+        try:
+            renew_floating(definition)
+        except StackError as error:
+            if error.kind != "index" or not cached.exists():
+                raise
+    return read(cached, index_env(definition))
+
+
+def renew_floating(definition: Definition) -> Path:
+    write(_floating_path(definition), resolve_definition(definition).text)
+    return _floating_path(definition)
+
+
+def _floating_path(definition: Definition) -> Path:
+    return _cached(definition.slug, fingerprint(definition), str(index_env(definition)))
+
+
+def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base: Lock) -> Lock:
+    """Resolve a stack with some packages at other releases; everything else stays as in ``base`` where it can."""
+    other = replaced(definition, swaps)
+    cached = _cached("swapped", fingerprint(other), base.body)
+    if not cached.exists():
+        write(cached, resolve_definition(other, prefer=base.pins).text)
+    return read(cached, index_env(definition))
+
+
+def lock_file_with_swaps(path: Path, lock: Lock, swaps: tuple[Requirement, ...]) -> Lock:
+    """Do the same for a user's file. What torch brought with it goes with it; the rest stays where it can."""
+    replaced_names = {canonical(swap.name) for swap in swaps}
+    names = [name for name in lock.pins if name not in replaced_names and not HEAVY.match(name)]
+    return lock_with_swaps(Definition(slug=path.name, title=str(path), python=lock.python, pins=names), swaps, lock)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import StackError, files, spec
-from repro_matrix.environment.stacks.stack import short_hash
+from repro_matrix.environment.stacks import StackError, spec
+from repro_matrix.environment.stacks import lock as locks
+from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.scripts import lockfiles as freezes
 from repro_matrix.external.scripts.lockfiles import Freeze, stays
@@ -51,7 +52,7 @@ def ends_of(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, freezes.requirements(freeze))
         try:
-            resolved = files.lock_of(path.absolute()).pins
+            resolved = locks.lock_file(path.absolute()).pins
         except StackError as error:
             if error.infra:
                 raise
@@ -106,7 +107,7 @@ def _laid_over(one: Freeze, other: Freeze) -> tuple[tuple[str, str], str] | None
     refused: ConfigError | None = None
     # A freeze that names no torch says nothing of which stack it means.
     says_torch = "torch" in one.pins and "torch" in other.pins
-    built = [item.name for item in stacks.stacks() if item.state == "built"] if says_torch else []
+    built = [item.name for item in stacks.defined_stacks() if item.state == "built"] if says_torch else []
     for base in ["current", *built]:
         try:
             there = stacks.resolve(base).versions

@@ -15,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.environment.stacks.stack import HEAVY, NOT_OF_TORCH, canonical
+from repro_matrix.environment.stacks.spec import HEAVY, NOT_OF_TORCH, canonical
 from repro_matrix.errors import ConfigError
 
 CONDA_NAMES = {"pytorch": "torch", "pytorch-cpu": "torch", "pytorch-gpu": "torch"}  # by other names than on PyPI

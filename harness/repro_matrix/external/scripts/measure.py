@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import cast
 
 from repro_matrix.environment import machine as machine_module
-from repro_matrix.environment.stacks import Stack, shell
-from repro_matrix.environment.stacks.stack import short_hash
+from repro_matrix.environment.stacks import Stack, integrity
+from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ResultsError
 from repro_matrix.external.scripts import forked as forking
 from repro_matrix.external.scripts import launch as launching
@@ -63,7 +63,7 @@ class Script:
         # Of the definition only what is read off an attempt while its logs are there; the rest is judged again.
         read = f"{self.failure.kind}: {self.failure.pattern}" if self.failure.kind in ("log", "metric") else ""
         what = [*self.command.argv, text, *beside(self.command.script), read, json.dumps(self.env), str(self.limit_s)]
-        over = shell.mark(shell.hidden(stack, os.environ.get("PYTHONPATH", "")))
+        over = integrity.shadow_hash(integrity.shadowed(stack, os.environ.get("PYTHONPATH", "")))
         return short_hash(stack.key, os.getcwd(), *what, *([over] if over else []))
 
     def path(self, stack: Stack) -> Path:
@@ -138,7 +138,7 @@ def measure(
         "provenance": {"started": time.time(), "git_commit": commit, "git_dirty": dirty},
         "attempts": kept,
     }  # fmt: skip
-    changed = [*stack.changed, *shell.notes(shell.hidden(stack, os.environ.get("PYTHONPATH", "")))]
+    changed = [*stack.changed, *integrity.shadow_notes(integrity.shadowed(stack, os.environ.get("PYTHONPATH", "")))]
     if changed:
         document["stack"]["changed"] = changed
     if script.keep_text and script.command.script:

@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from repro_matrix.config.env_allowlist import building
-from repro_matrix.environment.stacks.stack import Stack
+from repro_matrix.environment.stacks.spec import Stack
 from repro_matrix.launch.stale_locks import Batons
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"

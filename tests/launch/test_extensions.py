@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from launching import wait_for
-from repro_matrix.environment.stacks import extensions
-from repro_matrix.environment.stacks.stack import Stack
+from repro_matrix.environment.stacks.spec import Stack
+from repro_matrix.launch import extensions
 
 # What torch does (torch.utils.file_baton): whoever makes the file compiles, everybody else waits until it is gone.
 COMPILE = """#!{python}

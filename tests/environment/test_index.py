@@ -1,0 +1,139 @@
+"""Releases as an index lists them; the index here is a small server of the test."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pypi_simple import PYPI_SIMPLE_ENDPOINT
+from repro_matrix.environment.stacks import StackError
+from repro_matrix.environment.stacks.index import Release, between, exact, indexes, parse_between, releases
+
+PAGE = """<!DOCTYPE html><html><body>
+<a href="demo-1.0.tar.gz">demo-1.0.tar.gz</a>
+<a href="demo-1.0-py3-none-any.whl" data-yanked="">demo-1.0-py3-none-any.whl</a>
+<a href="demo-1.10-py3-none-any.whl" data-requires-python="&gt;=3.9">demo-1.10-py3-none-any.whl</a>
+<a href="demo-1.9-py3-none-any.whl" data-yanked="broken">demo-1.9-py3-none-any.whl</a>
+<a href="demo-1.11rc1-py3-none-any.whl">demo-1.11rc1-py3-none-any.whl</a>
+<a href="demo-1.2.win32.exe">demo-1.2.win32.exe</a>
+<a href="demo-1.10.1-py3-none-any.whl">demo-1.10.1-py3-none-any.whl</a>
+</body></html>"""
+RANGE = [Release(version) for version in ("4.35.2", "4.36.0", "4.36.2", "5.0.0", "5.23.0", "5.23.1", "5.24.0")]
+
+
+class Index(http.server.BaseHTTPRequestHandler):
+    requests = 0
+
+    def do_GET(self) -> None:
+        type(self).requests += 1
+        known = self.path == "/simple/demo/"
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(PAGE.encode() if known else b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name in [*os.environ]:
+        if name.startswith(("UV_", "PIP_INDEX", "PIP_EXTRA")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    Index.requests = 0
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://127.0.0.1:{server.server_port}/simple")
+    yield os.environ["UV_DEFAULT_INDEX"]
+    server.shutdown()
+    server.server_close()
+
+
+def versions(found: list[Release]) -> list[str]:
+    return [release.version for release in found]
+
+
+def test_releases_leave_out_yanked_and_pre_releases_unless_requested(address: str) -> None:
+    assert versions(releases("Demo")) == ["1.0", "1.10", "1.10.1"]  # one file of 1.0 is yanked, the other is not
+    assert versions(releases("demo", yanked=True)) == ["1.0", "1.9", "1.10", "1.10.1"]
+    assert versions(releases("demo", pre=True)) == ["1.0", "1.10", "1.10.1", "1.11rc1"]
+    assert Index.requests == 1
+    (one,) = [release for release in releases("demo") if release.version == "1.10"]
+    assert one.runs_on("3.11.7") and not one.runs_on("3.8.0")
+
+
+def test_releases_of_an_unknown_package_suggest_one(address: str) -> None:
+    with pytest.raises(StackError, match="did you mean 'transformers'"):
+        releases("transfomers")
+
+
+def test_releases_use_the_cache_when_the_index_cannot_be_reached(address: str, tmp_path: Path) -> None:
+    with pytest.raises(StackError) as caught:
+        releases("demo", env={"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple"})
+    assert caught.value.kind == "index"
+    before = releases("demo")
+    (cached,) = (tmp_path / "releases").glob("demo-*.json")
+    cached.write_text("damaged", encoding="utf-8")
+    assert releases("demo") == before and Index.requests == 2
+    assert releases("demo", env={"UV_DEFAULT_INDEX": address, "UV_OFFLINE": "1"}) == before and Index.requests == 2
+    with pytest.raises(StackError, match="UV_OFFLINE"):
+        releases("other", env={"UV_OFFLINE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("env", "addresses"),
+    [
+        ({}, [PYPI_SIMPLE_ENDPOINT]),
+        ({"PIP_INDEX_URL": "http://pip/simple"}, ["http://pip/simple"]),
+        ({"PIP_INDEX_URL": "http://pip/simple", "UV_DEFAULT_INDEX": "http://uv/simple"}, ["http://uv/simple"]),
+        (
+            {"UV_INDEX": "mine=http://a/simple http://b/simple", "UV_INDEX_URL": "http://uv/simple"},
+            ["http://a/simple", "http://b/simple", "http://uv/simple"],
+        ),
+        ({"UV_FIND_LINKS": "/wheels"}, ["/wheels", PYPI_SIMPLE_ENDPOINT]),
+    ],
+)
+def test_indexes_prefer_uv_settings_to_pip_settings(env: dict[str, str], addresses: list[str]) -> None:
+    assert indexes(env) == addresses
+
+
+def test_releases_from_an_index_of_files_and_a_folder_of_wheels(address: str, tmp_path: Path) -> None:
+    (tmp_path / "pages" / "demo").mkdir(parents=True)
+    (tmp_path / "pages" / "demo" / "index.html").write_text(PAGE, encoding="utf-8")
+    assert len(releases("demo", env={"UV_DEFAULT_INDEX": (tmp_path / "pages").as_uri()})) == 3
+    (tmp_path / "demo-7.0-py3-none-any.whl").touch()
+    (tmp_path / "demolition-8.0-py3-none-any.whl").touch()
+    env = {"UV_DEFAULT_INDEX": (tmp_path / "none").as_uri(), "UV_FIND_LINKS": str(tmp_path)}
+    assert versions(releases("demo", env=env)) == ["7.0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4.36..5.23", ["4.36.0", "4.36.2", "5.0.0", "5.23.0", "5.23.1"]),  # with the patches of its end
+        ("5.24..", ["5.24.0"]),
+        ("..", versions(RANGE)),
+    ],
+)
+def test_between_selects_a_range(text: str, expected: list[str]) -> None:
+    assert versions(between(RANGE, *parse_between(text))) == expected
+
+
+@pytest.mark.parametrize("text", ["4.36", "4.36..new", "4.45..4.36", "6..7"])
+def test_between_rejects_bad_ranges(text: str) -> None:
+    with pytest.raises(StackError):
+        between(RANGE, *parse_between(text))
+
+
+def test_exact_finds_a_release_or_names_its_neighbours() -> None:
+    assert exact("demo", RANGE, "5.0") == 3
+    with pytest.raises(StackError, match=r"4\.36\.0, 4\.36\.2, 5\.0\.0, 5\.23\.0"):
+        exact("demo", RANGE, "4.37")
+    with pytest.raises(StackError, match="none"):
+        exact("demo", [], "1.0")

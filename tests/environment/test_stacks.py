@@ -1,0 +1,382 @@
+"""Stacks are locked, built once, completely or not at all, and repaired; errors have a kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stack_wheels
+from repro_matrix import paths
+from repro_matrix.environment.stacks import (
+    RECENTLY_USED,
+    Stack,
+    StackError,
+    build,
+    cached_stacks,
+    defined_stacks,
+    differences,
+    make_lock,
+    prune,
+    resolve,
+    resolve_compatible,
+    spec,
+    with_release,
+)
+from repro_matrix.environment.stacks import lock as locks
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ".".join(map(str, sys.version_info[:2]))
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A conf folder, a cache and a folder of packages for this test; no network."""
+    for name in [*os.environ]:
+        if name.startswith(("UV_", "PIP_")):
+            monkeypatch.delenv(name)
+    stack_wheels.fill(tmp_path / "wheels")
+    monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path / "wheels"))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty").as_uri())
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "conf" / "stack").mkdir(parents=True)
+    define(tmp_path / "conf", "small", pins=["top==1.0", "other==1.0"])
+    return tmp_path / "conf"
+
+
+def define(conf: Path, name: str, lock: bool = True, **keys: object) -> None:
+    values = {"slug": name, "title": name, "python": HERE, **keys}
+    (conf / "stack" / f"{name}.yaml").write_text(json.dumps(values), encoding="utf-8")
+    if lock:
+        make_lock(name, conf=conf)
+
+
+def versions(stack: Stack, *packages: str) -> tuple[str, ...]:
+    """The versions that a process of the stack imports."""
+    code = "import importlib, sys; print(*(importlib.import_module(n).__version__ for n in sys.argv[1:]))"
+    env = {**os.environ, **stack.environment({})}
+    command = [stack.python, "-c", code, *packages]
+    return tuple(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split())
+
+
+def folder_of(stack: Stack) -> Path:
+    return build.stacks_dir() / stack.key
+
+
+# -- locks
+
+
+def test_shipped_locks_fit_their_definitions_and_contain_hashes_and_no_address() -> None:
+    for item in defined_stacks(ROOT / "conf"):
+        if item.state in ("here", "floating"):
+            continue
+        lock = locks.read(ROOT / "conf" / "stack" / "locks" / f"{item.name}.txt")
+        assert item.state in ("built", "locked"), f"{item.name}: {item.state}"
+        assert "://" not in lock.text and "index" not in lock.body, item.name
+        pinned = [line for line in lock.body.splitlines() if line.strip() and not line.startswith(" ")]
+        assert pinned and all(line.endswith("\\") for line in pinned), f"{item.name}: a pin without hashes"
+        pins = dict(pin.split("==") for pin in item.pins if "==" in pin)
+        assert pins.items() <= lock.pins.items(), item.name
+
+
+@pytest.mark.parametrize(("pins", "state"), [(["top==1.1"], "out of date"), (None, "not locked")])
+def test_resolve_outdated_or_missing_lock_raises(conf: Path, pins: list[str] | None, state: str) -> None:
+    name = "small" if pins else "bare"
+    define(conf, name, lock=False, pins=pins or ["top==1.0"])
+    with pytest.raises(StackError, match=f"repro stack lock {name}"):
+        resolve(name, conf=conf)
+    assert {item.name: item.state for item in defined_stacks(conf)}[name] == state
+
+
+def test_no_deps_are_installed_as_they_are(conf: Path) -> None:
+    define(conf, "bent", pins=["part==2.0"], no_deps=["top==1.0"])  # top 1.0 requires part<2
+    assert versions(resolve("bent", conf=conf), "top", "part") == ("1.0", "2.0")
+
+
+def test_floating_stack_is_resolved_daily_and_survives_an_unreachable_index(
+    conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise StackError("index", "away")
+
+    define(conf, "moving", lock=False, floating=True, pins=["top"])
+    assert resolve("moving", conf=conf).versions["top"] == "2.0"
+    stack_wheels.wheel(conf.parent / "wheels", "top", "3.0")
+    assert resolve("moving", conf=conf).versions["top"] == "2.0"  # the same day
+    cached = next((paths.cache_dir() / "locks").glob("moving-*.txt"))
+    os.utime(cached, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "run_uv", unreachable)
+        assert resolve("moving", conf=conf).versions["top"] == "2.0"
+    make_lock("moving", conf=conf)
+    assert resolve("moving", conf=conf).versions["top"] == "3.0"
+
+
+# -- building
+
+
+def test_build_happens_once(conf: Path) -> None:
+    log: list[str] = []
+    stack = resolve("small", conf=conf, say=log.append)
+    assert log and versions(stack, "top", "part") == ("1.0", "1.0")
+    assert stack.versions["top"] == "1.0" and stack.versions["python"].startswith(HERE)
+    assert list(folder_of(stack).glob("env-*/lib/python3*/site-packages/top/__pycache__/*.pyc"))
+    log.clear()
+    assert resolve("small", conf=conf, say=log.append) == stack and log == []
+    assert [item.state for item in defined_stacks(conf)] == ["built"]
+
+
+def test_concurrent_builds_make_one_environment(conf: Path) -> None:
+    code = "import sys; from pathlib import Path; from repro_matrix.environment.stacks import resolve\n"
+    code += "print(resolve('small', conf=Path(sys.argv[1])).python)"
+    command = [sys.executable, "-c", code, str(conf)]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    pythons = {run.communicate(timeout=600)[0].strip() for run in runs}
+    assert [run.returncode for run in runs] == [0, 0, 0] and len(pythons) == 1
+    assert len(list(build.stacks_dir().glob("*/env-*"))) == 1
+
+
+def test_killed_build_is_never_used(conf: Path) -> None:
+    key = locks.read(conf / "stack" / "locks" / "small.txt").key
+    half = build.stacks_dir() / key / "env-dead" / "bin"
+    half.mkdir(parents=True)
+    (half / "python").symlink_to(sys.executable)
+    stack = resolve("small", conf=conf)
+    assert "env-dead" not in stack.python and not half.exists() and versions(stack, "top") == ("1.0",)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_failed_build_leaves_nothing(conf: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "_install", fail)
+    with pytest.raises((KeyboardInterrupt, StackError)) as caught:
+        resolve("small", conf=conf)
+    assert [path for path in build.stacks_dir().iterdir() if path.is_dir()] == []
+    assert not isinstance(caught.value, StackError) or (caught.value.kind == "disk" and caught.value.infra)
+
+
+@pytest.mark.parametrize(
+    "damage", ["module", "marker", *(pytest.param(name, marks=pytest.mark.slow) for name in ("package", "python"))]
+)
+def test_damaged_cache_is_rebuilt(conf: Path, damage: str) -> None:
+    folder = folder_of(resolve("small", conf=conf))
+    env = next(folder.glob("env-*"))
+    if damage == "marker":
+        (folder / "done.json").write_text("{", encoding="utf-8")
+    elif damage == "python":
+        (env / "bin" / "python").unlink()
+        (env / "bin" / "python").symlink_to("/nowhere/python")
+    else:
+        shutil.rmtree(next(env.glob("lib/python3*/site-packages/top" + "-1.0.dist-info" * (damage == "package"))))
+    assert versions(resolve("small", conf=conf), "top") == ("1.0",)
+    assert next(folder.glob("env-*")) != env
+
+
+def test_thorough_listing_reports_a_changed_file(conf: Path) -> None:
+    folder = folder_of(resolve("small", conf=conf))
+    module = next(folder.glob("env-*/lib/python3*/site-packages/top/__init__.py"))
+    module.unlink()  # never write through it: the file may be linked into uv's cache
+    module.write_text("broken", encoding="utf-8")
+    assert [item.whole for item in cached_stacks()] == [True]
+    assert [item.whole for item in cached_stacks(thorough=True)] == [False]
+
+
+def test_prune_removes_old_and_unfinished_stacks_but_none_in_use(conf: Path) -> None:
+    stack = resolve("small", conf=conf)
+    (build.stacks_dir() / "feedbeef" / "env-half").mkdir(parents=True)
+    pruned = prune()
+    assert [item.key for item in pruned.removed] == ["feedbeef"]
+    assert [(item.name, reason) for item, reason in pruned.kept] == [("small", RECENTLY_USED)]
+    sleeper = subprocess.Popen([stack.python, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        pruned = prune(everything=True)
+        assert pruned.removed == () and f"process {sleeper.pid}" in pruned.kept[0][1]
+    finally:
+        sleeper.communicate(b"\n", timeout=200)
+    assert len(prune(everything=True).removed) == 1 and cached_stacks() == []
+
+
+# -- overlays, other torches
+
+
+def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf: Path) -> None:
+    base, over = resolve("small", conf=conf), resolve("small+top==2.0", conf=conf)
+    assert over.python == base.python and over.path and over.key != base.key
+    assert over.moved == {"top": ("1.0", "2.0"), "part": ("1.0", "2.0")}
+    assert versions(over, "top", "part", "other") == ("2.0", "2.0", "1.0")
+    assert versions(base, "top", "part") == ("1.0", "1.0")
+    assert over.versions == {**base.versions, "top": "2.0", "part": "2.0"}
+    assert resolve("small+top@2.0", conf=conf).key == over.key
+    assert over.extensions_dir == base.extensions_dir  # minutes to compile, and the same
+    assert resolve("small+top==1.0", conf=conf).key == base.key  # replaced by itself
+    prune(names=("small",))
+    again = resolve("small+top==2.0", conf=conf)  # follows its base, which is built again
+    assert again.python != over.python and again.key == over.key and versions(again, "top") == ("2.0",)
+
+
+def test_overlay_of_an_existing_environment_leaves_it_unchanged(conf: Path) -> None:
+    stack_wheels.wheel(conf.parent / "wheels", "starts", "1.0", more={"starts.pth": "import sys\n"})
+    base, log = resolve("small", conf=conf), list[str]()
+    over = resolve(f"python:{base.python}+top==1.1+starts==1.0", conf=conf, say=log.append)
+    assert over.python == base.python
+    assert versions(over, "top") == ("1.1",) and versions(base, "top") == ("1.0",)
+    assert any("starts.pth is not run" in line for line in log)
+
+
+def test_overlay_with_another_deepspeed_has_its_own_extensions(conf: Path) -> None:
+    stack_wheels.wheel(conf.parent / "wheels", "deepspeed", "1.0")
+    base, over = resolve("small", conf=conf), resolve("small+deepspeed==1.0", conf=conf)
+    assert over.moved == {"deepspeed": ("", "1.0")} and over.extensions_dir != base.extensions_dir
+
+
+def test_another_torch_is_a_whole_environment_and_keeps_the_rest(conf: Path) -> None:
+    define(conf, "loose", pins=["torch==1.0"], constraints=["other<1.1"])  # other could move, and stays
+    base, other = resolve("loose", conf=conf), resolve("loose+torch==2.0", conf=conf)
+    assert other.path == () and other.python != base.python
+    assert versions(other, "torch", "other") == ("2.0", "1.0")
+    with pytest.raises(StackError) as caught:
+        resolve(f"python:{base.python}+torch==2.0", conf=conf)
+    assert caught.value.kind == "usage"
+
+
+def test_resolve_compatible_leaves_conflicting_companions_to_the_installer(conf: Path) -> None:
+    stack = resolve_compatible(f"python:{resolve('small', conf=conf).python}+top@2.0+part@1.0", {"top"})
+    assert versions(stack, "top", "part") == ("2.0", "2.0") and stack.name.endswith("+top@2.0")
+    with pytest.raises(StackError):
+        resolve_compatible(f"{stack.name}+part@1.0", {"top", "part"})
+
+
+def test_with_release_names_a_probe() -> None:
+    assert with_release("small", "Top", "2.0") == "small+top@2.0"
+    assert with_release("small+top==1.1+part@1.0", "top", "2.13.0+cpu") == "small+part@1.0+top@2.13.0+cpu"
+    both = spec.parse("small+part@1.0+top@2.13.0+cpu")
+    assert both.base == "small" and [str(swap) for swap in both.swaps] == ["part==1.0", "top==2.13.0+cpu"]
+    clone = spec.parse("small+top @ git+file:///clone@1bc123")
+    assert [(swap.name, swap.url) for swap in clone.swaps] == [("top", "git+file:///clone@1bc123")]
+
+
+def test_differences_leave_out_what_torch_brings() -> None:
+    good = {"python": "3.10.1", "torch": "2.2", "nvidia-nccl-cu12": "1", "triton": "2", "a": "1", "b": "1"}
+    bad = {"python": "3.11.1", "torch": "2.6", "nvidia-nccl-cu12": "2", "triton": "3", "a": "1", "c": "3"}
+    assert differences(good, bad) == {"torch": ("2.2", "2.6"), "b": ("1", ""), "c": ("", "3")}
+
+
+# -- the user's own
+
+
+def test_requirements_file_is_a_stack_and_follows_its_includes(conf: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("other<1.1\n", encoding="utf-8")
+    mine = tmp_path / "requirements.txt"
+    mine.write_text(f"# python: {HERE}\n-r more.txt\ntorch==1.0\ntop==1.1\n", encoding="utf-8")
+    stack = resolve(str(mine), conf=conf)
+    assert versions(stack, "top", "part", "other") == ("1.1", "1.0", "1.0")
+    other = resolve(f"{mine}+torch@2.0+top@2.0", conf=conf)  # another torch keeps the rest
+    assert versions(other, "torch", "top", "other") == ("2.0", "2.0", "1.0")
+    assert other.path == () and set(differences(stack.versions, other.versions)) == {"torch", "top", "part"}
+    (tmp_path / "more.txt").write_text("other==1.1\n", encoding="utf-8")
+    assert versions(resolve(str(mine), conf=conf), "other") == ("1.1",)
+
+
+def test_uv_lock_is_a_stack(conf: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    text = '[project]\nname = "mine"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["top==1.0"]\n'
+    (project / "pyproject.toml").write_text(text, encoding="utf-8")
+    locks.run_uv("lock", ["lock", "--project", str(project)])
+    assert versions(resolve(str(project / "uv.lock"), conf=conf), "part") == ("1.0",)
+
+
+def test_existing_environments_are_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = resolve("current")
+    assert here.python == sys.executable and "pytest" in here.versions and len({here, here}) == 1
+    assert resolve(f"python:{sys.executable}").versions == here.versions
+
+    def fake(python: str) -> dict[str, str]:
+        return {"python": "3.11.7", "torch": "2.13.0", "ruff": str(len(python))}
+
+    monkeypatch.setattr(spec, "installed_versions", fake)
+    paths = [tmp_path / name for name in ("one", "other")]
+    for path in paths:
+        path.touch()
+    one, other = (spec.existing("current", str(path)) for path in paths)
+    assert one.label_key == other.label_key and one.key != other.key  # two checkouts: one results folder
+    named = {spec.existing(f"python:{path}", str(path)).label_key for path in paths}
+    assert len(named) == 2
+
+
+def test_stack_environment_puts_overlays_and_programs_first() -> None:
+    env = Stack("x", "/env/bin/python", path=("/over",), key="abc").environment({"PYTHONPATH": "/mine", "PATH": "/bin"})
+    assert (env["PYTHONPATH"], env["PATH"]) == ("/over:/mine", "/env/bin:/bin")
+    assert env["TORCH_EXTENSIONS_DIR"].endswith("extensions/abc")
+    assert "PYTHONPATH" not in Stack("x", "/env/bin/python").environment({})
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "hint"),
+    [
+        ("smal", "usage", "did you mean 'small'"),
+        ("small+top==9.9", "version", r"nearest are 1\.1, 2\.0"),
+        ("small+nosuch==1.0", "version", "nosuch"),
+        ("small+old==1.0", "wheel", "old"),
+        ("small+future==1.0", "wheel", "future"),
+        ("small+top==2.0+part==1.0", "conflict", "part"),
+        ("small+top>=1", "usage", "NAME@VERSION|no stack named"),
+        ("small+top==1.0+top==2.0", "usage", "twice"),
+        ("+top==1.0", "usage", "no base"),
+        ("python:/no/such/python", "python", "/no/such/python"),
+        ("no/such/requirements.txt", "usage", "no such file"),
+        ("small+top", "usage", "'top' is not NAME@VERSION"),
+        ("nightly", "usage", "REPRO_NIGHTLY_INDEX=ADDRESS"),
+        ("far", "python", r"Python 3\.7"),
+        ("away", "index", "sampleproject"),
+    ],
+)
+def test_resolve_errors_have_a_kind_and_a_hint(
+    conf: Path, monkeypatch: pytest.MonkeyPatch, text: str, kind: str, hint: str
+) -> None:
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    monkeypatch.delenv("REPRO_NIGHTLY_INDEX", raising=False)
+    with pytest.raises(StackError, match=hint) as caught:
+        if text == "far":
+            define(conf, "far", python="3.7", pins=["part==1.0"])
+        if text == "away":
+            monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+            define(conf, "away", pins=["sampleproject==1.0"])
+        resolve(text, conf=ROOT / "conf" if text == "nightly" else conf)
+    assert caught.value.kind == kind
+    assert caught.value.exit_code == (3 if kind in ("index", "disk") else 2)
+
+
+def test_resolve_python_that_does_not_run_raises(tmp_path: Path) -> None:
+    bad = tmp_path / "python"
+    bad.write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
+    bad.chmod(0o755)
+    with pytest.raises(StackError) as caught:
+        resolve(f"python:{bad}")
+    assert caught.value.kind == "python"
+
+
+def test_file_that_differs_from_the_lock_is_refused(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_CACHE_DIR", str(conf.parent / "fresh"))  # the first one holds the locked file
+    (conf.parent / "wheels" / "top-1.0-py3-none-any.whl").unlink()
+    stack_wheels.wheel(conf.parent / "wheels", "top", "1.0", ["part<3"])
+    with pytest.raises(StackError) as caught:
+        resolve("small", conf=conf)
+    assert caught.value.kind == "hash"
+
+
+def test_full_disk_is_an_infra_error() -> None:
+    error = locks.explain("stack x", "error: Failed to write\n  cause: No space left on device (os error 28)")
+    assert (error.kind, error.infra, error.unavailable) == ("disk", True, False)
