@@ -20,7 +20,7 @@ from repro_matrix.external.scripts import known_failures as known
 from repro_matrix.external.scripts.failure import Failure, judge
 from repro_matrix.external.scripts.measure import Script, stored
 from repro_matrix.external.scripts.traceback_text import tracebacks
-from repro_matrix.launch.cut_logs import CUT
+from repro_matrix.launch.attempt_logs import CUT
 
 WHERE = {"file": "/home/a/train.py", "line": 3, "function": "step", "module": "__main__", "place": "", "code": "x"}
 UPSTREAM = {**WHERE, "file": "/v/site-packages/transformers/cache.py", "module": "transformers.cache",

@@ -17,7 +17,7 @@ from repro_matrix.grading.hangs.deadlock import family, mismatches, never_meet, 
 from repro_matrix.grading.location import threads_of
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.grading.signature import matches
-from repro_matrix.launch.timeouts import COSTS
+from repro_matrix.launch.attempt import COSTS
 from repro_matrix.runner.retry import LONGER, again, told
 
 NCCL = Path(__file__).parents[1] / "nccl_dumps"

@@ -47,12 +47,12 @@ def test_a_rank_says_the_frames_of_the_call_that_it_waits_in(
     tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the host has gone on from there, so that the backtrace does not show it."""
-    take = watch.looks.take
+    take = watch.sampling.take
 
     def take_with_frames(*arguments: Any) -> Any:
-        return watch.looks.with_frames(take(*arguments), arguments[2])
+        return watch.sampling.with_frames(take(*arguments), arguments[2])
 
-    monkeypatch.setattr(watch.looks, "take", take_with_frames)
+    monkeypatch.setattr(watch.sampling, "take", take_with_frames)
     seen = launched(warm, attempt_of(tmp_path / "a", "other_collective", "waits.py", deadline=FOREVER))
     called = [[place.function for place in rank.called] for rank in Attempt(seen).ranks]
     assert "all_gather" in called[0] and "barrier" in called[1] and "other_collective" in called[1]

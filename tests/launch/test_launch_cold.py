@@ -18,10 +18,10 @@ from repro_kit.settings import resolve
 import pytest
 import yaml
 from launching import FAULTS, Json, attempt_of, free, gone, launched, launched_until, stuck, wait_for
-from repro_matrix.launch import ColdLauncher, backtraces, processes
+from repro_matrix.launch import ColdLauncher, processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt
+from repro_matrix.launch.attempt_logs import read_launch
 from repro_matrix.launch.forkserver import WarmLauncher
-from repro_matrix.launch.watch import read_launch
 from repro_matrix.paths import ROOT
 from repro_matrix.runner.gpu_locks import Leases, clear_leftovers
 
@@ -57,7 +57,7 @@ def case_attempt(directory: Path, slug: str, arm: str, model: str, strategy: str
 def test_stacks_come_from_faulthandler_where_py_spy_may_not_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmLauncher
 ) -> None:
-    monkeypatch.setattr(backtraces, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
+    monkeypatch.setattr(sampling, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
     seen = launched_until(warm, attempt_of(tmp_path / "a", "stuck_in_here"), 2)
     for rank in seen["ranks"]:
         assert rank["stack"].startswith("# faulthandler (py-spy: Permission Denied)")

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 from repro_matrix.environment.gpus import Seen
 from repro_matrix.grading.hangs import progress as judge_looks
-from repro_matrix.launch import cut_logs, observe, open_launcher, processes, shm, watch
-from repro_matrix.launch import sampling as looks
+from repro_matrix.launch import attempt_logs, observe, open_launcher, processes, sampling, shm, watch
 from repro_matrix.launch import torchrun as cold
-from repro_matrix.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of, torchrun_line
+from repro_matrix.launch.attempt import RUN_TOKEN, Attempt, clean, environment, prepare, remove, tmp_of
+from repro_matrix.launch.command_line import torchrun_line
 from repro_matrix.launch.watch import Watched
 from repro_matrix.runner.gpu_locks import Leases, Trouble, clear_leftovers, register_run
 from repro_matrix.runner.scheduler import Kept
@@ -376,12 +376,12 @@ def test_no_record_however_damaged_breaks_the_observation(data: bytes) -> None:
     path = Path(f"/dev/shm/repro_record_{os.getpid()}")
     try:
         path.write_bytes(data)
-        record, _ = observe.read_record(path)
+        record, _ = attempt_logs.read_record(path)
         assert record is None or "done" in record
-        text = observe.tail(path)
+        text = attempt_logs.tail(path)
         text.encode("utf-8")
         assert not any(ord(char) < 32 and char not in "\n\t" for char in text)
-        assert watch.read_launch(path)["ranks"] == []
+        assert attempt_logs.read_launch(path)["ranks"] == []
     finally:
         path.unlink(missing_ok=True)
 
@@ -393,7 +393,7 @@ def test_the_tail_of_a_huge_log_is_read_alone(tmp_path: Path) -> None:
         out.seek(0, 2)
         out.write(b"\n" + b"".join(b"line %d\n" % n for n in range(1000)))
     before = psutil.Process().io_counters().read_chars
-    lines = observe.tail(path).split("\n")
+    lines = attempt_logs.tail(path).split("\n")
     assert psutil.Process().io_counters().read_chars - before < 1 << 20
     assert len(lines) == 60 and lines[-1] == "line 999"
 
@@ -402,12 +402,12 @@ def test_a_log_that_is_cut_keeps_its_tail(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(log, b"x" * (2 << 20) + b"\nlast")
-    cut_logs.cut(path, 4 << 20)
+    attempt_logs.cut(path, 4 << 20)
     assert path.stat().st_size > 2 << 20
-    cut_logs.cut(path, 1 << 20)
+    attempt_logs.cut(path, 1 << 20)
     os.write(log, b" and more")
     os.close(log)
-    assert path.stat().st_size < 128 << 10 and observe.tail(path).endswith("\nlast and more")
+    assert path.stat().st_size < 128 << 10 and attempt_logs.tail(path).endswith("\nlast and more")
 
 
 def test_a_dead_process_is_no_part_of_a_tree() -> None:
@@ -458,24 +458,26 @@ def test_ranks_are_looked_at_until_it_is_known_whether_they_move(
 ) -> None:
     seen = []
 
-    def take(watched: watch.Watch) -> dict[int, looks.Look]:
+    def take(watched: watch.Watch) -> dict[int, sampling.Sample]:
         seen.append(busy[len(seen)])
         at = 3.0 * len(seen)
         return {
-            0: looks.Look({"at_s": at, "cpu_s": 1.0, "io": 0, "busy": bool(seen[-1]), "stack": "a", "ended": False})
+            0: sampling.Sample(
+                {"at_s": at, "cpu_s": 1.0, "io": 0, "busy": bool(seen[-1]), "stack": "a", "ended": False}
+            )
         }
 
-    monkeypatch.setattr(watch.Watch, "_take", take)
+    monkeypatch.setattr(watch.Watch, "_sample", take)
     monkeypatch.setattr(watch, "APART_S", 0.0)
     watched = watch.Watch(attempt_of(tmp_path, "none", deadline=1))
     watched._working = 0.0
-    watched._look_twice(threading.Event())
-    pair = judge_looks.pair([each.seen for each in watched.result.looks[0]])
+    watched._sample_at_deadline(threading.Event())
+    pair = judge_looks.pair([each.state for each in watched.result.samples[0]])
     assert len(seen) == taken and judge_looks.of_rank(*pair) == said
-    watched.result.looks = {}
+    watched.result.samples = {}
     stop = threading.Event()
     stop.set()
     seen.clear()
     watched.result.timed_out = True
-    watched._look_twice(stop)
+    watched._sample_at_deadline(stop)
     assert len(seen) == 1 and watched.result.interrupted and not watched.result.timed_out, "Ctrl-C does not wait"

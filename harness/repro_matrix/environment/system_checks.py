@@ -71,7 +71,7 @@ def seen(uuids: tuple[str, ...]) -> Around:
 
 def no_stacks() -> str | None:
     """Why py-spy cannot look into a process of ours (a hang's stacks then come from faulthandler); None when it can."""
-    from repro_matrix.launch.backtraces import py_spy
+    from repro_matrix.launch.sampling import py_spy
 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:

@@ -1,4 +1,4 @@
-"""Launching: attempts started, watched, and ended as a whole."""
+"""Launch attempts, watch them, and end each one as a whole."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ __all__ = ["Attempt", "ColdLauncher", "Launcher", "open_launcher"]
 
 
 def open_launcher(name: str) -> Launcher:
-    """``torchrun`` (cold: the reference), ``warm`` (forked from a server), or ``auto``: warm, and the servers of stacks
-    with overlays are forked from one that has imported what they have in common.
+    """Return the launcher: ``torchrun`` (the reference), or ``warm`` or ``auto``: forked from a server.
 
-    The warm launcher hands what must start from cold to the reference launcher, and says so in the observation.
+    The latter hands an attempt that cannot be forked to torchrun and records the reason in the observation.
     """
     if name == "torchrun":
         return ColdLauncher()
     from repro_matrix.launch.forkserver import WarmLauncher
 
-    return WarmLauncher(share=name == "auto")
+    return WarmLauncher()

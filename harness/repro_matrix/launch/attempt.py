@@ -1,13 +1,13 @@
-"""One attempt: what is launched, where its files are, in which environment. What every launcher shares.
+"""One attempt: what is launched, with which files, environment and time limits. Every launcher uses it.
 
 The files of an attempt (all under ``Attempt.directory``):
 
-    settings.json        what the script runs with (``--settings``)
-    spec.json            what a worker inside the stack is told (``Attempt.spec``)
-    launch.json          what that worker answers: {"ranks": [{"rank", "pid", "exit_code", "signal", "ended_by"}],
-                         "error": null | {"kind", "message"}}; written when the ranks are up, and again at the end
+    settings.json        the settings of the script (``--settings``)
+    spec.json            the input of a worker inside the stack (``Attempt.spec``)
+    launch.json          that worker's answer: {"ranks": [{"rank", "pid", "exit_code", "signal", "ended_by"}],
+                         "error": null | {"kind", "message"}}; written when all ranks run, and again at the end
     records/rank-N.json  repro_kit/record.py         records/stacks-N.txt  kit's faulthandler
-    records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: what a rank shows while it runs
+    records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: the state of a running rank
     logs/rank-N.log      all output of a rank  logs/launcher.log     all output of the worker
     work/ tmp/ cache/    private to the attempt, always removed with it
 """
@@ -17,20 +17,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 import shutil
-import sys
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
-from repro_matrix.config import project
 from repro_matrix.config.env_allowlist import inherited
-from repro_matrix.launch.timeouts import costs
 
 Json = dict[str, Any]
 
@@ -39,13 +34,40 @@ PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it e
 RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)
 
 _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
+STARTING = frozenset({"start", "init_process_group"})  # phases of a rank (repros/repro_kit/run.py) before its work
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time limits of attempts on one kind of device, in seconds.
+
+    A case's deadline is for its work. Its clock starts when every rank is past ``init_process_group`` (or has ended);
+    starting has a limit of its own, beyond which the machine was too slow to tell anything about the case.
+    """
+
+    start: float
+    start_per_rank: float
+    bring_up: float  # added to a case's deadline: NCCL connects in the first collective
+    bring_up_per_rank: float
+
+    def start_limit(self, ranks: int) -> float:
+        return self.start + self.start_per_rank * ranks
+
+    def work_limit(self, deadline: float, ranks: int) -> float:
+        return deadline + self.bring_up + self.bring_up_per_rank * ranks
+
+
+# CPU: a cold interpreter takes up to 10 CPU s to import a stack, and other attempts run beside it. CUDA: besides,
+# cuInit and the contexts of 8 GPUs on a node without persistence mode, and NCCL's first connection, take 20 to 60 s
+# from cold (figures of public reports; none was measured by this project).
+COSTS = {"cpu": Costs(60, 20, 0, 0), "cuda": Costs(120, 20, 20, 5)}
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch of one arm of one cell. ``settings`` come from repros/arm_settings.resolve."""
+    """One launch of one arm of one cell. ``settings`` come from repro_kit.settings.resolve."""
 
-    id: str  # unique on the node; no characters that a file name cannot hold
+    id: str  # unique on the node; every character is valid in a file name
     run_id: str  # the run of the harness it belongs to
     directory: Path
     script: Path
@@ -54,21 +76,17 @@ class Attempt:
     world_size: int
     deadline_s: float  # for its work: from when every rank is past init_process_group
     env: dict[str, str] = field(default_factory=dict)  # of the stack, the case, the run's setting and the arm
-    gpus: tuple[str, ...] = ()  # leased devices (UUIDs), all seen by every rank; empty: CPU
-    imports: tuple[str, ...] = ()  # what a warm server imports ahead
+    gpus: tuple[str, ...] = ()  # leased devices (UUIDs), visible to every rank; empty: CPU
+    imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
-    cold: str | None = None  # why this attempt must start from a fresh interpreter
+    cold: str | None = None  # why this attempt must start with torchrun
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
-    start_limit_s: float | None = (
-        None  # for starting; None: what the accelerator allows (harness/repro_matrix/launch/timeouts.py)
-    )
-    kit: Path | None = None  # where the kit lies, when that is not beside the script
+    start_limit_s: float | None = None  # for starting; None: as COSTS says
+    kit: Path | None = None  # the kit's folder, when that is not beside the script
     files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
-    by_hand: str | None = None  # the command that does the same by hand, where the settings do not say it
+    by_hand: str | None = None  # the command that does the same manually, where the settings do not describe it
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
-    references: Path | None = (
-        None  # where attempts of this run leave each other their references (repro_kit/reference.py)
-    )
+    references: Path | None = None  # where attempts of this run share their references (repro_kit/reference.py)
 
     @property
     def records(self) -> Path:
@@ -104,16 +122,16 @@ class Attempt:
 
     @property
     def backend(self) -> str:
-        wanted = str(self.settings.get("backend", "auto"))
-        return wanted if wanted != "auto" else ("nccl" if self.device == "cuda" else "gloo")
+        requested = str(self.settings.get("backend", "auto"))
+        return requested if requested != "auto" else ("nccl" if self.device == "cuda" else "gloo")
 
     @property
     def device(self) -> str:
-        wanted = str(self.settings.get("device", "auto"))
-        return wanted if wanted != "auto" else ("cuda" if self.gpus else "cpu")
+        requested = str(self.settings.get("device", "auto"))
+        return requested if requested != "auto" else ("cuda" if self.gpus else "cpu")
 
     def full_settings(self) -> Json:
-        """The settings that the ranks read: the case's, and what the launch adds."""
+        """Return the settings that the ranks read: the case's, and those that the launch adds."""
         shared = {"references": {"folder": str(self.references), "attempt": self.id}} if self.references else {}
         return {
             **self.settings,
@@ -128,12 +146,16 @@ class Attempt:
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which the launcher has ended it whatever happens: what NCCL's own limits must not undercut."""
-        cost = costs(self.device)
-        return cost.start_limit(self.world_size) + cost.work_limit(self.deadline_s, self.world_size)
+        """Seconds after which the launcher has ended it whatever happens; NCCL's own limits must be longer."""
+        costs = self.costs
+        return costs.start_limit(self.world_size) + costs.work_limit(self.deadline_s, self.world_size)
+
+    @property
+    def costs(self) -> Costs:
+        return COSTS.get(self.device, COSTS["cuda"])
 
     def spec(self, port: int = 0) -> Json:
-        """What a worker inside the stack is told. ``env`` is only what is private to the attempt (see environment)."""
+        """Return the input of a worker inside the stack. ``env`` has only the attempt's private variables."""
         return {
             "script": str(self.script),
             "settings": str(self.settings_file),
@@ -146,18 +168,18 @@ class Attempt:
 
 
 class Launcher(Protocol):
-    """Starts attempts and returns what came out of them, as docs/observation.md says. Thread-safe."""
+    """Run attempts and return their observations (docs/observation.md). Thread-safe."""
 
     name: str
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Run one attempt to its end. ``stop`` set (Ctrl-C) ends it at once. Nothing of it survives the return."""
+        """Run one attempt to its end; a set ``stop`` (Ctrl-C) ends it at once. Nothing of it outlives this call."""
 
     def close(self) -> None: ...
 
 
 def tmp_of(directory: Path) -> Path:
-    """TMPDIR of the attempt in ``directory``: inside it, or elsewhere where its path is too long for a socket."""
+    """Return TMPDIR of the attempt in ``directory``: inside it, unless its path is too long for a socket."""
     inside = directory / "tmp"
     if len(str(inside)) <= _MAX_TMP:
         return inside
@@ -171,7 +193,7 @@ def remove(directory: Path) -> None:
 
 
 def stack_environment(attempt: Attempt) -> dict[str, str]:
-    """What is the same for all attempts of a stack and is read when packages are imported: a server's environment."""
+    """Return the variables that all attempts of a stack have in common: a fork server's environment."""
     hub = attempt.settings.get("model", {}).get("weights") == "hub"
     env = inherited(hub) | {
         "PYTHONUNBUFFERED": "1",
@@ -182,24 +204,23 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
     }
     if attempt.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-        # glibc gives the memory of every large tensor back to the system at once otherwise, and the kernel clears it
-        # anew for the next one.
+        # Otherwise glibc returns the memory of every large tensor to the system, and the kernel clears it for the next.
         env |= {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "33554432"}
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
-    # gloo and NCCL look up the host's own name otherwise, which stalls for seconds where DNS does not know it.
+    # Otherwise gloo and NCCL look up the host's own name, which stalls for seconds where DNS does not know it.
     env["GLOO_SOCKET_IFNAME"] = "lo"
     if not hub:
         env["HF_HUB_OFFLINE"] = "1"
     if attempt.stack_cache is not None:
-        # The defaults are keyed by Python and CUDA alone, so that two stacks would share what they compiled.
+        # The defaults are keyed by Python and CUDA alone, so that two stacks would share compiled extensions.
         env["TORCH_EXTENSIONS_DIR"] = str(attempt.stack_cache / "torch_extensions")
         env["HF_MODULES_CACHE"] = str(attempt.stack_cache / "hf_modules")
     return env | attempt.env
 
 
 def private_environment(attempt: Attempt) -> dict[str, str]:
-    """What differs from attempt to attempt: temporary files, caches, and the token that marks its processes."""
+    """Return the variables of this attempt alone: temporary files, caches, and the token that marks its processes."""
     env = {
         ATTEMPT_TOKEN: attempt.id,
         RUN_TOKEN: attempt.run_id,
@@ -219,12 +240,12 @@ def private_environment(attempt: Attempt) -> dict[str, str]:
 
 
 def environment(attempt: Attempt) -> dict[str, str]:
-    """The whole environment of a process that starts from cold for this attempt."""
+    """Return the whole environment of a process that torchrun starts for this attempt."""
     return {**stack_environment(attempt), **private_environment(attempt)}
 
 
 def prepare(attempt: Attempt) -> None:
-    """Make the attempt's files. An older folder of the same id is removed first: no stale record may be read."""
+    """Create the attempt's files. Remove an older folder of the same id first: no stale record may be read."""
     remove(attempt.directory)
     for folder in (attempt.records, attempt.logs, attempt.work, attempt.tmp, attempt.cache):
         folder.mkdir(parents=True, mode=0o700)
@@ -242,7 +263,7 @@ def clean(attempt: Attempt) -> None:
 
 
 def clear_directory(directory: Path) -> None:
-    """The same for an attempt of which only the folder is known (its controller died)."""
+    """Do the same as ``clean`` for an attempt of which only the folder is known (its controller died)."""
     if not (directory / "keep").exists():
         remove(directory)
         return
@@ -250,50 +271,11 @@ def clear_directory(directory: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def torchrun_line(attempt: Attempt) -> str:
-    """The command that does the same by hand, from the root of the checkout, or of the user's own repository."""
-    if attempt.by_hand is not None:
-        return attempt.by_hand
-    settings = attempt.settings
-    script = attempt.script
-    env = dict(attempt.env)
-    if attempt.kit is not None:
-        env["PYTHONPATH"] = private_environment(attempt)["PYTHONPATH"]
-    said = ["env", *(_given(name, value) for name, value in sorted(env.items()))] if env else []
-    words = ["torchrun"] if _same_interpreter(attempt.python) else [attempt.python, "-m", "torch.distributed.run"]
-    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
-    named = {
-        "case": settings["case"], "model": settings["model"]["slug"], "strategy": settings["strategy"]["slug"],
-        **{group: _from_root(file) for group, file in attempt.files.items()},
-    }  # fmt: skip
-    if "case" in attempt.files or script.stem != settings["case"].replace("-", "_"):  # several cases share the script
-        words += ["--case", named["case"]]
-    words += ["--arm", settings["arm"], "--model", named["model"], "--strategy", named["strategy"]]
-    for name, default in (("scale", "tiny"), ("weights", "random")):
-        value = settings["model"].get(name, default)
-        words += [f"--{name}", value] if value != default else []
-    follows = attempt.world_size if settings["strategy"]["slug"] == "tp" else 1
-    words += ["--tp-size", str(settings["tp_size"])] if settings["tp_size"] != follows else []
-    words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
-    for name, value in settings["flags"].items():
-        # The script reads the value as YAML: a plain word stays one, anything else is written as JSON.
-        plain = isinstance(value, str) and yaml.safe_load(value) == value
-        words += ["--flag", f"{name}={value if plain else json.dumps(value)}"]
-    return " ".join([*said, shlex.join(words)])
-
-
-def _given(name: str, value: str) -> str:
-    """A variable as a shell is given it: the stack's own programs stand before the reader's, not before this user's."""
-    first, _, rest = value.partition(os.pathsep)
-    if name == "PATH" and rest and rest == os.environ.get("PATH"):
-        return f'PATH={shlex.quote(first)}{os.pathsep}"$PATH"'
-    return f"{name}={shlex.quote(value)}"
-
-
-def _from_root(file: Path) -> str:
-    root = project.current().folder
-    return str(file.relative_to(root) if file.is_relative_to(root) else file)
-
-
-def _same_interpreter(python: str) -> bool:
-    return os.path.abspath(python) == os.path.abspath(sys.executable)
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended, as the end of a sentence. None: it did not answer."""
+    if code is not None and code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return "did not answer" if code is None else f"ended with exit code {code}"

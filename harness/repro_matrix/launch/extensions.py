@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from repro_matrix.config.env_allowlist import building
 from repro_matrix.environment.stacks.spec import Stack
-from repro_matrix.launch.stale_locks import Batons
+from repro_matrix.launch.stale_locks import StaleLocks
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 LIMIT_S = 600
@@ -29,7 +29,7 @@ def clear(folder: Path) -> None:
     """
     import psutil  # only here: what lists cells imports this module
 
-    Batons(folder).clear()
+    StaleLocks(folder).clear()
     orphans = [
         process
         for process in psutil.process_iter(["cwd", "name"])

@@ -1,73 +1,75 @@
-"""Looks at the ranks of an attempt that runs: what grading/hangs/progress.py compares. See docs/observation.md."""
+"""Sample the ranks of a running attempt: grading/hangs/progress.py compares two samples. See docs/observation.md."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from repro_matrix.grading.hangs import progress as judge
+from repro_matrix.grading.hangs import progress
 from repro_matrix.grading.hangs.deadlock import Standing, standing
-from repro_matrix.launch import backtraces, processes
+from repro_matrix.launch import processes
+from repro_matrix.launch.attempt import Json
 
-Json = dict[str, Any]
-
-ANSWER_S = 1.0  # a rank's witness answers in milliseconds, unless something holds the interpreter's lock
-FRAMES_S = 30.0  # ... and its torch may import for seconds before it can say the frames of a call
+ANSWER_S = 1.0  # a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
+FRAMES_S = 30.0  # ... and its torch may import for seconds before it can report the frames of a call
+DUMP_S = 15.0
+NO_STACK = "# no stack"  # begins the text that says why there is no backtrace
 
 
 @dataclass(frozen=True)
-class Look:
-    """One rank at one moment. ``seen`` is what is compared and stored; the rest is evidence in full."""
+class Sample:
+    """One rank at one moment. ``state`` is compared and stored; the rest is evidence in full."""
 
-    seen: Json
+    state: Json
     backtrace: str = ""
     collectives: Json | None = None
 
     def standing(self, rank: int) -> Standing:
-        return standing(rank, bool(self.seen.get("ended")), str(self.seen.get("inside") or ""), self.collectives)
-
-
-Round = Mapping[int, Look]
+        return standing(rank, bool(self.state.get("ended")), str(self.state.get("inside") or ""), self.collectives)
 
 
 def take(
     ranks: Mapping[int, psutil.Process], world_size: int, records: Path, began: float, spins: bool, full: bool = True
-) -> dict[int, Look]:
-    """Look at every rank once. ``began``: monotonic start of the attempt. Without ``full`` no backtraces are taken."""
+) -> dict[int, Sample]:
+    """Sample every rank once. ``began``: monotonic start of the attempt. Without ``full`` no backtraces are taken."""
     living = {rank: target for rank, target in ranks.items() if processes.alive(target)}
-    # What the processes used comes first: being looked at costs them something, too.
+    # Measure what the processes used first: sampling costs them something, too.
     used = {rank: _used(target) for rank, target in living.items()}
-    at = {rank: round(time.monotonic() - began, 3) for rank in living}
-    answers = _answers(set(living), records)
-    traces = backtraces.collect({rank: target.pid for rank, target in living.items()}, records) if full else {}
-    out = {}
+    times = {rank: round(time.monotonic() - began, 3) for rank in living}
+    answers = _query_monitors(set(living), records)
+    traces = backtraces({rank: target.pid for rank, target in living.items()}, records) if full else {}
+    samples = {}
     for rank in range(world_size):
         if rank not in living or not processes.alive(living[rank]):
-            out[rank] = Look({"at_s": round(time.monotonic() - began, 3), "ended": True})
+            samples[rank] = Sample({"at_s": round(time.monotonic() - began, 3), "ended": True})
             continue
         trace, answer = traces.get(rank, ""), answers.get(rank)
-        known = bool(trace) and backtraces.obtained(trace)
-        stands = judge.inside(trace) if known else ""
-        entered = (answer or {}).get("collectives")
-        waits = any(each.get("waits") for each in entered or [])
-        if known and not stands and waits and judge.backward(trace):
-            stands = "backward"
-        seen = {
-            "at_s": at[rank], "ended": False, **used[rank], "phase": phase(records, rank),
-            "stack": _digest(judge.still(trace)) if known else None, "inside": stands,
-            "entered": None if entered is None else _digest(json.dumps(entered, sort_keys=True)),
-            "spins": spins and (bool(stands) or waits),
+        known = bool(trace) and not trace.startswith(NO_STACK)
+        inside = progress.inside(trace) if known else ""
+        collectives = (answer or {}).get("collectives")
+        waits = any(each.get("waits") for each in collectives or [])
+        if known and not inside and waits and progress.backward(trace):
+            inside = "backward"
+        state = {
+            "at_s": times[rank], "ended": False, **used[rank], "phase": phase(records, rank),
+            "stack": _digest(progress.still(trace)) if known else None, "inside": inside,
+            "entered": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
+            "spins": spins and (bool(inside) or waits),
         }  # fmt: skip
-        out[rank] = Look(seen, trace, answer)
-    return out
+        samples[rank] = Sample(state, trace, answer)
+    return samples
 
 
 def _digest(text: str) -> str:
@@ -75,7 +77,7 @@ def _digest(text: str) -> str:
 
 
 def _used(target: psutil.Process) -> Json:
-    """CPU seconds, bytes read and written, and whether anything runs, of a rank and all below it."""
+    """Return CPU seconds, bytes read and written, and whether anything runs, of a rank and its descendants."""
     cpu = io = 0.0
     busy = False
     for each in processes.tree({target}):
@@ -84,15 +86,15 @@ def _used(target: psutil.Process) -> Json:
                 times = each.cpu_times()
                 cpu += times.user + times.system + (times.children_user + times.children_system)
                 busy = busy or _busy(each.pid)
-            counted = each.io_counters()
-            io += getattr(counted, "read_chars", 0) + getattr(counted, "write_chars", 0)
+            counters = each.io_counters()
+            io += getattr(counters, "read_chars", 0) + getattr(counters, "write_chars", 0)
         except (psutil.Error, OSError, AttributeError):
-            continue  # ended meanwhile, or nobody may ask
+            continue  # ended meanwhile, or not readable for this user
     return {"cpu_s": round(cpu, 3), "io": int(io), "busy": busy}
 
 
 def _busy(pid: int) -> bool:
-    """Whether any thread runs, waits for a core, or for a disk: under load a rank that works may get no CPU time."""
+    """Return whether any thread runs or waits for a core or a disk: under load a working rank may get no CPU time."""
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as source:
@@ -104,54 +106,56 @@ def _busy(pid: int) -> bool:
 
 
 def phase(records: Path, rank: int) -> str | None:
-    """The phase that a rank named last; None where it has named none."""
-    named = phases(records, rank)
-    return named[-1][1] if named else None
+    """Return the last phase that a rank reported; None if it has reported none."""
+    reported = phases(records, rank)
+    return reported[-1][1] if reported else None
 
 
 def phases(records: Path, rank: int) -> list[tuple[float, str]]:
-    """(time, name) of the phases that a rank has named so far."""
+    """Return (time, name) of the phases that a rank has reported so far."""
     try:
         lines = (records / f"phases-{rank}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = []
+    result = []
     for line in lines:
-        at, _, name = line.partition(" ")
+        time_s, _, name = line.partition(" ")
         try:
-            found.append((float(at), name))
+            result.append((float(time_s), name))
         except ValueError:
             continue
-    return found
+    return result
 
 
-def with_frames(last: Mapping[int, Look], records: Path) -> dict[int, Look]:
-    """The same looks, with the frames of the calls that the ranks wait in: on a GPU no backtrace has them."""
-    waiting = {rank for rank, look in last.items() if look.standing(rank).pending}
-    told = _answers(waiting, records, b"f", FRAMES_S)
-    return {rank: replace(look, collectives=told.get(rank, look.collectives)) for rank, look in last.items()}
+def with_frames(last: Mapping[int, Sample], records: Path) -> dict[int, Sample]:
+    """Add to the samples the frames of the calls in which the ranks wait: on a GPU no backtrace has them."""
+    waiting = {rank for rank, sample in last.items() if sample.standing(rank).pending}
+    answers = _query_monitors(waiting, records, b"f", FRAMES_S)
+    return {rank: replace(sample, collectives=answers.get(rank, sample.collectives)) for rank, sample in last.items()}
 
 
-def _answers(ranks: set[int], records: Path, question: bytes = b"?", limit_s: float = ANSWER_S) -> dict[int, Json]:
-    """What the ranks' witnesses say of their collectives, of those that answer; all are asked at once."""
+def _query_monitors(
+    ranks: set[int], records: Path, question: bytes = b"?", limit_s: float = ANSWER_S
+) -> dict[int, Json]:
+    """Return what the ranks' monitor threads report about their collectives; all are queried at once."""
     files = {rank: records / f"collectives-{rank}.json" for rank in ranks}
     before = {rank: _changed(path) for rank, path in files.items()}
-    asked = {rank: path for rank, path in files.items() if _ask(records / f"ask-{rank}", question)}
-    out: dict[int, Json] = {}
+    queried = {rank: path for rank, path in files.items() if _send(records / f"ask-{rank}", question)}
+    answers: dict[int, Json] = {}
     limit = time.monotonic() + limit_s
-    while len(out) < len(asked) and time.monotonic() < limit:
-        for rank in asked.keys() - out.keys():
-            if _changed(asked[rank]) != before[rank]:
-                answer = _read(asked[rank])
+    while len(answers) < len(queried) and time.monotonic() < limit:
+        for rank in queried.keys() - answers.keys():
+            if _changed(queried[rank]) != before[rank]:
+                answer = _read(queried[rank])
                 if answer is not None:
-                    out[rank] = answer
+                    answers[rank] = answer
         time.sleep(0.01)
-    return out
+    return answers
 
 
-def _ask(pipe: Path, question: bytes) -> bool:
+def _send(pipe: Path, question: bytes) -> bool:
     try:
-        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody listens
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails where nothing reads from it
     except OSError:
         return False
     try:
@@ -176,3 +180,53 @@ def _read(path: Path) -> Json | None:
     except (OSError, ValueError):
         return None
     return answer if isinstance(answer, dict) and "error" not in answer else None
+
+
+def backtraces(pids: dict[int, int], records: Path) -> dict[int, str]:
+    """Return the backtraces of each rank (rank -> pid) as text. The first line says how they were obtained."""
+
+    def stack(rank: int, pid: int) -> str:
+        text, problem = py_spy(pid)
+        return f"# py-spy\n{text}" if text else _faulthandler(rank, pid, records, problem)
+
+    with ThreadPoolExecutor(max_workers=max(1, min(4, len(pids)))) as pool:
+        return dict(zip(pids, pool.map(lambda item: stack(*item), pids.items())))
+
+
+def py_spy(pid: int) -> tuple[str, str]:
+    """Return py-spy's dump, or nothing and the reason."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return "", "py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--full-filenames", "--pid", str(pid)], capture_output=True, timeout=DUMP_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"py-spy: {type(error).__name__}"
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        return "", f"py-spy: {lines[0]}"
+    return done.stdout.decode(errors="replace"), ""
+
+
+def _faulthandler(rank: int, pid: int, records: Path, problem: str) -> str:
+    """Return what the kit's faulthandler writes on SIGUSR1. Without the kit's file the signal would end the rank."""
+    path = records / f"stacks-{rank}.txt"
+    if not path.exists():
+        return f"{NO_STACK} ({problem}; the rank had not reached the kit)"
+    earlier = path.stat().st_size  # of earlier samples
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except OSError as error:
+        return f"{NO_STACK} ({problem}; {error})"
+    before, limit = earlier, time.monotonic() + 3
+    while time.monotonic() < limit:
+        time.sleep(0.1)
+        size = path.stat().st_size
+        if size > earlier and size == before:
+            written = path.read_bytes()[earlier:].decode(errors="replace")
+            return f"# faulthandler ({problem})\n{written}"
+        before = size
+    return f"{NO_STACK} ({problem}; faulthandler did not answer)"

@@ -1,24 +1,17 @@
-"""The controller's side of one warm server (launch/worker/fork_server.py): start it, ask it, end it."""
+"""The controller's side of one fork server (launch/worker/fork_server.py): start it, send requests, end it."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN
-
-if TYPE_CHECKING:
-    from repro_matrix.launch.trunk import Trunk
-
-Json = dict[str, Any]
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Json, describe_exit
 
 WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
 IMPORT_S = 300.0  # a stack on a slow disk takes long to import the first time; a hang there must not last for ever
@@ -29,8 +22,8 @@ TOKEN_ROOM = 200  # bytes for an attempt's id: ranks overwrite the server's toke
 
 
 class Refused(Exception):
-    """The server did not come up. ``kind``: import, thread, cuda, launch, died or stopped, or apart (from a trunk: it
-    has to be started by itself); ``module``: what it was importing."""
+    """The server did not start. ``kind``: import, thread, cuda, launch, died or stopped; ``module``: what it was
+    importing."""
 
     def __init__(self, kind: str, message: str, module: str = "") -> None:
         super().__init__(message)
@@ -39,102 +32,64 @@ class Refused(Exception):
 
 
 class Request:
-    """One attempt that the server was asked for."""
+    """One attempt that the server was asked to run."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
-        self.ended = threading.Event()  # also set when the server is gone
+        self.ended = threading.Event()  # also set when the server has ended
         self.pid: int | None = None  # of the supervisor, from which all of the attempt descends
         self.exit_code: int | None = None
         self.cpu_s = 0.0
         self.problem: Json | None = None  # {"kind", "message"}: why there is no attempt, or no end of it
 
 
-class Running(Protocol):
-    """Of a subprocess.Popen, what a server's process needs."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def stdin(self) -> IO[bytes] | None: ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
-
-
 class Server:
     """Thread-safe. A server may run several attempts at once."""
 
     def __init__(
-        self,
-        python: str,
-        imports: tuple[str, ...],
-        env: dict[str, str],
-        where: Path,
-        own: tuple[str, ...] = (),
-        stop: threading.Event | None = None,
-        late: tuple[str, ...] = (),
-        trunk: Trunk | None = None,
-        overlay: tuple[str, ...] = (),
-    ) -> None:
-        """Returns when the packages are imported. ``own``: environment variables that name folders of this server.
-        ``late``: packages that it leaves for the ranks to import. ``trunk``: what it is forked from, and then laid over
-        it; else it starts by itself, with the overlay in ``env``.
+        self, python: str, imports: tuple[str, ...], env: dict[str, str], parent: Path,
+        folders: tuple[str, ...] = (), stop: threading.Event | None = None,
+    ) -> None:  # fmt: skip
+        """Start a server; return when the packages are imported. Raises Refused.
 
-        Its files are in a folder of its own in ``where``: the run's, which the next run clears if this one is killed.
+        ``folders``: environment variables that name folders of this server. Its files are in a folder of its own in
+        ``parent``: the run's, which the next run clears if this one is killed.
         """
-        where.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-", dir=where))
-        self.command = [python, str(WORKER), *imports, *(["--late", *late] if late else [])]
-        self.imports, self.late = imports, late
-        self.trunk = trunk
-        self.apart: str | None = None  # why it was not forked from one
+        parent.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-", dir=parent))
+        self.command = [python, str(WORKER), *imports]
         self.ready: Json = {}
         self.attempts = 0
-        self.users = 0  # attempts that hold it now; kept by the pool
+        self.users = 0  # attempts that hold it now; the launcher counts them
         self.retired: str | None = None  # why it takes no more attempts
         self.cpu_s = 0.0  # of the server itself: importing and serving
         self._lock = threading.Lock()
         self._up = threading.Event()
         self._requests: dict[str, Request] = {}
-        self._process: Running | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._start(env, own, overlay)
+            self._start(env, folders)
             self._await(stop or threading.Event())
         except BaseException:
             self.close()
             raise
 
-    def _start(self, env: dict[str, str], own: tuple[str, ...], overlay: tuple[str, ...]) -> None:
+    def _start(self, env: dict[str, str], folders: tuple[str, ...]) -> None:
         env = {
             **env,
-            **{name: str(self.folder / name.lower()) for name in own},
+            **{name: str(self.folder / name.lower()) for name in folders},
             "TMPDIR": str(self.folder),
             ATTEMPT_TOKEN: "server".ljust(TOKEN_ROOM, "-"),
         }
         with open(self.folder / "server.log", "ab") as log:
             try:
-                if self.trunk is None:
-                    self._process = self._popen(env, log)
-                else:
-                    what = {"packages": self.imports, "late": self.late, "env": env, "overlay": overlay}
-                    self._process = self.trunk.grow({**what, "cwd": str(self.folder)}, log)
+                self._process = subprocess.Popen(
+                    self.command, env=env, cwd=self.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
             except OSError as error:
                 raise Refused("launch", f"{type(error).__name__}: {error}") from None
-        threading.Thread(target=self._listen, name="warm-server", daemon=True).start()
-
-    def _popen(self, env: dict[str, str], log: IO[bytes]) -> Running:
-        return subprocess.Popen(
-            self.command, env=env, cwd=self.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
+        threading.Thread(target=self._listen, args=(self._process,), name="fork-server", daemon=True).start()
 
     def _await(self, stop: threading.Event) -> None:
         limit = time.monotonic() + IMPORT_S
@@ -142,10 +97,10 @@ class Server:
             if stop.is_set():
                 raise Refused("stopped", "the user stopped the run")
             if time.monotonic() > limit:
-                raise Refused("import", f"the warm server was not ready after {IMPORT_S:g} s")
+                raise Refused("import", f"the fork server was not ready after {IMPORT_S:g} s")
         if self.ready.get("event") != "ready":
-            kind, message = self.ready.get("kind", "died"), self.ready.get("message") or self._why()
-            raise Refused(kind, message, self.ready.get("module", ""))
+            message = self.ready.get("message") or self._describe_end()
+            raise Refused(self.ready.get("kind", "died"), message, self.ready.get("module", ""))
 
     @property
     def pid(self) -> int | None:
@@ -156,20 +111,20 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def run(self, name: str, spec: Json, launch_file: Path) -> Request:
-        """Ask for an attempt; returns when it was forked. ``Request.problem`` says why, when it was not."""
+        """Request an attempt; return when it was forked. ``Request.problem`` has the reason when it was not."""
         request = Request()
         with self._lock:
             self._requests[name] = request
             self.attempts += 1
         self._send({"id": name, "spec": spec, "launch": str(launch_file)})
         if not request.started.wait(ANSWER_S):
-            request.problem = {"kind": "lost", "message": f"the warm server did not answer in {ANSWER_S:g} s"}
+            request.problem = {"kind": "lost", "message": f"the fork server did not answer in {ANSWER_S:g} s"}
             self.retired = self.retired or "it did not answer"
             request.ended.set()
         return request
 
     def end(self, name: str) -> None:
-        """End an attempt; its launch.json says how its ranks ended."""
+        """End an attempt; its launch.json then contains how its ranks ended."""
         self._send({"end": name})
 
     def close(self) -> None:
@@ -177,7 +132,8 @@ class Server:
         process = self._process
         if process is not None:
             try:
-                self._hang_up(process)
+                assert process.stdin is not None
+                process.stdin.close()  # a server ends with its requests
                 # One that still imports does not read its input yet, and has nothing to end in order.
                 process.wait(END_S if self.ready.get("event") == "ready" else 0)
             except (OSError, subprocess.TimeoutExpired):
@@ -187,11 +143,6 @@ class Server:
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _hang_up(self, process: Running) -> None:
-        """The end of its requests is the end of a server."""
-        assert process.stdin is not None
-        process.stdin.close()
-
     def _send(self, message: Json) -> None:
         process = self._process
         assert process is not None and process.stdin is not None
@@ -200,11 +151,10 @@ class Server:
                 process.stdin.write(json.dumps(message).encode() + b"\n")
                 process.stdin.flush()
             except (OSError, ValueError):
-                pass  # the server is gone: its end of the pipe says so to all requests
+                pass  # the server has ended: _listen reports it to all requests
 
-    def _listen(self) -> None:
-        process = self._process
-        assert process is not None and process.stdout is not None
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
         for line in process.stdout:
             event = json.loads(line)
             if event["event"] in ("ready", "refused"):
@@ -212,11 +162,11 @@ class Server:
                 self.cpu_s = event.get("cpu_s", 0.0)
                 self._up.set()
             else:
-                self._heard(event)
+                self._receive(event)
         process.stdout.close()
         process.wait()
         self._up.set()
-        message = f"the warm server {self._why()}"
+        message = f"the fork server {self._describe_end()}"
         self.retired = self.retired or message
         with self._lock:
             left, self._requests = self._requests, {}
@@ -225,7 +175,7 @@ class Server:
             request.started.set()
             request.ended.set()
 
-    def _heard(self, event: Json) -> None:
+    def _receive(self, event: Json) -> None:
         with self._lock:
             request = self._requests.get(event["id"])
             if event["event"] != "started":
@@ -234,41 +184,27 @@ class Server:
             return
         if event["event"] == "started":
             request.pid = event["pid"]
-            request.started.set()
-            return
-        if event["event"] == "failed":
+        elif event["event"] == "failed":
             request.problem = {"kind": event["kind"], "message": event["message"]}
         else:
             request.exit_code = os.waitstatus_to_exitcode(event["status"])
             request.cpu_s = event["cpu_s"]
             self.cpu_s = event["server_cpu_s"]
-            self._healthy(event)
+            if event["threads"] > 1:
+                self.retired = f"it had {event['threads']} threads"
+            elif event["rss_mb"] > self.ready["rss_mb"] + MAX_GROWTH_MB:
+                self.retired = f"it had grown from {self.ready['rss_mb']} to {event['rss_mb']} MB"
         request.started.set()
-        request.ended.set()
+        if event["event"] != "started":
+            request.ended.set()
 
-    def _healthy(self, event: Json) -> None:
-        if event["threads"] > 1:
-            self.retired = f"it had {event['threads']} threads"
-        elif event["rss_mb"] > self.ready["rss_mb"] + MAX_GROWTH_MB:
-            self.retired = f"it had grown from {self.ready['rss_mb']} to {event['rss_mb']} MB"
-
-    def _why(self) -> str:
-        code = self._process.poll() if self._process else None
-        limit = time.monotonic() + 2
-        while code is None and self._process is not None and time.monotonic() < limit:
-            time.sleep(0.02)
-            code = self._process.poll()
+    def _describe_end(self) -> str:
+        try:
+            code = self._process.wait(2) if self._process else None
+        except subprocess.TimeoutExpired:
+            code = None
         try:
             lines = (self.folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
         except OSError:
             lines = []
-        return "\n".join([_ended(code), *lines])
-
-
-def _ended(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+        return "\n".join([describe_exit(code), *lines])

@@ -1,4 +1,4 @@
-"""The reference launcher: each attempt in fresh interpreters, started by torchrun's own machinery."""
+"""The reference launcher: each attempt in fresh interpreters, started by torchrun's own code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ColdLauncher:
     name = "torchrun"
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Run one attempt. A port that somebody took in between is not the attempt's fault: it is tried once more."""
+        """Run one attempt; once more if another process took its port meanwhile."""
         try:
             observation = self._once(attempt, stop)
             if (observation["infra"] or {}).get("kind") == "port" and not stop.is_set():
@@ -36,34 +36,34 @@ class ColdLauncher:
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         command = [attempt.python, str(WORKER), str(attempt.spec_file)]
         started = time.time()
-        if stop.is_set():  # nothing may start any more: a device may not even be ours
+        if stop.is_set():  # nothing may start any more: the run may have lost its devices
             return observe.not_started(attempt, self.name, command, started, None)
         prepare(attempt)
         env = environment(attempt) | {PARENT_TOKEN: str(os.getpid())}
         try:
             with open(attempt.logs / "launcher.log", "ab") as log:
-                # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
                 worker = Reaped(_started(command, env, attempt.work, log))
-        except OSError as error:  # the interpreter is gone or does not run
+        except OSError as error:  # the interpreter does not exist or does not run
             return observe.not_started(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
-        seen = Watch(attempt, root=worker.pid).run(worker.wait, stop)
+        result = Watch(attempt, root=worker.pid).run(worker.wait, stop)
         worker.wait(1.0)
-        seen.cpu_s = round(max(seen.cpu_s, worker.cpu_s), 3)
-        return observe.observation(attempt, self.name, command, seen, worker_exit=worker.exit_code)
+        result.cpu_s = round(max(result.cpu_s, worker.cpu_s), 3)
+        return observe.observation(attempt, self.name, command, result, worker.exit_code)
 
 
 def _started(command: list[str], env: dict[str, str], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """The process. Once more where the kernel says ESRCH of an exec, which it did once in some 10,000 (6.18)."""
-    for again in (True, False):
-        try:
-            # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
-            return subprocess.Popen(
-                command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-        except ProcessLookupError:
-            if not again:
-                raise
-    raise AssertionError("the loop returns or raises")
+    """Start the process. Try again if exec fails with ESRCH, which Linux 6.18 did once in some 10,000 starts."""
+
+    def start() -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+        return subprocess.Popen(
+            command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+    try:
+        return start()
+    except ProcessLookupError:
+        return start()
 
 
 class Reaped:
@@ -76,7 +76,7 @@ class Reaped:
         self._process = process
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after at most ``seconds``."""
+        """Return whether it has ended, after at most ``seconds``."""
         limit = time.monotonic() + seconds
         while self.exit_code is None:
             try:

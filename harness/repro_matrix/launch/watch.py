@@ -1,119 +1,108 @@
-"""Watching one attempt until it ends, and ending it: deadline, hang, Ctrl-C, and whatever it leaves behind.
+"""Supervise one attempt: enforce its time limits, detect hangs early, handle Ctrl-C, clean up leaked processes.
 
-Used by every launcher. The launcher says when the attempt has finished and which processes it starts from; this module
-decides when to end it, looks at a hang first, and sees to it that nothing survives.
+Every launcher uses it. The launcher says when the attempt has finished and from which process it descends; this module
+decides when to end it, samples the ranks of a hang first, and ensures that nothing outlives the attempt.
 
-A hang is no progress between two looks at the ranks (grading/hangs/progress.py). At the deadline ranks are looked at
-twice. Before it, when they have been quiet for a while: such an attempt is ended early, but only where two looks agree
-that nobody moves and that they can never meet (grading/hangs/deadlock.py). Anything short of that waits on.
+A hang is no progress between two samples of the ranks (grading/hangs/progress.py). At the deadline ranks are sampled
+twice. Before it, when they have been quiet for a while: such an attempt ends early, but only where two samples agree
+that no rank moves and that they wait for each other for ever (grading/hangs/deadlock.py). Otherwise it goes on.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from repro_matrix.grading.hangs import deadlock as collectives
-from repro_matrix.grading.hangs import progress as judge
-from repro_matrix.launch import backtraces, processes, shm
-from repro_matrix.launch import sampling as looks
-from repro_matrix.launch import timeouts as limits
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, environment
-from repro_matrix.launch.cut_logs import cut
-from repro_matrix.launch.stale_locks import Batons
+from repro_matrix.grading.hangs import deadlock, progress
+from repro_matrix.launch import processes, sampling, shm
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, STARTING, Attempt, environment
+from repro_matrix.launch.attempt_logs import cut, read_launch
+from repro_matrix.launch.sampling import Sample
+from repro_matrix.launch.stale_locks import StaleLocks
 
 POLL_S = 0.05
-LOOK_S = 1.0  # how often the tree, its memory files and the size of the logs are looked at
-APART_S = 2.5  # between two looks that are compared
-QUIET_S = 3.0  # ranks that used no CPU time for so long are worth a closer look
-QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbeats, this watch's own looks
-GPU_EVERY_S = 10.0  # ranks that wait on a GPU spin: they are looked at now and then, quiet or not
-PATIENCE = 2.0  # after looks that found no hang, the next ones wait so many times longer
-TRIES = 8  # pairs of looks at the deadline, at most: on a machine under load several may say nothing
+LOOK_S = 1.0  # how often the process tree, its memory files and the size of the logs are checked
+APART_S = 2.5  # between two samples that are compared
+QUIET_S = 3.0  # ranks that used no CPU time for so long are sampled
+QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbeats, the cost of being watched
+GPU_EVERY_S = 10.0  # ranks that wait on a GPU keep a core busy: they are sampled now and then, quiet or not
+PATIENCE = 2.0  # after samples without a hang, the next ones wait so many times longer
+TRIES = 8  # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
 
 
 @dataclass
 class Watched:
-    """How an attempt ended, as far as the controller saw it."""
+    """How an attempt ended, as far as the controller observed it."""
 
     started: float
     ended: float = 0.0
     timed_out: bool = False  # it was ended because it took too long, or hung
     starting: bool = False  # ... while ranks were still starting
     never_meet: str | None = None  # ... before its deadline: why its ranks could not go on
-    working_s: float | None = None  # from the start until every rank was at its work
-    limit_s: float = 0.0  # the limit that was in force at the end
-    looks: dict[int, list[looks.Look]] = field(default_factory=dict)  # of ranks, at a hang or the deadline
+    working_s: float | None = None  # from the start until every rank was past its start
+    limit_s: float = 0.0  # the time limit that applied at the end
+    samples: dict[int, list[Sample]] = field(default_factory=dict)  # of ranks, at a hang or the deadline
     interrupted: bool = False
     running: set[int] = field(default_factory=set)  # ranks that still ran when the controller began to end the attempt
     stacks: dict[int, str] = field(default_factory=dict)
     leftover: list[str] = field(default_factory=list)  # what had to be ended although the attempt had finished
-    cpu_s: float = 0.0  # of the processes seen; a launcher that can reap its worker knows better
-
-
-def read_launch(path: Path) -> dict[str, Any]:
-    """launch.json, or an empty answer where there is none (yet) or it is damaged."""
-    try:
-        answer = json.loads(path.read_text(encoding="utf-8"))
-        answer["ranks"] = [entry for entry in answer["ranks"] if isinstance(entry["rank"], int)]
-        return dict(answer)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {"ranks": []}
+    cpu_s: float = 0.0  # of the observed processes; a launcher that reaps its worker knows better
 
 
 class Watch:
-    """One attempt under watch. ``root``: the process that all of it descends from, where there is one."""
+    """One attempt under watch. ``root``: the process from which all of it descends, where there is one."""
 
     def __init__(self, attempt: Attempt, root: int | None = None, spare: set[int] | None = None) -> None:
         self.attempt = attempt
-        self.spare = spare or set()  # pids that outlive attempts: a warm server
+        self.spare = spare or set()  # pids that outlive attempts: a fork server
         self.result = Watched(started=time.time())
         self.root = processes.process(root)
-        self.seen: set[psutil.Process] = {self.root} if self.root else set()
+        self.known: set[psutil.Process] = {self.root} if self.root else set()
         self.memory: set[str] = set()
         self._cpu: dict[psutil.Process, float] = {}
-        self._began = self._looked = time.monotonic()
+        self._began = self._checked = time.monotonic()
         self._ranks: dict[int, psutil.Process] = {}
         self._announced = 0
-        self._alone = False  # the worker, to which all orphans come, says that it has no descendant any more
-        self._batons: Batons | None = None
-        self._costs = limits.costs(attempt.device)
-        self._working: float | None = None  # when (monotonic) every rank was at its work
+        self._alone = False  # whether the worker, which adopts all orphans, reports that it has no descendant any more
+        self._locks = StaleLocks(Path(environment(attempt)["TORCH_EXTENSIONS_DIR"]))
+        self._working: float | None = None  # when (monotonic) every rank was past its start
         self._quiet: float | None = None  # since when (monotonic) no rank has used CPU time
         self._used = 0.0
-        self._round: dict[int, looks.Look] | None = None  # the first look of a pair
+        self._first: dict[int, Sample] | None = None  # the first samples of a pair
         self._next_round = 0.0
         self._pause = APART_S
 
-    def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
-        """Until ``finished`` (called with seconds that it may wait), the deadline, or ``stop``; then end everything.
+    @property
+    def _spins(self) -> bool:
+        """Whether ranks that wait keep a core busy."""
+        return self.attempt.device == "cuda"
 
-        ``finished`` must also become true when the launcher's worker is gone.
+    def run(self, finished: Callable[[float], bool], stop: threading.Event) -> Watched:
+        """Wait for ``finished`` (called with seconds that it may wait), the deadline, or ``stop``; end everything.
+
+        ``finished`` must also become true when the launcher's worker has ended.
         """
+        result = self.result
         try:
             self._wait(finished, stop)
-            if self.result.timed_out:
-                self._look_twice(stop)
-                self._last_moment(finished)
-            if self.result.looks and self.attempt.device == "cuda":
-                last = looks.with_frames({r: each[-1] for r, each in self.result.looks.items()}, self.attempt.records)
-                self.result.looks = {rank: [each[0], last[rank]] for rank, each in self.result.looks.items()}
-            if self.result.timed_out or self.result.interrupted:
+            if result.timed_out:
+                self._sample_at_deadline(stop)
+                self._accept_late_end(finished)
+            if result.samples and self._spins:
+                last = sampling.with_frames({r: pair[-1] for r, pair in result.samples.items()}, self.attempt.records)
+                result.samples = {rank: [pair[0], last[rank]] for rank, pair in result.samples.items()}
+            if result.timed_out or result.interrupted:
                 self._end_early(finished)
         finally:
-            self._end_rest()  # whatever happened to the controller itself, nothing of the attempt stays
-        self.result.ended = (
-            self.result.started + time.monotonic() - self._began
-        )  # the clock may have been set meanwhile
-        self.result.cpu_s = round(sum(self._cpu.values()), 3)
-        return self.result
+            self._end_rest()  # even if the controller itself fails, nothing of the attempt stays
+        result.ended = result.started + time.monotonic() - self._began  # the clock may have been set meanwhile
+        result.cpu_s = round(sum(self._cpu.values()), 3)
+        return result
 
     def _wait(self, finished: Callable[[float], bool], stop: threading.Event) -> None:
         while not finished(POLL_S):
@@ -123,32 +112,33 @@ class Watch:
             if self._over():
                 self.result.timed_out = True
                 return
-            if time.monotonic() - self._looked > LOOK_S:
-                self.look()
+            if time.monotonic() - self._checked > LOOK_S:
+                self.check()
                 self._at_work()
-                self._looked = time.monotonic()
+                self._checked = time.monotonic()
                 if self._hangs():
                     self.result.timed_out = True
                     return
 
     def _over(self) -> bool:
-        """Whether its time is over: that for starting, or, once every rank is at its work, that for the work."""
+        """Return whether its time is over: that for starting or, once every rank is at its work, that for the work."""
+        attempt, costs = self.attempt, self.attempt.costs
         if self._working is None:
-            own = self.attempt.start_limit_s
-            self.result.limit_s = self._costs.start_limit(self.attempt.world_size) if own is None else own
+            limit = attempt.start_limit_s
+            self.result.limit_s = costs.start_limit(attempt.world_size) if limit is None else limit
             self.result.starting = time.monotonic() - self._began > self.result.limit_s and not self._at_work()
             return self.result.starting
-        self.result.limit_s = self._costs.work_limit(self.attempt.deadline_s, self.attempt.world_size)
+        self.result.limit_s = costs.work_limit(attempt.deadline_s, attempt.world_size)
         return time.monotonic() - self._working > self.result.limit_s
 
     def _at_work(self) -> bool:
-        """Whether every rank is past its start (or has ended); the clock of the deadline runs from then on."""
+        """Return whether every rank is past its start (or has ended); the deadline's clock runs from then on."""
         ranks = self.ranks()
         if self._working is not None or self._announced < self.attempt.world_size:
             return self._working is not None
         latest = 0.0
         for rank in range(self.attempt.world_size):
-            since = [at for at, name in looks.phases(self.attempt.records, rank) if name not in limits.STARTING]
+            since = [at for at, name in sampling.phases(self.attempt.records, rank) if name not in STARTING]
             if not since and rank in ranks and processes.alive(ranks[rank]):
                 return False
             latest = max([latest, *since[:1]])
@@ -158,76 +148,73 @@ class Watch:
         return True
 
     def _hangs(self) -> bool:
-        """Whether the attempt hangs for ever, by two looks some time apart. Looks only where it is quiet."""
-        now, spins = time.monotonic(), self.attempt.device == "cuda"
+        """Return whether the attempt hangs for ever, by two samples some time apart, taken only while it is quiet."""
+        now, spins = time.monotonic(), self._spins
         if self._working is None or self.attempt.world_size < 2:
             return False
         if not spins and (self._quiet is None or now - self._quiet < QUIET_S):
-            self._round = None  # somebody works
+            self._first = None  # some rank works
             return False
         if now < self._next_round:
             return False
         pause = GPU_EVERY_S if spins else self._pause
-        if self._round is None:
-            self._round = self._take(full=not spins)
-            if self._why_never(self._round, spins) is None:
-                self._round, self._next_round, self._pause = None, now + pause, self._pause * PATIENCE
+        first = self._first
+        if first is None:
+            first = self._sample(full=not spins)
+            if self._deadlock(first) is None:
+                self._next_round, self._pause = now + pause, self._pause * PATIENCE
                 return False
-            self._round = self._take() if spins else self._round
+            self._first = self._sample() if spins else first
             self._next_round = time.monotonic() + APART_S
             return False
-        second = self._take()
-        pairs = {rank: (self._round[rank].seen, look.seen) for rank, look in second.items()}
-        first, self._round = self._round, None
+        second = self._sample()
+        self._first = None
         self._next_round, self._pause = now + pause, self._pause * PATIENCE
-        if judge.of_attempt(pairs) != "stuck":
+        if progress.of_attempt({rank: (first[rank].state, s.state) for rank, s in second.items()}) != "stuck":
             return False
-        why = self._why_never(second, spins)
-        if why is None or self._why_never(first, spins) is None:
+        reason = self._deadlock(second)
+        if reason is None or self._deadlock(first) is None:
             return False
-        self.result.never_meet = why
-        self.result.looks = {rank: [first[rank], look] for rank, look in second.items()}
+        self.result.never_meet = reason
+        self.result.samples = {rank: [first[rank], sample] for rank, sample in second.items()}
         return True
 
-    def _take(self, full: bool = True) -> dict[int, looks.Look]:
-        return looks.take(
-            self.ranks(), self.attempt.world_size, self.attempt.records, self._began,
-            self.attempt.device == "cuda", full,
-        )  # fmt: skip
+    def _sample(self, full: bool = True) -> dict[int, Sample]:
+        attempt = self.attempt
+        return sampling.take(self.ranks(), attempt.world_size, attempt.records, self._began, self._spins, full)
 
-    @staticmethod
-    def _why_never(seen: looks.Round, spins: bool) -> str | None:
-        return collectives.never_meet([look.standing(rank) for rank, look in seen.items()], spins)
+    def _deadlock(self, samples: dict[int, Sample]) -> str | None:
+        return deadlock.never_meet([sample.standing(rank) for rank, sample in samples.items()], self._spins)
 
-    def _last_moment(self, finished: Callable[[float], bool]) -> None:
-        """Ranks that ended by themselves while they were looked at were not too slow."""
+    def _accept_late_end(self, finished: Callable[[float], bool]) -> None:
+        """Do not count ranks as too slow that ended by themselves while they were sampled."""
         if self._announced == self.attempt.world_size and not any(map(processes.alive, self._ranks.values())):
             limit = time.monotonic() + processes.KILL_S
             while time.monotonic() < limit and not finished(POLL_S):
                 pass
-            self.result.timed_out, self.result.looks = False, {}
+            self.result.timed_out, self.result.samples = False, {}
 
-    def _look_twice(self, stop: threading.Event) -> None:
-        """At the deadline: do the ranks move? Ranks that moved once may have done so just before they hung."""
-        if self.result.looks or self._working is None:
+    def _sample_at_deadline(self, stop: threading.Event) -> None:
+        """Sample the ranks until it is known whether they move. One move may have come just before the hang."""
+        if self.result.samples or self._working is None:
             return
-        seen: dict[int, list[looks.Look]] = {}
+        samples: dict[int, list[Sample]] = {}
         for number in range(TRIES + 1):
             if number and stop.wait(APART_S):
                 self.result.timed_out, self.result.interrupted = False, True
                 return
-            for rank, look in self._take().items():
-                seen.setdefault(rank, []).append(look)
+            for rank, sample in self._sample().items():
+                samples.setdefault(rank, []).append(sample)
             if number:
-                answer = judge.of_attempt({rank: (each[-2].seen, each[-1].seen) for rank, each in seen.items()})
+                answer = progress.of_attempt({r: (each[-2].state, each[-1].state) for r, each in samples.items()})
                 if answer == "stuck" or (answer == "progress" and number > 1):
                     break
-        self.result.looks = {rank: each[-2:] for rank, each in seen.items()}
+        self.result.samples = {rank: each[-2:] for rank, each in samples.items()}
 
-    def look(self) -> None:
-        """Remember what there is now: it may lose its parent, or its environment, before the end."""
+    def check(self) -> None:
+        """Record the current processes: they may lose their parent, or their environment, before the end."""
         self.ranks()
-        self.seen |= processes.tree(self.seen)
+        self.known |= processes.tree(self.known)
         living = self._living()
         for target in living:
             try:
@@ -235,51 +222,50 @@ class Watch:
                 self._cpu[target] = times.user + times.system
             except psutil.Error:
                 continue
-        self._listen(sum(self._cpu.values()))
+        self._note_quiet(sum(self._cpu.values()))
         self.memory |= shm.in_use_by(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
-        self._batons = self._batons or Batons(Path(environment(self.attempt)["TORCH_EXTENSIONS_DIR"]))
-        self._batons.look()  # a rank of this attempt may wait for one that is dead
+        self._locks.check()  # a rank of this attempt may wait for the lock of a dead one
 
-    def _listen(self, used: float) -> None:
-        """Note since when the attempt has been quiet. A look at its processes costs none of their CPU time."""
+    def _note_quiet(self, used: float) -> None:
+        """Note since when the attempt has been quiet. Checking its processes costs none of their CPU time."""
         now = time.monotonic()
-        if used - self._used > QUIET_CPU * self.attempt.world_size * max(now - self._looked, LOOK_S):
+        if used - self._used > QUIET_CPU * self.attempt.world_size * max(now - self._checked, LOOK_S):
             self._quiet = None
         elif self._quiet is None:
-            self._quiet = self._looked
+            self._quiet = self._checked
         self._used = used
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks' processes, as the worker announced them."""
+        """Return the ranks' processes, as the worker announced them."""
         if self._announced < self.attempt.world_size:
-            told = read_launch(self.attempt.launch_file)["ranks"]
-            self._announced = len(told)
-            for entry in told:  # some may have ended before they were looked for
+            entries = read_launch(self.attempt.launch_file)["ranks"]
+            self._announced = len(entries)
+            for entry in entries:  # some may have ended already
                 target = processes.process(entry.get("pid"))
-                # A rank that ended long ago may have given its number to a stranger.
+                # The number of a rank that ended long ago may belong to another process now.
                 if target is not None and target.create_time() >= self.result.started - 5:
                     self._ranks[int(entry["rank"])] = target
-            self.seen |= set(self._ranks.values())
+            self.known |= set(self._ranks.values())
         return self._ranks
 
     def _living(self) -> set[psutil.Process]:
-        return {target for target in self.seen if target.pid not in self.spare and processes.alive(target)}
+        return {target for target in self.known if target.pid not in self.spare and processes.alive(target)}
 
     def _find(self) -> set[psutil.Process]:
-        self.seen |= processes.tree(self.seen)
-        if not self._alone:  # every process of the machine is asked: dear where there are thousands
-            self.seen |= processes.with_token(ATTEMPT_TOKEN, self.attempt.id)
+        self.known |= processes.tree(self.known)
+        if not self._alone:  # reads the environment of every process: slow where there are thousands
+            self.known |= processes.with_token(ATTEMPT_TOKEN, self.attempt.id)
         return self._living()
 
     def _end_early(self, finished: Callable[[float], bool]) -> None:
-        """The ranks and all below them, then the worker: so it can still say how they ended."""
-        self.look()
+        """End the ranks and their descendants, then the worker: so it can still report how they ended."""
+        self.check()
         alive = {rank: target for rank, target in self.ranks().items() if processes.alive(target)}
         self.result.running = set(alive)
-        if self.result.timed_out and not self.result.looks:
-            self.result.stacks = backtraces.collect({rank: t.pid for rank, t in alive.items()}, self.attempt.records)
+        if self.result.timed_out and not self.result.samples:
+            self.result.stacks = sampling.backtraces({r: t.pid for r, t in alive.items()}, self.attempt.records)
         if self._ranks:
             worker = {self.root} if self.root else set()
             processes.end(lambda: self._find() - worker)
@@ -291,10 +277,9 @@ class Watch:
         early = self.result.timed_out or self.result.interrupted
         self._alone = read_launch(self.attempt.launch_file).get("alone") is True
         ended = processes.end(self._find, term_s=0.5)
-        if not early:
-            self.result.leftover += ended
         answer = read_launch(self.attempt.launch_file)
-        numbers = {target.pid for target in self.seen} | {int(entry.get("pid") or 0) for entry in answer["ranks"]}
-        left = shm.clear(self.memory, (numbers | {int(answer.get("port") or 0)}) - {0}, self.result.started)
+        pids = {target.pid for target in self.known} | {int(entry.get("pid") or 0) for entry in answer["ranks"]}
+        left = shm.clear(self.memory, (pids | {int(answer.get("port") or 0)}) - {0}, self.result.started)
         if not early:
-            self.result.leftover += [*answer.get("leftover", []), *(f"/dev/shm/{name} removed" for name in left)]
+            removed = [f"/dev/shm/{name} removed" for name in left]
+            self.result.leftover += [*ended, *answer.get("leftover", []), *removed]

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from repro_matrix.environment.gpus import Seen, unseen
 from repro_matrix.launch import processes, shm
 from repro_matrix.launch.attempt import RUN_TOKEN, clear_directory
-from repro_matrix.launch.watch import read_launch
+from repro_matrix.launch.attempt_logs import read_launch
 from repro_matrix.runner.scheduler import Kept
 
 EMPTY_S = 10.0  # how long a device may take to let go of a process that has ended

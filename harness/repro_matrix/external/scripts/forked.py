@@ -52,7 +52,7 @@ class Forked(WarmLauncher):
 
     def __init__(self, share: bool = True, begins: tuple[str, ...] = ()) -> None:
         """``begins``: what every server imports, whatever the script at hand begins with (it is made smaller)."""
-        super().__init__(share=share)
+        super().__init__()
         self.begins = begins
         state = cache_dir() / "state" / "scripts"
         state.mkdir(parents=True, exist_ok=True)

@@ -23,9 +23,9 @@ from repro_matrix.external.scripts.failure import INFINITE, Failure
 from repro_matrix.external.scripts.traceback_text import tracebacks
 from repro_matrix.launch import observe
 from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, prepare, private_environment
-from repro_matrix.launch.cut_logs import CUT
+from repro_matrix.launch.attempt_logs import CUT, read_launch
 from repro_matrix.launch.torchrun import Reaped
-from repro_matrix.launch.watch import Watch, read_launch
+from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parents[2] / "launch" / "worker" / "command.py"
 HOOKS = WORKER.with_name("hooks")

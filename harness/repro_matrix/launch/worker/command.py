@@ -1,7 +1,7 @@
-"""Runs somebody's own command (torchrun, accelerate, deepspeed, python) and says in launch.json how its ranks ended.
+"""Run a user's own command (torchrun, accelerate, deepspeed, python) and report in launch.json how its ranks ended.
 
-Run by path: ``python command.py SPEC``. Standard library only. Who the ranks are and how they ended is written down by
-worker/hooks/sitecustomize.py inside the command's processes; the rest is as in elastic.py.
+Run by path: ``python command.py SPEC``. Standard library only. worker/hooks/sitecustomize.py, inside the command's
+processes, records which processes are ranks and how they ended; the rest is as in elastic.py.
 """
 
 from __future__ import annotations
@@ -21,38 +21,28 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import elastic
 
 POLL_S = 0.05
-SHOWN = 12  # lines of a launcher's own output that an error quotes
+QUOTED_LINES = 12  # of the launcher's own output, in an error
 
 
-def ranks_of(records: Path, plain: int | None) -> list[dict[str, Any]]:
-    """The ranks that have begun, and how they ended. ``plain``: the exit code of a command that is itself the rank."""
-    found = []
+def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, Any]]:
+    """Return the ranks that have started, and how they ended.
+
+    ``command_exit``: the exit code of a command that is itself the only rank.
+    """
+    entries = []
     for claim in sorted(records.glob("claim-*"), key=lambda path: int(path.name.partition("-")[2])):
-        rank, text = int(claim.name.partition("-")[2]), claim.read_text()
-        ended: dict[str, Any] = {"code": plain, "signalled": False}  # where no launcher says it
+        rank, pid = int(claim.name.partition("-")[2]), claim.read_text()
+        end: dict[str, Any] = {"code": command_exit, "signalled": False}
         try:
-            ended = json.loads((records / f"exit-{text}.json").read_text())
+            end = json.loads((records / f"exit-{pid}.json").read_text())
         except (OSError, ValueError):
-            pass
-        code = ended["code"]
-        name = None
-        if code is not None and code < 0:
-            known = {int(each): each.name for each in signal.Signals}
-            name = known.get(-code, f"SIG{-code}")
-        # A rank whose end nobody saw says nothing by it; what it raised stands in its record.
-        by_launcher = (code is None and plain is None) or (
-            name in ("SIGTERM", "SIGKILL", "SIGINT") and ended["signalled"]
-        )
-        found.append(
-            {
-                "rank": rank,
-                "pid": int(text) if text.isdigit() else None,
-                "exit_code": code if code is None or code >= 0 else None,
-                "signal": name,
-                "ended_by": "launcher" if by_launcher else "self",
-            }
-        )
-    return found
+            pass  # no launcher reports it
+        code = end["code"]
+        # A rank whose end nothing reports tells nothing by it; its exception is in its record.
+        unknown = code is None and command_exit is None
+        ended = code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT) and end["signalled"]
+        entries.append(elastic.rank_entry(rank, int(pid) if pid.isdigit() else None, code, unknown or ended))
+    return entries
 
 
 def main() -> None:
@@ -62,7 +52,7 @@ def main() -> None:
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
     answer_file, records = spec_file.parent / "launch.json", Path(spec["record_dir"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answer: dict[str, Any] = {"ranks": [], "error": None, "finished": False, "port": None, "leftover": []}
+    answer = elastic.blank_answer()
     env = {**os.environ, **spec["env"]}
     env.pop("REPRO_PARENT", None)
     try:
@@ -71,22 +61,20 @@ def main() -> None:
         message = f"{spec['command'][0]}: {error.strerror}"
         elastic.write(answer_file, {**answer, "error": {"kind": "launch", "message": message}, "finished": True})
         return
-    told = False
+    announced = False
     while process.poll() is None:
         time.sleep(POLL_S)
-        if not told and len(list(records.glob("claim-*"))) >= spec["world_size"]:
-            told = True
-            elastic.write(answer_file, {**answer, "ranks": ranks_of(records, None)})
-    plain = process.returncode if spec["plain"] else None
-    answer["ranks"], answer["command_exit"] = ranks_of(records, plain), process.returncode
+        if not announced and len(list(records.glob("claim-*"))) >= spec["world_size"]:
+            announced = True
+            elastic.write(answer_file, {**answer, "ranks": recorded_ranks(records, None)})
+    answer["ranks"] = recorded_ranks(records, process.returncode if spec["plain"] else None)
+    answer["command_exit"] = process.returncode
     if not answer["ranks"]:
-        said = "\n".join((spec_file.parent / "logs" / "launcher.log").read_text(errors="replace").splitlines()[-SHOWN:])
-        message = f"the command ended with exit code {process.returncode} before any rank began\n{said}"
+        log = (spec_file.parent / "logs" / "launcher.log").read_text(errors="replace")
+        quoted = "\n".join(log.splitlines()[-QUOTED_LINES:])
+        message = f"the command ended with exit code {process.returncode} before any rank started\n{quoted}"
         answer["error"] = {"kind": "launch", "message": message}
-    elastic.write(answer_file, answer)
-    answer["leftover"] = elastic.end_orphans()
-    answer["alone"] = reaper and elastic.alone()
-    answer["finished"] = True
+    elastic.finish(answer_file, answer, reaper)
     elastic.write(answer_file, answer)
 
 

@@ -1,10 +1,12 @@
-"""Starts the ranks of one attempt with torchrun's own machinery, inside the stack's environment.
+"""Start the ranks of one attempt with torchrun's own code, inside the stack's environment.
 
-Run by path: ``python elastic.py SPEC``. Standard library and torch (>= 2.2) only; nothing of the controller's. It
-answers in launch.json beside the spec, once when the ranks are up (their pids) and again when they have ended.
+Run by path: ``python elastic.py SPEC``. It uses the standard library and torch (>= 2.2) only, and writes launch.json
+beside the spec: once when all ranks have started (their pids) and again when they have ended.
 
-``python elastic.py --rank SCRIPT SETTINGS LOGS`` is what elastic starts for each rank: it prepares the process and
-turns itself into ``python -u SCRIPT --settings SETTINGS``: the rank is a direct child with a plain command line.
+Elastic starts ``python elastic.py --rank SCRIPT SETTINGS LOGS`` for each rank. That prepares the process and replaces
+itself with ``python -u SCRIPT --settings SETTINGS``, so that the rank is a direct child with a plain command line.
+
+The other workers import their process helpers from here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
 TERM_GRACE_S = 3.0  # for the ranks that elastic ends because another one failed; its own limit is 30 s
@@ -29,30 +31,34 @@ ORPHAN_GRACE_S = 1.0  # helpers of a rank (resource tracker, fork server) end by
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 ranks: dict[int, subprocess.Popen[Any]] = {}
-signalled: set[int] = set()  # processes that this one, elastic included, sent a signal to
+signalled: set[int] = set()  # processes to which this one, elastic included, sent a signal
 
 
 def prctl(option: int, value: int) -> bool:
     try:
         return bool(ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0)
     except (OSError, AttributeError):
-        return False  # not Linux: the controller finds what is left by its token
+        return False  # not Linux: the controller finds leaked processes by their token
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent dies. It may have died before this call: then end now."""
+    """Ask the kernel to kill this process when its parent dies; end now if the parent has died already."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.get("REPRO_PARENT") or os.getppid()):
         os._exit(1)
 
 
+def allow_debugging_and_no_core() -> None:
+    prctl(PR_SET_PTRACER, 2**64 - 1)  # lets py-spy read a hung rank where only ancestors may ptrace
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file of a large model fills a disk
+
+
 def become_rank(script: str, settings: str, logs: str) -> None:
     die_with_parent()
-    prctl(PR_SET_PTRACER, 2**64 - 1)  # lets py-spy look at a hung rank where ptrace is for ancestors only
+    allow_debugging_and_no_core()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # an ignored signal would stay ignored
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file of a large model fills a disk
-    # Appending matters: the controller may cut a log that grows without end.
+    # Append mode matters: the controller may cut a log that grows without limit.
     log = os.open(f"{logs}/rank-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -60,8 +66,8 @@ def become_rank(script: str, settings: str, logs: str) -> None:
     os.execv(sys.executable, [sys.executable, "-u", script, "--settings", settings])
 
 
-class Recorded(subprocess.Popen):
-    """Remembers the processes that elastic starts: its own report leaves out how some of them ended."""
+class TrackedPopen(subprocess.Popen):
+    """Remember the processes that elastic starts: its own report omits how some of them ended."""
 
     on_complete: Any = None
 
@@ -71,11 +77,11 @@ class Recorded(subprocess.Popen):
         if "RANK" in env:
             ranks[int(env["RANK"])] = self
             if len(ranks) == int(env["WORLD_SIZE"]):
-                Recorded.on_complete()
+                TrackedPopen.on_complete()
 
 
-def noted(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """os.kill or os.killpg that remembers whom it was sent to: such an end is not the rank's own doing."""
+def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Wrap os.kill or os.killpg to remember the target: the rank did not cause such an end itself."""
 
     def wrapper(pid: int, number: int) -> None:
         if number:
@@ -85,32 +91,36 @@ def noted(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
     return wrapper
 
 
-def described() -> list[dict[str, Any]]:
-    """How each rank ended. Elastic ends the others with TERM, then KILL, once it has seen a failure."""
-    out = []
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def rank_entry(rank: int, pid: Any, code: Any, by_launcher: bool) -> dict[str, Any]:
+    """Return a rank's entry in launch.json. ``code``: a negative one is a signal; None: it still runs, or unknown."""
+    return {
+        "rank": rank,
+        "pid": pid,
+        "exit_code": code if code is None or code >= 0 else None,
+        "signal": signal_name(-code) if code is not None and code < 0 else None,
+        "ended_by": "launcher" if by_launcher else "self",
+    }
+
+
+def rank_entries() -> list[dict[str, Any]]:
+    """Return how each rank ended. Elastic ends the others with TERM, then KILL, once it has seen a failure."""
+    entries = []
     for rank, process in sorted(ranks.items()):
         code = process.poll()
-        name = None
-        if code is not None and code < 0:
-            try:
-                name = signal.Signals(-code).name
-            except ValueError:
-                name = f"SIG{-code}"
-        by_us = name in ("SIGTERM", "SIGKILL") and process.pid in signalled
-        out.append(
-            {
-                "rank": rank,
-                "pid": process.pid,
-                "exit_code": code if code is None or code >= 0 else None,
-                "signal": name,
-                "ended_by": "launcher" if by_us else "self",
-            }
-        )
-    return out
+        ours = code in (-signal.SIGTERM, -signal.SIGKILL) and process.pid in signalled
+        entries.append(rank_entry(rank, process.pid, code, ours))
+    return entries
 
 
-def end_stragglers() -> None:
-    """KILL the ranks that ignore elastic's TERM: it would wait for 30 s, at a release's fixed setting."""
+def kill_stragglers() -> None:
+    """KILL the ranks that ignore elastic's TERM; elastic itself would wait for 30 s."""
     while not any(process.poll() for process in ranks.values()):
         time.sleep(0.05)
     time.sleep(TERM_GRACE_S)
@@ -122,45 +132,52 @@ def end_stragglers() -> None:
                 pass
 
 
-def descendants() -> dict[int, str]:
-    """Living descendants of this process (pid -> name); as a subreaper it inherits the orphans of its ranks."""
-    parents, names = {}, {}
+def kill(pid: int) -> None:
+    """Send SIGKILL to a process that may have ended meanwhile."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+
+
+def descendants(root: int, exclude: Iterable[int] = ()) -> dict[int, str]:
+    """Return the living descendants (pid -> name) of ``root``, without ``exclude`` and their descendants.
+
+    A child subreaper also has the orphans of its descendants as children.
+    """
+    children: dict[int, list[int]] = {}
+    names = {}
     for entry in os.listdir("/proc"):
         try:
             text = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace") if entry.isdigit() else ""
         except OSError:
-            continue
-        if text:
-            name, _, rest = text[text.index("(") + 1 :].rpartition(") ")
+            continue  # it has ended meanwhile
+        name, _, rest = text.partition("(")[2].rpartition(") ")
+        if rest:
             state, parent = rest.split()[:2]
-            parents[int(entry)] = int(parent)
+            children.setdefault(int(parent), []).append(int(entry))
             if state not in "ZX":
                 names[int(entry)] = name
-    found = {os.getpid()}
-    while True:
-        more = {pid for pid, parent in parents.items() if parent in found} - found
-        if not more:
-            return {pid: names[pid] for pid in found if pid in names and pid != os.getpid()}
-        found |= more
+    found = [root]
+    for pid in found:
+        found += [child for child in children.get(pid, ()) if child not in exclude]
+    return {pid: names[pid] for pid in found[1:] if pid in names}
 
 
-def end_orphans() -> list[str]:
-    """KILL what the ranks left behind; says what it was."""
+def kill_orphans() -> list[str]:
+    """KILL the processes that the ranks left behind; return their names."""
     limit = time.monotonic() + ORPHAN_GRACE_S
-    left = descendants()
+    left = descendants(os.getpid())
     while left and time.monotonic() < limit:
         time.sleep(0.02)
-        left = descendants()
+        left = descendants(os.getpid())
     killed = [f"{name}({pid}) killed" for pid, name in sorted(left.items())]
     limit = time.monotonic() + 5
     while left and time.monotonic() < limit:
         for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass
+            kill(pid)
         time.sleep(0.02)
-        left = descendants()
+        left = descendants(os.getpid())
     for process in ranks.values():
         process.poll()  # before the next lines take its status away
     try:
@@ -177,14 +194,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def blank_answer() -> dict[str, Any]:
+    return {"ranks": [], "error": None, "finished": False, "port": None, "leftover": []}
+
+
 def write(path: Path, answer: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(answer), encoding="utf-8")
     os.replace(temporary, path)
 
 
-def alone() -> bool:
-    """Whether no process below this one is left: the kernel knows (a subreaper's orphans are its children)."""
+def no_children() -> bool:
+    """Return whether no child of this process is left, not even a zombie (a subreaper adopts orphans)."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -192,22 +213,30 @@ def alone() -> bool:
     return False
 
 
+def finish(path: Path, answer: dict[str, Any], reaper: bool) -> None:
+    """Write ``answer``, end what the ranks left behind, and write the final answer."""
+    write(path, answer)
+    answer["leftover"] = kill_orphans()
+    answer["alone"] = reaper and no_children()
+    answer["finished"] = True
+
+
 def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
-    subprocess.Popen = Recorded  # type: ignore[misc]
-    os.kill, os.killpg = noted(os.kill), noted(os.killpg)
+    subprocess.Popen = TrackedPopen  # type: ignore[misc]
+    os.kill, os.killpg = record_signals(os.kill), record_signals(os.killpg)
     os.environ.update(spec["env"], REPRO_PARENT=str(os.getpid()))
-    answer: dict[str, Any] = {"ranks": [], "error": None, "finished": False, "port": None, "leftover": []}
+    answer = blank_answer()
 
     def up() -> None:
-        write(answer_file, {**answer, "ranks": described()})
-        threading.Thread(target=end_stragglers, daemon=True).start()
+        write(answer_file, {**answer, "ranks": rank_entries()})
+        threading.Thread(target=kill_stragglers, daemon=True).start()
 
-    Recorded.on_complete = staticmethod(up)
+    TrackedPopen.on_complete = staticmethod(up)
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        # Chosen now: in the seconds that the imports take somebody else might have taken it.
+        # Choose it now: during the imports, which take seconds, another process might take it.
         port = answer["port"] = spec["port"] or free_port()
         config = LaunchConfig(
             min_nodes=1,
@@ -228,17 +257,14 @@ def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
         try:
             elastic_launch(config, sys.executable)(*itself, spec["script"], spec["settings"], spec["log_dir"])
         except ChildFailedError:
-            pass  # the ranks say how they ended
-    except Exception as error:  # whatever the machinery raised is the launch's error, not a rank's
+            pass  # the entries of the ranks report how they ended
+    except Exception as error:  # whatever torchrun's code raises is an error of the launch, not of a rank
         kind = "port" if PORT_TAKEN.search(str(error)) else "import" if isinstance(error, ImportError) else "launch"
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
-    # Left over is what outlived the ranks; a rank that elastic did not end is an error of its own.
-    answer["ranks"] = described()
-    write(answer_file, answer)
-    answer["leftover"] = end_orphans()
-    answer["alone"] = reaper and alone()
-    answer["ranks"] = described()
-    answer["finished"] = True
+    # Processes that outlive the ranks are leaked; a rank that elastic did not end is an error of its own.
+    answer["ranks"] = rank_entries()
+    finish(answer_file, answer, reaper)
+    answer["ranks"] = rank_entries()
     write(answer_file, answer)
 
 

@@ -16,7 +16,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-OURS = ("fork_server", "fork_attempt", "fork_rank", "preload_parent", "fork_script", "probes")
+OURS = ("elastic", "fork_server", "fork_attempt", "fork_script")
 
 
 def run(spec: dict[str, Any], rank: int) -> NoReturn:

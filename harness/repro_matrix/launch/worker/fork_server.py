@@ -1,17 +1,18 @@
-"""The warm server: imports a stack's packages once, and forks the processes of each attempt from what it imported.
+"""The fork server: import a stack's packages once, and fork the processes of each attempt from what is imported.
 
-    python fork_server.py [PACKAGE ...] [--late PACKAGE ...]
+    python fork_server.py [PACKAGE ...]
 
-Requests come on stdin, replies go to stdout, one JSON object a line:
+Requests arrive on stdin, replies go to stdout, one JSON object a line:
 
     <- {"event": "ready", ...} | {"event": "refused", "kind": "import"|"thread"|"cuda", "module": ..., "message": ...}
     -> {"id": ID, "spec": {...}, "launch": FILE}   (spec: that of harness/repro_matrix/launch/attempt.py, and "cwd")
-    <- {"event": "started", "id": ID, "pid": ...}, and when all of it is gone {"event": "ended", "id": ID, ...}
+    <- {"event": "started", "id": ID, "pid": ...}, and after all of it has ended {"event": "ended", "id": ID, ...}
     -> {"end": ID}   ends the attempt as a failed rank would
 
-It runs inside the stack's environment (standard library, torch, and the packages named), knows nothing of the harness,
-and ends with its stdin. It never runs an operation and keeps one thread: a fork copies only the thread that calls it,
-so that whatever another thread held stays locked in every rank.
+It runs inside the stack's environment (standard library, torch, and the packages named) and ends with its stdin. It
+never runs an operation and keeps one thread: a fork copies only the thread that calls it, so that a lock which another
+thread holds would stay locked in every rank. A stack that cannot be imported in this way is refused; the controller
+starts its attempts with torchrun.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, Iterable
+from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, FOLDER)
+import elastic  # noqa: E402
 import fork_attempt  # noqa: E402
-from probes import Probes  # noqa: E402
 
-# No rank's import may find what lies beside this file.
+# No rank's import may find the files beside this one.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 
-# What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); what an older
-# torch does not have is left out. A failure that depends on the order of imports has to start from cold.
+# What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); parts that an
+# older torch lacks are left out. A case whose failure depends on the order of imports has to start with torchrun.
 BASE = [
     "torch",
     "torch.nn.parallel",
@@ -74,13 +75,11 @@ LAZY = {
         "torch._subclasses.schema_check_mode",
     ],
 }
-# Trainer needs accelerate, so that whoever uses it names that; it imports peft too, a fifth of what transformers costs.
+# Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what transformers costs.
 # Accelerator.prepare and Trainer import deepspeed wherever it is installed.
 LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
 # What a package computes once in every process, from nothing but its own source: (its module, a function, an argument).
-ONCE = [("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")]  # 900 regular expressions
-
-LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
+COMPUTED_ONCE = [("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")]  # 900 expressions
 
 
 class Refused(Exception):
@@ -89,77 +88,59 @@ class Refused(Exception):
         self.reply = {"event": "refused", "kind": kind, "module": module, "message": message}
 
 
-class Unshared(BaseException):
-    """What is imported asks for what an overlay brings: not here. No package catches it by mistake."""
+def preload(packages: list[str]) -> list[str]:
+    """Import torch's usual parts and ``packages``. Return the parts that this release does not have.
 
-
-def import_ahead(packages: list[str], late: list[str], until: str = "") -> tuple[list[str], list[str]]:
-    """Import everything but what is ``late``, which the ranks import, and what this process had from the trunk that it
-    was forked from. Refuses what a fork could not survive. ``until``: what comes first is enough.
-
-    Returns what an older release does not have, and what was asked of a GPU meanwhile (launch/worker/probes.py).
+    Raises Refused for an import after which ranks cannot be forked.
     """
-    base = BASE[: BASE.index(until)] if until else BASE
-    wanted = [(name, name == "torch") for name in base if name not in sys.modules]
+    wanted = [(name, name == "torch") for name in BASE]
     for package in packages:
-        wanted.append((package, True))
-        wanted += [(name, False) for name in LAZY.get(package, [])]
-    wanted = [each for each in wanted if each[0] not in late and each[0].partition(".")[0] not in late]
-    missing = [] if "torch" in sys.modules else import_all([wanted.pop(0)])
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # no rank will see a GPU
-        return missing + import_all(wanted), []
-    torch: Any = sys.modules["torch"]
-    with Probes(torch.cuda) as probes:
-        missing += import_all(wanted)
-    return missing, probes.answered
-
-
-def import_all(wanted: list[tuple[str, bool]]) -> list[str]:
+        wanted += [(package, True), *((name, False) for name in LAZY.get(package, []))]
     missing = []
-    for name, needed in wanted:
+    for name, required in wanted:
         try:
             if " " in name:  # a script's own line: `from transformers import Trainer`
                 exec(name, {"__name__": "imported"})
             else:
                 importlib.import_module(name)
-        except Unshared as error:
-            raise Refused("asked", name, f"importing {name} asks for {error}") from None
         except BaseException as error:  # packages raise anything at import, SystemExit too
-            if not needed and isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name)):
-                missing.append(name)
-                continue
-            if not needed:  # a part that does not import here fails in the rank, if a rank wants it, with its own error
+            if required:
+                raise Refused("import", name, f"{type(error).__name__}: {error}") from error
+            missing.append(name)
+            # A part that does not import here fails in the rank, if a rank needs it, with its own error.
+            if not (isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name))):
                 traceback.print_exc()
-                missing.append(name)
-                continue
-            raise Refused("import", name, f"{type(error).__name__}: {error}") from error
+            continue
         check_threads(name)
         check_cuda(name)
-    return missing
-
-
-def compute_ahead() -> None:
-    for name, function, argument in ONCE:
+    for name, function, argument in COMPUTED_ONCE:
         try:
             getattr(sys.modules[name], function)(argument)
         except (KeyError, AttributeError):
             continue  # not imported, or another release
-        except Exception:  # it fails in the rank, if a rank asks for it, with its own error
+        except Exception:  # it fails in the rank, if a rank needs it, with its own error
             traceback.print_exc()
         check_threads(name)
+    return missing
 
 
 def check_threads(module: str) -> None:
-    count = len(os.listdir("/proc/self/task"))
+    count = thread_count()
     if count > 1:
         frames = sys._current_frames()
-        seen = [
+        started = [
             f"{thread.name} in {frames[thread.ident].f_code.co_filename}"
             for thread in threading.enumerate()
             if thread is not threading.main_thread() and thread.ident in frames
         ]
-        what = "; ".join(seen) or f"{count - 1} not started by Python"
-        raise Refused("thread", module, f"importing {module} started a thread ({what}): ranks cannot be forked from it")
+        names = "; ".join(started) or f"{count - 1} not started by Python"
+        raise Refused(
+            "thread", module, f"importing {module} started a thread ({names}): ranks cannot be forked from it"
+        )
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def check_cuda(module: str) -> None:
@@ -169,7 +150,7 @@ def check_cuda(module: str) -> None:
 
 
 def driver_initialised() -> bool:
-    """Whether cuInit was called (torch alone does not know when another package called it). Loads nothing."""
+    """Return whether cuInit was called (torch does not know when another package called it). Loads nothing."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
         count = ctypes.c_int()
@@ -178,45 +159,25 @@ def driver_initialised() -> bool:
         return False
 
 
-def collapse() -> None:
-    """Put what was imported into large pages (Linux 6.1; elsewhere nothing happens): a fork copies the page table, and
-    of 70,000 small pages that is half of what an attempt costs beyond its ranks' own work."""
-    try:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-            lines = [line.split() for line in file]
-    except (OSError, AttributeError):
-        return
-    for words in lines:
-        if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):
-            start, end = (int(number, 16) for number in words[0].split("-"))
-            start, end = -(-start // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
-            if start < end:
-                madvise(start, end - start, MADV_COLLAPSE)  # a refusal leaves the pages as they were
-
-
 def rss_mb() -> float:
     with open("/proc/self/statm", encoding="ascii") as file:
         return round(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
 def children() -> set[int]:
-    """Of this process, ended ones that nobody waited for too."""
+    """Return the children of this process, zombies included."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return {int(pid) for pid in file.read().split()}
-    except OSError:  # a kernel that does not tell: the controller finds what is left by its token
+    except OSError:  # a kernel without that file: the controller finds leaked processes by their token
         return set()
 
 
 class Server:
-    """``held``: what else a process forked from this one must not hold."""
-
-    def __init__(self, requests: int, replies: int, mark: fork_attempt.Mark, held: Iterable[int] = ()) -> None:
-        self.requests, self.replies, self.held = requests, replies, list(held)
-        self.mark = mark
-        self.running: dict[int, dict[str, Any]] = {}  # the read end of a supervisor's life line -> who it is
+    def __init__(self, requests: int, replies: int) -> None:
+        self.requests, self.replies = requests, replies
+        self.mark = fork_attempt.Mark()
+        self.running: dict[int, dict[str, Any]] = {}  # the read end of a supervisor's life line -> its id and pid
         self.buffer = b""
 
     def reply(self, **event: Any) -> None:
@@ -225,6 +186,7 @@ class Server:
             data = data[os.write(self.replies, data) :]
 
     def serve(self) -> None:
+        """Serve until the requests end."""
         while True:
             ready, _, _ = select.select([self.requests, *self.running], [], [])
             for fd in ready:
@@ -238,21 +200,18 @@ class Server:
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         for line in lines:
             request = json.loads(line)
-            if "end" in request:
-                self.end(request["end"], signal.SIGTERM)
-            else:
+            if "end" not in request:
                 self.start(request)
+                continue
+            for child in self.running.values():
+                if child["id"] == request["end"]:
+                    os.kill(child["pid"], signal.SIGTERM)  # not reaped yet: the pid is still its own
         return bool(data)
-
-    def end(self, name: str, number: int) -> None:
-        for child in self.running.values():
-            if child["id"] == name:
-                os.kill(child["pid"], number)  # not reaped yet: the pid is still its own
 
     def start(self, request: dict[str, Any]) -> None:
         receive, send = os.pipe()
-        fds = [self.requests, self.replies, *self.held, receive, *self.running]
-        own_pid = os.getpid()
+        fds = [self.requests, self.replies, receive, *self.running]
+        server = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -262,9 +221,9 @@ class Server:
             return
         if pid == 0:
             try:
-                fork_attempt.Supervisor(request["spec"], request["launch"], own_pid, send, fds, self.mark).run()
+                fork_attempt.Supervisor(request["spec"], request["launch"], server, send, fds, self.mark).run()
             finally:
-                os._exit(70)  # whatever happened: nothing of the supervisor may return into the server's loop
+                os._exit(70)  # the supervisor must never return into the server's loop
         os.close(send)
         self.running[receive] = {"id": request["id"], "pid": pid}
         self.reply(event="started", id=request["id"], pid=pid)
@@ -273,40 +232,39 @@ class Server:
         child = self.running.pop(fd)
         os.close(fd)
         _, status, usage = os.wait4(child["pid"], 0)
-        cpu = usage.ru_utime + usage.ru_stime
-        self.sweep()
-        own = os.times()
+        self.kill_orphans()
+        times = os.times()
         self.reply(
-            event="ended", id=child["id"], status=status, cpu_s=round(cpu, 4), rss_mb=rss_mb(),
-            threads=len(os.listdir("/proc/self/task")), server_cpu_s=round(own.user + own.system, 3),
+            event="ended", id=child["id"], status=status, cpu_s=round(usage.ru_utime + usage.ru_stime, 4),
+            rss_mb=rss_mb(), threads=thread_count(), server_cpu_s=round(times.user + times.system, 3),
         )  # fmt: skip
 
-    def sweep(self) -> None:
-        """What a supervisor that was killed left behind came to this process: end it, and what is below it."""
+    def kill_orphans(self) -> None:
+        """KILL what a killed supervisor left behind: this process has adopted it."""
         running = {child["pid"] for child in self.running.values()}
         for attempt in range(100):
-            strangers = children() - running  # running ones are waited for when their life line ends
-            if not strangers:
+            orphans = children() - running  # running ones are reaped when their life line ends
+            if not orphans:
                 return
             if attempt:
                 time.sleep(0.01)
-            for pid, _ in fork_attempt.descendants(os.getpid(), running):
-                fork_attempt.kill(pid)
-            for pid in strangers:
+            for pid in elastic.descendants(os.getpid(), running):
+                elastic.kill(pid)
+            for pid in orphans:
                 os.waitpid(pid, os.WNOHANG)
 
     def close(self) -> None:
-        """Stdin ended: the controller is gone or done. End the attempts in order, then whatever is left."""
+        """End the attempts in order, then everything that is left: the controller has ended."""
         for child in self.running.values():
             os.kill(child["pid"], signal.SIGTERM)
         for child in self.running.values():
             os.waitpid(child["pid"], 0)
         self.running.clear()
-        self.sweep()
+        self.kill_orphans()
 
 
-def streams() -> tuple[int, int]:
-    """Requests and replies, taken away from what is imported: it reads nothing, and what it prints is no reply."""
+def take_streams() -> tuple[int, int]:
+    """Return the file descriptors of requests and replies, which imported packages can no longer read or write."""
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -315,51 +273,33 @@ def streams() -> tuple[int, int]:
     return requests, replies
 
 
-def bring_up(server: Server, packages: list[str], late: list[str], until: str = "", collapsed: bool = False) -> bool:
-    """Import, and say so, or why not. ``collapsed``: most of its memory is in large pages already; to do that again
-    costs more than the few attempts of a probe would save."""
+def main(packages: list[str]) -> int:
+    server = Server(*take_streams())
     began = time.perf_counter()
-    fork_attempt.prctl(fork_attempt.PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the controller's to handle
+    elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C in the terminal
     gc.disable()  # imports make hardly any garbage, and looking for it takes a fifth of their time
     try:
-        missing, probed = import_ahead(packages, late, until)
-        compute_ahead()
+        missing = preload(packages)
     except Refused as refused:
         traceback.print_exc()
         server.reply(**refused.reply)
-        return False
+        return 1
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in every rank
     gc.enable()
-    if not collapsed:
-        collapse()
     times = os.times()
     server.reply(
-        event="ready", pid=os.getpid(), missing=missing, probed=probed, rss_mb=rss_mb(),
+        event="ready", pid=os.getpid(), missing=missing, rss_mb=rss_mb(),
         wall_s=round(time.perf_counter() - began, 3), cpu_s=round(times.user + times.system, 3),
     )  # fmt: skip
-    return True
-
-
-def stay(server: Server) -> None:
-    """Serve until the requests end."""
     try:
         server.serve()
     finally:
         server.close()
         folder = os.environ.get("TMPDIR", "")
-        if os.path.basename(folder).startswith("repro-warm-"):  # a controller that was killed cannot remove it
+        if os.path.basename(folder).startswith("repro-warm-"):  # a killed controller cannot remove it
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def main(arguments: list[str]) -> int:
-    split = arguments.index("--late") if "--late" in arguments else len(arguments)
-    packages, late = arguments[:split], arguments[split + 1 :]
-    server = Server(*streams(), fork_attempt.Mark())
-    if not bring_up(server, packages, late):
-        return 1
-    stay(server)
     return 0
 
 

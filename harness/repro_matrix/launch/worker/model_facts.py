@@ -45,7 +45,7 @@ def base(names: list[str]) -> dict[str, float]:
     def imported() -> None:
         import fork_server
 
-        fork_server.import_ahead(names, [])
+        fork_server.preload(names)
 
     def both() -> None:
         imported()
