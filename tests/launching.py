@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -21,6 +22,7 @@ from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher
 from repro_matrix.launch.attempt_logs import read_launch
 from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.launch.processes import with_token
+from repro_matrix.paths import REPROS
 
 FAULTS = Path(__file__).parent / "faults"
 Json = dict[str, Any]
@@ -62,6 +64,26 @@ def attempt_of(
         deadline_s=deadline,
         keep=keep,
     )
+
+
+HEADER = f"import sys\nsys.path.insert(0, {str(REPROS)!r})\nfrom repro_kit import Run, main\n"
+FOOTER = "\nif __name__ == '__main__':\n    main(body)\n"
+
+
+def scripted(directory: Path, body: str, **kwargs: Any) -> Attempt:
+    """Return an attempt whose script does ``body``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    script = directory.parent / f"{directory.name}.py"
+    script.write_text(HEADER + "def body(run):\n" + "".join(f"    {line}\n" for line in body.splitlines()) + FOOTER)
+    return dataclasses.replace(attempt_of(directory, "nothing"), script=script, **kwargs)
+
+
+def facts(observation: Json) -> list[Json]:
+    """Return the facts that each rank recorded, of an attempt that ended well."""
+    assert observation["infra"] is None, observation
+    assert all(rank["record"]["done"] for rank in observation["ranks"]), observation["ranks"][0]["log_tail"]
+    records = [rank["record"]["facts"] for rank in observation["ranks"]]
+    return [{name: value for name, value in each.items() if name not in ("float32", "machine")} for each in records]
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 200) -> Any:

@@ -1,4 +1,4 @@
-"""Everything that can go wrong with ranks, from cold and warm: the right outcome, and nothing left behind."""
+"""Everything that ranks do wrong, with both launchers: the right outcome, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from launching import FAILED, Json, attempt_of, ends, failed_together, launched, launched_until
-from repro_matrix.launch import ColdLauncher, Launcher, watch
-from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch import watch
+from repro_matrix.launch.attempt import Launcher
 
 pytestmark = pytest.mark.ranks
 End = tuple[int | None, str | None, str]  # exit code, signal, who ended it
-
-
-@pytest.fixture
-def launchers(warm: WarmLauncher) -> dict[str, Launcher]:
-    return {"torchrun": ColdLauncher(), "warm": warm}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +24,7 @@ def no_cgroup_left() -> Iterator[None]:
             group.rmdir()
 
 
-# --- what is looked at besides how the ranks ended
+# --- checks besides how the ranks ended
 
 
 def message(text: str) -> Callable[[Json], Any]:
@@ -57,15 +52,15 @@ def never_done(rank: int) -> Callable[[Json], Any]:
 
 
 class Fault(NamedTuple):
-    """Two ranks, of which some do what a function of tests/faults says; or as many as ``each`` names functions."""
+    """Two ranks, some of which call a function of tests/faults; or one rank for each function in ``each``."""
 
     does: str
     ends: dict[int, End]
     infra: str | None = None
-    looks: tuple[Callable[[Json], Any], ...] = ()
+    checks: tuple[Callable[[Json], Any], ...] = ()
     flags: Json = {}  # noqa: RUF012 - never written
     script: str = "misbehave.py"
-    stuck: int = 0  # so many ranks are stuck for ever: the deadline comes once they are
+    stuck: int = 0  # so many ranks hang: the deadline comes once they do
 
 
 OK: End = (0, None, "self")
@@ -73,29 +68,29 @@ HANG: End = (None, "SIGTERM", "deadline")
 FAULTS = {
     "raises": Fault(
         "raises", {0: FAILED, 1: (None, "SIGTERM", "launcher")},
-        looks=(message("rank 0 of 2 does not want to"),), flags={"rank": 0, "others": "wait"},
+        checks=(message("rank 0 of 2 does not want to"),), flags={"rank": 0, "others": "wait"},
     ),
     "raises while its peer ignores SIGTERM": Fault(
         "ignores_term", {0: FAILED, 1: (None, "SIGKILL", "launcher")}, script="two_faults.py"
     ),
     "ends, without finishing, or with processes, shared memory, binary or much output left behind": Fault(
         "each", dict.fromkeys(range(5), OK),
-        looks=(never_done(0), leftover(3), leftover(2, "killed"), leftover(1, "/dev/shm"), tail(3, "after it"),
+        checks=(never_done(0), leftover(3), leftover(2, "killed"), leftover(1, "/dev/shm"), tail(3, "after it"),
                tail(4, "the last line")),
         flags={"each": ["leaves", "grandchildren", "leaves_memory", "binary", "prints"], "megabytes": 400},
     ),
     "hangs in Python, ignores SIGTERM or has a grandchild in its own session": Fault(
         "each", {0: OK, 1: HANG, 2: (None, "SIGKILL", "deadline"), 3: HANG},
-        looks=(stack(1, "stuck_in_here"), stack(2, "ignores_term"), stack(3, "grandchild_and_stuck")),
+        checks=(stack(1, "stuck_in_here"), stack(2, "ignores_term"), stack(3, "grandchild_and_stuck")),
         flags={"each": ["nothing", "stuck_in_here", "ignores_term", "grandchild_and_stuck"]}, stuck=3,
     ),
-    "os._exit(3)": Fault("leaves", {0: (3, None, "self")}, looks=(never_done(0),), flags={"rank": 0, "code": 3}),
+    "os._exit(3)": Fault("leaves", {0: (3, None, "self")}, checks=(never_done(0),), flags={"rank": 0, "code": 3}),
     "segfaults": Fault(
-        "segfault", {1: (None, "SIGSEGV", "self")}, looks=(never_done(1), stack(1, "# faulthandler", "segfault")),
+        "segfault", {1: (None, "SIGSEGV", "self")}, checks=(never_done(1), stack(1, "# faulthandler", "segfault")),
         flags={"rank": 1},
     ),
     "aborts in C++": Fault(
-        "aborts_in_cpp", {1: (None, "SIGABRT", "self")}, looks=(never_done(1), stack(1, "aborts_in_cpp")),
+        "aborts_in_cpp", {1: (None, "SIGABRT", "self")}, checks=(never_done(1), stack(1, "aborts_in_cpp")),
         flags={"rank": 1},
     ),
     "is killed": Fault("killed", {1: (None, "SIGKILL", "self")}, "memory", flags={"rank": 1}),
@@ -103,7 +98,7 @@ FAULTS = {
     "meets a limit on its memory": Fault("no_memory", {1: FAILED}, "memory", flags={"rank": 1}),
     "hangs in a collective": Fault(
         "hang", {}, script="collective.py", stuck=2,
-        looks=(stack(0, "barrier", "collective.py"), stack(1, "recv", "collective.py"), leftover(0)),
+        checks=(stack(0, "barrier", "collective.py"), stack(1, "recv", "collective.py"), leftover(0)),
     ),
     "fills the disk": Fault("disk_full", {0: FAILED}, "disk", flags={"rank": 0}),
     "has no room for its record": Fault("disk_full_for_the_record", {0: FAILED}, "disk", flags={"rank": 0}),
@@ -112,18 +107,18 @@ FAULTS = {
 }  # fmt: skip
 
 
-# From cold each takes ten times as long: the gate keeps one of them (and all of them warm).
-FROM_COLD = {"raises"}
+# With torchrun each takes ten times as long: the gate runs one of them there.
+IN_GATE = {"raises"}
 LAUNCHES = [
-    pytest.param(name, launcher, marks=[pytest.mark.slow] if launcher == "torchrun" and name not in FROM_COLD else [])
+    pytest.param(name, launcher, marks=[pytest.mark.slow] if launcher == "torchrun" and name not in IN_GATE else [])
     for name in FAULTS
     for launcher in ("torchrun", "warm")
 ]
 
 
-@pytest.mark.parametrize(("name", "launcher"), LAUNCHES)
-def test_a_rank_that(
-    tmp_path: Path, launchers: dict[str, Launcher], name: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "launcher"), LAUNCHES, indirect=["launcher"])
+def test_faulty_rank_gets_its_outcome(
+    tmp_path: Path, launcher: Launcher, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = FAULTS[name]
     each = fault.flags.get("each", "ab")
@@ -132,14 +127,11 @@ def test_a_rank_that(
     attempt = attempt_of(
         tmp_path / "a", fault.does, fault.script, deadline=400, keep=True, world_size=len(each), **fault.flags
     )
-    if fault.stuck:
-        seen = launched_until(launchers[launcher], attempt, fault.stuck)
-    else:
-        seen = launched(launchers[launcher], attempt)
-    assert seen["attempt"]["launcher"] == launcher and "retried" not in seen["attempt"]
-    assert seen["attempt"]["timed_out"] == bool(fault.stuck) and seen["attempt"]["wall_s"] < 400
-    assert (seen["infra"] or {}).get("kind") == fault.infra, seen["infra"]
-    assert {rank: ends(seen)[rank] for rank in fault.ends} == fault.ends
-    for number, look in enumerate(fault.looks):
-        assert look(seen), (number, seen["ranks"], seen["attempt"])
+    result = launched_until(launcher, attempt, fault.stuck) if fault.stuck else launched(launcher, attempt)
+    assert result["attempt"]["launcher"] == launcher.name and "retried" not in result["attempt"]
+    assert result["attempt"]["timed_out"] == bool(fault.stuck) and result["attempt"]["wall_s"] < 400
+    assert (result["infra"] or {}).get("kind") == fault.infra, result["infra"]
+    assert {rank: ends(result)[rank] for rank in fault.ends} == fault.ends
+    for number, check in enumerate(fault.checks):
+        assert check(result), (number, result["ranks"], result["attempt"])
     assert sum(path.stat().st_size for path in attempt.logs.iterdir()) < 300 << 20

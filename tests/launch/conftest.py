@@ -1,0 +1,16 @@
+"""Fixtures of the launcher tests."""
+
+from __future__ import annotations
+
+import pytest
+from repro_matrix.launch.attempt import Launcher
+from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.torchrun import ColdLauncher
+
+TORCHRUN = pytest.param("torchrun", marks=pytest.mark.slow)  # each start takes seconds: the gate runs only a few
+
+
+@pytest.fixture(params=["warm", TORCHRUN])
+def launcher(request: pytest.FixtureRequest, warm: WarmLauncher) -> Launcher:
+    """Each launcher in turn. ``parametrize("launcher", [...], indirect=True)`` selects and marks otherwise."""
+    return ColdLauncher() if request.param == "torchrun" else warm

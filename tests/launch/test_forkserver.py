@@ -1,0 +1,338 @@
+"""The fork server: fresh ranks each time, stacks that it refuses, and servers that die."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launching import Json, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt
+from repro_matrix.launch.attempt_logs import read_launch
+from repro_matrix.launch.forkserver import WarmLauncher, server_environment, spec_of, why_cold
+from repro_matrix.paths import ROOT
+
+ranks = pytest.mark.ranks
+
+
+# --- fresh ranks
+
+STATE = """\
+import os, random, signal, tempfile, threading, torch
+run.fact("marked", getattr(torch, "a_mark", None))
+torch.a_mark = True
+run.fact("random", random.random())
+run.fact("seed", torch.initial_seed())
+run.fact("torch", torch.rand(1).item())
+run.fact("tmp", tempfile.gettempdir())
+run.fact("env", {name: value for name, value in os.environ.items() if name.isupper()})
+run.fact("argv", sys.argv)
+run.fact("path", sys.path[0])
+run.fact("main", sys.modules["__main__"].__file__)
+run.fact("folder", os.getcwd())
+run.fact("threads", len(os.listdir("/proc/self/task")))
+run.fact("session", os.getsid(0) == os.getpid())
+run.fact("token", "REPRO_ATTEMPT=" + os.environ["REPRO_ATTEMPT"] in open("/proc/self/environ").read().split("\\0"))
+run.fact("signals", [str(signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)])
+run.fact("mask", sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+run.fact("fds", sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                       if os.path.exists(f"/proc/self/fd/{fd}")))
+"""
+
+
+@ranks
+def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempts = [scripted(tmp_path / name, STATE, env={"A_VARIABLE": "x"}) for name in ("a", "b")]
+    pairs = [facts(launched(warm, attempt)) for attempt in attempts]
+    every = [fact for pair in pairs for fact in pair]
+    assert not any(fact["marked"] for fact in every)
+    assert len({fact["random"] for fact in every}) == 4
+    # Some releases of torch seed from the system, others with this constant.
+    constant = {fact["seed"] for fact in every} == {67280421310721}
+    assert len({fact["torch"] for fact in every}) == (1 if constant else 4)
+    for attempt, pair in zip(attempts, pairs):
+        for rank, fact in enumerate(pair):
+            assert fact["tmp"] == str(attempt.tmp) and fact["folder"] == str(attempt.work)
+            assert fact["argv"] == [str(attempt.script), "--settings", str(attempt.settings_file)]
+            assert fact["path"] == str(ROOT / "repros") and fact["main"] == str(attempt.script)
+            assert fact["threads"] == 2, "its own and that of repro_kit/rank_monitor.py"
+            assert fact["session"] and fact["token"] and fact["mask"] == []
+            assert fact["signals"][:2] == ["0", "0"] and "default_int_handler" in fact["signals"][2]
+            assert not any("pipe" in name or "socket" in name for name in fact["fds"])
+            env = fact["env"]
+            assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
+            assert env[ATTEMPT_TOKEN] == attempt.id and env["A_VARIABLE"] == "x" and free(int(env["MASTER_PORT"]))
+
+
+@ranks
+def test_forked_script_is_read_again_after_an_edit(tmp_path: Path, warm: WarmLauncher) -> None:
+    for value in (1, 2):
+        assert facts(launched(warm, scripted(tmp_path / "a", f'run.fact("value", {value})')))[0] == {"value": value}
+
+
+@ranks
+def test_server_computes_transformers_mapping_in_advance(tmp_path: Path, warm: WarmLauncher) -> None:
+    body = (
+        "import transformers.conversion_mapping as mapping\n"
+        "run.fact('there', getattr(mapping, '_checkpoint_conversion_mapping_cache', 0) is not None)"
+    )
+    attempt = scripted(tmp_path / "a", body, imports=("transformers",))
+    assert all(fact["there"] for fact in facts(launched(warm, attempt)))
+
+
+# --- stacks that cannot be forked
+
+
+class FakeTorchrun:
+    """Stands in for the reference launcher where only its use matters: a start takes seconds."""
+
+    name = "torchrun"
+
+    def launch(self, attempt: Attempt, stop: Any) -> Json:
+        return {"attempt": {"launcher": self.name}, "ranks": [], "infra": None}
+
+    def close(self) -> None:
+        pass
+
+
+def importing(tmp_path: Path, module: str, code: str, name: str = "a") -> Attempt:
+    (tmp_path / f"{module}.py").write_text(code)
+    attempt = attempt_of(tmp_path / name, "nothing")
+    return dataclasses.replace(attempt, imports=(module,), env={"PYTHONPATH": str(tmp_path)})
+
+
+@ranks
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='watcher').start()",
+            ("(thread)", "imported_module", "watcher"),
+        ),
+        pytest.param(
+            "import torch\ntorch.cuda.is_initialized = lambda: True", ("(cuda)",), marks=pytest.mark.slow, id="cuda"
+        ),
+        pytest.param(
+            "raise RuntimeError('not here')",
+            ("(import)", "RuntimeError: not here"),
+            marks=pytest.mark.slow,
+            id="raises",
+        ),
+    ],
+)
+def test_unsafe_import_starts_with_torchrun_and_is_named(
+    tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch, code: str, parts: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(warm, "_cold", FakeTorchrun())
+    about = launched(warm, importing(tmp_path, "imported_module", code))["attempt"]
+    assert about["launcher"] == "torchrun" and all(part in about["cold"] for part in parts)
+
+
+@ranks
+def test_stack_without_torch_is_infra(tmp_path: Path, warm: WarmLauncher) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), env={"PYTHONPATH": str(tmp_path)})
+    result = launched(warm, attempt)
+    assert "(import)" in result["attempt"]["cold"] and result["infra"]["kind"] == "import"
+
+
+@ranks
+def test_attempt_with_cold_reason_starts_with_torchrun(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), cold="it counts its file descriptors")
+    about = launched(warm, attempt)["attempt"]
+    assert (about["launcher"], about["cold"]) == ("torchrun", "it counts its file descriptors")
+
+
+def test_why_cold_names_attempts_that_cannot_be_forked(plain: Attempt) -> None:
+    assert why_cold(plain) is None
+    assert why_cold(dataclasses.replace(plain, cold="why")) == "why"
+    assert why_cold(dataclasses.replace(plain, settings={**plain.settings, "teardown": True}))
+    assert why_cold(dataclasses.replace(plain, id="x" * 300))
+
+
+# --- servers that die
+
+
+@ranks
+@pytest.mark.parametrize("victim", [pytest.param("server", marks=pytest.mark.slow), "supervisor"])
+def test_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: WarmLauncher, victim: str) -> None:
+    def entries() -> list[Json]:
+        return list(read_launch(attempt.launch_file)["ranks"])
+
+    attempt = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launched, warm, attempt)
+        wait_for(lambda: stuck(attempt, 2))
+        pids = {entry["pid"] for entry in entries()}
+        supervisor = psutil.Process(min(pids)).parent()
+        assert supervisor is not None
+        (supervisor.parent() if victim == "server" else supervisor).kill()
+        wait_for(lambda: all(map(gone, pids)))
+        wait_for(lambda: entries() and not {entry["pid"] for entry in entries()} & pids)
+        wait_for(lambda: stuck(attempt, 2))
+        object.__setattr__(attempt, "deadline_s", 0.0)
+        result = future.result(timeout=200)
+    assert result["attempt"]["retried"].startswith("lost: ") and "SIGKILL" in result["attempt"]["retried"]
+    assert result["attempt"]["timed_out"] and result["infra"] is None
+
+
+SERVER = "import os\nrun.fact('server', int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]))"
+# What a package may do to a server that imported it, at the server's first fork.
+UNHEALTHY = {
+    "has_threads": "import threading, time, os\n"
+    "start = threading.Thread(target=time.sleep, args=(60,), daemon=True).start\n"
+    "os.register_at_fork(after_in_parent=start)",
+    "grows": "import os\nkept = []\nos.register_at_fork(after_in_parent=lambda: kept.append(b'x' * (300 << 20)))",
+    "dies": "import os\nos.register_at_fork(after_in_parent=lambda: os._exit(9))",
+}
+
+
+def only_once(tmp_path: Path, code: str) -> str:
+    """Return ``code`` as a module that runs it at its first import."""
+    marker = str(tmp_path / "once")
+    indented = "".join(f"    {line}\n" for line in code.splitlines())
+    return f"import os\nif not os.path.exists({marker!r}):\n    open({marker!r}, 'w')\n{indented}"
+
+
+@ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", UNHEALTHY)
+def test_unhealthy_server_is_replaced_and_no_attempt_is_lost(tmp_path: Path, fault: str) -> None:
+    (tmp_path / f"{fault}.py").write_text(only_once(tmp_path, UNHEALTHY[fault]))
+    warm, servers = WarmLauncher(), []
+    try:
+        for name in ("a", "b"):
+            attempt = scripted(tmp_path / name, SERVER, imports=(fault,), env={"PYTHONPATH": str(tmp_path)})
+            result = launched(warm, attempt)
+            assert ("retried" in result["attempt"]) == (fault == "dies" and name == "a")
+            servers.append(facts(result)[0]["server"])
+    finally:
+        warm.close()
+    assert (servers[0] == servers[1]) == (fault == "dies") and all(gone(pid) for pid in servers)
+
+
+@ranks
+@pytest.mark.slow
+def test_server_without_room_for_a_process_is_infra_memory(tmp_path: Path) -> None:
+    """The first attempt's supervisor (the server's first fork), and the second's rank 1 (the fourth with its own)."""
+    code = (
+        "import os\nfork, calls = os.fork, []\ndef crowded():\n    calls.append(1)\n"
+        "    if len(calls) in (1, 4):\n        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\nos.fork = crowded\n"
+    )
+    warm = WarmLauncher()
+    try:
+        for name, text in (("a", "no process"), ("b", "no process for rank 1")):
+            infra = launched(warm, importing(tmp_path, "crowded", code, name))["infra"]
+            assert infra["kind"] == "memory" and text in infra["message"], infra
+    finally:
+        warm.close()
+
+
+@ranks
+@pytest.mark.slow
+def test_server_killed_during_import_costs_one_start_with_torchrun(tmp_path: Path) -> None:
+    code = only_once(tmp_path, "os.kill(os.getpid(), 9)")
+    warm = WarmLauncher()
+    warm._cold = FakeTorchrun()  # type: ignore[assignment]
+    try:
+        first, second = (launched(warm, importing(tmp_path, "is_killed", code, name))["attempt"] for name in "ab")
+    finally:
+        warm.close()
+    assert (first["launcher"], second["launcher"]) == ("torchrun", "warm")
+    assert "(died)" in first["cold"] and "SIGKILL" in first["cold"]
+
+
+@ranks
+def test_server_killed_between_attempts_is_replaced(tmp_path: Path, warm: WarmLauncher) -> None:
+    first = facts(launched(warm, scripted(tmp_path / "a", SERVER)))[0]["server"]
+    os.kill(first, signal.SIGKILL)
+    assert facts(launched(warm, scripted(tmp_path / "b", SERVER)))[0]["server"] != first
+
+
+@ranks
+def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: WarmLauncher) -> None:
+    def count() -> tuple[int, int, int]:
+        server = psutil.Process(pid)
+        return server.num_fds(), len(server.children()), psutil.Process().num_fds()
+
+    assert facts(launched(warm, scripted(tmp_path / "0", "import os\nrun.fact('parent', os.getppid())")))
+    pid = next(reversed(warm._servers.values())).pid
+    before = count()
+    for n in range(10):
+        result = launched(warm, attempt_of(tmp_path / f"n{n}", "nothing", "collective.py"))
+        assert result["infra"] is None and ends(result) == [(0, None, "self")] * 2
+        assert "retried" not in result["attempt"] and result["attempt"]["leftover"] == []
+    assert count() == before
+
+
+BUSY = """\
+import os, subprocess, sys, time
+limit = time.monotonic() + 3
+while time.monotonic() < limit:
+    subprocess.run(["/bin/sh", "-c", "true; true"])
+"""
+
+
+@ranks
+@pytest.mark.slow
+def test_short_lived_processes_do_not_harm_other_attempts(tmp_path: Path, warm: WarmLauncher) -> None:
+    """A process that had ended between two reads of /proc once took the server, and all its attempts, along."""
+    facts(launched(warm, scripted(tmp_path / "first", SERVER)))
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launched, warm, scripted(tmp_path / "busy", BUSY))
+        for n in range(12):
+            assert "retried" not in launched(warm, attempt_of(tmp_path / f"n{n}", "nothing"))["attempt"]
+        result = future.result(timeout=200)
+    assert facts(result) == [{}, {}] and "retried" not in result["attempt"]
+
+
+# --- which server an attempt gets
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    for name in ("HF_MODULES_CACHE", "NCCL_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", "/home/of/the/user")  # not used for random weights
+    return attempt_of(tmp_path / "a", "nothing")
+
+
+def on_gpus(attempt: Attempt, *gpus: str) -> Attempt:
+    return dataclasses.replace(attempt, gpus=gpus, settings={**attempt.settings, "device": "cuda", "backend": "nccl"})
+
+
+def test_server_environment_depends_on_import_time_variables_only(plain: Attempt, tmp_path: Path) -> None:
+    assert server_environment(plain) == server_environment(attempt_of(tmp_path / "b", "raises", world_size=4))
+    read_at_import = dataclasses.replace(plain, env={"TRANSFORMERS_VERBOSITY": "info"})
+    assert server_environment(read_at_import)[0]["TRANSFORMERS_VERBOSITY"] == "info"
+    read_later = dataclasses.replace(plain, env={"NCCL_DEBUG": "INFO", "ACCELERATE_BYPASS_DEVICE_MAP": "true"})
+    assert server_environment(read_later) == server_environment(plain)
+    assert spec_of(read_later)["env"]["NCCL_DEBUG"] == "INFO" and spec_of(plain)["env"]["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_server_environment_is_the_same_for_every_lease(plain: Attempt) -> None:
+    one, other = on_gpus(plain, "GPU-a"), on_gpus(plain, "GPU-b", "GPU-c")
+    assert server_environment(one) == server_environment(other) != server_environment(plain)
+    env = server_environment(one)[0]
+    assert "CUDA_VISIBLE_DEVICES" not in env and env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    spec = spec_of(other)["env"]
+    assert spec["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c" and spec["PYTORCH_NVML_BASED_CUDA_CHECK"] is None
+    assert server_environment(plain)[0]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_folders_read_at_import_belong_to_the_server(plain: Attempt, tmp_path: Path) -> None:
+    assert server_environment(plain)[1] == ("HF_HOME", "HF_MODULES_CACHE")
+    assert "HF_HOME" not in server_environment(plain)[0]
+    assert not {"HF_HOME", "HF_MODULES_CACHE"} & set(spec_of(plain)["env"])
+    env, folders = server_environment(dataclasses.replace(plain, stack_cache=tmp_path / "stack"))
+    assert folders == ("HF_HOME",) and env["HF_MODULES_CACHE"] == str(tmp_path / "stack" / "hf_modules")
+    own = dataclasses.replace(plain, env={"HF_HOME": "/somewhere"})
+    assert server_environment(own)[0]["HF_HOME"] == spec_of(own)["env"]["HF_HOME"] == "/somewhere"
+    hub = {**plain.settings, "model": {**plain.settings["model"], "weights": "hub"}}
+    assert server_environment(dataclasses.replace(plain, settings=hub))[1] == ("HF_MODULES_CACHE",)

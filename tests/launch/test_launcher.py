@@ -1,0 +1,265 @@
+"""Behaviour that both launchers have in common, with real ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from repro_kit.settings import resolve
+
+import pytest
+import yaml
+from hostile import HOSTILE
+from launching import (
+    FAULTS,
+    Json,
+    attempt_of,
+    ends,
+    facts,
+    failed_together,
+    free,
+    gone,
+    launched,
+    launched_until,
+    scripted,
+    stuck,
+    wait_for,
+)  # fmt: skip
+from repro_matrix.launch import processes, sampling
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, Launcher, remove
+from repro_matrix.launch.attempt_logs import read_launch
+from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.torchrun import ColdLauncher
+from repro_matrix.paths import ROOT
+from repro_matrix.runner.gpu_locks import Leases, clear_leftovers
+from test_end_to_end import Once, measured_from_cold
+
+pytestmark = pytest.mark.ranks
+BOTH = pytest.mark.parametrize("launcher", ["torchrun", "warm"], indirect=True)  # in the gate, too
+
+
+def test_launcher_normal_end_records_every_rank(tmp_path: Path, launcher: Launcher) -> None:
+    result = launched(launcher, attempt_of(tmp_path / "a", "nothing"))
+    assert result["infra"] is None and result["attempt"]["leftover"] == []
+    assert ends(result) == [(0, None, "self")] * 2 and all(rank["record"]["done"] for rank in result["ranks"])
+    fact = result["ranks"][0]["record"]["facts"]
+    assert fact["store"] == "True" and free(int(fact["port"]))
+    assert not Path(fact["tmp"]).exists() and len(fact["tmp"]) < 70 and not Path(fact["cwd"]).exists()
+    assert result["attempt"]["cpu_s"] > 0.5 * sum(rank["record"]["cpu_s"] for rank in result["ranks"])
+
+
+def test_launcher_ctrl_c_ends_attempt_at_once(tmp_path: Path, launcher: Launcher) -> None:
+    launched(launcher, attempt_of(tmp_path / "first", "nothing"))
+    attempt, stop = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launched, launcher, attempt, stop)
+        wait_for(lambda: stuck(attempt, 2))
+        stop.set()
+        result = future.result(timeout=200)  # long before the deadline, and before its ranks end
+    assert result["attempt"]["interrupted"] and not result["attempt"]["timed_out"] and result["infra"] is None
+    assert [rank["ended_by"] for rank in result["ranks"]] == ["user", "user"]
+    later = launched(launcher, attempt_of(tmp_path / "b", "nothing"), stop)
+    assert later["attempt"]["interrupted"] and later["ranks"][0]["record"] is None
+
+
+def test_launcher_attempts_at_once_are_independent(tmp_path: Path, launcher: Launcher) -> None:
+    attempts = [attempt_of(tmp_path / str(n), ("nothing", "one_raises")[n % 2], "collective.py") for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda attempt: launched(launcher, attempt), attempts))
+    for n, result in enumerate(results):
+        assert all(check["passed"] for rank in result["ranks"] for check in rank["record"]["checks"])
+        assert result["ranks"][1]["exit_code"] == n % 2 and result["attempt"]["launcher"] == launcher.name
+
+
+def test_launcher_taken_port_is_tried_once_more(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, asked = Attempt.spec, []
+    taken_for = 2 if launcher.name == "warm" else 1  # prepare asks for the spec, and the fork server again
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+
+        def first_taken(attempt: Attempt, port: int = 0) -> Json:
+            asked.append(0 if len(asked) >= taken_for else taken.getsockname()[1])
+            return {**spec(attempt, port), "port": asked[-1]}
+
+        monkeypatch.setattr(Attempt, "spec", first_taken)
+        result = launched(launcher, attempt_of(tmp_path / "a", "nothing"))
+    assert result["attempt"]["retried"].startswith("port") and result["infra"] is None
+    assert ends(result) == [(0, None, "self")] * 2
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
+@BOTH
+def test_launcher_unusable_interpreter_is_infra(tmp_path: Path, launcher: Launcher, python: str) -> None:
+    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), python=python)
+    assert launched(launcher, attempt)["infra"]["kind"] == "launch"
+
+
+def test_torchrun_killed_worker_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(launched, ColdLauncher(), attempt)
+        wait_for(lambda: stuck(attempt, 2))
+        time.sleep(1.2)  # the watch has checked the tree; else it finds leaked processes by their token
+        running = processes.with_token(ATTEMPT_TOKEN, attempt.id)
+        next(each for each in running if "elastic.py" in " ".join(each.cmdline())).kill()
+        result = future.result(timeout=200)
+    assert result["infra"]["kind"] == "lost" and "SIGKILL" in result["infra"]["message"]
+    assert not result["attempt"]["timed_out"] and len(result["attempt"]["leftover"]) >= 2
+
+
+def test_hang_without_py_spy_has_stacks_from_faulthandler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmLauncher
+) -> None:
+    monkeypatch.setattr(sampling, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
+    result = launched_until(warm, attempt_of(tmp_path / "a", "stuck_in_here"), 2)
+    for rank in result["ranks"]:
+        assert rank["stack"].startswith("# faulthandler (py-spy: Permission Denied)")
+        assert "stuck_in_here" in rank["stack"]
+
+
+# --- both give the same
+
+
+def essence(observation: Json) -> list[Json]:
+    """Return what must not depend on the launcher."""
+    out = []
+    for rank, end in zip(observation["ranks"], ends(observation)):
+        record = rank["record"]
+        error = record["exception"]
+        out.append(
+            {
+                # Of ranks that fail together the launcher may end one that is about to end by itself.
+                "end": ("failed" if failed_together(observation) else end, record["done"], record["phase"]),
+                "error": error and (error["type"], error["module"], error["message"], error["cause"]),
+                "frames": error and [(frame["module"], frame["function"]) for frame in error["frames"]],
+                "checks": [(check["name"], check["passed"]) for check in record["checks"]],
+                "facts": record["facts"],
+                "logs": sorted({(log["logger"], log["message"]) for log in record["logs"]}),
+                "warnings": sorted({warning["message"] for warning in record["warnings"]}),
+                "output": rank["log_tail"].splitlines()[-1:],
+            }
+        )
+    return out
+
+
+def case_attempt(directory: Path, slug: str, arm: str, model: str, strategy: str) -> Attempt:
+    files = {name: ROOT / "conf" / group / f"{name}.yaml" for group, name in
+             (("case", slug), ("model", model), ("strategy", strategy))}  # fmt: skip
+    conf = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    settings = resolve(conf[slug], arm, model=conf[model], strategy=conf[strategy], device="cpu", backend="gloo")
+    script = ROOT / "repros" / f"{slug.replace('-', '_')}.py"
+    return dataclasses.replace(attempt_of(directory, arm, deadline=200), script=script, settings=settings)
+
+
+@pytest.mark.parametrize("arm", ["broken", pytest.param("summon", marks=pytest.mark.slow)])
+def test_launchers_give_the_same_outcome_of_a_case(tmp_path: Path, warm: WarmLauncher, once: Once, arm: str) -> None:
+    attempt = case_attempt(tmp_path / "warm", "qwen15-fsdp-norm-shard", arm, "qwen1.5-0.5b", "fsdp")
+    forked = json.loads(json.dumps(launched(warm, dataclasses.replace(attempt, imports=("transformers",)))))
+    cold = measured_from_cold(once, tmp_path, arm)["document"]["arms"][arm]["attempts"][0]["observation"]
+    assert (forked["attempt"]["launcher"], cold["attempt"]["launcher"]) == ("warm", "torchrun")
+    assert essence(forked) == essence(cold)
+    if arm == "broken":
+        assert cold["ranks"][0]["record"]["exception"]["frames"][-1]["module"].startswith("transformers.")
+    assert set(forked["attempt"]) == set(cold["attempt"]) - {"fingerprint", "versions"}  # which the run adds
+
+
+def test_launchers_give_the_same_environment_without_the_users_variables(
+    tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+    body = 'import os\nrun.fact("env", dict(os.environ))\nrun.fact("optimize", sys.flags.optimize)'
+    both = [launched(warm, scripted(tmp_path / "a", body)), launched(ColdLauncher(), scripted(tmp_path / "b", body))]
+    for result in both:
+        for fact in (rank["record"]["facts"] for rank in result["ranks"]):
+            assert fact["optimize"] == 0 and fact["env"][ATTEMPT_TOKEN] == result["attempt"]["id"]
+            assert not [name for name, value in HOSTILE.items() if fact["env"].get(name) == value]
+    forked, cold = (result["ranks"][1]["record"]["facts"]["env"] for result in both)
+    assert set(cold) - set(forked) == {"REPRO_PARENT"} and set(forked) <= set(cold)
+    assert {name for name in forked if forked[name] != cold[name]} <= {
+        ATTEMPT_TOKEN, "TMPDIR", "HF_HOME", "HF_MODULES_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+        "TORCH_EXTENSIONS_DIR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+    }  # fmt: skip
+
+
+LOADS_EXTENSION = """\
+import os, time
+folder = os.environ["TORCH_EXTENSIONS_DIR"] + "/an_op"
+os.makedirs(folder, exist_ok=True)
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(folder + "/lock")
+if run.flags["kill"]:
+    if run.rank == 0:
+        assert baton.try_acquire()
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+if not baton.try_acquire():
+    baton.wait()
+else:
+    time.sleep(2.5)
+    baton.release()
+"""
+
+
+def test_stale_lock_of_a_killed_rank_does_not_block_the_next_attempt(tmp_path: Path, warm: WarmLauncher) -> None:
+    """torch.utils.file_baton: a rank loads an extension under a lock file that stays when the rank is killed."""
+    for name, kill in (("a", True), ("b", False), ("c", False)):
+        attempt = scripted(tmp_path / name, LOADS_EXTENSION, stack_cache=tmp_path / "stack", deadline_s=200.0)
+        attempt = dataclasses.replace(attempt, settings={**attempt.settings, "flags": {"fault": name, "kill": kill}})
+        result = launched(warm, attempt)
+        lock = tmp_path / "stack" / "torch_extensions" / "an_op" / "lock"
+        if kill:
+            assert result["infra"]["kind"] == "memory" and lock.exists()
+        else:  # b waits for a dead holder; in c one rank waits for the other, which lives
+            assert facts(result) and not lock.exists(), result
+
+
+# --- a killed controller
+
+
+def test_torchrun_killed_controller_is_cleared_by_the_next_run(tmp_path: Path) -> None:
+    state, run_id = tmp_path / "state", f"run-{os.getpid()}"
+    folder = state / "runs" / run_id / "a"
+    controller = subprocess.Popen([sys.executable, str(FAULTS / "controller.py"), "torchrun", str(state), run_id])
+    try:
+        wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2)
+        ranks = [entry["pid"] for entry in read_launch(folder / "launch.json")["ranks"]]
+        assert clear_leftovers(state) == []  # it lives
+    finally:
+        controller.send_signal(signal.SIGKILL)
+        controller.wait()
+    wait_for(lambda: all(gone(pid) for pid in ranks))  # by the parent-death signal alone
+    assert len(processes.with_token(RUN_TOKEN, run_id)) == 2  # the grandchildren in their own sessions
+    with Leases(state, "next-run") as leases:
+        assert leases.take(["GPU-test"])  # taking the lease over clears it, too
+        assert not processes.with_token(RUN_TOKEN, run_id) and not folder.exists()
+    assert clear_leftovers(state) == []
+
+
+def test_forkserver_killed_controller_leaves_no_process(tmp_path: Path) -> None:
+    state, run_id = tmp_path / "state", f"run-{os.getpid()}-warm"
+    folder = state / "runs" / run_id / "a"
+    controller = subprocess.Popen([sys.executable, str(FAULTS / "controller.py"), "warm", str(state), run_id])
+    try:
+        wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2)
+        left = processes.with_token(RUN_TOKEN, run_id)
+        assert len(left) == 6  # server, supervisor, ranks, and their children
+        folders = {each.environ()["TMPDIR"] for each in left if "fork_server.py" in " ".join(each.cmdline())}
+    finally:
+        controller.send_signal(signal.SIGKILL)
+        controller.wait()
+        remove(folder)  # the next run does this; there is none here
+    wait_for(lambda: not processes.with_token(RUN_TOKEN, run_id))
+    assert not any(Path(folder).exists() for folder in folders if "repro-warm-" in folder)
