@@ -83,7 +83,7 @@ mutants: $(READY) ## change one place at a time of what judges; its tests must f
 	@$(BIN)/python -m bench.mutants $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
-	@for name in $(or $(ONLY),scale schedule match launch catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
+	@for name in $(or $(ONLY),match report launch probe catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -1,26 +1,26 @@
-"""How long `repro match` takes for 100 MB, and how much memory: ``python -m bench.match``.
+"""Measure the time and memory of `repro match` for 100 MB: ``python -m bench.match``.
 
-*healthy*: steps of eight ranks. *one failure*: the same with a traceback of each rank near the end. *nothing but
-tracebacks*: the worst that a log can be. Seconds are CPU time of this process; memory is the most that it held.
+*healthy*: steps of eight ranks. *one failure*: the same with a traceback of each rank near the end. *only tracebacks*:
+the worst log possible. Seconds are CPU time of this process; memory is its peak so far.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import catalog
 from repro_matrix.external.logs.match import Catalogue, recognise
 from repro_matrix.external.logs.read import BLOCK
 from repro_matrix.external.logs.scan import Texts, scan
 
-from bench.machine import machine
+from bench.machine import HERE, write
 
-HERE = Path(__file__).resolve().parent
-SIZE = 100_000_000
+KINDS = ("healthy", "one failure", "only tracebacks")
 STEP = "[2024-05-01 12:00:00,123] [INFO] train.py:120 rank {} step 12345 loss 2.3456 lr 1.0e-5 grad_norm 0.98\n"
 TRACEBACK = (
     "[rank{0}]: Traceback (most recent call last):\n"
@@ -32,34 +32,37 @@ TRACEBACK = (
 )
 
 
-def log(kind: str) -> Iterator[bytes]:
-    """Blocks of whole lines, SIZE bytes together."""
-    text = "".join((TRACEBACK if kind == "nothing but tracebacks" else STEP).format(rank) for rank in range(8))
+def log(kind: str, size: int) -> Iterator[bytes]:
+    """Yield blocks of whole lines, ``size`` bytes together."""
+    text = "".join((TRACEBACK if kind == "only tracebacks" else STEP).format(rank) for rank in range(8))
     block = (text * (BLOCK // len(text))).encode()
     end = "".join(TRACEBACK.format(rank) for rank in range(8)).encode() if kind == "one failure" else b""
-    for _ in range(SIZE // len(block)):
+    for _ in range(size // len(block)):
         yield block
     yield end + block
 
 
-def main() -> None:
-    cases = catalogue.load().cases
-    begun = time.process_time()
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, default=100_000_000)
+    parser.add_argument("--out", type=Path, default=HERE / "match.json")
+    arguments = parser.parse_args(words)
+    cases = catalog.load().cases
+    began = time.process_time()
     texts, signatures = Texts(cases.values()), Catalogue(cases)
-    prepared = time.process_time() - begun
-    rows = []
-    print("| 100 MB of | lines | CPU s | recognised | most memory MB |\n|---|---|---|---|---|")
-    for kind in ("healthy", "one failure", "nothing but tracebacks"):
-        begun = time.process_time()
-        seen = scan(log(kind), texts)
-        names = recognise(seen, signatures).names
-        took = round(time.process_time() - begun, 2)
+    prepare_s = time.process_time() - began
+    rows: list[dict[str, Any]] = []
+    print("| log | lines | CPU s | recognised | peak MB |\n|---|---|---|---|---|")
+    for kind in KINDS:
+        began = time.process_time()
+        scanned = scan(log(kind, arguments.bytes), texts)
+        names = recognise(scanned, signatures).names
+        cpu_s = time.process_time() - began
         peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        row = {"log": kind, "bytes": seen.bytes, "lines": seen.lines, "cpu_s": took, "names": names, "peak_mb": peak}
-        rows.append(row)
-        print(f"| {kind} | {seen.lines} | {took} | {', '.join(names) or 'nothing'} | {peak} |")
-    result = {"machine": machine(), "prepare_cpu_s": round(prepared, 3), "rows": rows}
-    (HERE / "match.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        rows.append({"log": kind, "bytes": scanned.bytes, "lines": scanned.lines, "cpu_s": cpu_s, "names": names,
+                     "peak_mb": peak})  # fmt: skip
+        print(f"| {kind} | {scanned.lines} | {cpu_s:.2f} | {', '.join(names) or 'nothing'} | {peak} |")
+    write(arguments.out, prepare_cpu_s=prepare_s, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,53 @@
-"""The benchmark that says whether cold and warm give the same outcomes must see it when they do not."""
+"""A smoke run of each benchmark."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from judging import document, observation, ok, outcome
 from repro_matrix.results.store import write_json
 
-from bench.catalogue import differences
-from bench.evidence import CUTS, cut
-from bench.mutants import mutated, places
+from bench import catalogue, launch, match, probe
 
 CLEAN = outcome("clean").to_json()
+
+
+@pytest.mark.ranks
+def test_launch_measures_both_launchers(tmp_path: Path) -> None:
+    out = tmp_path / "launch.json"
+    launch.main(["--kinds", "fsdp", "--ranks", "2", "--warm", "2", "--cold", "1", "--out", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["cold"]["cpu_s"] > row["warm"]["cpu_s"] > 0 and row["server"]["cpu_s"] > 0
+
+
+@pytest.mark.ranks
+def test_catalogue_runs_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    words = ["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", "repeat=1", "hardware=cpu"]
+    row = catalogue.run("warm", tmp_path / "results", words)
+    assert row["exit_code"] in (0, 1, 3) and row["attempts"] >= 1 and row["cpu_s"] > row["attempts_cpu_s"] > 0
+    assert catalogue.outcomes(tmp_path / "results")
+
+
+def test_probe_takes_off_the_cost_of_the_search_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = iter([(True, 10.0), (False, 4.0)])
+
+    def command(*words: str, env: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        launched, cpu_s = next(costs)
+        return {"probes": [{"launched": launched}] * 2}, {"wall_s": cpu_s, "cpu_s": cpu_s}
+
+    monkeypatch.setattr(probe, "command", command)
+    assert probe.measure(["case"], tmp_path)["each"] == {"wall_s": 3.0, "cpu_s": 3.0}
+
+
+def test_match_reads_every_kind_of_log(tmp_path: Path) -> None:
+    match.main(["--bytes", "2000000", "--out", str(tmp_path / "match.json")])
+    rows = json.loads((tmp_path / "match.json").read_text())["rows"]
+    assert [row["log"] for row in rows] == list(match.KINDS)
+    assert not rows[0]["names"] and rows[1]["names"] == rows[2]["names"] != []
 
 
 def fires(signature: str) -> dict[str, Any]:
@@ -25,53 +60,30 @@ def error(kind: str) -> dict[str, Any]:
     return {**CLEAN, "outcome": "other_error", "primary": primary}
 
 
-FIRES = fires("s")
-
-
 def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
     for name, arms in cells.items():
-        seen = observation(ok(0), ok(1))
-        made = document({arm: [(each["outcome"], seen) for each in shown] for arm, shown in arms.items()})
-        for arm, shown in arms.items():
-            for attempt, judged in zip(made["arms"][arm]["attempts"], shown):
+        made = observation(ok(0), ok(1))
+        result = document({arm: [(each["outcome"], made) for each in outcomes] for arm, outcomes in arms.items()})
+        for arm, outcomes in arms.items():
+            for attempt, judged in zip(result["arms"][arm]["attempts"], outcomes):
                 attempt["outcome"] = judged
         path = root / "cpu" / "stack" / "c" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**made, "case": "c", "key": f"c/{name}"})
+        write_json(path, {**result, "case": "c", "key": f"c/{name}"})
     return root
 
 
-def test_the_same_outcomes_do_not_differ(tmp_path: Path) -> None:
-    one = folder(tmp_path / "one", m={"broken": [FIRES], "fix": [CLEAN, error("OSError")]})
-    other = folder(tmp_path / "other", m={"broken": [FIRES], "fix": [error("OSError"), CLEAN]})
-    assert list(differences(one, other)) == []
-
-
-def test_whatever_differs_is_named(tmp_path: Path) -> None:
+def test_catalogue_differences_names_every_difference(tmp_path: Path) -> None:
     one = folder(
-        tmp_path / "one", m={"broken": [FIRES], "fix": [CLEAN], "other": [error("OSError")]}, n={"broken": [CLEAN]}
-    )
-    other = folder(tmp_path / "other", m={"broken": [fires("t")], "fix": [CLEAN, CLEAN], "other": [error("KeyError")]})
-    found = list(differences(one, other))
-    assert [line.split(":")[0] for line in found] == ["c/m broken", "c/m fix", "c/m other", "c/n broken"]
-
-
-def test_every_mutant_changes_one_place_and_does_something_else() -> None:
-    source = 'def f(a):\n    """A docstring."""\n    if a < 2 and a != 0:\n        return [b for b in (a, 0) if b]\n'
-    found = places("m.py", source)
-    assert {m.what for m in found} >= {"if never", "Lt -> LtE", "And -> Or", "NotEq -> Eq", "2 -> 3", "filter left out"}
-    assert all(m.text in source and "docstring" not in m.text for m in found)
-    said = set()
-    for mutant in found:
-        names: dict[str, Any] = {}
-        exec(compile(mutated(source, mutant.number), "m.py", "exec"), names)
-        said.add(repr([names["f"](a) for a in (0, 1, 2, 3)]))
-    honest: dict[str, Any] = {}
-    exec(source, honest)
-    assert repr([honest["f"](a) for a in (0, 1, 2, 3)]) not in said
-
-
-def test_the_copy_without_evidence_is_one_of_todays_scripts(tmp_path: Path) -> None:
-    copy = cut(tmp_path)  # SystemExit where a text that is to be cut is not there any more
-    for name in CUTS:
-        compile((copy / name).read_text(encoding="utf-8"), name, "exec")
+        tmp_path / "one", m={"broken": [fires("s")], "fix": [CLEAN, error("OSError")], "other": [error("OSError")]},
+        n={"broken": [CLEAN]},
+    )  # fmt: skip
+    same = folder(
+        tmp_path / "same", m={"broken": [fires("s")], "fix": [error("OSError"), CLEAN], "other": [error("OSError")]},
+        n={"broken": [CLEAN]},
+    )  # fmt: skip
+    other = folder(tmp_path / "other", m={"broken": [fires("t")], "fix": [CLEAN], "other": [error("KeyError")]})
+    assert list(catalogue.differences(one, same)) == []
+    assert [line.split(":")[0] for line in catalogue.differences(one, other)] == [
+        "c/m broken", "c/m fix", "c/m other", "c/n broken"
+    ]  # fmt: skip
