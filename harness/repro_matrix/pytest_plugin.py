@@ -1,25 +1,31 @@
-"""pytest as a front door: `pytest --repro "case=qwen15-* repeat=1"` makes every fix of every cell a test.
+"""The pytest plugin: `pytest --repro "case=qwen15-* repeat=1"` makes every fix of every cell a test.
 
     repro::<case>::<model>/<strategy>::<arm>
 
--k, -m (failure, control, simulated), -n, --lf, -x and --junitxml do what they say. A test passes when its verdict is as
-expected (or nothing is expected yet, and it was measured), fails with what differs otherwise, and is skipped with its
-reason. A fix that is expected to fail is xfail, and strictly so: that it holds is a failure. A file of what was asked
-for that has an error is a test that fails, and a run in which all was skipped ends with 5. With -n one run, that of
-the process that was started, measures for all workers (running/desk.py).
+-k, -m (failure, control, simulated), --lf, -x and --junitxml do what they say; -n is ignored, because the run itself
+measures attempts side by side. A test passes when its verdict is as expected (or nothing is expected yet, and it was
+measured), fails with the difference otherwise, and is skipped with its reason. A fix that is expected to fail is xfail,
+and strictly so: that it works is a failure. An invalid file of the selection is a test that fails, and a run in which
+all tests were skipped ends with 5.
 """
 
 from __future__ import annotations
 
 import shlex
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from repro_matrix.records.document import Document
+    from repro_matrix.results.quarantine import Mute
+    from repro_matrix.runner.engine import Event
     from repro_matrix.runner.session import Session
 
 MARKS = {
@@ -28,23 +34,91 @@ MARKS = {
     "control": "of training that must work",
     "simulated": "device placement without a GPU",
 }
-FAILS = {"FIX_BROKEN", "FIX_UNMASKS", "FIX_HARMFUL", "CHANGED", "UNHEALTHY"}  # verdicts that say that something failed
+FAILS = {"FIX_BROKEN", "FIX_UNMASKS", "FIX_HARMFUL", "CHANGED", "UNHEALTHY"}  # verdicts that report a failure
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What a worker knows of a cell. ``number``: in the run of the process that was started."""
+@dataclass
+class Measurement:
+    """One run for all tests: it begins with the first test that needs a result, in a thread, and ends with them."""
 
-    number: int
-    case: str
-    name: str
-    marks: tuple[str, ...]
-    arms: tuple[tuple[str, str | None], ...]  # (name, why it is skipped)
+    prepared: Session
+    texts: list[str]
+    mutes: Sequence[Mute]
+    notes: list[str] = field(default_factory=list)
+    wanted: dict[int, list[str]] = field(default_factory=dict)  # plan's number -> the selected arms
+    _rows: dict[int, Future[list[Row]]] = field(default_factory=dict)
+    _numbers: dict[int, int] = field(default_factory=dict)  # id of a started plan -> its number
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def rows(self, number: int) -> list[Row]:
+        """Return the rows of a cell once it is measured. Raises ReproError: the run ended without it."""
+        if self._thread is None:
+            self._rows = {each: Future() for each in self.wanted}
+            self._thread = threading.Thread(target=self._run, name="repro", daemon=True)
+            self._thread.start()
+        return self._rows[number].result()
+
+    def close(self) -> None:
+        """Stop what is running."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        from repro_matrix.errors import MeasureError
+        from repro_matrix.runner import resume, workspace
+
+        plans = []
+        for number, arms in self.wanted.items():
+            plan = self.prepared.plans[number]
+            first = plan.arms[0].arm  # of a failure the broken arm, without which there is no verdict
+            plans.append(replace(plan, arms=tuple(arm for arm in plan.arms if arm.arm in (first, *arms))))
+            self._numbers[id(plans[-1])] = number
+        problem: BaseException = MeasureError("the run was ended")
+        try:
+            run = replace(self.prepared, plans=plans, settings=replace(self.prepared.settings))
+            with resume.folder(run, self.texts) as finish:
+                summary = workspace.execute(run, self._take, self._stop, on_warning=self.notes.append)
+                finish(summary)
+            problem = MeasureError(summary.problem or "the run was ended")
+        except BaseException as error:  # noqa: BLE001 - the tests would wait for ever
+            problem = error
+        for rows in self._rows.values():
+            if not rows.done():
+                rows.set_exception(problem)
+
+    def _take(self, event: Event) -> None:
+        if event.kind == "cell" and event.document is not None:
+            rows = rows_of(event.document, self.mutes, datetime.now(timezone.utc).date())
+            self._rows[self._numbers[id(event.plan)]].set_result(rows)
 
 
-DESK = pytest.StashKey[Any]()  # a Desk, in a worker an Asker
-CELLS = pytest.StashKey[list[Cell]]()
-LEFT_OUT = pytest.StashKey[list[str]]()  # what is wrong with each file of what was asked for
+def rows_of(document: Document, mutes: Sequence[Mute], today: date) -> list[Row]:
+    """Return the rows of a cell's arms. ``wrong``: why a run would end with an error although the arm's verdict is as
+    expected ("" where there is nothing)."""
+    from repro_matrix.results import quarantine, rows
+    from repro_matrix.results.exit_code import missed
+    from repro_matrix.text import counted
+
+    applied = quarantine.applied([document], mutes, today)
+    (shown,) = applied.documents
+    first = next(iter(document["arms"]))
+    found = []
+    for row in rows.arm_rows(shown):
+        arm = str(row["arm"])
+        lost = {name: missed(document["arms"][name]["attempts"]) for name in dict.fromkeys((first, arm))}
+        over = [mute for mute in applied.expired if mute.covers(mute.cell, arm)]
+        wrong = [f"{quarantine.file()}: its day is over: {mute.told()}" for mute in over]
+        wrong += [f"{counted(count, 'attempt')} of {name} gave no answer" for name, count in lost.items() if count > 0]
+        if arm in document["verdicts"] and document["verdicts"][arm].get("unseen"):
+            wrong.append(str(row["reason"]))
+        found.append({**row, "wrong": "; ".join(wrong)})
+    return found
+
+
+MEASUREMENT = pytest.StashKey[Measurement]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,80 +131,40 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, text in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     config.args = []  # only the cells: a project's own tests are another command
-    given = getattr(config, "workerinput", {}).get("repro")
-    if given:
-        from repro_matrix.runner.shared_session import Asker
-
-        config.stash[DESK] = Asker(given["address"], bytes.fromhex(given["key"]))
-        config.stash[CELLS] = [
-            Cell(number, case, name, tuple(marks), tuple((arm, why) for arm, why in arms))
-            for number, case, name, marks, arms in given["cells"]
-        ]
-        config.stash[LEFT_OUT] = list(given["left_out"])
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.dist, config.option.tx, config.option.numprocesses = "no", [], None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Everything that can be wrong with what was asked is found here, by the process that was started."""
+    """Prepare the run: everything that can be wrong with the selection is found here."""
     config = session.config
-    if config.getoption("--repro") is None or DESK in config.stash:
+    if config.getoption("--repro") is None:
         return
     from repro_matrix.errors import ReproError
+    from repro_matrix.results import quarantine
     from repro_matrix.runner.session import prepare
-    from repro_matrix.runner.shared_session import Desk
 
     try:
-        texts = _words(config.getoption("--repro"))
-        prepared = prepare(texts)
-        config.stash[DESK], config.stash[CELLS] = Desk(prepared, texts), cells_of(prepared)
+        texts = _split(config.getoption("--repro"))
+        prepared, mutes = prepare(texts), quarantine.read()
+        quarantine.check(mutes, prepared.catalogue)
     except ReproError as error:
         raise pytest.UsageError(str(error)) from None
-    config.stash[LEFT_OUT] = prepared.left_out
+    config.stash[MEASUREMENT] = Measurement(prepared, texts, mutes)
 
 
-def _words(text: str) -> list[str]:
-    """As a shell splits them. Raises ConfigError for a quote that is left open, and for none at all: that is a variable
-    that is not set, and would be the whole catalogue."""
+def _split(text: str) -> list[str]:
+    """Split as a shell does. Raises ConfigError for an open quote, and for no override at all: that is a variable that
+    is not set, and would be the whole catalogue."""
     from repro_matrix.errors import ConfigError
 
     try:
-        words = shlex.split(text)
+        texts = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"--repro {text}: {error}") from None
-    if not words:
+    if not texts:
         raise ConfigError("--repro: nothing is selected; --repro 'case=*' is every case")
-    return words
-
-
-def cells_of(prepared: Session) -> list[Cell]:
-    """Named alike whatever else is selected; what is usual (stack current, the first profile) is not said."""
-    found = []
-    for number, plan in enumerate(prepared.plans):
-        cell, case = plan.cell, prepared.catalogue.cases[plan.cell.case]
-        name = cell.where
-        name += f"@{cell.stack}" if cell.stack != "current" else ""
-        name += f"#{cell.hardware}" if cell.hardware != prepared.profile.name else ""
-        marks = ["repro", case.kind, *(["simulated"] if case.simulated else [])]
-        first = plan.arms[0].arm
-        judged = [
-            (arm.arm, plan.skipped or arm.skipped) for arm in plan.arms if case.kind != "failure" or arm.arm != first
-        ]
-        found.append(Cell(number, cell.case, name, tuple(marks), tuple(judged)))
-    return found
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """xdist: what a worker is told."""
-    config = node.config
-    if config.getoption("--repro") is None:
-        return
-    desk = config.stash[DESK]
-    if not hasattr(desk, "served"):
-        desk.served = desk.serve()
-    address, key = desk.served
-    told = [(c.number, c.case, c.name, list(c.marks), [list(arm) for arm in c.arms]) for c in config.stash[CELLS]]
-    left_out = config.stash[LEFT_OUT]
-    node.workerinput["repro"] = {"address": address, "key": key.hex(), "cells": told, "left_out": left_out}
+    return texts
 
 
 class Group(pytest.Collector):
@@ -143,30 +177,29 @@ class Group(pytest.Collector):
 class ArmItem(pytest.Item):
     """One fix of one cell, or a control."""
 
-    cell: Cell
+    number: int  # of its plan
     skipped: str | None
-    wanted: tuple[str, ...] = ()  # the arms of the cell that are selected: they are measured together
 
     def runtest(self) -> None:
         if self.skipped:
             pytest.skip(self.skipped)
-        rows = self.config.stash[DESK].measure(self.cell.number, self.wanted)
+        rows = self.config.stash[MEASUREMENT].rows(self.number)
         row = next(row for row in rows if row["arm"] == self.name)
         self.user_properties.append(("verdict", row["verdict"]))
         self.user_properties.append(("reproduce", str(row["torchrun"])))
-        said = f"{row['verdict']}: {row['reason']}"
+        text = f"{row['verdict']}: {row['reason']}"
         wrong = row.get("wrong")
         if not wrong and (row["verdict"] is None or not row["attempts"]):
             pytest.skip(str(row["reason"]))
         if wrong or row["expected"] == "unexpected" or row["verdict"] == "INCONCLUSIVE":
-            raise Differs("\n".join(filter(None, (wrong, said))), row["expectation"], row["torchrun"])
+            raise Differs("\n".join(filter(None, (wrong, text))), row["expectation"], row["torchrun"])
         if row["expected"] == "muted":
             by = row["muted"]
-            pytest.xfail(f"{said} (muted by {by['owner']} until {by['until']}: {by['reason']})")
+            pytest.xfail(f"{text} (muted by {by['owner']} until {by['until']}: {by['reason']})")
         if row["verdict"] in FAILS and row["expected"] == "expected":
-            pytest.xfail(said)
+            pytest.xfail(text)
         if row["verdict"] == "UNHEALTHY":
-            raise Differs(said, None, row["torchrun"])
+            raise Differs(text, None, row["torchrun"])
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         from repro_matrix.errors import ReproError
@@ -181,7 +214,7 @@ class ArmItem(pytest.Item):
 
 
 class LeftOutItem(pytest.Item):
-    """A file with an error: what it would have added was asked for, and is not measured."""
+    """An invalid file: what it would have added was selected, and is not measured."""
 
     text: str
 
@@ -193,8 +226,8 @@ class LeftOutItem(pytest.Item):
 
 
 class Differs(Exception):
-    def __init__(self, said: str, expectation: Any, torchrun: str | None) -> None:
-        lines = [said, f"expected: {expectation}" if expectation else "", f"by hand: {torchrun}" if torchrun else ""]
+    def __init__(self, text: str, expectation: Any, torchrun: str | None) -> None:
+        lines = [text, f"expected: {expectation}" if expectation else "", f"by hand: {torchrun}" if torchrun else ""]
         super().__init__("\n".join(line for line in lines if line))
 
 
@@ -203,19 +236,25 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if config.getoption("--repro") is None:
         return
     before = len(items)
+    prepared = config.stash[MEASUREMENT].prepared
     top = Group.from_parent(session, name="repro", nodeid="repro")
     cases: dict[str, Group] = {}
-    for cell in config.stash[CELLS]:
-        case = cases.setdefault(cell.case, Group.from_parent(top, name=cell.case))
-        group = Group.from_parent(case, name=cell.name)
-        for mark in cell.marks:
+    for number, plan in enumerate(prepared.plans):
+        cell, known = plan.cell, prepared.catalogue.cases[plan.cell.case]
+        parent = cases.setdefault(cell.case, Group.from_parent(top, name=cell.case))
+        # Named alike whatever else is selected; what is usual (stack current, the first profile) is left out.
+        name = cell.where
+        name += f"@{cell.stack}" if cell.stack != "current" else ""
+        name += f"#{cell.hardware}" if cell.hardware != prepared.profile.name else ""
+        group = Group.from_parent(parent, name=name)
+        for mark in ("repro", known.kind, *(["simulated"] if known.simulated else [])):
             group.add_marker(mark)
-        for arm, skipped in cell.arms:
-            item = ArmItem.from_parent(group, name=arm)
-            item.cell, item.skipped = cell, skipped
+        for arm in plan.arms[1:] if known.kind == "failure" else plan.arms:
+            item = ArmItem.from_parent(group, name=arm.arm)
+            item.number, item.skipped = number, plan.skipped or arm.skipped
             items.append(item)
     wrong = Group.from_parent(top, name="left out")
-    for text in config.stash[LEFT_OUT]:
+    for text in prepared.left_out:
         left: LeftOutItem = LeftOutItem.from_parent(wrong, name=text.partition(": ")[0])
         left.text = text
         items.append(left)
@@ -225,36 +264,31 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was deselected is not measured."""
-    chosen: dict[int, list[ArmItem]] = {}
+    """Measure what is selected, and nothing that was deselected."""
+    measurement = session.config.stash.get(MEASUREMENT, None)
+    if measurement is None:
+        return
     for item in session.items:
-        if isinstance(item, ArmItem):
-            chosen.setdefault(item.cell.number, []).append(item)
-    for together in chosen.values():
-        for item in together:
-            item.wanted = tuple(other.name for other in together if not other.skipped)
+        if isinstance(item, ArmItem) and not item.skipped:
+            measurement.wanted.setdefault(item.number, []).append(item.name)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    desk = session.config.stash.get(DESK, None)
-    if desk is not None and hasattr(desk, "close"):
-        desk.close()
-    if desk is not None and not hasattr(session.config, "workerinput"):
-        _nothing_measured(session, desk)
-
-
-def _nothing_measured(session: pytest.Session, desk: Any) -> None:
-    """Tests that were all skipped are no green run: it ends as one in which there was no test."""
+    """End the run; tests that were all skipped are no green run: it ends as one without tests."""
+    measurement = session.config.stash.get(MEASUREMENT, None)
+    if measurement is None:
+        return
+    measurement.close()
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is None or session.exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
         return
     if not any(terminal.stats.get(kind) for kind in ("passed", "xfailed")):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
-        desk.notes.append("nothing was measured: every test was skipped, which is no pass (exit code 5)")
+        measurement.notes.append("nothing was measured: every test was skipped, which is no pass (exit code 5)")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    notes: Sequence[str] = getattr(config.stash.get(DESK, None), "notes", ())
-    for text in dict.fromkeys(notes):
+    measurement = config.stash.get(MEASUREMENT, None)
+    for text in dict.fromkeys(measurement.notes if measurement else ()):
         terminalreporter.write_line(f"repro: note: {text}")

@@ -131,7 +131,7 @@ def test_a_night_that_lost_a_cell_is_not_green(results: Path, capsys: pytest.Cap
     assert code == 3 and "GONE: tonight has no word of 1 cell that a green night (mon) measured" in said
     assert "exit code 3: 1 cell of a green night gone" in said
     assert [(n.name, n.code) for n in kept.ledger(results / "nights", [])] == [("mon", 0), ("tue", 3)]
-    night(results / "wed", *words, "budget=60m", also=False, left=[f"cpu current {KEY}"])
+    night(results / "wed", *words, "time_limit=60m", also=False, left=[f"cpu current {KEY}"])
     code, said = run("wed")
     assert code == 0 and "1 cell that mon measured, tonight no room in the budget" in said
     night(results / "thu", "case=fsdp-generate", also=False)
@@ -151,7 +151,7 @@ def test_what_a_run_was_asked_for(tmp_path: Path) -> None:
         json.dumps({**written, "commit": "c", "changed": False, "stacks": {}})
     )
     assert asked.of(tmp_path, []).part == {KEY}
-    runs.note(tmp_path, [f"case={CASE}", "budget=60m"], runs.ENDED)
+    runs.note(tmp_path, [f"case={CASE}", "time_limit=60m"], runs.ENDED)
     assert asked.of(tmp_path, []).left is None, "an older run does not name what it had no room for"
     for text in ("case=no-such-case", "case=[["):
         runs.note(tmp_path, [text], runs.ENDED)

@@ -18,7 +18,7 @@ from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, drivers
-from repro_matrix.runner.gpu_locks import Leases
+from repro_matrix.runner.gpu_pool import GpuLocks
 from repro_matrix.runner.probe import Prober, ask, merged, problem, record
 
 CARDS = tuple(Gpu(index, A100, f"GPU-{index}", 81920, "8.0") for index in range(2))
@@ -155,8 +155,8 @@ def test_cards_that_others_hold_or_fill_are_not_computed_on(tmp_path: Path, monk
     python = python_that_says(tmp_path, *lines(gpus=3))
     stack = Stack("python:x", str(python), {}, key="x")
     state = tmp_path / "state"
-    with Leases(state, "another-run") as other:
-        assert other.take([cards[2].uuid])
+    with GpuLocks(state, "another-run") as other:
+        assert other.acquire([cards[2].uuid])
         kept, text = Prober(profile, MACHINE, state)(stack)
     assert text is None and kept["torch"] == "2.13.0+cu130"
     assert (tmp_path / "asked").read_text().split()[1:] == ["0"]

@@ -11,11 +11,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from launching import attempt_of
 from repro_matrix.launch import open_launcher
-from repro_matrix.runner.gpu_locks import Leases, register_run
+from repro_matrix.runner.gpu_pool import GpuLocks, register_run
 
 if __name__ == "__main__":
     launcher, state, run_id = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     attempt = attempt_of(state / "runs" / run_id / "a", "grandchild_and_stuck", run_id=run_id, deadline=300)
-    with register_run(state, run_id), Leases(state, run_id) as leases:
-        assert leases.take(["GPU-test"])
+    with register_run(state, run_id), GpuLocks(state, run_id) as locks:
+        assert locks.acquire(["GPU-test"])
         open_launcher(launcher).launch(attempt, threading.Event())

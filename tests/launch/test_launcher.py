@@ -40,7 +40,7 @@ from repro_matrix.launch.attempt_logs import read_launch
 from repro_matrix.launch.forkserver import WarmLauncher
 from repro_matrix.launch.torchrun import ColdLauncher
 from repro_matrix.paths import ROOT
-from repro_matrix.runner.gpu_locks import Leases, clear_leftovers
+from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers
 from test_end_to_end import Once, measured_from_cold
 
 pytestmark = pytest.mark.ranks
@@ -242,8 +242,8 @@ def test_torchrun_killed_controller_is_cleared_by_the_next_run(tmp_path: Path) -
         controller.wait()
     wait_for(lambda: all(gone(pid) for pid in ranks))  # by the parent-death signal alone
     assert len(processes.with_token(RUN_TOKEN, run_id)) == 2  # the grandchildren in their own sessions
-    with Leases(state, "next-run") as leases:
-        assert leases.take(["GPU-test"])  # taking the lease over clears it, too
+    with GpuLocks(state, "next-run") as locks:
+        assert locks.acquire(["GPU-test"])  # taking the lock over clears it, too
         assert not processes.with_token(RUN_TOKEN, run_id) and not folder.exists()
     assert clear_leftovers(state) == []
 

@@ -41,10 +41,7 @@ from repro_matrix.planning.memory import (
 from repro_matrix.planning.placing import place
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.runner.durations import MEMORY_PER_RANK_GB, expect
-from repro_matrix.runner.model_facts import Known
-from repro_matrix.runner.model_needs import lay_over
-from repro_matrix.runner.schedule import Capacity, Task
-from repro_matrix.runner.simulate import forecast, makespan
+from repro_matrix.runner.prerequisites import ModelFacts, with_memory
 
 CATALOGUE = catalogue.load()
 STRATEGIES = ("ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp")
@@ -256,11 +253,11 @@ def test_checkpointing_saves_activations_and_lora_trains_a_little(asking: Any) -
 @pytest.mark.slow
 def test_the_stack_says_what_a_rank_holds_before_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
-    known = Known(existing("current", sys.executable))
+    known = ModelFacts(existing("current", sys.executable))
     assert known.ask([], [("transformers",)]) is None
     warm, cold = known.base_mb(("transformers",)), known.base_mb(("transformers",), "cold")
     assert warm and cold and 50 < warm <= cold
-    assert Known(known.stack).bases == known.bases, "remembered"
+    assert ModelFacts(known.stack).bases == known.bases, "remembered"
 
 
 # --- laid over a plan -------------------------------------------------------------------------------------------------
@@ -446,11 +443,11 @@ class Everything:
 def test_fake_tensors_hold_nothing_of_a_model_at_full_size(
     case: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("repro_matrix.runner.model_needs.Known", Everything)
+    monkeypatch.setattr("repro_matrix.runner.prerequisites.ModelFacts", Everything)
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}", "strategy=ddp", "ranks=8"]))
     placed = place(CATALOGUE, cells, [CPU], auto=False).cells
     planner = Planner(CATALOGUE, RunSettings(scale=Scale.full), {CPU.name: CPU}, LAPTOP, {"current": STACK}, {})
-    found, _ = lay_over(planner.plan(placed), CATALOGUE, {"current": STACK}, LAPTOP, ask=True)
+    found, _ = with_memory(planner.plan(placed), CATALOGUE, {"current": STACK}, LAPTOP, planner.settings, ask=True)
     assert found and all((plan.skipped is None) == fits for plan in found), [plan.skipped for plan in found]
 
 
@@ -470,32 +467,6 @@ def test_what_no_plan_is_made_for_is_named_by_reason(capsys: pytest.CaptureFixtu
     assert "not launched: " in said and "runs on the CPU only" in said and "own-card" not in said
     assert cli.main([*words, "--all"]) == 0
     assert "own-card" in capsys.readouterr().out
-
-
-tasks = st.lists(
-    st.builds(
-        Task,
-        cell=st.integers(0, 9),
-        arm=st.just("a"),
-        index=st.integers(0, 3),
-        seconds=st.floats(0.1, 100),
-        gpus=st.integers(1, 8),
-        memory_gb=st.floats(0.1, 30),
-    ),
-    max_size=25,
-)
-
-
-@given(tasks)
-def test_the_timeline_never_lends_a_device_twice(waiting: list[Task]) -> None:
-    capacity = Capacity(8, 8, 64.0)
-    slots = forecast(waiting, capacity)
-    assert len(slots) == len(waiting)
-    assert max((slot.ended for slot in slots), default=0.0) == pytest.approx(makespan(waiting, capacity))
-    for one in slots:
-        assert len(one.cards) == one.task.gpus
-        beside = [s for s in slots if s is not one and s.began < one.ended and one.began < s.ended]
-        assert not [s for s in beside if set(s.cards) & set(one.cards)]
 
 
 def test_units_are_named_in_words() -> None:

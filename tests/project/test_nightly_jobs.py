@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import yaml
 from junitparser import JUnitXml
-from repro_matrix.analysis.known_nights import known
-from repro_matrix.analysis.night import of_briefs
 from repro_matrix.paths import ROOT
 from repro_matrix.results import history as kept
 
@@ -89,18 +87,6 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
     command = [str(BIN / "shellcheck"), "-s", "bash", "-e", "SC2164", "-"]
     found = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout
-
-
-def test_what_the_nights_know_is_the_newest_answer_and_the_one_before() -> None:
-    from test_diff import FIRES, HOLDS, arm, cell
-
-    at = ("cpu", "now", "c/m")
-    monday, tuesday = of_briefs("mon", [cell(1.0, fix=HOLDS)]), of_briefs("tue", [cell(2.0, fix=FIRES)])
-    assert not known([monday])[at].changed and known([monday, tuesday])[at].changed
-    assert known([monday, tuesday])[at].last == 2.0
-    skipped = of_briefs("wed", [cell(3.0, fix=arm(kinds={}))])
-    assert known([monday, skipped])[at].last == 1.0, "what was skipped was not measured"
-    assert known([of_briefs("mon", [cell(1.0, fix=arm(kinds={"clean": 2, "fires": 1}))])])[at].flaky
 
 
 @pytest.fixture(scope="module")

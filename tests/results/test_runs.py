@@ -17,6 +17,7 @@ from repro_matrix.errors import ConfigError
 from repro_matrix.results import local as own_results
 from repro_matrix.results import runs
 from repro_matrix.runner import resume as going_on
+from repro_matrix.runner.engine import Summary
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_resume_takes_up_the_last_interrupted_selection(scratch: Path, capsys: p
     assert going_on.resumed(["case=a"])[1] != wanted  # its own
     capsys.readouterr()
     assert going_on.resumed(["case=x"]) == (["case=x"], last)
-    assert f"going on in {last}, the last run (of case=c)" in capsys.readouterr().err, "never without a word"
+    assert f"continuing in {last}, the last run (of case=c)" in capsys.readouterr().err, "never without a word"
 
 
 def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
@@ -113,7 +114,7 @@ def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
 
 def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["matrix", "--resume"]) == 2
-    assert "holds no run; with a selection" in capsys.readouterr().err
+    assert "holds no run. With a selection" in capsys.readouterr().err
     ended = run(scratch, "case=a")
     assert cli.main(["matrix", "--resume"]) == 2
     assert f"the last run, {ended}, was not interrupted" in capsys.readouterr().err
@@ -121,22 +122,23 @@ def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixtu
 
 def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = RunSettings(results=str(tmp_path / "mine"))
-    prepared: Any = Namespace(settings=settings, left=[Namespace(hardware="cpu", stack="current", key="a/m-ddp")])
-    with going_on.folder(prepared, ["case=a", f"results={settings.results}"]) as ended:
-        ended(False)
+    cell: Any = Namespace(hardware="cpu", stack="current", key="a/m-ddp")
+    prepared: Any = Namespace(settings=settings)
+    with going_on.folder(prepared, ["case=a", f"results={settings.results}"]) as finish:
+        finish(Summary(interrupted=True, not_started=[cell]))
     let_go()
     said = runs.read(tmp_path / "mine")
-    assert said and said.left == ("cpu current a/m-ddp",), "what the budget had no room for"
+    assert said and said.left == ("cpu current a/m-ddp",), "what the time limit left"
     assert going_on.resumed([f"results={settings.results}"]) == (["case=a", f"results={settings.results}"], None)
-    assert "nothing to go on with" not in capsys.readouterr().err
+    assert "holds no results" not in capsys.readouterr().err
     assert going_on.resumed(["results=/nowhere/at/all"]) == (["results=/nowhere/at/all"], None)
-    assert "/nowhere/at/all holds nothing to go on with: it begins from the start" in capsys.readouterr().err
+    assert "/nowhere/at/all holds no results: the run begins from the start" in capsys.readouterr().err
 
 
 def test_going_on_is_said_and_what_is_given_anew_counts(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = run(scratch, "case=b", "jobs=2", state=runs.UNFINISHED)
     assert going_on.resumed(["jobs=5"]) == (["case=b", "jobs=5"], wanted)
-    assert capsys.readouterr().err == f"repro: going on with {wanted}: case=b jobs=2\n"
+    assert capsys.readouterr().err == f"repro: continuing {wanted}: case=b jobs=2\n"
     every = run(scratch, state=runs.UNFINISHED)
     assert going_on.resumed([]) == ([], every) and capsys.readouterr().err.endswith(": everything\n")
     alike = [run(scratch, "case=c", state=state) for state in (runs.ENDED, runs.UNFINISHED)]
@@ -155,17 +157,17 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
     run(scratch, "case=b")
     for asked, where in ((str(named), None), (None, before), (None, None)):
         settings = RunSettings(results=asked)
-        with going_on.folder(Namespace(settings=settings, left=[]), ["case=a"], where) as ended:  # type: ignore[arg-type]
+        with going_on.folder(Namespace(settings=settings), ["case=a"], where) as finish:  # type: ignore[arg-type]
             used = Path(str(settings.results))
             assert used == (named if asked else where or used) and used.is_dir() and state(used) == runs.UNFINISHED
             assert (runs.of(scratch).resolve() == used.resolve()) is (asked is None), "it is the last one now"
-            ended(used != named)
+            finish(Summary(interrupted=used == named))
         let_go()
         assert state(used) == (runs.UNFINISHED if used == named else runs.ENDED)
     assert len(runs.listed(scratch)) == 3, "two there were, and a new one"
     for asked, where in ((str(named), None), (None, before)):
         settings = RunSettings(results=asked)
-        with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings, left=[]), [], where):  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings), [], where):  # type: ignore[arg-type]
             raise ZeroDivisionError
         assert Path(str(settings.results)).is_dir(), "what was there before is not taken back"
         let_go()
@@ -174,7 +176,7 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
 def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
     before = run(scratch, "case=a")
     settings = RunSettings()
-    with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings, left=[]), ["case=b"]):  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings), ["case=b"]):  # type: ignore[arg-type]
         assert Path(str(settings.results)).parent == scratch and runs.of(scratch) != before
         raise ZeroDivisionError
     assert [each.folder for each in runs.listed(scratch)] == [before]

@@ -20,8 +20,7 @@ from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results.store import Store
 from repro_matrix.runner import canary, session
 from repro_matrix.runner import workspace as workplace
-from repro_matrix.runner.context import Given
-from repro_matrix.runner.events import Summary
+from repro_matrix.runner.engine import RunContext, Summary
 from test_engine import CATALOGUE, PROVENANCE, STACK
 
 
@@ -56,7 +55,7 @@ def test_what_comes_out_as_planted_is_no_reason_to_stop() -> None:
 )
 def test_whatever_comes_out_otherwise_is_named(arm: str, verdict: str, met: list[dict[str, Any]]) -> None:
     (told,) = canary.wrong(came_out(**{arm: (verdict, met)}))
-    assert f"/{arm}, stack current on cpu: planted" in told and f"came out as {verdict}: because" in told
+    assert f"/{arm}, stack current on cpu: planted" in told and f"{verdict}: because" in told
 
 
 def test_an_arm_that_was_not_judged_is_wrong() -> None:
@@ -89,13 +88,13 @@ PROFILES = {
 }
 
 
-def given(*names: str) -> Given:
+def given(*names: str) -> RunContext:
     profiles = [PROFILES[name] for name in names]
     machine = Machine(CARDS, None, "580.65.06", 8, 256.0, "linux")
-    return Given(CATALOGUE, RunSettings(), profiles, machine, {"current": STACK}, PROVENANCE, {})
+    return RunContext(CATALOGUE, RunSettings(), profiles, machine, {"current": STACK}, PROVENANCE, {})
 
 
-def asked(about: Given, ranks: dict[str, int]) -> list[CellPlan]:
+def asked(about: RunContext, ranks: dict[str, int]) -> list[CellPlan]:
     """Something to launch on every profile."""
     cells = [Cell("train-step", "qwen1.5-0.5b", "ddp", (), "current", name, count) for name, count in ranks.items()]
     profiles = {profile.name: profile for profile in about.profiles}
@@ -109,7 +108,7 @@ def test_wherever_something_is_launched_they_can_be_launched_too(name: str, rank
     (plan,) = asked(about, {name: 2})
     seen = []
 
-    def run(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+    def run(inner: RunContext, plans: list[CellPlan], *_: Any) -> Summary:
         seen.extend(plans)
         return Summary(documents=came_out())
 
@@ -125,7 +124,7 @@ def test_cards_that_others_use_are_no_broken_harness(free: int) -> None:
     about = given("cpu", "gpu2")
     looked: list[set[tuple[str, int]]] = []
 
-    def run(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+    def run(inner: RunContext, plans: list[CellPlan], *_: Any) -> Summary:
         looked.append({(plan.cell.hardware, int(plan.cell.ranks)) for plan in plans})
         documents = []
         for plan in plans:
@@ -140,7 +139,7 @@ def test_cards_that_others_use_are_no_broken_harness(free: int) -> None:
     assert looked[0] == {("cpu", 2), ("gpu2", 2)}
     assert looked[1:] == ([] if free == 2 else [{("gpu2", 1)}])
 
-    def broken(inner: Given, plans: list[CellPlan], *_: Any) -> Summary:
+    def broken(inner: RunContext, plans: list[CellPlan], *_: Any) -> Summary:
         return Summary(documents=[one | lacking(one, "device") for one in came_out()])
 
     told = canary.look(about, plans, broken, Store(Path("nowhere")), threading.Event())
@@ -171,7 +170,7 @@ def test_a_run_measures_them_first_and_stops_where_the_judge_is_broken(
 
     monkeypatch.setattr("repro_matrix.results.document.grade.grade", believes)
     before = sorted(path.stat().st_mtime_ns for path in results.rglob("*.json"))
-    with pytest.raises(MeasureError, match=r"the harness itself is broken here, nothing was measured: canary-failure"):
+    with pytest.raises(MeasureError, match=r"nothing was measured: canary-failure"):
         workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)
     assert sorted(path.stat().st_mtime_ns for path in results.rglob("*.json")) == before
     assert MeasureError.exit_code == 3

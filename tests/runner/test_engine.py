@@ -22,7 +22,7 @@ from repro_matrix.environment.gpus import Gpu, unseen
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
-from repro_matrix.errors import ResultsError
+from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.placing import place
@@ -32,11 +32,9 @@ from repro_matrix.results.exit_code import bisect_exit, exit_code
 from repro_matrix.results.rows import arm_rows
 from repro_matrix.results.store import Store
 from repro_matrix.runner.attempts import Attempts
-from repro_matrix.runner.context import Given
-from repro_matrix.runner.engine import Engine
-from repro_matrix.runner.events import Event, Later, Summary
-from repro_matrix.runner.gpu_locks import Leases
-from repro_matrix.runner.gpu_pool import Driver
+from repro_matrix.runner.engine import Engine, Event, Later, RunContext, Summary
+from repro_matrix.runner.gpu_pool import Driver, GpuLocks
+from repro_matrix.runner.session import oldest_first, seconds_of
 
 CATALOGUE = catalogue.load()
 STACK = Stack(
@@ -123,9 +121,9 @@ def engine_of(
     store = Store(tmp_path / "results")
     store.open()
     try:
-        with Leases(tmp_path / "state", "run", driver.look if driver else unseen) as leases:
-            attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, leases, tmp_path / "run", keep=False)
-            given = Given(CATALOGUE, settings, [profile], machine, {"current": STACK}, PROVENANCE, history or {})
+        with GpuLocks(tmp_path / "state", "run", driver.look if driver else unseen) as locks:
+            attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, locks, tmp_path / "run", keep=False)
+            given = RunContext(CATALOGUE, settings, [profile], machine, {"current": STACK}, PROVENANCE, history or {})
             yield Engine(given, attempts, store, on_event, driver), plans
     finally:
         store.close()
@@ -338,14 +336,14 @@ def test_gpus_that_another_run_holds_are_waited_for_and_it_is_said(tmp_path: Pat
     gpus = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 143771) for index in range(2))
     texts: list[str] = []
     settings = RunSettings(arms=["root-call"])
-    other = Leases(tmp_path / "state", "other")
+    other = GpuLocks(tmp_path / "state", "other")
     held = ["GPU-1"]
-    assert other.take(held)
+    assert other.acquire(held)
 
     def watch(event: Event) -> None:
         texts.append(event.text)
         if len(texts) > 20 or event.text:
-            other.give_back([held.pop() for _ in held])  # the other run's attempt ends
+            other.release([held.pop() for _ in held])  # the other run's attempt ends
 
     launcher = Fake()
     profile = Profile("gpu2", "cuda", "nccl", gpus)
@@ -395,7 +393,7 @@ def test_cells_that_wait_for_a_build_are_measured_after_it_and_the_others_meanwh
 
     with engine_of(tmp_path, Fake(tell), RunSettings(), "train-step") as (engine, plans):
         first, others = plans[0], plans[1]
-        summary = engine.run([first], threading.Event(), later=[Later("stack x", 1, build)])
+        summary = engine.run([first], threading.Event(), later=[Later("stack x", [others.cell], build)])
     assert [document["model"] for document in summary.documents] == [first.cell.model, others.cell.model]
     assert order == [first.cell.model] * len(first.arms) + [others.cell.model] * len(others.arms)
 
@@ -408,5 +406,37 @@ def test_an_interrupted_build_adds_nothing(tmp_path: Path) -> None:
         return plans
 
     with engine_of(tmp_path, Fake(), RunSettings()) as (engine, plans):
-        summary = engine.run([], stop, later=[Later("stack x", len(plans), build)])
+        summary = engine.run([], stop, later=[Later("stack x", [plan.cell for plan in plans], build)])
     assert summary.interrupted and not summary.documents
+
+
+def test_time_limit_starts_no_further_cell_and_finishes_those_that_began(tmp_path: Path) -> None:
+    def slow(attempt: Attempt, stop: threading.Event) -> Any:
+        time.sleep(0.3)
+
+    settings = RunSettings(jobs=1, order=Order.listed)
+    with engine_of(tmp_path, Fake(slow), settings, "train-step") as (engine, plans):
+        engine.context = replace(engine.context, ends=time.monotonic() + 0.1)
+        summary = engine.run(plans[:2], threading.Event())
+    assert [document["complete"] for document in summary.documents] == [True]
+    assert summary.not_started == [plans[1].cell] and not summary.interrupted
+
+
+def test_cells_measured_longest_ago_come_first(tmp_path: Path) -> None:
+    settings = RunSettings(results=str(tmp_path / "results"))
+    with engine_of(tmp_path, Fake(), settings, "train-step") as (engine, plans):
+        cells = [replace(plan.cell, stack="current") for plan in plans[:3]]
+        engine.run(plans[:1], threading.Event())
+        engine.run(plans[2:3], threading.Event())
+    assert oldest_first(cells, settings) == [cells[1], cells[0], cells[2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90.0), ("1.5h", 5400.0), ("0m", None), ("30", None), ("x", None)]
+)
+def test_seconds_of_a_duration(text: str, seconds: float | None) -> None:
+    if seconds is None:
+        with pytest.raises(ConfigError, match="time_limit"):
+            seconds_of("time_limit", text)
+    else:
+        assert seconds_of("time_limit", text) == seconds

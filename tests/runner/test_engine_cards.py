@@ -18,7 +18,7 @@ from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.device_errors import EITHER, of_device
 from repro_matrix.results.exit_code import exit_code
-from repro_matrix.runner.events import Event, Summary
+from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.retry import again, lost, settled
 from test_engine import Fake, engine_of, observation, verdicts
 
@@ -45,9 +45,9 @@ def on_cards(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("repro_matrix.runner.gpu_locks.EMPTY_S", 0.3)
-    monkeypatch.setattr("repro_matrix.runner.gpu_pool.LOOK_S", 0.05)
-    monkeypatch.setattr("repro_matrix.runner.scheduler.STRANGERS_S", 0.3)
+    monkeypatch.setattr("repro_matrix.runner.gpu_pool.RELEASE_S", 0.3)
+    monkeypatch.setattr("repro_matrix.runner.gpu_pool.CHECK_S", 0.05)
+    monkeypatch.setattr("repro_matrix.runner.schedule.OTHER_USER_S", 0.3)
 
 
 def test_attempts_side_by_side_each_on_cards_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_context_that_stays_behind_takes_its_card_out_of_the_run(
     nvml = FakeNvml([Card() for _ in range(3)])
     nvml.install(monkeypatch)
     monkeypatch.setattr(
-        "repro_matrix.runner.gpu_locks.Leases._ours", lambda self, seen: set(seen.users) & {os.getpid()}
+        "repro_matrix.runner.gpu_pool.GpuLocks._ours", lambda self, seen: set(seen.users) & {os.getpid()}
     )
     used: list[tuple[str, ...]] = []
 
@@ -194,8 +194,8 @@ def test_gpu_and_cpu_cells_in_one_run_each_under_its_profile(tmp_path: Path, mon
         engine_of(tmp_path / "cpu", Fake(), settings) as (_, on_cpu),
         engine_of(tmp_path / "both", Fake(together), settings, profile=profile) as (engine, plans),
     ):
-        profiles = [*engine.given.profiles, ON_CPU]
-        mixed = type(engine)(replace(engine.given, profiles=profiles), engine.attempts, engine.store, engine.on_event)
+        profiles = [*engine.context.profiles, ON_CPU]
+        mixed = type(engine)(replace(engine.context, profiles=profiles), engine.attempts, engine.store, engine.on_event)
         summary = mixed.run([*plans, *on_cpu], threading.Event())
     assert sorted(document["hardware"]["profile"] for document in summary.documents) == ["any", "cpu"]
     assert sorted(map(len, launched)) == [0, 0, 2, 2]

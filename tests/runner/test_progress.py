@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.runner.events import Event
+from repro_matrix.runner.engine import Event
 from repro_matrix.runner.progress import SHOWN, Progress
 
 

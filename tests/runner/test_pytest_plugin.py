@@ -12,11 +12,11 @@ import pytest
 from judging import document, observation, ok
 from repro_matrix.errors import MeasureError
 from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.pytest_plugin import Measurement, rows_of
 from repro_matrix.results.quarantine import Mute
 from repro_matrix.runner import session
-from repro_matrix.runner import shared_session as desk
 from repro_matrix.runner import workspace as workplace
-from repro_matrix.runner.events import Event, Summary
+from repro_matrix.runner.engine import Event, Summary
 
 pytest_plugins = ["pytester"]
 CASE = "ddp-unfinished-reduction"
@@ -24,12 +24,13 @@ AT = f"repro::{CASE}::qwen1.5-0.5b/ddp"
 SEEN: dict[str, tuple[str, str]] = {}  # arm -> (verdict, expected); an arm that is not named: (FIX_HOLDS, expected)
 
 
-def measured(self: desk.Desk, number: int, arms: Any) -> list[dict[str, Any]]:
-    ASKED.append(tuple(arms))
+def measured(self: Measurement, number: int) -> list[dict[str, Any]]:
+    arms = tuple(self.wanted[number])
+    ASKED.append(arms)
     return [
-        {"arm": arm, "verdict": verdict, "expected": told, "expectation": "FIX_HOLDS", "attempts": 1,
+        {"arm": arm, "verdict": verdict, "expected": expected, "expectation": "FIX_HOLDS", "attempts": 1,
          "reason": f"of {arm}", "torchrun": f"torchrun {arm}", **MORE.get(arm, {})}
-        for arm in arms for verdict, told in [SEEN.get(arm, ("FIX_HOLDS", "expected"))]
+        for arm in arms for verdict, expected in [SEEN.get(arm, ("FIX_HOLDS", "expected"))]
     ]  # fmt: skip
 
 
@@ -39,7 +40,7 @@ MORE: dict[str, dict[str, Any]] = {}  # arm -> what else its row says
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(desk.Desk, "measure", measured)
+    monkeypatch.setattr(Measurement, "rows", measured)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     SEEN.clear()
@@ -71,7 +72,7 @@ def test_lf_takes_what_failed_last_and_x_stops_there(run: Any) -> None:
     shown = [line.split()[0] for line in result.outlines if " PASSED" in line or " FAILED" in line]
     assert set(shown) == set(names(run("--collect-only", "-q", "-k", "freeze or touch or find-unused"))), "as typed"
     result.assert_outcomes(passed=1, failed=2)
-    assert set(ASKED) == {("find-unused", "freeze", "touch")}  # one question for the cell's three
+    assert {tuple(sorted(arms)) for arms in ASKED} == {("find-unused", "freeze", "touch")}, "one measurement"
     result.stdout.fnmatch_lines(["*FIX_BROKEN: of freeze*", "*by hand: torchrun freeze*"])
     SEEN.pop("touch")
     run("-v", "--lf").assert_outcomes(passed=1, failed=1)
@@ -112,7 +113,7 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
 
     def wrong(broken: list[Any], fix: list[Any], mutes: list[Mute], **changes: Any) -> str:
         made = document({"broken": broken, "fix": fix}, {"fix": "FIX_HOLDS"}, key="c/m", **changes)
-        rows = {row["arm"]: row for row in desk.told(made, mutes, today)}
+        rows = {row["arm"]: row for row in rows_of(made, mutes, today)}
         return str(rows["fix"]["wrong"])
 
     fires, good, bad = ("fires", clean), ("clean", clean), ("infra", lost)
@@ -129,7 +130,7 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     assert wrong([fires], [good], [mute(22)]) == wrong([fires], [good], [mute(21, arm="other")]) == ""
     made = document({"broken": [fires], "fix": [good]}, {"fix": "FIX_BROKEN"}, key="c/m")
     made["verdicts"]["fix"]["expected"] = "unexpected"
-    _, row = desk.told(made, [mute(22)], today)
+    _, row = rows_of(made, [mute(22)], today)
     assert row["expected"] == "muted" and row["muted"]["owner"] == "ada"
 
 
@@ -188,61 +189,42 @@ def test_words_that_select_nothing_are_a_usage_error(text: str, told: str, pytes
     assert told in result.stderr.str()
 
 
-def fake_run(sent: list[Any]) -> Any:
-    """As session.execute, for a desk: each cell that is asked for is answered at once."""
-
-    def execute(prepared: Any, tell: Any, stop: threading.Event, *, on_warning: Any, more: Any) -> Summary:
-        sent.append("run")
-        while not stop.is_set():
-            for plan in more(0.05):
-                sent.append(tuple(arm.arm for arm in plan.arms))
-                tell(Event("cell", plan, document={"plan": plan}))
-        return Summary(interrupted=True)
-
-    return execute
+def prepared_measurement(tmp_path: Path, *arms: str) -> Measurement:
+    texts = [f"case={CASE}", f"results={tmp_path}"]
+    return Measurement(session.prepare(texts, build_stacks=False), texts, (), wanted={0: list(arms)})
 
 
-def test_one_run_answers_all_workers_and_ends_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr(workplace, "execute", fake_run(sent))
-    monkeypatch.setattr(desk, "told", lambda document, *mutes: [{"arm": a.arm} for a in document["plan"].arms])
-    prepared = session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False)
-    served = desk.Desk(prepared)
-    address, key = served.serve()
-    askers = [desk.Asker(address, key) for _ in range(3)]
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda a=a: found.append(a.measure(0, ["touch", "freeze"]))) for a in askers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == [[{"arm": "broken"}, {"arm": "freeze"}, {"arm": "touch"}]] * 3
-    assert sent == ["run", ("broken", "freeze", "touch")]  # one run, and each cell once
-    assert served.measure(0, ["fsdp"]) == [{"arm": "broken"}, {"arm": "fsdp"}]
-    served.close()
-    with pytest.raises(MeasureError, match="the run was ended"):
-        served.measure(0, ["fsdp2"])
+def test_one_run_measures_the_selected_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched: list[Any] = []
+
+    def execute(prepared: Any, tell: Any, stop: threading.Event, *, on_warning: Any) -> Summary:
+        for plan in prepared.plans:
+            launched.append(tuple(arm.arm for arm in plan.arms))
+            tell(Event("cell", plan, document={"plan": plan}))  # type: ignore[arg-type]
+        return Summary()
+
+    monkeypatch.setattr(workplace, "execute", execute)
+    monkeypatch.setattr(
+        "repro_matrix.pytest_plugin.rows_of", lambda document, *mutes: [{"arm": a.arm} for a in document["plan"].arms]
+    )
+    measurement = prepared_measurement(tmp_path, "touch", "freeze")
+    assert measurement.rows(0) == measurement.rows(0) == [{"arm": "broken"}, {"arm": "freeze"}, {"arm": "touch"}]
+    assert launched == [("broken", "freeze", "touch")]
+    measurement.close()
 
 
-def test_who_has_not_the_key_is_not_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from multiprocessing import AuthenticationError
-
-    monkeypatch.setattr(workplace, "execute", fake_run([]))
-    monkeypatch.setattr(desk, "told", lambda document, *mutes: [])
-    served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
-    address, key = served.serve()
-    with pytest.raises((AuthenticationError, EOFError, OSError)):
-        desk.Asker(address, b"another")
-    assert desk.Asker(address, key).measure(0, ["fsdp"]) == []  # and it goes on answering those who have
-    served.close()
-
-
-def test_when_the_run_fails_whoever_waits_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_fails_fails_its_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def execute(*given: Any, **more: Any) -> Summary:
         raise MeasureError("another run is writing here")
 
     monkeypatch.setattr(workplace, "execute", execute)
-    served = desk.Desk(session.prepare([f"case={CASE}", f"results={tmp_path}"], build_stacks=False))
+    measurement = prepared_measurement(tmp_path, "fsdp")
     with pytest.raises(MeasureError, match="another run is writing here"):
-        served.measure(0, ["fsdp"])
-    served.close()
+        measurement.rows(0)
+    measurement.close()
+
+
+def test_n_is_ignored(pytester: pytest.Pytester, run: Any) -> None:
+    words = ("--repro", f"case={CASE} repeat=1", "-n", "2", "-k", "freeze or touch")
+    pytester.runpytest_inprocess(*words).assert_outcomes(passed=2)
+    assert len(set(ASKED)) == 1, "in this process"

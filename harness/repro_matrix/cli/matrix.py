@@ -6,7 +6,7 @@ import argparse
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from repro_matrix.analysis.diff import Diff, compare
 from repro_matrix.analysis.inputs import Side
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ReproError
-from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Document
 from repro_matrix.report import listing
 from repro_matrix.report import summary as summaries
@@ -38,7 +37,6 @@ from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.runner import resume as going_on
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
-from repro_matrix.runner.budget import At, Known
 from repro_matrix.runner.request import print_composed
 from repro_matrix.text import counted, wrap
 
@@ -59,8 +57,6 @@ def how(parser: argparse.ArgumentParser) -> None:
     )
     told = "also say what this run answers otherwise than these results (as `repro diff`); exit code 1 for it"
     parser.add_argument("--against", metavar="DIR", help=told)
-    told = "kept nights (nights.jsonl, folders): with budget= what they have measured is known"
-    parser.add_argument("--nights", metavar="DIR", help=told)
     parser.add_argument("--plan", action="store_true", help="show what would be launched, and launch nothing")
 
 
@@ -84,9 +80,8 @@ def measure(
     and writes its page beside its documents."""
     mutes = muted.read()
     before = sides.side(args.against) if args.against else None  # what cannot be read is said before anything runs
-    known = _known(Path(args.nights).expanduser()) if args.nights else None
     texts, resumed = going_on.resumed(texts) if args.resume else (list(texts), None)
-    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True, known=known)
+    prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True)
     muted.check(mutes, prepared.catalogue)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
     for note in prepared.notes():
@@ -102,7 +97,7 @@ def measure(
         workplace.interruptible(stop, progress.warn, workplace.RESUMED),
     ):
         summary = workplace.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
-        ended(not summary.interrupted and summary.problem is None)
+        ended(summary)
     told = muted.applied(summary.documents, mutes, datetime.now(timezone.utc).date())
     summary.documents = told.documents
     found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
@@ -135,7 +130,7 @@ def measure(
         "counts": rows.figures(found),
         "expected": dict(Counter(row["expected"] for row in found if row["expected"])),
         "elsewhere": prepared.elsewhere,
-        "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in prepared.left],
+        "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
         "left_out": prepared.left_out,
     }
     written = _page(summary.documents, own_results.results_folder(prepared.settings)) if page else None
@@ -161,8 +156,9 @@ def measure(
         )
         elsewhere = f"measured elsewhere than on {prepared.profiles[0].name}"
         print_wrapped(*(f"{counted(n, 'cell')} {elsewhere}: {why}" for why, n in prepared.elsewhere.items()))
-        if prepared.left:
-            print_wrapped(f"NOT MEASURED, no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
+        if summary.not_started:
+            not_started = session.count_by_case(summary.not_started)
+            print_wrapped(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {not_started}")
         print_wrapped(*(f"{count} of them started from cold: {why}" for why, count in summary.cold.most_common()))
         lost = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
         print_wrapped(*(f"note: {text}" for text in [*prepared.changed(), *lost, *summary.cards]))
@@ -193,7 +189,8 @@ def measure(
         print(f"repro: {mute.over()}", file=sys.stderr)
     code = code or (ConfigError.exit_code if told.expired else 0)
     if not args.json:
-        left = f"; not asked (budget): {counted(len(prepared.left), 'cell')}" if prepared.left else ""
+        count = counted(len(summary.not_started), "cell")
+        left = f"; not started within the time limit: {count}" if summary.not_started else ""
         print(summaries.ending(code, found, len(changed.answers) if changed else 0) + left)
     return code
 
@@ -201,28 +198,12 @@ def measure(
 def _interrupted(prepared: session.Session, documents: Sequence[Document]) -> str:
     """What the lines above do not speak of."""
     asked = len({(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans})
-    asked += sum(each.cells for each in prepared.later)  # what waited for a build
+    asked += sum(len(each.cells) for each in prepared.later)  # what waited for a build
     lacking = asked - sum(document["complete"] for document in documents)
     if lacking <= 0:
         return "INTERRUPTED, when all of it was measured"
     of = counted(asked, "cell")
     return f"INTERRUPTED: {lacking} of {of} not measured, or not to the end: of these nothing is said"
-
-
-def _known(folder: Path) -> Mapping[At, Known]:
-    """What kept nights say; nothing where none is kept yet."""
-    from repro_matrix.analysis import known_nights as known
-    from repro_matrix.results import history as kept
-
-    return known.known(kept.read([folder]).found) if folder.is_dir() and kept.is_nights(folder) else {}
-
-
-def of_cases(cells: Sequence[Cell]) -> str:
-    """So many cells, and of which cases the most."""
-    most = Counter(cell.case for cell in cells).most_common()
-    shown = ", ".join(f"{count} of {case}" for case, count in most[:5])
-    of = counted(len(cells), "cell")
-    return f"{of} ({shown}{f', {len(most) - 5} more cases' if len(most) > 5 else ''})"
 
 
 def _against(before: Side, documents: Sequence[Document]) -> Diff:
@@ -268,11 +249,6 @@ def show_plan(prepared: session.Session, as_json: bool, everything: bool) -> int
         keys = [repr((p.cell.hardware, p.cell.stack, p.cell.key)) for p in prepared.plans for _ in p.arms]
         named_ = [i | {"case": named(i["case"], i["simulated"]), "cell": key} for i, key in zip(items, keys)]
         print_lines(listing.planned(named_, wide()))
-    if prepared.settings.budget:
-        cells = {(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans}
-        print(f"budget={prepared.settings.budget}: {counted(len(cells), 'cell')} to be measured")
-    if prepared.left:
-        print(f"no room within budget={prepared.settings.budget}: {of_cases(prepared.left)}")
     for why, count in prepared.elsewhere.items():
         of = counted(count, "cell")
         print(f"{of} would be measured elsewhere than on {prepared.profiles[0].name}: {why}")

@@ -66,12 +66,12 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.results import quarantine as muted
     from repro_matrix.results import requested as words
     from repro_matrix.results.exit_code import TOO_LITTLE
-    from repro_matrix.runner import budget
+    from repro_matrix.runner import session
     from repro_matrix.text import counted
 
     name = _name(args.name)
     folder = Path(args.nights).expanduser()
-    seconds = 0.0 if args.budget == "0s" else budget.of(args.budget) or 0.0
+    seconds = 0.0 if args.budget == "0s" else session.seconds_of("--budget", args.budget) or 0.0
     locks = _locks(args.lock)
     found = [sides.read(Path(one).expanduser()) for one in args.folders]
     briefs = [brief for side in found for brief in side.briefs]

@@ -19,9 +19,8 @@ from repro_matrix.report import listing
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_table
 from repro_matrix.results import local as own_results
 from repro_matrix.runner import durations as recorded
-from repro_matrix.runner import schedule, session
+from repro_matrix.runner import session
 from repro_matrix.runner.request import print_composed
-from repro_matrix.runner.simulate import Ended, forecast
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,29 +37,15 @@ def main(args: argparse.Namespace) -> int:
         return print_composed(args.overrides)
     prepared = session.prepare(args.overrides, build_stacks=False, plan_only=True)
     known = own_results.history(own_results.own_stores(prepared.settings), {p.cell.case for p in prepared.plans})
-    took = recorded.recorded(document for found in known.values() for document in found)
-    rows, tasks = [], []
-    for number, plan in enumerate(prepared.plans):
+    rows = []
+    for plan in prepared.plans:
         for arm in plan.arms:
             key = plan.cell.key
             rows.append(_row(plan.cell, arm, _measured(known.get(key, []), arm)))
-            if not arm.skipped:
-                wanted = recorded.expect(took, key, arm)
-                tasks += [
-                    schedule.Task(number, arm.arm, index, wanted.seconds, arm.gpus, wanted.memory_gb or 0.0)
-                    for index in range(arm.repeat)
-                ]
-    capacity = schedule.Capacity(
-        prepared.machine.cores, len(prepared.profile.gpus), prepared.machine.memory_gb, prepared.settings.jobs
-    )
-    slots = forecast(tasks, capacity, prepared.settings.order.value)
-    total = max((slot.ended for slot in slots), default=0.0)
     if args.json:
-        shown = [{**_named(prepared.plans[slot.task.cell].cell, slot), "seconds": slot.task.seconds} for slot in slots]
-        print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": rows,
-                    "timeline": shown, "makespan_s": round(total, 1)})  # fmt: skip
+        print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": rows})
     else:
-        _print(prepared, rows, slots, total, args.measured, args.all)
+        _print(prepared, rows, args.measured, args.all)
     for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
         print(f"repro: {note}", file=sys.stderr)
     return 0
@@ -85,18 +70,9 @@ def _row(cell: Any, arm: ArmPlan, measured: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _named(cell: Any, slot: Ended) -> dict[str, Any]:
-    return {
-        "cell": cell.key, "arm": slot.task.arm, "index": slot.task.index, "start_s": round(slot.began, 1),
-        "end_s": round(slot.ended, 1), "devices": list(slot.cards),
-    }  # fmt: skip
-
-
 def _print(
     prepared: session.Session,
     rows: list[dict[str, Any]],
-    slots: list[Ended],
-    total: float,
     beside: bool,
     everything: bool,
 ) -> None:
@@ -104,7 +80,6 @@ def _print(
     gpus = f"{len(prepared.profile.gpus)} x {prepared.profile.gpus[0].name}, " if prepared.profile.gpus else ""
     only = " (planned only: not this machine)" if prepared.planned else ""
     print(f"hardware {prepared.profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
-    plans = {(plan.cell.key, arm.arm): arm for plan in prepared.plans for arm in plan.arms}
     table = []
     others = []  # nothing of them is planned
     for row, arm in zip(rows, (arm for plan in prepared.plans for arm in plan.arms)):
@@ -122,20 +97,9 @@ def _print(
     heads = ["case", "model", "strategy", "arm", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
     last = "fullest moment, or why it is skipped"
     print_table("", [*heads, *(["measured"] if beside else []), last], table, narrow=(last,), fold=True)
-    assert plans
-    print_table(
-        "when (seconds; recorded durations, else assumed ones)",
-        ["start", "end", "devices", "cell", "arm"],
-        [
-            [f"{s.began:.0f}", f"{s.ended:.0f}", ",".join(s.cards) or "cpu", prepared.plans[s.task.cell].cell.key,
-             s.task.arm]
-            for s in slots
-        ],
-        fold=True,
-    )  # fmt: skip
     print_lines(listing.not_launched(others, columns()))
     skipped = sum(bool(row["skipped"]) for row in rows)
-    print(f"{len(slots)} attempts in {total:.0f} s ({total / 60:.1f} min); {skipped} of {len(rows)} arms skipped")
+    print(f"{skipped} of {len(rows)} arms skipped")
 
 
 def _sizes(found: MemoryPlan | None) -> list[str]:

@@ -57,7 +57,7 @@ class RunSettings:
     keep: bool = False
     min_measured: int = 1
     shard: str | None = None
-    budget: str | None = None
+    time_limit: str | None = None
     matrix: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
 

@@ -36,7 +36,7 @@ def of(folder: Path, measured: Iterable[Brief]) -> Asked:
         case = asked.catalogue.cases[slug]
         named = [arm for arm in case.arms if any(fnmatchcase(arm, one) for one in patterns or ())]
         arms[slug] = set(arms_of(case, named) if patterns else case.arms)
-    left = None if run.left is None and asked.settings.budget else run.left or ()
+    left = None if run.left is None and asked.settings.time_limit else run.left or ()
     own = {brief.stack for brief in measured}
     return Asked(arms, stacks, tuple(hardware), left, _part(folder, asked.settings.shard), own)
 

@@ -24,33 +24,33 @@ from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import ArmPlan, CellPlan
 from repro_matrix.records.base import InfraKind
 from repro_matrix.records.observation import Observation, Settings
-from repro_matrix.runner.gpu_locks import Leases, Trouble
+from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 
 REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
 
 
 @dataclass(frozen=True)
-class Made:
-    """An attempt that has ended. ``troubles``: which of its cards cannot be used any more, and why."""
+class EndedAttempt:
+    """An attempt that has ended. ``problems``: which of its GPUs cannot be used any more, and why."""
 
     observation: Observation
     wall_s: float
-    troubles: Mapping[str, Trouble]
+    problems: Mapping[str, GpuProblem]
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """Makes the attempts of one run, each in a folder of its own under ``run_dir``. Thread-safe."""
+    """Runs the attempts of one run, each in a folder of its own under ``run_dir``. Thread-safe."""
 
     catalogue: Catalogue
     stacks: Mapping[str, Stack]
     launcher: Launcher
-    leases: Leases
+    locks: GpuLocks
     run_dir: Path
     keep: bool
 
-    def make(self, plan: ArmPlan, gpus: Sequence[str], stop: threading.Event) -> Made:
-        """One launch on leased ``gpus``, which are given back. Never raises: a fault of ours is an infra one."""
+    def run(self, plan: ArmPlan, gpus: Sequence[str], stop: threading.Event) -> EndedAttempt:
+        """Launch once on locked ``gpus`` and release them. Never raises: a fault of the harness is an infra one."""
         began = time.monotonic()
         try:
             attempt = recipe(self.catalogue, plan, self.stacks[plan.stack], self.run_dir, gpus)
@@ -65,8 +65,8 @@ class Attempts:
             observation["attempt"]["fingerprint"] = plan.fingerprint
             observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
         wall_s = time.monotonic() - began
-        troubles = {**self.leases.give_back(gpus), **failed_cards(observation, gpus)}
-        return Made(observation, wall_s, troubles)
+        problems = {**self.locks.release(gpus), **failed_gpus(observation, gpus)}
+        return EndedAttempt(observation, wall_s, problems)
 
 
 def recipe(
@@ -100,9 +100,9 @@ def recipe(
     )
 
 
-def failed_cards(observation: Observation, gpus: Sequence[str]) -> dict[str, Trouble]:
-    """Cards that a rank's own error says have failed: NVML does not tell in every container. A rank that has several
-    says nothing of which."""
+def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuProblem]:
+    """Return the GPUs that failed according to a rank's own error: NVML does not report it in every container. The
+    error of a rank with several GPUs does not tell which one failed."""
     if len(gpus) not in (1, observation["attempt"]["world_size"]):
         return {}
     found = {}
@@ -110,8 +110,8 @@ def failed_cards(observation: Observation, gpus: Sequence[str]) -> dict[str, Tro
         record = rank["record"]
         error = record["exception"] if record else None
         if record and error and of_device(error, record["phase"]) == "card":
-            said = (error["message"].splitlines() or ["?"])[0]
-            found[gpus[rank["rank"] % len(gpus)]] = Trouble("lost", f"rank {rank['rank']}: {said}")
+            message = (error["message"].splitlines() or ["?"])[0]
+            found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", f"rank {rank['rank']}: {message}")
     return found
 
 

@@ -1,9 +1,9 @@
-"""Planted cells that every run of the matrix measures first: is it the harness that is broken here?
+"""Canary cells that every run of the matrix measures first: does the harness itself work here?
 
-A failure, a fix that holds, a fix after which a number is wrong, and healthy work take the way of every cell: the run's
-stacks and profiles, its launcher, the ranks' kit and the judge. Where one does not come out as it was planted, nothing
-that this run says could be believed, and nothing is measured. Not of the catalogue: no list, claim or published result
-knows them (conf/canary).
+A failure, a working fix, a fix after which a number is wrong, and healthy work take the way of every cell: the run's
+stacks and profiles, its launcher, the ranks' kit and the grader. Where one has another result than it must have, no
+result of this run could be trusted, and nothing is measured. They are not in the catalogue: no list, claim or
+published result includes them (conf/canary).
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ from repro_matrix.environment.profiles import Profile
 from repro_matrix.grading.failure_id import Met
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.plan import CellPlan, Planner, StackLike
+from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.records.document import Document
 from repro_matrix.results.store import Store
 from repro_matrix.runner.attempts import imports_of
-from repro_matrix.runner.context import Given
-from repro_matrix.runner.events import Event, Summary
+from repro_matrix.runner.engine import Event, RunContext, Summary
 
-NONE: dict[str, dict[str, Any]] = {
-    "model": {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}},
-    "strategy": {"slug": "none", "title": "no strategy", "shared": True, "promises": {"collectives": ["reduce"]}},
-}
-# case -> arm -> (verdict, what it must have met)
+_MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
+_STRATEGY = {"slug": "none", "title": "no strategy", "shared": True, "promises": {"collectives": ["reduce"]}}
+# case -> arm -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIX_HOLDS", []), "lies": ("FIX_UNMASKS", ["check sum"])},
     "canary-healthy": {"control": ("HEALTHY", [])},
@@ -41,94 +38,88 @@ PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
 
 
 def catalogue(of: Catalogue, imports: Sequence[str] = ()) -> Catalogue:
-    """The planted cases with the run's stacks and hardware. ``imports``: of their warm server."""
-    cases, raws = {}, {}
-    for path in sorted((CONF / "canary").glob("*.yaml")):
-        raw = read_yaml(path)
-        if imports:
-            raw["launch"]["imports"] = list(imports)
-        raws[path.stem] = raw
-        cases[path.stem] = parse(Case, raw, path)
-    models, strategies = {"none": Model(**NONE["model"])}, {"none": Strategy(**NONE["strategy"])}
-    raw_of = {**of.raw, "case": raws, "model": {"none": NONE["model"]}, "strategy": {"none": NONE["strategy"]}}
+    """Return the canary cases with the run's stacks and hardware. ``imports``: of their warm server."""
+    raws = {path.stem: read_yaml(path) for path in sorted((CONF / "canary").glob("*.yaml"))}
+    for raw in raws.values() if imports else ():
+        raw["launch"]["imports"] = list(imports)
+    cases = {slug: parse(Case, raw, CONF / "canary" / f"{slug}.yaml") for slug, raw in raws.items()}
+    raw_of = {**of.raw, "case": raws, "model": {"none": _MODEL}, "strategy": {"none": _STRATEGY}}
+    models, strategies = {"none": Model(**_MODEL)}, {"none": Strategy(**_STRATEGY)}
     return Catalogue(cases, models, strategies, of.stacks, of.hardware, raw_of, REPROS)
 
 
-def plans(planted: Catalogue, given: Given, of: Iterable[CellPlan], ranks: Mapping[str, int]) -> list[CellPlan]:
-    """The planted cells on every stack and profile of ``ranks`` (profile -> how many) that the run launches something
-    on."""
+def plans(planted: Catalogue, context: RunContext, of: Iterable[CellPlan], ranks: Mapping[str, int]) -> list[CellPlan]:
+    """Plan the canary cells on every stack and profile of ``ranks`` (profile -> how many) where the run launches
+    something."""
     used = dict.fromkeys((arm.stack, plan.profile.name) for plan in of for arm in plan.arms if not arm.skipped)
-    profiles: dict[str, Profile] = {profile.name: profile for profile in given.profiles}
+    profiles = {profile.name: profile for profile in context.profiles}
     cells = [
         Cell(case, "none", "none", (), stack, name, ranks[name])
         for stack, name in used
         if name in ranks
         for case in planted.cases
     ]
-    settings = RunSettings(env=dict(given.settings.env))
-    stacks: Mapping[str, StackLike | str] = given.stacks
-    return Planner(planted, settings, profiles, given.machine, stacks, {}).plan(cells)
-
-
-def _two(profile: Profile) -> bool:
-    return profile.accelerator == "cpu" or profile.shared or len(profile.gpus) > 1
+    settings = RunSettings(env=dict(context.settings.env))
+    return Planner(planted, settings, profiles, context.machine, dict(context.stacks), {}).plan(cells)
 
 
 def usual_imports(of: Catalogue, among: Iterable[CellPlan]) -> tuple[str, ...]:
-    """What most arms' servers import: a server that the run starts anyway serves the planted cells too."""
-    found = Counter(
-        imports_of(of, of.cases[plan.cell.case], arm)
-        for plan in among
-        for arm in plan.arms
-        if not arm.skipped and not of.cases[plan.cell.case].launch.env and not of.cases[plan.cell.case].launch.cold
-    )
-    return found.most_common(1)[0][0] if found else ()
+    """Return what most arms' servers import: such a server serves the canary cells too."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    for plan in among:
+        case = of.cases[plan.cell.case]
+        if not case.launch.env and not case.launch.cold:
+            counts.update(imports_of(of, case, arm) for arm in plan.arms if not arm.skipped)
+    return counts.most_common(1)[0][0] if counts else ()
 
 
 def wrong(documents: Iterable[Document]) -> list[str]:
-    """What did not come out as it was planted, in words. Pure."""
-    found = []
+    """Return a line for each result that is not as planted. Pure."""
+    lines = []
     for document in documents:
-        for arm, (verdict, met) in PLANTED[document["case"]].items():
-            judged = document["verdicts"].get(arm)
-            name, why = (judged["name"], judged["reason"]) if judged else ("nothing", "not judged")
-            if judged is None or name != verdict or [str(Met(**item)) for item in judged.get("met", ())] != met:
+        for arm, (verdict, failures) in PLANTED[document["case"]].items():
+            graded: Any = document["verdicts"].get(arm) or {"name": "nothing", "reason": "not graded"}
+            if graded["name"] != verdict or [str(Met(**item)) for item in graded.get("met", ())] != failures:
                 where = f"stack {document['stack']['name']} on {document['hardware']['profile']}"
-                came = f"came out as {name}: {why}"
-                found.append(f"{document['case']}/{arm}, {where}: planted {verdict}, {came}")
-    return found
+                result = f"the result is {graded['name']}: {graded['reason']}"
+                lines.append(f"{document['case']}/{arm}, {where}: planted {verdict}, {result}")
+    return lines
 
 
 def look(
-    given: Given,
+    context: RunContext,
     of: Sequence[CellPlan],
-    run: Callable[[Given, list[CellPlan], Store, Callable[[Event], None]], Summary],
+    run: Callable[[RunContext, list[CellPlan], Store, Callable[[Event], None]], Summary],
     store: Store,
     stop: threading.Event,
 ) -> str | None:
-    """Measure the planted cells by ``run``; why nothing else may be measured, or None.
+    """Measure the canary cells by ``run``; return why nothing else may be measured, or None.
 
-    ``store``: of their documents, which nobody keeps. Nothing is planted where nothing is launched.
+    ``store``: of their documents, which are not kept. There are no canary cells where nothing is launched.
     """
-    planted = catalogue(given.catalogue, usual_imports(given.catalogue, of))
-    given = replace(given, catalogue=planted, history={})
-    ranks = {profile.name: 2 if _two(profile) else 1 for profile in given.profiles}
-    while own := plans(planted, given, of, ranks):
-        summary = run(given, own, store, lambda event: None)
+    planted = catalogue(context.catalogue, usual_imports(context.catalogue, of))
+    context = replace(context, catalogue=planted, history={}, ends=None)
+    ranks = {profile.name: 2 if _holds_two(profile) else 1 for profile in context.profiles}
+    while own := plans(planted, context, of, ranks):
+        summary = run(context, own, store, lambda event: None)
         if stop.is_set():
             return None
-        lacking = [document for document in summary.documents if _lacks_cards(document)]
-        found = wrong(document for document in summary.documents if document not in lacking)
-        if found or summary.problem:
-            return "the harness itself is broken here, nothing was measured: " + "; ".join(
-                found or [str(summary.problem)]
+        lacking = [document for document in summary.documents if _lacks_gpus(document)]
+        problems = wrong(document for document in summary.documents if document not in lacking)
+        if problems or summary.problem:
+            return "the harness itself does not work here, nothing was measured: " + "; ".join(
+                problems or [str(summary.problem)]
             )
-        # Others are on the cards. What needs as many will say so; what needs fewer is planted with fewer.
+        # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.
         fewer = {document["hardware"]["profile"] for document in lacking}
         ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
     return None
 
 
-def _lacks_cards(document: Document) -> bool:
+def _holds_two(profile: Profile) -> bool:
+    return profile.accelerator == "cpu" or profile.shared or len(profile.gpus) > 1
+
+
+def _lacks_gpus(document: Document) -> bool:
     attempts = (attempt for arm in document["arms"].values() for attempt in arm["attempts"])
     return any(attempt["outcome"].get("infra") == "cards" for attempt in attempts)

@@ -1,4 +1,4 @@
-"""Runs a plan: attempts side by side, each graded and stored as soon as it ends."""
+"""Run a plan: attempts side by side, each graded and stored as soon as it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,28 +16,100 @@ from typing import Any, cast
 
 import psutil
 
+from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.packages import RELEVANT
+from repro_matrix.config.settings import RunSettings
+from repro_matrix.environment.gpus import Gpu
+from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.nvml import Nvml
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ResultsError
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import Graded, judged_again
+from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.records.document import Document, Probe, Provenance
+from repro_matrix.records.document import Around, Document, Probe, Provenance
 from repro_matrix.records.document import Stack as StackSaid
 from repro_matrix.records.observation import Observation
+from repro_matrix.records.outcome import Outcome
 from repro_matrix.results import document as documents
 from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
-from repro_matrix.runner.attempts import Attempts, Made, arm_of, fault
-from repro_matrix.runner.context import Given
-from repro_matrix.runner.cpu_load import LOOK_S, Idle
+from repro_matrix.runner.attempts import Attempts, EndedAttempt, arm_of, fault
 from repro_matrix.runner.durations import expect, recorded
-from repro_matrix.runner.events import Event, Later, Summary
-from repro_matrix.runner.gpu_pool import Cards, Driver
+from repro_matrix.runner.gpu_pool import Driver, GpuPool
 from repro_matrix.runner.retry import again, lost, of_other_code, settled, told
-from repro_matrix.runner.schedule import MOST_PER_CORE, Capacity, Task
-from repro_matrix.runner.scheduler import Board, Placed
+from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, Capacity, CpuLoad, Schedule, Task
 
-More = Callable[[float], list[CellPlan]]  # further cells, if any are wished for within so many seconds
+
+@dataclass(frozen=True)
+class Event:
+    """What the progress shows.
+
+    ``cells``: a cell has so many attempts to run, expected to take ``seconds``. ``building``: ``text`` is built before
+    more cells can follow; ``built``: it is there. ``start`` and ``attempt`` (with its outcome): one attempt. ``cell``:
+    graded. ``time``: nothing happened for a while (``text``: why, where there is a reason). ``note``: ``text`` is news.
+    ``more``: an attempt that had ended is repeated.
+    """
+
+    kind: str
+    plan: CellPlan | None = None
+    arm: str = ""
+    index: int = 0
+    outcome: Outcome | None = None
+    document: Document | None = None
+    wall_s: float = 0.0
+    seconds: float = 0.0  # expected
+    attempts: int = 0
+    device: str = ""
+    text: str = ""
+
+
+@dataclass
+class Summary:
+    documents: list[Document] = field(default_factory=list)
+    attempts: int = 0
+    reused: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    cold: Counter[str] = field(default_factory=Counter)  # why attempts of the warm launcher started from cold
+    interrupted: bool = False
+    not_started: list[Cell] = field(default_factory=list)  # when the time limit was reached
+    notes: list[str] = field(default_factory=list)  # stored documents that contradict their evidence
+    cards: list[str] = field(default_factory=list)  # GPUs that were not used, and why
+    problem: str | None = None  # what stopped the run early (a full disk), or None
+
+
+@dataclass(frozen=True)
+class Later:
+    """Cells that cannot be planned before something is there: a stack that is still to be built, a compiled op."""
+
+    what: str
+    cells: Sequence[Cell]
+    make: Callable[[], list[CellPlan]]  # takes its time; reports problems as skip reasons
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run needs beside its plans. ``profiles``: each cell's plan has one of them. ``history``: older documents
+    by key. ``graded``: of these, what runs one after another share."""
+
+    catalogue: Catalogue
+    settings: RunSettings
+    profiles: Sequence[Profile]
+    machine: Machine
+    stacks: Mapping[str, Stack]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    history: Mapping[str, list[Document]] = field(default_factory=dict)
+    graded: Graded = field(default_factory=dict)
+    around: Around = field(default_factory=lambda: Around())
+    ends: float | None = None  # by the monotonic clock: no cell starts after it
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        """Return all GPUs of all profiles, each once, in the machine's order."""
+        by_uuid = {gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}
+        return sorted(by_uuid.values(), key=lambda gpu: gpu.index)
 
 
 @dataclass
@@ -45,14 +118,16 @@ class _Cell:
     path: Path
     document: Document
     left: int = 0  # attempts that are waiting or running
-    older: Document | None = None  # what this run goes on with
+    older: Document | None = None  # what this run resumes
+    started: bool = False
 
 
 @dataclass
 class _Running:
-    placed: Placed
+    task: Task
+    gpus: tuple[str, ...]
     stop: threading.Event = field(default_factory=threading.Event)  # of this attempt alone
-    failed: str | None = None  # what happened to one of its cards
+    failed: str | None = None  # what happened to one of its GPUs
 
 
 class Engine:
@@ -60,49 +135,41 @@ class Engine:
 
     def __init__(
         self,
-        given: Given,
+        context: RunContext,
         attempts: Attempts,
         store: Store,
         on_event: Callable[[Event], None],
         driver: Driver | None = None,
     ) -> None:
-        """``driver``: what tells of the cards (nvml.Nvml); None: nothing can be told."""
-        self.given = given
+        """``driver``: reports the state of the GPUs (nvml.Nvml); None: nothing is known."""
+        self.context = context
         self.attempts = attempts
         self.store = store
         self.on_event = on_event
-        settings, machine = given.settings, given.machine
-        self.cards = Cards(given.gpus, attempts.leases, driver or Nvml([]), self._say)
-        capacity = Capacity(machine.cores, len(self.cards.all), machine.memory_gb, settings.jobs)
-        self.board = Board(
-            capacity, settings.order.value, attempts.leases, self.cards.all, {gpu.uuid: gpu.name for gpu in given.gpus}
-        )
-        self._took = recorded(document for found in given.history.values() for document in found)
+        settings, machine = context.settings, context.machine
+        self.pool = GpuPool(context.gpus, attempts.locks, driver or Nvml([]), self._say)
+        capacity = Capacity(machine.cores, len(self.pool.all), machine.memory_gb, settings.jobs)
+        self.schedule = Schedule(capacity, settings.order.value, self.pool.models)
+        self._durations = recorded(document for each in context.history.values() for document in each)
         self._cells: list[_Cell] = []
-        self._running: dict[Future[Made], _Running] = {}
+        self._running: dict[Future[EndedAttempt], _Running] = {}
         self._summary = Summary()
-        self._idle = Idle()
+        self._load = CpuLoad()
 
     def run(
-        self,
-        plans: list[CellPlan],
-        stop: threading.Event,
-        resume: bool = False,
-        later: list[Later] | None = None,
-        more: More | None = None,
+        self, plans: list[CellPlan], stop: threading.Event, resume: bool = False, later: Sequence[Later] = ()
     ) -> Summary:
-        """Every attempt of every cell. One attempt's failure, of whatever kind, never stops the others; only a results
-        folder that cannot be written to does, for an answer that cannot be kept is lost. ``more`` is asked for further
-        cells until ``stop`` is set."""
+        """Run every attempt of every cell. The failure of one attempt, of whatever kind, never stops the others; only a
+        results folder that cannot be written to does, because its results would be lost."""
         summary = self._summary = Summary()
         began = time.monotonic()
         try:
             self._open(plans, resume)
-            self._work(stop, resume, later or [], more)
+            self._work(stop, resume, later)
         except ResultsError as error:
             stop.set()
             summary.problem = str(error)
-        summary.cards = self.cards.notes
+        summary.cards = self.pool.notes
         summary.interrupted = stop.is_set() and summary.problem is None
         summary.wall_s = time.monotonic() - began
         order = {id(cell.document): index for index, cell in enumerate(self._cells)}
@@ -110,12 +177,12 @@ class Engine:
         return summary
 
     def _open(self, plans: list[CellPlan], resume: bool) -> None:
-        """Take cells in: what is missing of each waits from now on."""
+        """Add cells: from now on their missing attempts wait."""
         opened = [self._open_cell(plan, resume) for plan in plans]
         for number, (cell, missing) in enumerate(opened, len(self._cells)):
             self._cells.append(cell)
             tasks = [self._task(number, cell, arm, index) for arm, index in missing]
-            self.board.add(tasks)
+            self.schedule.add(tasks)
             seconds = sum(task.seconds for task in tasks)
             self.on_event(Event("cells", cell.plan, attempts=len(tasks), seconds=seconds))
         for cell, missing in opened:
@@ -123,9 +190,9 @@ class Engine:
                 self._settle(cell)
 
     def _open_cell(self, plan: CellPlan, resume: bool) -> tuple[_Cell, list[tuple[str, int]]]:
-        given = self.given
-        case = given.catalogue.cases[plan.cell.case]
-        stack = given.stacks.get(plan.cell.stack)
+        context = self.context
+        case = context.catalogue.cases[plan.cell.case]
+        stack = context.stacks.get(plan.cell.stack)
         versions = dict(stack.versions) if stack else {}
         label = stack_label(versions, stack.label_key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
         key = plan.cell.key
@@ -135,42 +202,43 @@ class Engine:
         described: StackSaid = {
             "name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label,
         }  # fmt: skip
-        now = {**given.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
+        now = {**context.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
         if stack and stack.changed:
             described["changed"] = list(stack.changed[:20])
         started = cast(Provenance, now)
-        document = documents.new(plan, case, given.machine, described, started)
+        document = documents.new(plan, case, context.machine, described, started)
         document["key"], document["where"] = key, plan.cell.where
-        document["hardware"].update(cast(Any, given.around))
+        document["hardware"].update(cast(Any, context.around))
         if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
         older = self.store.read(path) if resume else None
         if older is not None and documents.believed(older, case):
-            documents.take_over(document, older, plan, case, given.catalogue.cases)
+            documents.take_over(document, older, plan, case, context.catalogue.cases)
             self._summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
         missing = documents.missing(document, plan)
         return _Cell(plan, path, document, len(missing), older), missing
 
     def _task(self, number: int, cell: _Cell, arm: str, index: int) -> Task:
         plan = arm_of(cell.plan, arm)
-        took = expect(self._took, cell.document["key"], plan)
+        took = expect(self._durations, cell.document["key"], plan)
         return Task(number, arm, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
 
-    def _work(self, stop: threading.Event, resume: bool, later: list[Later], more: More | None) -> None:
-        most = self.given.settings.jobs or len(self.cards.all) + MOST_PER_CORE * self.given.machine.cores
+    def _work(self, stop: threading.Event, resume: bool, later: Sequence[Later]) -> None:
+        most = self.context.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.context.machine.cores
         with ThreadPoolExecutor(most, "attempt") as pool, ThreadPoolExecutor(1, "build") as builder:
             building = {builder.submit(each.make): each for each in later}
             for each in later:
                 self.on_event(Event("building", text=each.what))
             try:
-                while (not stop.is_set() and (self.board.waiting or building or more)) or self._running:
-                    self._look(stop)
+                while (not stop.is_set() and (self.schedule.waiting or building)) or self._running:
+                    self._check(stop)
+                    if self._time_is_over() and building:
+                        self._summary.not_started += [cell for each in building.values() for cell in each.cells]
+                        end_builds(building)
+                        building = {}
                     while not stop.is_set() and self._start(pool):
                         pass
-                    if more and not stop.is_set():
-                        idle = not self._running and not building
-                        self._open(more(LOOK_S if idle else 0.0), resume)
-                    done, _ = wait({**self._running, **building}, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+                    done, _ = wait({**self._running, **building}, timeout=LOAD_S, return_when=FIRST_COMPLETED)
                     for future in done & building.keys():
                         self.on_event(Event("built", text=building.pop(future).what))
                         if not stop.is_set():
@@ -180,84 +248,93 @@ class Engine:
                     self.on_event(Event("time", text=self._why_idle()))
             except BaseException:
                 stop.set()
-                self._look(stop)  # the attempts still at work end themselves
+                self._check(stop)  # stop the running attempts
                 raise
             finally:
-                self.board.close()
                 if building:
                     end_builds(building)
 
-    def _look(self, stop: threading.Event) -> None:
-        """What changed meanwhile: the user, the cards, and what cannot be started any more because of them."""
-        failed = self.cards.look(self._held(), time.monotonic())
+    def _check(self, stop: threading.Event) -> None:
+        """React to the user, the time limit and the GPUs, and drop what cannot start any more because of them."""
+        failed = self.pool.check(self._held(), time.monotonic())
         for running in self._running.values():
-            bad = sorted(failed & set(running.placed.cards))
-            if bad:  # it is no answer, and would wait for its deadline with the other cards in its hand
+            bad = sorted(failed & set(running.gpus))
+            if bad:  # it is no answer, and would hold the other GPUs until its deadline
                 running.failed = self._failed(bad)
             if bad or stop.is_set():
                 running.stop.set()
-        for task in self.board.hopeless(len(self.cards.usable()), self.cards.whole(), time.monotonic()):
+        working = len(self.pool.all) - len(self.pool.out)
+        for task in self.schedule.drop_hopeless(len(self.pool.usable()), working, time.monotonic()):
             plan = arm_of(self._cells[task.cell].plan, task.arm)
-            self._keep(task, fault(plan, "cards", self.cards.blame(task.gpus)), 0.0)
+            self._keep(task, fault(plan, "cards", self.pool.shortage(task.gpus)), 0.0)
+        if self._time_is_over():
+            over = {task.cell for task in self.schedule.waiting if not self._cells[task.cell].started}
+            self._summary.not_started += [self._cells[number].plan.cell for number in sorted(over)]
+            self.schedule.waiting = [task for task in self.schedule.waiting if task.cell not in over]
+
+    def _time_is_over(self) -> bool:
+        return self.context.ends is not None and time.monotonic() >= self.context.ends
 
     def _held(self) -> set[str]:
-        return {uuid for running in self._running.values() for uuid in running.placed.cards}
+        return {uuid for running in self._running.values() for uuid in running.gpus}
 
-    def _failed(self, cards: Iterable[str]) -> str:
-        return "; ".join(f"{self.cards.names[uuid]} ({uuid}): {self.cards.out[uuid].why}" for uuid in cards)
+    def _failed(self, gpus: Iterable[str]) -> str:
+        return "; ".join(f"{self.pool.names[uuid]} ({uuid}): {self.pool.out[uuid].why}" for uuid in gpus)
 
     def _why_idle(self) -> str:
-        if not self.board.waiting or self._running:
+        if not self.schedule.waiting or self._running:
             return ""
-        if self.cards.taken and len(self.cards.usable()) < min(task.gpus for task in self.board.waiting):
-            return self.cards.blame(min(task.gpus for task in self.board.waiting))
-        return "waiting for GPUs that another run holds" if self.cards.all else ""
+        width = min(task.gpus for task in self.schedule.waiting)
+        if self.pool.taken and len(self.pool.usable()) < width:
+            return self.pool.shortage(width)
+        return "waiting for GPUs that another run holds" if self.pool.all else ""
 
     def _say(self, text: str) -> None:
         self.on_event(Event("note", text=text))
 
     def _start(self, pool: ThreadPoolExecutor) -> bool:
         """Start the next attempt, if one may start now."""
-        ready = self.cards.ready(self._held()) if self.cards.all else []
-        placed = self.board.start(ready, self.cards.usable(), self._idle.now(), time.monotonic())
-        if placed is None:
+        ready = self.pool.ready(self._held()) if self.pool.all else []
+        found = self.schedule.next(ready, self.pool.usable(), self._load.idle())
+        if found is None or not self.attempts.locks.acquire(found[1]):  # another run was quicker
             return False
-        self._idle.started()
-        task = placed.task
-        plan = arm_of(self._cells[task.cell].plan, task.arm)
-        device = ",".join(self.cards.names[uuid] for uuid in placed.cards) or "cpu"
-        cell = self._cells[task.cell].plan
-        self.on_event(Event("start", cell, task.arm, task.index, seconds=task.seconds, device=device))
-        running = _Running(placed)
-        made = replace(plan, deadline=task.deadline or plan.deadline)
-        self._running[pool.submit(self.attempts.make, made, placed.cards, running.stop)] = running
+        task, gpus = found
+        self.schedule.start(task)
+        self._load.attempt_started()
+        cell = self._cells[task.cell]
+        cell.started = True
+        plan = arm_of(cell.plan, task.arm)
+        device = ",".join(self.pool.names[uuid] for uuid in gpus) or "cpu"
+        self.on_event(Event("start", cell.plan, task.arm, task.index, seconds=task.seconds, device=device))
+        running = _Running(task, tuple(gpus))
+        plan = replace(plan, deadline=task.deadline or plan.deadline)
+        self._running[pool.submit(self.attempts.run, plan, gpus, running.stop)] = running
         return True
 
-    def _end(self, future: Future[Made]) -> None:
-        """What an attempt showed, and what became of its cards."""
+    def _end(self, future: Future[EndedAttempt]) -> None:
+        """Take the result of an attempt, and note what became of its GPUs."""
         running = self._running.pop(future)
-        self.board.end(running.placed)
-        made = future.result()
-        self.cards.lose(made.troubles)
-        bad = [uuid for uuid, trouble in made.troubles.items() if trouble.kind == "lost"]
+        self.schedule.end(running.task)
+        ended = future.result()
+        self.pool.exclude(ended.problems)
+        bad = [uuid for uuid, problem in ended.problems.items() if problem.kind == "lost"]
         failed = running.failed or (self._failed(bad) if bad else None)
-        observation = lost(made.observation, failed) if failed else made.observation
-        edited = self._edited(running.placed.task)
-        self._keep(
-            running.placed.task, of_other_code(observation, edited) if edited else observation, made.wall_s,
-            running.placed.cards,
-        )  # fmt: skip
+        observation = lost(ended.observation, failed) if failed else ended.observation
+        edited = self._edited(running.task)
+        if edited:
+            observation = of_other_code(observation, edited)
+        self._keep(running.task, observation, ended.wall_s, running.gpus)
 
     def _edited(self, task: Task) -> str | None:
-        """Why what the attempt's ranks executed may not be what was planned: somebody saved a file meanwhile."""
+        """Return why the ranks may have executed other code than was planned: a file was changed during the run."""
         plan, slug = arm_of(self._cells[task.cell].plan, task.arm), self._cells[task.cell].plan.cell.case
         if not plan.code:
             return None
         try:
-            same = provenance.code_hashes(self.given.catalogue, [slug])[slug] == plan.code
+            same = provenance.code_hashes(self.context.catalogue, [slug])[slug] == plan.code
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror}"
-        script = self.given.catalogue.script(self.given.catalogue.cases[slug])
+        script = self.context.catalogue.script(self.context.catalogue.cases[slug])
         return None if same else f"{script} or the kit beside it was changed after the run had begun"
 
     def _keep(self, task: Task, observation: Observation, wall_s: float, cards: Sequence[str] = ()) -> None:
@@ -268,14 +345,14 @@ class Engine:
         cell = self._cells[task.cell]
         changes = again(observation, cards)
         if changes:
-            self.board.again(task, changes)
+            self.schedule.repeat(task, changes)
             why = f"{cell.plan.cell.key} {task.arm} is made once more: {told(changes)}"
             self.on_event(Event("more", cell.plan, task.arm, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1
         if observation["attempt"]["interrupted"]:
             return  # not an answer; --resume makes the attempt again
-        cases = self.given.catalogue.cases
+        cases = self.context.catalogue.cases
         documents.add_attempt(cell.document, task.arm, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
         if observation["attempt"].get("cold"):
@@ -291,9 +368,9 @@ class Engine:
             self._settle(cell)
 
     def _settle(self, cell: _Cell) -> None:
-        cases = self.given.catalogue.cases
-        stored = [d for d in self.given.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
-        judged = judged_again(stored, cases, kept=self.given.graded)
+        cases = self.context.catalogue.cases
+        stored = [d for d in self.context.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
+        judged = judged_again(stored, cases, kept=self.context.graded)
         self._summary.notes += judged.notes
         older = judged.documents
         where = cell.plan.cell.where

@@ -1,100 +1,297 @@
-"""Which of the machine's cards this run may use now, and why not the others.
+"""The GPUs of this machine: one lock per GPU across all runs, their health, and what dead runs left behind.
 
-A card is *out* for the rest of the run when it fails (Xid, ECC, NVML has lost it) or an ended attempt does not leave
-it. It is *taken* for as long as a process is on it that is nobody's of ours: somebody else's work is neither disturbed
-nor measured beside. What another run of this project holds is neither: it is waited for.
+A file lock is held for as long as its process lives, however that ends, and works across containers that share the
+folder. Whoever gets the lock of a run or of a GPU therefore knows that its previous holder is gone. Ranks on the CPU
+need no lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol
 
-from repro_matrix.environment.gpus import Gpu, Seen, stranger
-from repro_matrix.runner.gpu_locks import Trouble
-from repro_matrix.runner.scheduler import Node
+import psutil
+from filelock import FileLock, Timeout
 
-LOOK_S = 1.0  # between two looks at the free cards
+from repro_matrix.environment.gpus import Gpu, Seen, stranger, unseen
+from repro_matrix.launch import processes, shm
+from repro_matrix.launch.attempt import RUN_TOKEN, clear_directory
+from repro_matrix.launch.attempt_logs import read_launch
+
+RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
+LEFTOVER_MB = 256  # a context alone takes more; the driver's part varies by less
+CHECK_S = 1.0  # between two checks of the free GPUs
+
+
+def _node(state: Path) -> Path:
+    """Return the folder for the locks of this machine; several machines may share the file system of ``state``."""
+    return state / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
+
+
+def _acquire(path: Path) -> FileLock | None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return lock
+
+
+@contextlib.contextmanager
+def register_run(state: Path, run_id: str) -> Iterator[None]:
+    """Mark the run as alive for as long as this lasts or the process lives."""
+    path = _node(state) / "runs" / f"{run_id}.lock"
+    lock = _acquire(path)
+    assert lock is not None, "run ids are unique"
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+def clear_leftovers(state: Path) -> list[str]:
+    """End the processes and remove the files of runs whose controller is dead; return a line for each."""
+    return [line for path in sorted((_node(state) / "runs").glob("*.lock")) for line in _clear_if_dead(state, path)]
+
+
+def _clear_if_dead(state: Path, path: Path) -> list[str]:
+    lock = _acquire(path)
+    if lock is None:
+        return []
+    try:
+        lines = _clear_run(state, path.stem)
+        path.unlink(missing_ok=True)
+        return lines
+    finally:
+        lock.release()
+
+
+def _clear_run(state: Path, run_id: str) -> list[str]:
+    known: set[psutil.Process] = set()
+
+    def find() -> set[psutil.Process]:
+        known.update(processes.tree(known | processes.with_token(RUN_TOKEN, run_id)))
+        return {process for process in known if processes.alive(process)}
+
+    lines = processes.end(find, term_s=1.0)
+    folder = state / "runs" / run_id
+    for directory in sorted(path for path in folder.glob("*") if path.is_dir()):
+        answer = read_launch(directory / "launch.json")
+        numbers = {int(entry.get("pid") or 0) for entry in answer["ranks"]} | {int(answer.get("port") or 0)}
+        with contextlib.suppress(OSError):
+            since = (directory / "spec.json").stat().st_mtime
+            lines += [f"/dev/shm/{name} removed" for name in shm.clear(set(), numbers - {0}, since)]
+        clear_directory(directory)
+        lines.append(f"files of attempt {directory.name} removed")
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # it stays where the user wants to keep the files
+    return lines
+
+
+@dataclass(frozen=True)
+class GpuProblem:
+    """Why a GPU cannot be used any more. ``lost``: it failed, and what ran on it is no evidence. ``left``: an ended
+    attempt of this run still uses it."""
+
+    kind: Literal["lost", "left"]
+    why: str
+
+
+class GpuLocks:
+    """The GPUs that this run holds, each for one attempt at a time. Thread-safe."""
+
+    def __init__(self, state: Path, run_id: str, inspect: Callable[[str], Seen] = unseen) -> None:
+        """``inspect``: returns what is on a GPU (``nvml.Nvml.look``); by default nothing is known."""
+        self.state = state
+        self.run_id = run_id
+        self.folder = _node(state) / "gpus"
+        self._inspect = inspect
+        self._held: dict[str, FileLock] = {}  # in use, or not released because a process of ours is still on it
+        self._before: dict[str, Seen] = {}
+        self._mutex = threading.Lock()
+
+    def __enter__(self) -> GpuLocks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for uuid in list(self._held):
+            self._unlock(uuid)
+
+    def acquire(self, gpus: Sequence[str]) -> bool:
+        """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for others."""
+        with self._mutex:
+            for count, uuid in enumerate(gpus):
+                if uuid in self._held or not self._lock(uuid):
+                    for each in gpus[:count]:
+                        self._unlock(each)
+                    return False
+        return True
+
+    def release(self, gpus: Sequence[str]) -> dict[str, GpuProblem]:
+        """Unlock GPUs as soon as their memory is free; return those that this run must not use again.
+
+        A GPU on which a process of this run remains stays locked.
+        """
+        limit = time.monotonic() + RELEASE_S
+        problems = {}
+        for uuid in gpus:
+            while (problem := self._problem(uuid)) and problem.kind != "lost" and time.monotonic() < limit:
+                time.sleep(0.1)
+            if problem:
+                problems[uuid] = problem
+            if not problem or problem.kind != "left":
+                self._unlock(uuid)
+        return problems
+
+    def free(self, among: Sequence[str]) -> list[str]:
+        """Return those of ``among`` that no run holds at this moment."""
+        return [uuid for uuid in among if uuid not in self._held and self._unlocked(uuid)]
+
+    def _unlocked(self, uuid: str) -> bool:
+        lock = _acquire(self._path(uuid, ".lock"))
+        if lock:
+            lock.release()
+        return lock is not None
+
+    def _lock(self, uuid: str) -> bool:
+        lock = _acquire(self._path(uuid, ".lock"))
+        if lock is None:
+            return False
+        self._held[uuid] = lock
+        note = self._path(uuid, ".holder")
+        holder = note.read_text(encoding="utf-8", errors="replace").strip() if note.exists() else ""
+        if holder != self.run_id and re.fullmatch(r"[\w.-]+", holder):
+            # The previous holder died without releasing the GPU: its processes may still be on it.
+            run_lock = _node(self.state) / "runs" / f"{holder}.lock"
+            if run_lock.exists():
+                _clear_if_dead(self.state, run_lock)
+            else:
+                _clear_run(self.state, holder)
+        note.write_text(self.run_id, encoding="utf-8")
+        self._before[uuid] = self._inspect(uuid)
+        return True
+
+    def _problem(self, uuid: str) -> GpuProblem | None:
+        """Return what is wrong with a GPU of ours now that its attempt has ended."""
+        before, now = self._before[uuid], self._inspect(uuid)
+        if now.problem:
+            return GpuProblem("lost", now.problem)
+        for pid in sorted(self._ours(now)):
+            return GpuProblem("left", f"process {pid} of an ended attempt is still on it ({now.size(pid)})")
+        if now.users.keys() - before.users.keys():
+            return None  # another user's process: the next check of the free GPUs finds it
+        more = now.used_mb - before.used_mb
+        return (
+            GpuProblem("left", f"{more} MiB of an ended attempt are still in use on it") if more > LEFTOVER_MB else None
+        )
+
+    def _unlock(self, uuid: str) -> None:
+        self._before.pop(uuid, None)
+        if not self._ours(self._inspect(uuid)):
+            self._path(uuid, ".holder").unlink(missing_ok=True)  # else it tells the next holder whom to clear
+        lock = self._held.pop(uuid, None)
+        if lock is not None:
+            lock.release()
+
+    def _ours(self, state: Seen) -> set[int]:
+        """Return the processes of this run among those on the GPU."""
+        users = set(state.users)
+        return users & {process.pid for process in processes.with_token(RUN_TOKEN, self.run_id)} if users else set()
+
+    def _path(self, uuid: str, suffix: str) -> Path:
+        return self.folder / (re.sub(r"[^\w.-]", "_", uuid) + suffix)
 
 
 class Driver(Protocol):
-    """nvml.Nvml, or a pretended one."""
+    """``nvml.Nvml``, or a fake."""
 
     def look(self, uuid: str) -> Seen: ...
     def broken(self) -> dict[str, str]: ...
 
 
-class Cards:
+class GpuPool:
+    """Which of the machine's GPUs this run may use now, and why not the others.
+
+    A GPU is *out* for the rest of the run when it fails (Xid, ECC, NVML has lost it) or an ended attempt stays on it.
+    It is *taken* while another user's process is on it. What another run of this project holds is waited for.
+    """
+
     def __init__(
-        self, gpus: Sequence[Gpu], node: Node, driver: Driver, say: Callable[[str], None] = lambda text: None
+        self, gpus: Sequence[Gpu], locks: GpuLocks, driver: Driver, say: Callable[[str], None] = lambda text: None
     ) -> None:
         self.all = [gpu.uuid for gpu in gpus]
         self.names = {gpu.uuid: f"gpu{gpu.index}" for gpu in gpus}
-        self.out: dict[str, Trouble] = {}
+        self.models = {gpu.uuid: gpu.name for gpu in gpus}
+        self.out: dict[str, GpuProblem] = {}
         self.taken: dict[str, str] = {}
-        self.notes: list[str] = []  # whatever the summary says of cards
-        self._node = node
+        self.notes: list[str] = []  # for the summary of the run
+        self.locks = locks
         self._driver = driver
         self._say = say
-        self._looked = float("-inf")
-        self._known: set[str] = set()  # free at the last look
+        self._checked = float("-inf")
+        self._idle: set[str] = set()  # at the last check
 
     def usable(self) -> list[str]:
-        """Those that this run can have, sooner or later."""
+        """Return the GPUs that this run can have, sooner or later."""
         return [uuid for uuid in self.all if uuid not in self.out and uuid not in self.taken]
 
-    def whole(self) -> int:
-        """How many are not out for good."""
-        return len(self.all) - len(self.out)
-
     def ready(self, held: Collection[str]) -> list[str]:
-        """Those that an attempt can be started on now. ``held``: by this run's own attempts."""
-        return self._node.available([uuid for uuid in self.usable() if uuid not in held])
+        """Return the GPUs that an attempt can start on now. ``held``: by this run's own attempts."""
+        return self.locks.free([uuid for uuid in self.usable() if uuid not in held])
 
-    def look(self, held: Collection[str], now: float) -> set[str]:
-        """See what has changed, once in a while; returns cards that have just failed, ``held`` ones too."""
-        free = [uuid for uuid in self.all if uuid not in held and uuid not in self.out]
-        due = now - self._looked >= LOOK_S
-        fresh = free if due else [uuid for uuid in free if uuid not in self._known]  # just given back
-        self._known = set(free)
+    def check(self, held: Collection[str], now: float) -> set[str]:
+        """Check the health of all GPUs and the users of the free ones, every ``CHECK_S``; return those, held ones too,
+        that have just failed."""
+        idle = [uuid for uuid in self.all if uuid not in held and uuid not in self.out]
+        due = now - self._checked >= CHECK_S
+        fresh = idle if due else [uuid for uuid in idle if uuid not in self._idle]  # just released
+        self._idle = set(idle)
         if not due and not fresh:
             return set()
-        self._looked = now if due else self._looked
+        self._checked = now if due else self._checked
         failed = {uuid: why for uuid, why in self._driver.broken().items() if uuid in self.names}
-        for uuid in self._node.available(fresh):
-            seen = self._driver.look(uuid)
-            if seen.problem:
-                failed.setdefault(uuid, seen.problem)
-            self._strangers(uuid, stranger(seen))
+        for uuid in self.locks.free(fresh):
+            state = self._driver.look(uuid)
+            if state.problem:
+                failed.setdefault(uuid, state.problem)
+            self._set_user(uuid, stranger(state))
         new = failed.keys() - self.out.keys()
-        self.lose({uuid: Trouble("lost", failed[uuid]) for uuid in new})
+        self.exclude({uuid: GpuProblem("lost", failed[uuid]) for uuid in new})
         return set(new)
 
-    def lose(self, troubles: Mapping[str, Trouble]) -> None:
-        """These cards are out from now on."""
-        for uuid, trouble in troubles.items():
+    def exclude(self, problems: Mapping[str, GpuProblem]) -> None:
+        """Do not use these GPUs again in this run."""
+        for uuid, problem in problems.items():
             if uuid not in self.out:
-                self.out[uuid] = trouble
+                self.out[uuid] = problem
                 self.taken.pop(uuid, None)
-                self._note(f"{self.names[uuid]} ({uuid}) is not used any more: {trouble.why}")
+                self._note(f"{self.names[uuid]} ({uuid}) is not used any more: {problem.why}")
 
-    def _strangers(self, uuid: str, who: str | None) -> None:
-        before = self.taken.get(uuid)
-        if who is None:
-            self.taken.pop(uuid, None)
-            if before:
-                self._say(f"{self.names[uuid]} is free again")
-            return
-        self.taken[uuid] = who
-        if before is None:
-            self._note(f"{self.names[uuid]} ({uuid}) is left out while it is in use: {who}")
+    def _set_user(self, uuid: str, user: str | None) -> None:
+        before = self.taken.pop(uuid, None)
+        if user is not None:
+            self.taken[uuid] = user
+        if user is None and before:
+            self._say(f"{self.names[uuid]} is free again")
+        elif user is not None and before is None:
+            self._note(f"{self.names[uuid]} ({uuid}) is left out while it is in use: {user}")
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self._say(text)
 
-    def blame(self, width: int) -> str:
-        """Why there are not ``width`` cards, in words."""
-        why = [f"{self.names[uuid]}: {trouble.why}" for uuid, trouble in self.out.items()]
-        why += [f"{self.names[uuid]} is in use: {who}" for uuid, who in self.taken.items()]
+    def shortage(self, width: int) -> str:
+        """Explain why there are fewer than ``width`` usable GPUs."""
+        why = [f"{self.names[uuid]}: {problem.why}" for uuid, problem in self.out.items()]
+        why += [f"{self.names[uuid]} is in use: {user}" for uuid, user in self.taken.items()]
         return f"needs {width} GPU{'s' if width > 1 else ''}; {len(self.usable())} can be used ({'; '.join(why)})"

@@ -1,9 +1,18 @@
-"""What a run's cells need before they can be planned: stacks that are built, DeepSpeed's op compiled for a CPU."""
+"""What a run's cells need before they can be planned: built stacks, DeepSpeed's op, real weights, facts about models.
+
+Everything that takes minutes happens here, in processes of the stack, before the deadline of any attempt starts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from repro_matrix.config.catalog import Catalogue
@@ -12,16 +21,21 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
 from repro_matrix.launch import extensions
+from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.planning.fit import fitted
+from repro_matrix.planning.memory import Facts
+from repro_matrix.planning.plan import ArmPlan, CellPlan, Planner
+from repro_matrix.planning.skips import Skip
 from repro_matrix.results import provenance
-from repro_matrix.runner.hub_download import with_weights
-from repro_matrix.runner.model_needs import lay_over
+from repro_matrix.runner.attempts import imports_of
+
+Json = dict[str, Any]
 
 
 @dataclass
-class Wanted:
-    """``stacks`` and ``unavailable`` (stack -> why it is not there) fill up as stacks are built."""
+class Prerequisites:
+    """``stacks`` and ``unavailable`` (stack -> the reason) fill up as stacks are built."""
 
     catalogue: Catalogue
     settings: RunSettings
@@ -30,36 +44,35 @@ class Wanted:
     build: bool  # whether stacks may be built, and ops compiled
     stacks: dict[str, Stack]
     unavailable: dict[str, str] = field(default_factory=dict)
-    probe: Callable[[Stack], tuple[dict[str, Any], str | None]] | None = None  # on GPUs: what torch makes of them
-    unusable: set[str] = field(default_factory=set)  # of the unavailable: those whose torch cannot use the cards
+    probe: Callable[[Stack], tuple[Json, str | None]] | None = None  # on GPUs: asks the stack's torch about them
+    unusable: set[str] = field(default_factory=set)  # of the unavailable: those whose torch cannot use the GPUs
     unbuilt: set[str] = field(default_factory=set)
     ask_models: bool = False  # whether stacks are asked what their models need, where that is not known yet
-    unplanned: list[str] = field(default_factory=list)  # what stacks did not say
+    unplanned: list[str] = field(default_factory=list)  # what stacks did not answer
 
-    def find(self, cells: Iterable[matrix.Cell]) -> None:
-        """Take up the stacks that are there. Raises StackError for one that no name or file stands for."""
-        cells = list(cells)
+    def locate(self, cells: Sequence[matrix.Cell]) -> None:
+        """Resolve the stacks that are built. Raises StackError for a name without a stack."""
         states = {listed.name: listed.state for listed in defined_stacks()}
         named = {cell.stack for cell in cells}
         for name in sorted(named - self.stacks.keys()):
             check(name)
-        # A stack that only one arm wants is used when it is there; building it is `repro stack build`'s business.
-        # So is that of an arm which was not asked for: what is recorded of it is kept while it would be launched alike.
+        # A stack that only one arm needs is used when it is there; building it is `repro stack build`'s business.
+        # This includes arms that are not selected: what is recorded of them is kept while it would be launched alike.
         for name in sorted((named | self._stacks_of_arms(cells, every=True)) - self.stacks.keys()):
             # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
             base = states.get(spec.parse(name).base, "here")
             if not self.build and name not in states and base not in ("here", "built", "floating"):
-                self.unavailable[name] = f"what it is laid over is not built here: `repro stack build {name}`"
+                self.unavailable[name] = f"its base is not built here: `repro stack build {name}`"
             elif states.get(name) in ("here", "built") or is_existing(name) or (name not in states and not self.build):
                 self._resolve(name)
             elif self.build and name in named:
                 self.unbuilt.add(name)
             else:
                 self.unavailable[name] = f"it is not built here: `repro stack build {name}`"
-        self._ask(cells)
+        self._probe(cells)
 
     def missing(self, cell: matrix.Cell) -> str | None:
-        """What takes minutes to make and must be there before the cell can be planned, or None."""
+        """Return what takes minutes to build and must be there before the cell can be planned, or None."""
         if cell.stack in self.unbuilt:
             return f"stack {cell.stack}"
         stack = self.stacks.get(cell.stack)
@@ -67,25 +80,23 @@ class Wanted:
             return f"DeepSpeed's op for stack {cell.stack}"
         return None
 
-    def plan(self, cells: list[matrix.Cell]) -> list[CellPlan]:
-        """Make what is missing and plan the cells; what cannot be made is the reason that they are skipped for."""
-        named = {cell.stack for cell in cells}
-        for name in sorted(named & self.unbuilt):
+    def plan(self, cells: Sequence[matrix.Cell]) -> list[CellPlan]:
+        """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped."""
+        for name in sorted({cell.stack for cell in cells} & self.unbuilt):
             self.unbuilt.discard(name)
             self._resolve(name)
-        self._ask(cells)
-        usable: dict[str, Stack] = dict(self.stacks)
+        self._probe(cells)
+        usable = dict(self.stacks)
         compiling = [cell for cell in cells if cell.stack in usable and self._compiles(cell)]
         for name in ({cell.stack for cell in compiling} | self._stacks_of_arms(compiling)) & usable.keys():
-            usable[name] = _prepared(usable[name])
+            usable[name] = _with_op(usable[name])
         code = provenance.code_hashes(self.catalogue)
-        found: Mapping[str, Stack | str] = {**usable, **self.unavailable}
-        plans = Planner(self.catalogue, self.settings, self.profiles, self.machine, found, code).plan(cells)
+        stacks: Mapping[str, Stack | str] = {**usable, **self.unavailable}
+        planner = Planner(self.catalogue, self.settings, self.profiles, self.machine, stacks, code)
+        plans = planner.plan(list(cells))
         if self.build and self.settings.weights.value == "hub":
             plans = with_weights(plans, self.stacks)
-        cold = self.settings.launcher.value == "torchrun"
-        own = self.settings.deadline
-        plans, problems = lay_over(plans, self.catalogue, usable, self.machine, self.ask_models, cold, own)
+        plans, problems = with_memory(plans, self.catalogue, usable, self.machine, self.settings, self.ask_models)
         self.unplanned += problems
         return plans
 
@@ -95,15 +106,15 @@ class Wanted:
         except StackError as error:
             self.unavailable[name] = str(error)
 
-    def _ask(self, cells: list[matrix.Cell]) -> None:
-        """Can the torch of these cells' stacks use the cards? Nothing of a stack is launched where it cannot."""
+    def _probe(self, cells: Iterable[matrix.Cell]) -> None:
+        """Ask the torch of these cells' stacks whether it can use the GPUs; nothing of a stack that cannot is run."""
         on_gpus = [cell for cell in cells if self.profiles[cell.hardware].accelerator != "cpu"]
         if self.probe is None or not on_gpus:
             return
         for name in sorted(({cell.stack for cell in on_gpus} | self._stacks_of_arms(on_gpus)) & self.stacks.keys()):
-            found, problem = self.probe(self.stacks[name])
+            answer, problem = self.probe(self.stacks[name])
             if problem is None:
-                self.stacks[name] = replace(self.stacks[name], probe=found)
+                self.stacks[name] = replace(self.stacks[name], probe=answer)
                 continue
             del self.stacks[name]
             self.unavailable[name] = problem
@@ -111,8 +122,8 @@ class Wanted:
 
     def _stacks_of_arms(self, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:
         cases = [self.catalogue.cases[slug] for slug in {cell.case for cell in cells}]
-        asked = None if every else self.settings.arms
-        arms = [case.arms[name] for case in cases for name in matrix.arms_of(case, asked)]
+        selected = None if every else self.settings.arms
+        arms = [case.arms[name] for case in cases for name in matrix.arms_of(case, selected)]
         return {arm.stack for arm in arms if arm.stack}
 
     def _compiles(self, cell: matrix.Cell) -> bool:
@@ -127,10 +138,187 @@ class Wanted:
         return any(item.startswith("deepspeed") for item in needs)
 
 
-def _prepared(stack: Stack) -> Stack:
-    """The stack as it can be used here: without a C++ compiler, its DeepSpeed cannot run on a CPU."""
+def _with_op(stack: Stack) -> Stack:
+    """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without DeepSpeed."""
     problem = extensions.prepare(stack)
     if problem is None:
         return stack
     versions = {name: version for name, version in stack.versions.items() if name != "deepspeed"}
     return replace(stack, versions=versions, missing={"deepspeed": problem})
+
+
+# -- real weights (weights=hub): downloaded once; the ranks then read them from the hub's own cache, offline
+
+DOWNLOAD_S = 4 * 3600.0
+_DOWNLOAD = """
+import json, sys
+import huggingface_hub as hub
+kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.tiktoken", "*.txt"]
+try:
+    print(json.dumps({"folder": hub.snapshot_download(sys.argv[1], allow_patterns=kinds)}))
+except Exception as error:
+    names = [kind.__name__ for kind in type(error).__mro__]
+    message = (str(error).strip().splitlines() or ["?"])[0]
+    print(json.dumps({"error": type(error).__name__, "names": names, "message": message}))
+"""
+
+
+def download(stack: Stack, name: str) -> str | None:
+    """Download a model into the user's hub cache. Return None, or why its weights are not there."""
+    env = {**os.environ, **stack.environment(), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    answer, problem = _ask([stack.python, "-c", _DOWNLOAD, name], env, DOWNLOAD_S)
+    if problem:
+        return f"weights=hub: {name} cannot be downloaded: {problem}"
+    if "folder" in answer:
+        return None
+    if "GatedRepoError" in answer["names"]:
+        return f"weights=hub: {name} is gated: accept its terms on the hub, and give a token (HF_TOKEN)"
+    if {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"} & set(answer["names"]):
+        return f"weights=hub: {name} is not in the cache here, and the hub cannot be reached ({answer['error']})"
+    return f"weights=hub: {name} cannot be downloaded: {answer['error']}: {answer['message']}"
+
+
+def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: str = "") -> tuple[Json, str]:
+    """Run a process of a stack; return the JSON of its last line and why there is none ("" where there is one)."""
+    done = None
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=limit_s, env=dict(env))
+        return json.loads(done.stdout.splitlines()[-1]), ""
+    except subprocess.TimeoutExpired:
+        return {}, f"it was not done within {limit_s / 3600:g} hours"
+    except (OSError, ValueError, IndexError) as error:
+        return {}, (done.stderr.strip().splitlines() or ["?"])[-1] if done else str(error)
+
+
+def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list[CellPlan]:
+    """Return the plans with every model's weights on this machine; an arm without weights is skipped for that."""
+    known: dict[tuple[str, str], str | None] = {}
+
+    def checked(arm: ArmPlan) -> ArmPlan:
+        model = arm.settings["model"]
+        if arm.skipped or model["weights"] != "hub" or arm.stack not in stacks:
+            return arm
+        if (arm.stack, model["hub"]) not in known:
+            known[arm.stack, model["hub"]] = download(stacks[arm.stack], model["hub"])
+        why = known[arm.stack, model["hub"]]
+        return replace(arm, skip=Skip("weights", why, (model["hub"],)) if why else None)
+
+    checked_plans = []
+    for plan in plans:
+        arms = tuple(checked(arm) for arm in plan.arms)
+        if arms[0].skip:
+            arms = tuple(arm if arm.skip else replace(arm, skip=arms[0].skip) for arm in arms)
+        checked_plans.append(replace(plan, arms=arms))
+    return checked_plans
+
+
+# -- what models need in memory: facts that a process of the stack finds on meta tensors, stored in the user's cache
+
+_WORKER = Path(__file__).resolve().parents[1] / "launch" / "worker" / "model_facts.py"
+_FACTS_S = 600
+_SIZES, _LENGTH = (2, 4), 16  # sequences and their length: the batch of repros/repro_kit/models.py and its double
+
+
+def question(settings: Mapping[str, Any]) -> Json:
+    """Return what is asked about the model of an arm, from its settings."""
+    flags = settings["flags"]
+    return {
+        "model": settings["model"],
+        "dtype": flags.get("dtype") or flags.get("base") or "float32",
+        "lora": bool(flags.get("lora")),
+        "checkpointing": bool(flags.get("checkpointing")),
+        "sizes": list(_SIZES),
+        "length": _LENGTH,
+    }
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _key(asked: Json) -> str:
+    model = {name: asked["model"].get(name) for name in ("model_type", "remote_code", "config")}
+    return _hash(json.dumps({**asked, "model": model}, sort_keys=True))
+
+
+class ModelFacts:
+    """What one stack has answered so far: a file per stack and version of the code that asks."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        kit = ("models.py", "weights.py", "lora_training.py", "tp_plan.py")
+        sources = [_WORKER, *(REPROS / "repro_kit" / name for name in kit)]
+        sources += sorted((REPROS / "remote_code").rglob("*.py"))
+        code = _hash(*(path.read_text(encoding="utf-8") for path in sources))
+        self.path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
+        self.models: dict[str, Json] = {}
+        self.bases: dict[str, dict[str, float]] = {}
+        try:
+            stored = json.loads(self.path.read_bytes())
+            self.models, self.bases = stored["models"], stored["bases"]
+        except (OSError, ValueError, KeyError):
+            pass
+
+    def ask(self, asked: Iterable[Json], imports: Iterable[tuple[str, ...]]) -> str | None:
+        """Ask one process for everything that is not known; return what went wrong, or None.
+
+        Takes some ten seconds of CPU: importing torch and transformers, and running each model on meta tensors.
+        """
+        models = {key: each for each in asked if (key := _key(each)) not in self.models}
+        bases = [list(names) for names in dict.fromkeys(imports) if ",".join(names) not in self.bases]
+        if not models and not bases:
+            return None
+        env = {**os.environ, **self.stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env["HF_MODULES_CACHE"] = str(cache_dir() / "facts" / f"modules-{self.stack.key}")
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        request = json.dumps({"models": models, "bases": bases})
+        answer, problem = _ask([self.stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, request)
+        if problem:
+            return f"stack {self.stack.name} does not tell what its models need: {problem}"
+        self.models.update(answer["models"])
+        self.bases.update(answer["bases"])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"models": self.models, "bases": self.bases}), encoding="utf-8")
+        os.replace(temporary, self.path)
+        return None
+
+    def model(self, asked: Json) -> Facts | None:
+        """Return None where nothing is known, or this stack cannot build the model."""
+        stored = self.models.get(_key(asked))
+        return None if stored is None or "error" in stored else Facts.from_json(stored)
+
+    def base_mb(self, imports: Iterable[str], start: str = "warm") -> float | None:
+        return self.bases.get(",".join(imports), {}).get(start)
+
+
+def with_memory(
+    plans: list[CellPlan], catalogue: Catalogue, stacks: Mapping[str, Stack], machine: Machine, settings: RunSettings,
+    ask: bool,
+) -> tuple[list[CellPlan], list[str]]:  # fmt: skip
+    """Return the plans with the memory they need, and what could not be found out. ``ask``: the stacks, for what is not
+    known yet (seconds, once); otherwise only what is known is used."""
+    facts = {name: ModelFacts(stack) for name, stack in stacks.items()}
+    # Fake tensors have no data: a simulated case holds nothing of its model.
+    real = [plan for plan in plans if not catalogue.cases[plan.cell.case].simulated]
+    arms = [(plan, arm) for plan in real for arm in plan.arms if not arm.skipped and arm.stack in facts]
+    problems = []
+    for name in dict.fromkeys(arm.stack for _, arm in arms) if ask else ():
+        own = [(plan, arm) for plan, arm in arms if arm.stack == name]
+        imports = [imports_of(catalogue, catalogue.cases[plan.cell.case], arm) for plan, arm in own]
+        problem = facts[name].ask([question(arm.settings) for _, arm in own], imports)
+        problems += [problem] if problem else []
+
+    def look_up(slug: str, arm: ArmPlan) -> tuple[Facts, float] | None:
+        case = catalogue.cases[slug]
+        if arm.stack not in facts or case.simulated:
+            return None
+        cold = settings.launcher.value == "torchrun" or case.launch.cold or case.launch.teardown
+        model = facts[arm.stack].model(question(arm.settings))
+        base = facts[arm.stack].base_mb(imports_of(catalogue, case, arm), "cold" if cold else "warm")
+        return (model, base) if model and base else None
+
+    return [
+        fitted(plan, catalogue, plan.profile, machine, partial(look_up, plan.cell.case), settings.deadline)
+        for plan in plans
+    ], problems

@@ -54,19 +54,19 @@ class Prober:
 
     def look(self, stack: Stack) -> Json:
         """Ask torch; of the cards only those compute that no other run holds and that have room for it."""
-        from repro_matrix.runner.gpu_locks import Leases
+        from repro_matrix.runner.gpu_pool import GpuLocks
 
         run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         uuids = [gpu.uuid for gpu in self.profile.gpus]
         if not uuids:
             return ask(stack, self.profile, [], run_id)
-        with Leases(self.state, run_id) as leases:
-            free = [name for name in uuids if leases.take([name])]
+        with GpuLocks(self.state, run_id) as locks:
+            free = [name for name in uuids if locks.acquire([name])]
             try:
                 roomy = [place for place, name in enumerate(uuids) if name in free and _room(name)]
                 return ask(stack, self.profile, roomy, run_id)
             finally:
-                leases.give_back(free)
+                locks.release(free)
 
 
 def _room(name: str) -> bool:

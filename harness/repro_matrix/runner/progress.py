@@ -9,7 +9,7 @@ from typing import Any
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
 from repro_matrix.results.rows import arm_rows
-from repro_matrix.runner.events import Event
+from repro_matrix.runner.engine import Event
 from repro_matrix.text import printable
 
 SHOWN = 8  # running attempts

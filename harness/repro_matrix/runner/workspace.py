@@ -1,18 +1,21 @@
-"""What runs share while they are at work (a launcher, leases, a folder), and one run in it until it is over."""
+"""Run a prepared session: the launcher, GPU locks and folder that runs share, and one run in them until it ends."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment import system_checks as around
+from repro_matrix.environment import system_checks
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.nvml import Nvml
 from repro_matrix.errors import MeasureError
@@ -26,48 +29,31 @@ from repro_matrix.results import provenance
 from repro_matrix.results.store import Document, Store
 from repro_matrix.runner import canary, shards
 from repro_matrix.runner.attempts import REFERENCES, Attempts, new_run_dir
-from repro_matrix.runner.context import Given
-from repro_matrix.runner.engine import Engine, More
-from repro_matrix.runner.events import Event, Summary
-from repro_matrix.runner.gpu_locks import Leases, clear_leftovers, register_run
+from repro_matrix.runner.engine import Engine, Event, Later, RunContext, Summary
+from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers, register_run
 from repro_matrix.runner.session import Session
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """What runs one after another have in common: one launcher with its warm servers, one folder, one set of leases."""
+    """What runs one after another share: one launcher with its warm servers, one folder, one set of GPU locks."""
 
     launcher: Launcher
-    leases: Leases
+    locks: GpuLocks
     nvml: Nvml
     run_dir: Path
-    published: dict[frozenset[str], list[Document]] = field(default_factory=dict)  # by the cases that they are of
+    published: dict[frozenset[str], list[Document]] = field(default_factory=dict)  # by their cases
     graded: Graded = field(default_factory=dict)
 
-    def known(
+    def history(
         self, settings: RunSettings, cases: frozenset[str], say: Callable[[str], None]
     ) -> dict[str, list[Document]]:
-        """``history``, of which the published part is read and graded by the first run alone."""
+        """Return stored measurements of these cases by cell; the baseline is read and graded by the first run alone."""
         if cases not in self.published:
-            found = own_results.history((), cases, say)
-            self.published[cases] = [document for documents in found.values() for document in documents]
+            stored = own_results.history((), cases, say)
+            self.published[cases] = [document for documents in stored.values() for document in documents]
             self.graded.update((id(document), (document, None)) for document in self.published[cases])
         return own_results.history(own_results.own_stores(settings), cases, say, self.published[cases])
-
-    def run(
-        self,
-        session: Session,
-        given: Given,
-        plans: list[CellPlan],
-        root: Store,
-        tell: Callable[[Event], None],
-        stop: threading.Event,
-        *rest: Any,
-    ) -> Summary:
-        attempts = Attempts(
-            given.catalogue, session.stacks, self.launcher, self.leases, self.run_dir, session.settings.keep
-        )
-        return Engine(given, attempts, root, tell, self.nvml).run(plans, stop, *rest)
 
 
 @contextlib.contextmanager
@@ -76,22 +62,19 @@ def workplace(
     gpus: Iterable[Gpu] = (),
     on_warning: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Workplace]:
-    """Everything is ended and given back when it is left. ``launcher``: of the settings."""
+    """Open what runs share; everything is ended and released at the end. ``launcher``: of the settings."""
     state = cache_dir() / "state"
     for text in clear_leftovers(state):
         on_warning(f"cleared what an earlier run left: {text}")
     run_dir = new_run_dir(state)
     with (
         register_run(state, run_dir.name),
-        _ending(run_dir),
+        _removing(run_dir),
         Nvml(gpu.uuid for gpu in gpus) as nvml,
-        Leases(state, run_dir.name, nvml.look) as leases,
+        GpuLocks(state, run_dir.name, nvml.look) as locks,
+        contextlib.closing(open_launcher(launcher)) as opened,
     ):
-        opened = open_launcher(launcher)
-        try:
-            yield Workplace(opened, leases, nvml, run_dir)
-        finally:
-            opened.close()
+        yield Workplace(opened, locks, nvml, run_dir)
 
 
 def execute(
@@ -101,18 +84,16 @@ def execute(
     resume: bool = False,
     on_warning: Callable[[str], None] = lambda text: None,
     planted: bool = False,
-    more: More | None = None,
     at: Workplace | None = None,
 ) -> Summary:
-    """Run the session's plan over its results folder. ``planted``: measure the canary's cells first (canary.py), and
-    nothing at all where they do not come out as planted (MeasureError). ``more``: the cells are those that it
-    gives, until ``stop`` is set; the session's plan is what they are taken from. ``at``: where several runs share a
-    launcher."""
-    store, told = Store(own_results.results_folder(session.settings)), set[str]()
+    """Run the session's plans over its results folder. ``planted``: measure the canary cells first (canary.py), and
+    nothing else where their results are wrong (MeasureError). ``at``: where several runs share a launcher."""
+    store, warned = Store(own_results.results_folder(session.settings)), set[str]()
+    ends = None if session.time_limit is None else time.monotonic() + session.time_limit
 
     def warn(text: str) -> None:
-        if text not in told:  # the run's own folder is read twice: for what is known, and to go on with
-            told.add(text)
+        if text not in warned:  # the run's own folder is read twice: as history, and to resume
+            warned.add(text)
             on_warning(text)
 
     store.open()
@@ -122,22 +103,27 @@ def execute(
         with contextlib.ExitStack() as own:
             gpus = {gpu.uuid: gpu for profile in session.profiles for gpu in profile.gpus}
             place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), warn))
-            known = place.known(session.settings, frozenset(plan.cell.case for plan in session.plans), warn)
-            given = Given(
+            history = place.history(session.settings, frozenset(plan.cell.case for plan in session.plans), warn)
+            context = RunContext(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance.provenance(session.settings.seed), known, place.graded, around.seen(tuple(gpus)),
+                provenance.provenance(session.settings.seed), history, place.graded, system_checks.seen(tuple(gpus)),
+                ends,
             )  # fmt: skip
 
             def run(
-                given: Given, plans: list[CellPlan], root: Store, tell: Callable[[Event], None], *rest: Any
-            ) -> Summary:
-                return place.run(session, given, plans, root, tell, stop, *rest)
+                context: RunContext, plans: list[CellPlan], root: Store, tell: Callable[[Event], None],
+                resume: bool = False, later: Iterable[Later] = (),
+            ) -> Summary:  # fmt: skip
+                attempts = Attempts(
+                    context.catalogue, session.stacks, place.launcher, place.locks, place.run_dir, session.settings.keep
+                )
+                return Engine(context, attempts, root, tell, place.nvml).run(plans, stop, resume, list(later))
 
             if planted:
-                broken = canary.look(given, session.plans, run, Store(place.run_dir / "canary"), stop)
+                broken = canary.look(context, session.plans, run, Store(place.run_dir / "canary"), stop)
                 if broken:
                     raise MeasureError(broken)
-            summary = run(given, [] if more else session.plans, store, on_event, resume, session.later, more)
+            summary = run(context, session.plans, store, on_event, resume, session.later)
             for text in dict.fromkeys(summary.notes):
                 warn(text)
             return summary
@@ -148,7 +134,7 @@ def execute(
 
 
 @contextlib.contextmanager
-def _ending(run_dir: Path) -> Iterator[None]:
+def _removing(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
@@ -158,19 +144,18 @@ def _ending(run_dir: Path) -> Iterator[None]:
                 shutil.rmtree(run_dir, ignore_errors=True)
 
 
-RESUMED = "what is recorded is kept: --resume goes on"
+RESUMED = "what is recorded is kept: --resume continues the run"
 
 
 @contextlib.contextmanager
 def interruptible(
-    stop: threading.Event, say: Callable[[str], None], kept: str = "what is recorded is kept: the same command goes on"
+    stop: threading.Event,
+    say: Callable[[str], None],
+    kept: str = "what is recorded is kept: the same command continues",
 ) -> Iterator[None]:
     """Ctrl-C (or SIGTERM) ends the ranks and keeps what is recorded; a second one does not wait for anything.
 
-    ``kept``: what becomes of what is measured."""
-    import os
-
-    import psutil
+    ``kept``: what becomes of the results, for the message."""
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
@@ -179,7 +164,7 @@ def interruptible(
                     child.kill()
             os._exit(130)
         stop.set()
-        say(f"stopping: ending the ranks; {kept}. Again: stop at once")
+        say(f"stopping: ending the ranks; {kept}. Press Ctrl-C again to stop at once")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

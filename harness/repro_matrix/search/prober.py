@@ -29,7 +29,7 @@ from repro_matrix.results import local as own_results
 from repro_matrix.results.store import Document, Store
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
-from repro_matrix.runner.events import Summary
+from repro_matrix.runner.engine import Summary
 from repro_matrix.runner.request import Request
 from repro_matrix.search import labels
 from repro_matrix.search.labels import Answer

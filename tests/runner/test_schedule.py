@@ -1,4 +1,4 @@
-"""The scheduler's choices, and what it knows of earlier attempts."""
+"""Which attempt starts next and where, and what is expected of it by earlier attempts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.placing import place
 from repro_matrix.planning.plan import Planner
 from repro_matrix.runner.durations import UNKNOWN_S, expect, recorded
-from repro_matrix.runner.schedule import MOST_PER_CORE, Capacity, Task, in_order, pick
+from repro_matrix.runner.schedule import (
+    MOST_PER_CORE,
+    OTHER_USER_S,
+    Capacity,
+    Schedule,
+    Task,
+    in_order,
+    neighbours,
+    pick,
+)
 
 CPU = Capacity(cores=2, gpus=0, memory_gb=20)
 NODE = Capacity(cores=64, gpus=8, memory_gb=1000)
@@ -115,3 +124,84 @@ def test_what_was_never_measured_takes_what_its_case_does_but_never_longer_than_
     assert seconds() == seconds(full) == seconds(document(1.0, {"broken": [40.0]})) == UNKNOWN_S
     assert seconds(own) == seconds(own, full) == 4.0
     assert seconds(document(1.0, {"broken": [400.0]}, key="qwen15-fsdp-norm-shard/slow")) == 60.0
+
+
+# -- on GPUs
+
+EIGHT = [f"GPU-{index}" for index in range(8)]
+
+
+def schedule_of(tasks: list[Task], gpus: list[str] = EIGHT, **models: str) -> Schedule:
+    schedule = Schedule(NODE, "longest", {uuid: models.get(uuid.replace("-", ""), "A100") for uuid in gpus})
+    schedule.add(tasks)
+    return schedule
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 2, 3, 4, 8]), st.floats(0.5, 60)), min_size=1, max_size=40),
+    st.sampled_from([2, 4, 8]),
+    st.randoms(use_true_random=False),
+)
+def test_schedule_starts_every_task_once_and_gives_no_gpu_to_two(
+    widths: list[tuple[int, float]], count: int, draw: Any
+) -> None:
+    gpus = EIGHT[:count]
+    tasks = [Task(number, "a", 0, seconds, min(width, count), 0.0) for number, (width, seconds) in enumerate(widths)]
+    schedule, held, started = schedule_of(tasks, gpus), dict[Task, list[str]](), list[Task]()
+    while schedule.waiting or schedule.running:
+        while found := schedule.next(
+            [uuid for uuid in gpus if not any(uuid in each for each in held.values())], gpus, idle=False
+        ):
+            task, where = found
+            assert len(set(where)) == task.gpus and not any(set(where) & set(each) for each in held.values())
+            schedule.start(task)
+            held[task] = where
+            started.append(task)
+        ended = draw.choice(schedule.running)
+        schedule.end(ended)
+        del held[ended]
+    assert sorted(started, key=tasks.index) == tasks
+
+
+def test_schedule_prefers_equal_gpus_and_the_smallest_group() -> None:
+    schedule = schedule_of([Task(0, "two", 0, 10.0, 2), Task(1, "one", 0, 5.0, 1)], EIGHT[:4], GPU0="H200")
+    first = schedule.next(EIGHT[:4], EIGHT[:4], False)
+    assert first and first[1] == ["GPU-2", "GPU-3"]
+    schedule.start(first[0])
+    second = schedule.next(["GPU-0", "GPU-1"], EIGHT[:4], False)
+    assert second and second[1] == ["GPU-0"], "two of the larger group may be needed later"
+    assert schedule._same_model(EIGHT[:2], 2) == EIGHT[:2], "unequal ones where there are not enough equal ones"
+
+
+def test_schedule_repeats_a_task_first_and_on_other_gpus() -> None:
+    task, wide = Task(0, "a", 0, 10.0, 1), Task(1, "b", 0, 10.0, 2)
+    schedule = schedule_of([task, wide], EIGHT[:2])
+    schedule.waiting.remove(task)
+    schedule.repeat(task, {"avoid": ("GPU-0",)})
+    assert schedule.next(["GPU-0"], EIGHT[:2], False) is None, "the other GPU will be free"
+    found = schedule.next(EIGHT[:2], EIGHT[:2], False)
+    assert found and found[0].cell == 0 and found[1] == ["GPU-1"]
+    found = schedule.next(["GPU-0"], ["GPU-0"], False)
+    assert found and found[1] == ["GPU-0"], "there is no other GPU any more"
+
+
+def test_schedule_drops_what_cannot_start_any_more() -> None:
+    schedule = schedule_of([Task(0, "wide", 0, 10.0, 2), Task(1, "narrow", 0, 10.0, 1)], EIGHT[:2])
+    assert [task.cell for task in schedule.drop_hopeless(usable=1, working=1, now=0.0)] == [0], "a GPU has failed"
+    schedule.add([Task(0, "wide", 0, 10.0, 2)])
+    assert schedule.drop_hopeless(usable=1, working=2, now=0.0) == [], "a narrow one can start beside the other user"
+    schedule.waiting = [task for task in schedule.waiting if task.gpus == 2]
+    assert schedule.drop_hopeless(usable=1, working=2, now=10.0) == []
+    assert schedule.drop_hopeless(usable=2, working=2, now=20.0) == [], "the other user has left"
+    assert schedule.drop_hopeless(usable=1, working=2, now=30.0) == []
+    assert len(schedule.drop_hopeless(usable=1, working=2, now=30.0 + OTHER_USER_S)) == 1
+
+
+def test_neighbours_are_preferred_and_wide_gaps_stay() -> None:
+    free = [uuid for uuid in EIGHT if uuid != "GPU-0"]
+    assert neighbours(EIGHT, EIGHT, 2) == ["GPU-0", "GPU-1"]
+    assert neighbours(EIGHT, free, 2) == ["GPU-2", "GPU-3"]
+    assert neighbours(EIGHT, free, 4) == ["GPU-4", "GPU-5", "GPU-6", "GPU-7"]
+    assert neighbours(EIGHT, ["GPU-0", "GPU-1", "GPU-2", "GPU-5"], 1) == ["GPU-2"]
+    assert neighbours(EIGHT, ["GPU-1", "GPU-2", "GPU-4", "GPU-7"], 3) == ["GPU-1", "GPU-2", "GPU-4"]
+    assert neighbours(EIGHT, EIGHT, 0) == []

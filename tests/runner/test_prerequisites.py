@@ -15,7 +15,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.placing import place
 from repro_matrix.planning.plan import CellPlan, Planner
-from repro_matrix.runner.hub_download import fetch, with_weights
+from repro_matrix.runner.prerequisites import download, with_weights
 
 CATALOGUE = catalogue.load()
 HUB = """
@@ -68,7 +68,7 @@ def test_a_model_is_downloaded_once_for_all_its_cells(stack: Stack, tmp_path: Pa
     ],
 )
 def test_what_cannot_be_had_says_why(name: str, said: str, stack: Stack) -> None:
-    problem = fetch(stack, name)
+    problem = download(stack, name)
     assert problem and problem.startswith(f"weights=hub: {name}") and said in problem
 
 

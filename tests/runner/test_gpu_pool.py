@@ -1,0 +1,164 @@
+"""GPU locks across runs, the health of GPUs, and what dead runs left behind; without ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import attempt_of
+from repro_matrix.environment.gpus import Gpu, Seen, stranger
+from repro_matrix.launch.attempt import RUN_TOKEN, prepare, remove
+from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture(autouse=True)
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("repro_matrix.runner.gpu_pool.RELEASE_S", 0.2)
+    yield
+    for spec in list(tmp_path.rglob("spec.json")):
+        remove(spec.parent)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Any]:
+    """Starts processes of a run; ends them after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(run_id: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(SLEEP, env={**os.environ, RUN_TOKEN: run_id}))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+class FakeDriver:
+    """What is on the GPUs, as a test sets it."""
+
+    def __init__(self) -> None:
+        self.users: dict[int, int | None] = {}
+        self.used_mb = 500
+        self.problem: str | None = None
+        self.failed: dict[str, str] = {}
+        self.busy: set[str] = set()
+
+    def __call__(self, uuid: str) -> Seen:
+        return Seen(dict(self.users), self.used_mb, self.problem)
+
+    def look(self, uuid: str) -> Seen:
+        return Seen({4711: 30_000}) if uuid in self.busy else Seen()
+
+    def broken(self) -> dict[str, str]:
+        return self.failed
+
+
+def test_acquire_locks_all_gpus_or_none(tmp_path: Path) -> None:
+    one, other = GpuLocks(tmp_path, "one"), GpuLocks(tmp_path, "other")
+    assert one.acquire(["GPU-a"]) and not one.acquire(["GPU-a"])
+    assert other.free(["GPU-a", "GPU-b"]) == ["GPU-b"]
+    assert not other.acquire(["GPU-b", "GPU-a"])
+    assert one.free(["GPU-a", "GPU-b"]) == ["GPU-b"], "the other one was released"
+    assert one.release(["GPU-a"]) == {} and other.acquire(["GPU-b", "GPU-a"])
+    other.release(["GPU-a", "GPU-b"])
+
+
+def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, sleeper: Any) -> None:
+    state = FakeDriver()
+    with GpuLocks(tmp_path, "ours", state) as ours:
+        assert ours.acquire(["GPU-a"])
+        process = sleeper("ours")
+        state.users[process.pid] = 400
+        problem = ours.release(["GPU-a"])["GPU-a"]
+        assert problem.kind == "left" and str(process.pid) in problem.why and "400 MiB" in problem.why
+        others = GpuLocks(tmp_path, "others")
+        assert not others.acquire(["GPU-a"]) and not ours.acquire(["GPU-a"]) and not ours.free(["GPU-a"])
+    assert others.acquire(["GPU-a"]) and process.wait(60) is not None, "the next holder ends what was left"
+    assert others.release(["GPU-a"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"used_mb": 920}, GpuProblem("left", "420 MiB of an ended attempt are still in use on it")),  # in a container
+        ({"users": {1: 100}}, None),  # another user's process
+        ({"problem": "NVML: GPU is lost"}, GpuProblem("lost", "NVML: GPU is lost")),
+        ({}, None),
+    ],
+)
+def test_release_reports_the_problem_of_a_gpu(
+    tmp_path: Path, changes: dict[str, Any], problem: GpuProblem | None
+) -> None:
+    state = FakeDriver()
+    with GpuLocks(tmp_path, "ours", state) as ours:
+        assert ours.acquire(["GPU-a"])
+        vars(state).update(changes)
+        assert ours.release(["GPU-a"]).get("GPU-a") == problem
+    assert GpuLocks(tmp_path, "others").acquire(["GPU-a"])
+
+
+def test_acquire_after_a_dead_run_ends_its_processes(tmp_path: Path, sleeper: Any) -> None:
+    run = f"dead-{os.getpid()}"
+    process = sleeper(run)
+    locks = GpuLocks(tmp_path, "next")
+    locks.folder.mkdir(parents=True)
+    (locks.folder / "GPU-a.holder").write_text(run)
+    (locks.folder / "GPU-b.holder").write_bytes(b"\xff damaged/../")
+    assert locks.acquire(["GPU-a", "GPU-b"]) and process.wait(60) is not None
+    locks.release(["GPU-a", "GPU-b"])
+    assert not list(locks.folder.glob("*.holder"))
+
+
+def test_clear_leftovers_clears_dead_runs_only(tmp_path: Path, sleeper: Any) -> None:
+    run = f"run-{os.getpid()}"
+    process = sleeper(run)
+    kept, other = (tmp_path / "runs" / run / name for name in ("kept", "other"))
+    for folder in (kept, other):
+        prepare(dataclasses.replace(attempt_of(folder, "nothing"), keep=folder == kept))
+        (folder / "records" / "rank-0.json").write_text("{}")
+    with register_run(tmp_path, run):
+        assert clear_leftovers(tmp_path) == [] and process.poll() is None
+    lock = next((tmp_path / "nodes").iterdir()) / "runs" / f"{run}.lock"
+    lock.touch()  # as a killed controller leaves it
+    lines = clear_leftovers(tmp_path)
+    assert process.wait(60) is not None and any(str(process.pid) in line for line in lines)
+    assert (kept / "records" / "rank-0.json").exists() and not (kept / "work").exists() and not other.exists()
+    assert not lock.exists() and clear_leftovers(tmp_path) == []
+
+
+def test_pool_leaves_out_a_gpu_while_another_user_has_it(tmp_path: Path) -> None:
+    driver, notes = FakeDriver(), []  # type: ignore[var-annotated]
+    gpus = [Gpu(index, "A100", f"GPU-{index}", 80_000) for index in range(2)]
+    pool = GpuPool(gpus, GpuLocks(tmp_path, "run"), driver, notes.append)
+    driver.busy.add("GPU-1")
+    assert pool.check((), 0.0) == set() and pool.ready(()) == ["GPU-0"]
+    assert len(notes) == 1 and pool.notes == notes and "process 4711 (30000 MiB)" in notes[0]
+    assert pool.shortage(2).startswith("needs 2 GPUs; 1 can be used (gpu1 is in use")
+    driver.busy.clear()
+    assert pool.ready(()) == ["GPU-0"], "checked once in a while"
+    pool.check((), 1.5)
+    assert pool.ready(()) == ["GPU-0", "GPU-1"] and notes[-1] == "gpu1 is free again"
+
+
+def test_pool_excludes_a_failed_gpu_for_good(tmp_path: Path) -> None:
+    driver = FakeDriver()
+    pool = GpuPool([Gpu(0, "A100", "GPU-0", 80_000)], GpuLocks(tmp_path, "run"), driver)
+    driver.failed["GPU-0"] = "Xid 79"
+    assert pool.check(["GPU-0"], 0.0) == {"GPU-0"} and pool.check(["GPU-0"], 9.0) == set()
+    driver.failed.clear()
+    assert pool.usable() == [] and pool.out["GPU-0"] == GpuProblem("lost", "Xid 79")
+
+
+def test_stranger_ignores_monitors_and_desktops() -> None:
+    assert stranger(Seen()) is None and stranger(Seen({7: 10}, 500)) is None
+    assert stranger(Seen({7: 400, 8: None}, 400)) == "process 7 (400 MiB), process 8 (memory unknown)"
+    assert stranger(Seen({}, 20_000)), "in a container the driver names nobody"
