@@ -35,8 +35,13 @@ $(READY): pyproject.toml requirements/tested.txt
 repro-matrix: $(READY) ## the main job: every known failure, with and without each fix (on CPU when there is no GPU)
 	@$(BIN)/repro matrix $(ARGS)
 
-gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as one folder to commit (8 minutes)
-	@$(BIN)/repro gpu-proof $(ARGS)
+PROOF := results/gpu-proof/$(shell date +%Y%m%d-%H%M%S)
+gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as one folder to commit (about 8 minutes)
+	@code=0; $(BIN)/repro doctor $(ARGS) || code=$$?; \
+	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
+	$(BIN)/repro matrix +matrix=gpu-smoke case=train-step time_limit=2m launcher=torchrun results=$(PROOF)/torchrun \
+	  --against $(PROOF)/forkserver $(ARGS) || code=$$?; \
+	echo "gpu-proof: commit $(PROOF)"; exit $$code
 
 nightly: $(READY) ## the main job as CI runs it at night: three attempts an arm
 	@$(BIN)/repro matrix +matrix=nightly $(ARGS)

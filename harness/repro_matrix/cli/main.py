@@ -40,7 +40,6 @@ VERBS = {
     "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),
     "doctor": ("doctor", "what this machine can run, and why not the rest"),
-    "gpu-proof": ("gpu_proof", "the first minutes on a GPU machine: what works here, as one folder to commit"),
     "accept": ("accept", "publish measured results as the baseline and as the cases' expectations"),
 }
 
