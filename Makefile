@@ -39,7 +39,7 @@ PROOF := results/gpu-proof/$(shell date +%Y%m%d-%H%M%S)
 gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as one folder to commit (about 8 minutes)
 	@code=0; $(BIN)/repro doctor $(ARGS) || code=$$?; \
 	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
-	$(BIN)/repro matrix +matrix=gpu-smoke case=train-step time_limit=2m launcher=torchrun results=$(PROOF)/torchrun \
+	$(BIN)/repro matrix case=train-step model=qwen1.5-0.5b repeat=1 launcher=torchrun time_limit=2m results=$(PROOF)/torchrun \
 	  --against $(PROOF)/forkserver $(ARGS) || code=$$?; \
 	echo "gpu-proof: commit $(PROOF)"; exit $$code
 

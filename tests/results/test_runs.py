@@ -123,7 +123,7 @@ def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixtu
 def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = RunSettings(results=str(tmp_path / "mine"))
     cell: Any = Namespace(hardware="cpu", stack="current", key="a/m-ddp")
-    prepared: Any = Namespace(settings=settings)
+    prepared: Any = Namespace(settings=settings, catalogue=Namespace(cases={}))
     with going_on.folder(prepared, ["case=a", f"results={settings.results}"]) as finish:
         finish(Summary(interrupted=True, not_started=[cell]))
     let_go()
@@ -157,7 +157,7 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
     run(scratch, "case=b")
     for asked, where in ((str(named), None), (None, before), (None, None)):
         settings = RunSettings(results=asked)
-        with going_on.folder(Namespace(settings=settings), ["case=a"], where) as finish:  # type: ignore[arg-type]
+        with going_on.folder(Namespace(settings=settings, catalogue=Namespace(cases={})), ["case=a"], where) as finish:  # type: ignore[arg-type]
             used = Path(str(settings.results))
             assert used == (named if asked else where or used) and used.is_dir() and state(used) == runs.UNFINISHED
             assert (runs.of(scratch).resolve() == used.resolve()) is (asked is None), "it is the last one now"
@@ -167,7 +167,10 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
     assert len(runs.listed(scratch)) == 3, "two there were, and a new one"
     for asked, where in ((str(named), None), (None, before)):
         settings = RunSettings(results=asked)
-        with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings), [], where):  # type: ignore[arg-type]
+        with (
+            pytest.raises(ZeroDivisionError),
+            going_on.folder(Namespace(settings=settings, catalogue=Namespace(cases={})), [], where),
+        ):  # type: ignore[arg-type]
             raise ZeroDivisionError
         assert Path(str(settings.results)).is_dir(), "what was there before is not taken back"
         let_go()
@@ -176,7 +179,10 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
 def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
     before = run(scratch, "case=a")
     settings = RunSettings()
-    with pytest.raises(ZeroDivisionError), going_on.folder(Namespace(settings=settings), ["case=b"]):  # type: ignore[arg-type]
+    with (
+        pytest.raises(ZeroDivisionError),
+        going_on.folder(Namespace(settings=settings, catalogue=Namespace(cases={})), ["case=b"]),
+    ):  # type: ignore[arg-type]
         assert Path(str(settings.results)).parent == scratch and runs.of(scratch) != before
         raise ZeroDivisionError
     assert [each.folder for each in runs.listed(scratch)] == [before]
