@@ -28,7 +28,7 @@ setup: $(READY) ## make .venv with everything in it
 $(READY): pyproject.toml requirements/tested.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
-	@test -z "$(TORCH)" || $(BIN)/python harness/repro_matrix/environment/stacks/install_torch.py "$(TORCH)"
+	@test -z "$(TORCH)" || $(BIN)/python harness/repro_matrix/environment/torch_install.py "$(TORCH)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $(READY)
 

@@ -102,14 +102,14 @@ def test_stored_facts_are_recomputed_from_the_ranks_words() -> None:
 
 
 def test_a_document_says_what_else_of_the_machine_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    around.seen.cache_clear()
-    monkeypatch.setattr(around, "no_stacks", lambda: "no ptrace here")
+    around.conditions.cache_clear()
+    monkeypatch.setattr(around, "no_ptrace", lambda: "no ptrace here")
     monkeypatch.setattr(around, "shm_mb", lambda: 64)
     monkeypatch.setattr(around.nvml, "without_peers", lambda uuids: [(uuids[0], uuids[1])])
-    assert around.seen(()) == {"shm_mb": 64, "ptrace": False}, "cards are not asked for where there are none"
+    assert around.conditions(()) == {"shm_mb": 64, "ptrace": False}, "cards are not asked for where there are none"
     two = {"shm_mb": 64, "ptrace": False, "without_peers": [["GPU-a", "GPU-b"]]}
-    assert around.seen(("GPU-a", "GPU-b")) == two
-    around.seen.cache_clear()
+    assert around.conditions(("GPU-a", "GPU-b")) == two
+    around.conditions.cache_clear()
     stored = document({"broken": [("fires", observation(ok(0), ok(1)))]})
     doubt.known(Hardware, {**stored["hardware"], **two})
     with pytest.raises(ValueError, match="ptrace"):

@@ -17,13 +17,12 @@ from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import RunSettings, Scale
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.profiles import Profile, settle_planned
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import existing
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning import duration
-from repro_matrix.planning import planned_profile as planned
 from repro_matrix.planning.fit import best, fitted, too_much, with_layers
 from repro_matrix.planning.memory import (
     CONNECTED,
@@ -452,12 +451,12 @@ def test_fake_tensors_hold_nothing_of_a_model_at_full_size(
 
 
 def test_hardware_that_is_not_here_can_be_planned_for_but_not_mistaken() -> None:
-    profile, machine, only = planned.settle("a100x8", CATALOGUE.hardware, replace(LAPTOP, free_gb=2.0))
+    (profile,), machine, only = settle_planned(["a100x8"], CATALOGUE.hardware, replace(LAPTOP, free_gb=2.0))
     assert machine.free_gb is None, "what is free here says nothing of it"
     assert only and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024 and machine.memory_gb == 1000
-    assert planned.settle("cpu", CATALOGUE.hardware, LAPTOP) == (CPU, LAPTOP, False)
+    assert settle_planned(["cpu"], CATALOGUE.hardware, LAPTOP) == ([CPU], LAPTOP, False)
     with pytest.raises(ConfigError, match="did you mean"):
-        planned.settle("a100x", CATALOGUE.hardware, LAPTOP)
+        settle_planned(["a100x"], CATALOGUE.hardware, LAPTOP)
 
 
 def test_what_no_plan_is_made_for_is_named_by_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,111 +1,141 @@
-"""The hardware profile to run with."""
+"""The hardware profile to run with, or to plan for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from repro_matrix.config.axes import Hardware
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.errors import ConfigError, unknown
 
+GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # planned hardware whose file does not say
+
 
 class HardwareError(ConfigError):
-    """The machine does not have, or cannot use, the hardware that was asked for."""
+    """The machine does not have, or cannot use, the requested hardware."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A hardware profile settled for this machine."""
+    """A hardware profile with this machine's GPUs."""
 
     name: str
     accelerator: str  # cpu or cuda
     backend: str
     gpus: tuple[Gpu, ...] = ()
     shared: bool = False  # all ranks of an attempt on one GPU
-    idle: tuple[Gpu, ...] = ()  # cards that could be used, and that it has no place for
+    idle: tuple[Gpu, ...] = ()  # usable GPUs that it does not need
 
     def words(self) -> str:
-        """For the first line of a run: ``gpu2 (2 x NVIDIA H200), backend nccl``."""
-        cards = f" ({counted([gpu.name for gpu in self.gpus])}{self._more()})" if self.gpus else ""
-        return f"{self.name}{cards}, backend {self.backend}"
-
-    def _more(self) -> str:
-        return f"; {len(self.idle)} more stay{'s' if len(self.idle) == 1 else ''} unused" if self.idle else ""
+        """Return it for the first line of a run: ``gpu2 (2 x NVIDIA H200), backend nccl``."""
+        idle = f"; {len(self.idle)} more unused" if self.idle else ""
+        gpus = f" ({counted([gpu.name for gpu in self.gpus])}{idle})" if self.gpus else ""
+        return f"{self.name}{gpus}, backend {self.backend}"
 
     def why_idle(self) -> str | None:
-        """Which cards stay unused and why; None: none does."""
+        """Return which usable GPUs stay unused and why; None: none does."""
         if not self.idle:
             return None
-        which = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in self.idle)
+        unused = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in self.idle)
         return (
-            f"{which}: unused, hardware={self.name} has {len(self.gpus)} of the {len(self.gpus) + len(self.idle)} that "
-            "can be used; a profile of your own takes them all (a file with `gpus:` under hardware/, docs/hardware.md)"
+            f"{unused}: unused, hardware={self.name} has {len(self.gpus)} of {len(self.gpus) + len(self.idle)} usable "
+            "GPUs. To use them all, add a profile with `gpus:` under hardware/ (docs/hardware.md)."
         )
 
 
 def together(profiles: Sequence[Profile]) -> Profile | None:
-    """What a stack's torch must be able to use for all of them: every card once, NCCL where one of them needs it."""
-    able = [profile for profile in profiles if profile.accelerator != "cpu"]
-    if not able:
+    """Return what a stack's torch must be able to use for all of them: each GPU once, NCCL where one needs it."""
+    on_gpus = [profile for profile in profiles if profile.accelerator != "cpu"]
+    if not on_gpus:
         return None
-    gpus = tuple({gpu.uuid: gpu for profile in able for gpu in profile.gpus}.values())
-    backend = "nccl" if any(profile.backend == "nccl" for profile in able) else able[0].backend
-    return Profile(able[0].name, able[0].accelerator, backend, gpus)
+    gpus = tuple({gpu.uuid: gpu for profile in on_gpus for gpu in profile.gpus}.values())
+    backend = "nccl" if any(profile.backend == "nccl" for profile in on_gpus) else on_gpus[0].backend
+    return Profile(on_gpus[0].name, on_gpus[0].accelerator, backend, gpus)
 
 
 def counted(names: Sequence[str]) -> str:
-    """``8 x NVIDIA A100-SXM4-80GB``, ``1 x A, 2 x B``."""
+    """Count equal names: ``8 x NVIDIA A100-SXM4-80GB``, ``1 x A, 2 x B``."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
-    """The profile to run with. Raises HardwareError (a ConfigError) when the machine does not have what it asks for,
-    and for ``auto`` where GPUs are there, or were meant to be, and none can be used."""
+    """Return the profile to run with. Raises HardwareError when the machine does not have what it needs, and for
+    ``auto`` where GPUs are here, or were requested, and none can be used."""
     if name not in known:
         raise unknown("hardware", name, known, "hardware")
     if name == "auto":
-        name = _name_of(known, machine)
+        name = _detect_name(known, machine)
     spec = known[name]
     if spec.accelerator == "cpu":
         return Profile(name, "cpu", "gloo")
     fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.taken)  # else as listed
-    alone = [str(_alone(gpu)) for gpu in fitting if spec.shared and _alone(gpu)]
-    fitting = [] if alone else fitting
-    if len(fitting) < spec.gpus:
+    exclusive = [str(_exclusive(gpu)) for gpu in fitting if spec.shared and _exclusive(gpu)]
+    if exclusive or len(fitting) < spec.gpus:
         kind = f"{spec.gpu_name} " if spec.gpu_name else ""
         have = ", ".join(gpu.name for gpu in machine.gpus) or machine.nvml_error or "none"
-        why = [*alone, *map(str, machine.left_out)] or list(machine.meant)
-        why += [machine.unseen] if machine.unseen and machine.unseen not in why else []
+        reasons = [*exclusive, *map(str, machine.left_out)] or list(machine.meant)
+        reasons += [machine.unseen] if machine.unseen and machine.unseen not in reasons else []
         raise HardwareError(
             f"hardware={name} needs {spec.gpus} {kind}GPU{'s' if spec.gpus != 1 else ''}; this machine has: {have}. "
-            + (f"Not usable: {'; '.join(why)}. " if why else "")
-            + "hardware=auto takes what is there; hardware=cpu runs with gloo on any machine"
+            + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
+            + "hardware=auto uses what is here; hardware=cpu runs with gloo on any machine."
         )
-    backend = "nccl" if spec.backend == "auto" else spec.backend
     order = {gpu.uuid: place for place, gpu in enumerate(machine.gpus)}
     chosen = sorted(fitting[: spec.gpus], key=lambda gpu: order[gpu.uuid])
     idle = tuple(gpu for gpu in machine.gpus if gpu not in chosen)
-    return Profile(name, "cuda", backend, tuple(chosen), spec.shared, idle)
+    return Profile(name, "cuda", _backend(spec), tuple(chosen), spec.shared, idle)
 
 
 def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machine) -> list[Profile]:
-    """The profiles of a run, the widest first. ``auto`` is all that this machine can be: its GPUs, one GPU shared by
-    several ranks where there is no second one, and its CPU."""
+    """Return the profiles of a run, the widest first. ``auto`` is all that this machine can be: its GPUs, one GPU that
+    several ranks share where there is no second one, and its CPU."""
     if list(names) != ["auto"]:
-        asked = [settle(name, known, machine) for name in dict.fromkeys(names)]
-        return sorted(asked, key=lambda profile: -len(profile.gpus))
+        profiles = [settle(name, known, machine) for name in dict.fromkeys(names)]
+        return sorted(profiles, key=lambda profile: -len(profile.gpus))
     first = settle("auto", known, machine)
     if first.accelerator == "cpu":
         return [first]
-    able = not any(_alone(gpu) for gpu in machine.gpus)
-    one = [spec.slug for spec in known.values() if spec.shared and len(machine.gpus) == spec.gpus and able]
-    return [first, *(settle(name, known, machine) for name in (*one, "cpu"))]
+    can_share = not any(_exclusive(gpu) for gpu in machine.gpus)
+    shared = [spec.slug for spec in known.values() if spec.shared and len(machine.gpus) == spec.gpus and can_share]
+    return [first, *(settle(name, known, machine) for name in (*shared, "cpu"))]
 
 
-def _alone(gpu: Gpu) -> str | None:
-    """Why two processes cannot be on the card at once, or None."""
+def settle_planned(
+    names: Sequence[str], known: dict[str, Hardware], machine: Machine
+) -> tuple[list[Profile], Machine, bool]:
+    """Do the same for a plan: one profile that is not here may be named (alone). Return the profiles, the machine that
+    they are planned for, and whether that is another one than this."""
+    try:
+        return settle_all(names, known, machine), machine, False
+    except ConfigError:
+        spec = known.get(names[0])
+        if len(names) != 1 or names[0] == "auto" or spec is None or spec.accelerator != "cuda":
+            raise
+    memory = round((spec.gpu_memory_gb or GPU_MEMORY_GB) * 1024)
+    title = f"{spec.gpu_name or 'GPU'}-{memory / 1024:.0f}GB"
+    gpus = tuple(Gpu(index, title, f"planned-{index}", memory) for index in range(spec.gpus))
+    planned = replace(
+        machine,
+        gpus=gpus,
+        cores=spec.cores or CORES_PER_GPU * spec.gpus,
+        memory_gb=spec.memory_gb or MEMORY_PER_GPU_GB * spec.gpus,
+        left_out=(),
+        meant=(),
+        disk_gb=None,
+        free_gb=None,
+        cpu=f"not this machine: {spec.slug} as conf/hardware describes it",
+    )
+    return [Profile(spec.slug, "cuda", _backend(spec), gpus)], planned, True
+
+
+def _backend(spec: Hardware) -> str:
+    return "nccl" if spec.backend == "auto" else spec.backend
+
+
+def _exclusive(gpu: Gpu) -> str | None:
+    """Return why two processes cannot use the GPU at once, or None."""
     if not gpu.mode.startswith("exclusive"):
         return None
     return f"GPU {gpu.index}: its compute mode is {gpu.mode}, so that ranks cannot share it (nvidia-smi -c 0)"
@@ -115,16 +145,16 @@ def _fits(spec: Hardware, gpu: Gpu) -> bool:
     return not spec.gpu_name or spec.gpu_name.lower() in gpu.name.lower()
 
 
-def _name_of(known: dict[str, Hardware], machine: Machine) -> str:
-    """The largest profile that the machine fills; a profile that names the GPU wins over one that does not."""
-    if not machine.gpus:
-        if machine.meant:
-            raise HardwareError(
-                "hardware=auto: GPUs are here or were meant, and none can be used:\n  "
-                + ";\n  ".join(machine.meant)
-                + ";\nhardware=cpu runs with gloo anyway; `repro doctor` says more"
-            )
+def _detect_name(known: dict[str, Hardware], machine: Machine) -> str:
+    """Return the largest profile that the machine fills; one that names the GPU wins over one that does not."""
+    if not machine.gpus and not machine.meant:
         return "cpu"
+    if not machine.gpus:
+        reasons = ";\n  ".join(machine.meant)
+        raise HardwareError(
+            f"hardware=auto: GPUs are here or were requested, and none can be used:\n  {reasons}.\n"
+            "hardware=cpu runs with gloo anyway; `repro doctor` lists the details."
+        )
     fits = [
         spec
         for spec in known.values()

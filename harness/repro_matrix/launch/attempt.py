@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from repro_matrix.config.env_allowlist import inherited
+from repro_matrix.environment.gpus import RUN_TOKEN
 
 Json = dict[str, Any]
 
 ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
 PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
-RUN_TOKEN = "REPRO_RUN"  # likewise for everything that one run of the harness started (servers too)
 
 _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
 STARTING = frozenset({"start", "init_process_group"})  # phases of a rank (repros/repro_kit/run.py) before its work

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from repro_matrix.environment.system_checks import py_spy
 from repro_matrix.grading.hangs import progress
 from repro_matrix.grading.hangs.deadlock import Standing, standing
 from repro_matrix.launch import processes
@@ -191,24 +189,6 @@ def backtraces(pids: dict[int, int], records: Path) -> dict[int, str]:
 
     with ThreadPoolExecutor(max_workers=max(1, min(4, len(pids)))) as pool:
         return dict(zip(pids, pool.map(lambda item: stack(*item), pids.items())))
-
-
-def py_spy(pid: int) -> tuple[str, str]:
-    """Return py-spy's dump, or nothing and the reason."""
-    beside = Path(sys.executable).with_name("py-spy")
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
-    if program is None:
-        return "", "py-spy is not installed"
-    try:
-        done = subprocess.run(
-            [program, "dump", "--full-filenames", "--pid", str(pid)], capture_output=True, timeout=DUMP_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"py-spy: {type(error).__name__}"
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        return "", f"py-spy: {lines[0]}"
-    return done.stdout.decode(errors="replace"), ""
 
 
 def _faulthandler(rank: int, pid: int, records: Path, problem: str) -> str:

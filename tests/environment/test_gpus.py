@@ -1,0 +1,376 @@
+"""Which GPUs a machine has and can use, which profile ``auto`` chooses, and when it refuses to be the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import psutil
+import pytest
+from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
+from hypothesis import given
+from hypothesis import strategies as st
+from repro_matrix.config import catalog
+from repro_matrix.environment.gpus import RUN_TOKEN, visible_gpus
+from repro_matrix.environment.machine import Machine, cgroup_limits, cgroup_used, detect
+from repro_matrix.environment.nvml import DriverError, Nvml, Pynvml, states, without_peers
+from repro_matrix.environment.profiles import Profile, settle, settle_all, settle_planned, together
+from repro_matrix.environment.system_checks import warnings
+from repro_matrix.errors import ConfigError
+
+KNOWN = catalog.load().hardware
+Detect = Callable[..., Machine]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Detect:
+    """``machine(nvml, files, **env)``: the machine with these GPUs, files under / and environment variables."""
+
+    def detected(nvml: FakeNvml, files: dict[str, str] | None = None, **env: str) -> Machine:
+        for name, text in (files or {}).items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="ascii")
+        nvml.install(monkeypatch)
+        return detect(env, tmp_path)
+
+    return detected
+
+
+def no_library() -> FakeNvml:
+    return FakeNvml(init_error=12)
+
+
+# -- profiles
+
+
+@pytest.mark.parametrize(
+    ("cards", "profile"),
+    [
+        ([Card() for _ in range(8)], "a100x8"),
+        ([Card(H200)], "gpu1"),
+        ([Card(), Card(), Card(H200), Card(H200)], "gpu4"),
+        ([Card(), Card(), Card(), Card(mig=["MIG-1"])], "gpu3"),  # the GPU in MIG mode is left out
+        ([*(Card() for _ in range(7)), Card(lost=True)], "gpu7"),
+        ([Card(), Card(mode="prohibited"), Card()], "gpu2"),
+        ([Card(recovery=2), Card()], "gpu1"),
+        ([Card(remap_failed=True), Card()], "gpu1"),
+        ([Card(mode="exclusive_process"), Card()], "gpu2"),  # free: one rank may use it
+        ([Card(mode="exclusive_process", processes=[Process(99999999)]), Card()], "gpu1"),
+        ([Card(processes=[Process(99999999, 70000)]), Card()], "gpu2"),  # busy: the scheduler waits for it
+    ],
+)
+def test_auto_selects_the_largest_profile_of_usable_gpus(cards: list[Card], profile: str, machine: Detect) -> None:
+    assert settle("auto", KNOWN, machine(FakeNvml(cards))).name == profile
+
+
+@pytest.mark.parametrize(("count", "used"), [(9, 8), (16, 8), (3, 3), (6, 6), (8, 8)])
+def test_profile_names_gpus_that_stay_unused(count: int, used: int, machine: Detect) -> None:
+    profile = settle("auto", KNOWN, machine(FakeNvml([Card(H200) for _ in range(count)])))
+    assert len(profile.gpus) == used and len(profile.idle) == count - used
+    assert ("unused" in profile.words()) == (profile.why_idle() is not None) == (count > used)
+    assert all(f"GPU {index} ({H200})" in str(profile.why_idle()) for index in range(used, count))
+
+
+def test_profile_prefers_free_gpus(machine: Detect) -> None:
+    busy = [Card(processes=[Process(99999999, 40000)]), Card(), Card(processes=[Process(99999998, 8)]), Card()]
+    four = machine(FakeNvml(busy))
+    assert [gpu.taken for gpu in four.gpus] == [True, False, False, False], "a monitor does not count"
+    assert [gpu.index for gpu in settle("gpu2", KNOWN, four).gpus] == [1, 2]
+    assert [gpu.index for gpu in settle("gpu4", KNOWN, four).gpus] == [0, 1, 2, 3]
+
+
+def test_exclusive_gpu_is_not_shared_by_ranks(machine: Detect) -> None:
+    exclusive, usual = machine(FakeNvml([Card(mode="exclusive_process")])), machine(FakeNvml([Card()]))
+    assert [profile.name for profile in settle_all(["auto"], KNOWN, usual)] == ["gpu1", "gpu1-shared", "cpu"]
+    profiles = settle_all(["auto"], KNOWN, exclusive)
+    assert [profile.name for profile in profiles] == ["gpu1", "cpu"] and len(warnings(profiles[0], 4096)) == 1
+    with pytest.raises(ConfigError, match="exclusive_process"):
+        settle("gpu1-shared", KNOWN, exclusive)
+
+
+@pytest.mark.parametrize(
+    ("name", "nvml", "env", "reason"),
+    [
+        ("gpu2", FakeNvml([Card(), Card(mode="prohibited")]), {}, "prohibited"),
+        ("gpu8", FakeNvml([Card() for _ in range(8)]), {"CUDA_VISIBLE_DEVICES": "0,1,9"}, "'9', which is no GPU"),
+        ("gpu1", FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": ""}, "asks for no GPU"),
+        ("gpu", FakeNvml([Card()]), {}, "did you mean"),
+    ],
+)
+def test_settle_names_the_reason_why_gpus_are_missing(
+    name: str, nvml: FakeNvml, env: dict[str, str], reason: str, machine: Detect
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        settle(name, KNOWN, machine(nvml, **env))
+
+
+def test_several_profiles_are_sorted_and_probed_together(machine: Detect) -> None:
+    four = machine(FakeNvml([Card() for _ in range(4)]))
+    profiles = settle_all(["cpu", "gpu1-shared", "gpu2", "cpu"], KNOWN, four)
+    assert [profile.name for profile in profiles] == ["gpu2", "gpu1-shared", "cpu"]
+    apart = [Profile("a", "cuda", "gloo", four.gpus[:2]), Profile("b", "cuda", "nccl", four.gpus[1:])]
+    assert together([*apart, Profile("cpu", "cpu", "gloo")]) == Profile("a", "cuda", "nccl", four.gpus)
+    assert together(settle_all(["cpu"], KNOWN, four)) is None
+
+
+def test_settle_planned_accepts_hardware_that_is_not_here(machine: Detect) -> None:
+    laptop = machine(no_library())
+    (profile,), planned, elsewhere = settle_planned(["a100x8"], KNOWN, laptop)
+    assert elsewhere and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024
+    assert planned.memory_gb == 1000 and planned.free_gb is None, "free memory here is not free memory there"
+    assert settle_planned(["cpu"], KNOWN, laptop) == ([Profile("cpu", "cpu", "gloo")], laptop, False)
+    for names in (["a100x"], ["a100x8", "cpu"]):
+        with pytest.raises(ConfigError):
+            settle_planned(names, KNOWN, laptop)
+
+
+# -- GPUs that are here, or were requested, and cannot be used
+
+
+REFUSED = [
+    (FakeNvml(init_error=9), {}, {}, "Driver Not Loaded"),
+    (FakeNvml(init_error=18), {}, {}, "version mismatch"),
+    (FakeNvml([Card()], error=999), {}, {}, "Unknown Error"),
+    (FakeNvml([Card(mig=["MIG-a"])]), {}, {}, "GPU 0 .*MIG mode"),
+    (FakeNvml([Card(mig=["MIG-a"])]), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, {}, "MIG device"),
+    (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "all"}, {}, "NVIDIA_VISIBLE_DEVICES"),
+    (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "1"}, {}, "'1', which is no GPU"),
+    (FakeNvml([Card(), Card(H200)]), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+    (FakeNvml([Card(mode="prohibited")]), {}, {}, "prohibited"),
+    (FakeNvml([Card(mode="exclusive_process", processes=[Process(99999999)])]), {}, {}, "pid 99999999"),
+    (FakeNvml([Card(lost=True)]), {}, {}, "GPU is lost"),
+    (FakeNvml([Card(uuid="GPU-a"), Card(uuid="GPU-a")]), {}, {}, "2 GPUs report the UUID GPU-a"),
+    (no_library(), {"NVIDIA_VISIBLE_DEVICES": "all"}, {}, "libraries have to be passed in"),
+    (no_library(), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "'0', which is no GPU"),
+    (no_library(), {}, {"dev/nvidia0": ""}, "/dev/nvidia0"),
+    (no_library(), {}, {"proc/driver/nvidia/gpus/0000:07:00.0/information": ""}, "driver is loaded"),
+    (no_library(), {}, {"proc/driver/nvidia/version": "NVRM"}, "driver is loaded"),
+    (no_library(), {}, {"dev/dxg": ""}, "WSL"),
+    (
+        no_library(),
+        {},
+        {"sys/bus/pci/devices/0:7/vendor": "0x10de\n", "sys/bus/pci/devices/0:7/class": "0x030200\n"},
+        "PCI bus at 0:7",
+    ),
+]
+
+
+@pytest.mark.parametrize(("nvml", "env", "files", "reason"), REFUSED, ids=[one[3] for one in REFUSED])
+def test_auto_refuses_the_cpu_where_gpus_were_meant(
+    nvml: FakeNvml, env: dict[str, str], files: dict[str, str], reason: str, machine: Detect
+) -> None:
+    here = machine(nvml, files, **env)
+    with pytest.raises(ConfigError, match=reason):
+        settle("auto", KNOWN, here)
+    assert settle("cpu", KNOWN, here).name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("nvml", "env", "files"),
+    [
+        (no_library(), {}, {"dev/nvidia-caps/x": "", "sys/bus/pci/devices/a/vendor": "0x10de", "dev/nvidiactl": ""}),
+        (no_library(), {"NVIDIA_VISIBLE_DEVICES": "void"}, {}),
+        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}),
+        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}),
+        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}),
+        (FakeNvml(init_error=9), {"CUDA_VISIBLE_DEVICES": ""}, {}),
+    ],
+)
+def test_auto_is_the_cpu_without_gpus_or_where_none_is_requested(
+    nvml: FakeNvml, env: dict[str, str], files: dict[str, str], machine: Detect
+) -> None:
+    assert settle("auto", KNOWN, machine(nvml, files, **env)).name == "cpu"
+
+
+# -- CUDA_VISIBLE_DEVICES
+
+UUIDS = ["GPU-ab12", "GPU-ab34", "GPU-c", "GPU-d56", "GPU-d57"]
+ENTRY = st.one_of(
+    st.sampled_from([*UUIDS, "GPU-", "GPU-a", "GPU-ab1", "GPU-d5", "MIG-1", "all", "", " 1", "-1", "2x", "+3", "x2"]),
+    st.integers(-2, 7).map(str),
+    st.text("0123GPU-abcd ,", max_size=6),
+)
+
+
+def as_torch_reads(text: str, uuids: list[str]) -> list[int]:
+    """torch's list, then (as `_device_count_nvml` does) up to the first entry that does not exist."""
+    import torch.cuda as cuda
+
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": text}):
+        listed = cuda._parse_visible_devices()
+    if listed and isinstance(listed[0], str):
+        return [] if listed[0].startswith("MIG-") else list(cuda._transform_uuid_to_ordinals(listed, uuids))
+    end = next((place for place, index in enumerate(listed) if index >= len(uuids)), len(listed))
+    return listed[:end]
+
+
+@given(st.lists(ENTRY, max_size=6).map(",".join), st.integers(0, len(UUIDS)))
+def test_visible_gpus_are_those_that_torch_sees(text: str, count: int) -> None:
+    uuids = UUIDS[:count]
+    try:
+        expected = as_torch_reads(text, uuids)
+    except ValueError:  # torch fails on a lone sign
+        return
+    visible = visible_gpus(text, uuids, ["A100"] * count)
+    assert list(visible.indices) == expected
+    assert expected or visible.none_requested or visible.problem, "none is left, without a reason"
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "indices", "problem"),
+    [
+        (None, None, (0, 1, 2), None),
+        ("0,1", None, (), "CUDA_DEVICE_ORDER"),  # the GPUs differ: the fastest first, which NVML does not know
+        ("0,1", "PCI_BUS_ID", (0, 1), None),
+        ("2,0,1", None, (2, 0, 1), None),  # all of them, in any order
+        ("GPU-c,GPU-ab1", None, (2, 0), None),
+        ("0 1", "PCI_BUS_ID", (0,), "'0 1' as 0"),
+        ("1;2,0", "PCI_BUS_ID", (1, 0), "'1;2' as 1"),
+        ("2x", "PCI_BUS_ID", (2,), "'2x' as 2"),
+        (" 1 , 0", "PCI_BUS_ID", (1, 0), None),
+        ("2,0,-1,1", "PCI_BUS_ID", (2, 0), "'-1', which ends the list"),
+        ("0,1,0", None, (), "names a device twice"),
+        ("GPU-ab", None, (), "begins the UUIDs of 2 GPUs"),
+    ],
+)
+def test_visible_gpus_report_what_is_misread(
+    text: str | None, order: str | None, indices: tuple[int, ...], problem: str | None
+) -> None:
+    visible = visible_gpus(text, UUIDS[:3], ["A100", "H200", "A100"], order)
+    assert visible.indices == indices and (problem in str(visible.problem) if problem else visible.problem is None)
+
+
+# -- NVML
+
+
+def test_detect_reports_what_a_gpu_is(machine: Detect) -> None:
+    here = machine(FakeNvml([Card(persistence=False), Card(H200)], driver="535.129.03", cuda=12020))
+    assert (here.driver, here.cuda) == ("535.129.03", "12.2") and here.cores >= 1 and here.memory_gb > 0
+    one, other = here.gpus
+    assert (one.index, one.name, one.uuid, one.memory_mb) == (0, A100, uuid_of(0), 81920)
+    assert (one.capability, one.mode, one.persistence) == ("8.0", "default", False)
+    assert (other.capability, other.persistence) == ("9.0", True)
+
+
+def test_states_report_processes_errors_and_lost_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = psutil.Process()
+    cards = [
+        Card(processes=[Process(me.pid, 500), Process(99999999, None)], ecc_uncorrected=2, remap_pending=True),
+        Card(ecc_uncorrected=None),
+        Card(lost=True),
+        Card(recovery=1, no_peers=True),
+    ]
+    FakeNvml(cards).install(monkeypatch)
+    busy, plain, lost, sick = states([card.uuid for card in cards]).values()
+    assert [(p.pid, p.memory_mb, p.name) for p in busy.processes] == [(me.pid, 500, me.name()), (99999999, None, None)]
+    assert busy.foreign == busy.processes and busy.free_mb == 81920 - 500
+    assert (busy.ecc_uncorrected, busy.remap_pending, busy.sick) == (2, True, None)
+    assert (plain.ecc_uncorrected, plain.processes, plain.sick) == (None, (), None)
+    assert lost.sick == "NVML: GPU is lost" and "a GPU reset" in str(sick.sick)
+    uuids = [cards[index].uuid for index in (0, 1, 3)]
+    assert without_peers(uuids) == [(uuids[0], uuids[2]), (uuids[1], uuids[2])]
+
+
+def test_process_of_a_run_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    command, env = [sys.executable, "-c", "input()"], {**os.environ, RUN_TOKEN: "r"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=env) as ours:
+        card = Card(mode="exclusive_process", processes=[Process(ours.pid)])
+        FakeNvml([card]).install(monkeypatch)
+        assert states([card.uuid])[card.uuid].foreign == () and len(detect({}).gpus) == 1
+        ours.communicate()
+
+
+def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [Card(ecc_uncorrected=4), Card(), Card()]
+    FakeNvml(cards).install(monkeypatch)
+    with Nvml([card.uuid for card in cards]) as nvml:
+        assert nvml.look(cards[0].uuid).problem is None, "errors from before the run"
+        cards[1].xids += [31, 79, 94]  # 31 is a program's
+        assert nvml.broken() == nvml.broken() == {cards[1].uuid: "Xid 94"}, "asked again, it stays"
+        cards[0].ecc_uncorrected, cards[2].remap_failed = 6, True
+        assert nvml.look(cards[0].uuid).problem == "ECC: 2 uncorrected memory errors"
+        assert nvml.look(cards[2].uuid).problem
+    no_library().install(monkeypatch)
+    with Nvml(["GPU-x"]) as nvml:
+        assert nvml.broken() == {} and nvml.look("GPU-x").problem is None
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def pynvml(**functions: object) -> SimpleNamespace:
+    """A library with these functions only; every other question is refused."""
+    names = {"NVMLError": NVMLError, "NVML_ERROR_GPU_IS_LOST": 15, "NVML_ERROR_TIMEOUT": 10, "nvmlInit": lambda: None}
+    names |= {"NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1, "NVML_VOLATILE_ECC": 0, "nvmlEventTypeXidCriticalError": 8}
+    return SimpleNamespace(**names, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, **functions)
+
+
+def test_pynvml_refused_questions_are_unknown() -> None:
+    memory = SimpleNamespace(total=80 * 2**30, free=79 * 2**30, used=2**30)
+    driver = Pynvml(pynvml(
+        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetName=lambda h: b"NVIDIA H200",
+        nvmlDeviceGetUUID=lambda h: "GPU-a", nvmlDeviceGetMemoryInfo=lambda h: memory,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+    ))  # fmt: skip
+    gpu = driver.device(0)
+    assert (gpu.name, gpu.memory_mb, gpu.capability, gpu.mode, gpu.persistence) == (
+        "NVIDIA H200", 81920, None, "default", None,
+    )  # fmt: skip
+    assert driver.memory("GPU-a") == (79 * 1024, 1024) and driver.processes("GPU-a") == []
+    assert driver.health("GPU-a").sick is None and driver.peer_access("GPU-a", "GPU-b")
+    assert driver.versions() == ("580.1", None)
+    driver.watch_errors(["GPU-a"])
+    assert driver.next_error() is None
+    driver.close()
+
+
+def test_pynvml_lost_gpu_is_an_error() -> None:
+    def lost(*_: object) -> None:
+        raise NVMLError(15)
+
+    driver = Pynvml(pynvml(nvmlDeviceGetMemoryInfo=lost))
+    with pytest.raises(DriverError) as caught:
+        driver.memory("GPU-a")
+    assert caught.value.lost and not caught.value.missing
+
+
+# -- cgroups
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "memory"),
+    [
+        ({}, float("inf"), float("inf")),
+        ({"memory.max": "max", "cpu.max": "max 100000"}, float("inf"), float("inf")),
+        ({"job/step/memory.max": "1000", "job/memory.max": "500", "memory.max": "max"}, float("inf"), 500),
+        ({"job/cpu.max": "150000 100000", "job/step/cpu.max": "400000 100000"}, 1.5, float("inf")),
+        ({"job/cpu.max": "damaged"}, float("inf"), float("inf")),
+        ({"other/memory.max": "7"}, float("inf"), float("inf")),
+    ],
+)
+def test_cgroup_limits_are_the_tightest(tmp_path: Path, files: dict[str, str], cores: float, memory: float) -> None:
+    own = tmp_path / "own"
+    own.write_text("1:name=systemd:/x\n0::/job/step\n", encoding="utf-8")
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    assert cgroup_limits(tmp_path / "root", own) == (cores, memory)
+
+
+def test_cgroup_used_leaves_out_the_page_cache(tmp_path: Path) -> None:
+    own, folder = tmp_path / "own", tmp_path / "root" / "job"
+    own.write_text("0::/job\n", encoding="utf-8")
+    assert cgroup_used(tmp_path / "root", own) == 0, "unknown"
+    folder.mkdir(parents=True)
+    (folder / "memory.current").write_text("900\n", encoding="utf-8")
+    (folder / "memory.stat").write_text("anon 300\nfile 600\nshmem 100\n", encoding="utf-8")
+    assert cgroup_used(tmp_path / "root", own) == 400, "files in /dev/shm cannot be dropped"

@@ -1,0 +1,128 @@
+"""GPUs that NVML sees and torch cannot use: the probe names the reason, and nothing is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import A100, Card, FakeNvml, Process
+from fake_stack import ARCH, lines, python_that_says
+from hypothesis import given
+from hypothesis import strategies as st
+from repro_matrix.environment import system_checks
+from repro_matrix.environment.gpus import Gpu
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.probe import ask, has_kernels, parse_output, problem, record
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.runner.gpu_pool import GpuLocks
+from repro_matrix.runner.probe import Prober
+
+GPUS = tuple(Gpu(index, A100, f"GPU-{index}", 81920, "8.0") for index in range(2))
+TWO = Profile("gpu2", "cuda", "nccl", GPUS)
+MACHINE = Machine(GPUS, "535.129.03", "cpu", 2, 24.0, "linux", cuda="12.2")
+STACK = Stack("current", "/venv/bin/python", {"torch": "2.13.0"})
+OK = {"error": None, "capability": "8.0"}
+H200 = {"error": None, "name": "NVIDIA H200", "capability": "9.0"}
+OLD = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
+BAD = {"error": "AcceleratorError: CUDA error: uncorrectable ECC error encountered"}
+HUNG = {"stage": "initialise CUDA", "failed": "was not done after 240 s"}
+
+
+def answer(**parts: Any) -> dict[str, Any]:
+    return parse_output("\n".join(json.dumps(line) for line in lines(**parts)).encode())
+
+
+@pytest.mark.parametrize(
+    ("parts", "reasons", "other_build"),
+    [
+        ({"init_error": OLD, "gpus": 0}, ["driver 535.129.03", "needs driver 580", "CUDA 12"], True),
+        ({"torch": "2.13.0+cpu", "cuda": None}, ["without CUDA"], True),
+        ({"hip": "6.4", "cuda": None}, ["ROCm"], True),
+        ({"init_error": "Error 802: system not yet initialized", "gpus": 0, "cuda": "12.1"}, ["fabricmanager"], False),
+        ({"gpus": 1}, ["1 of 2"], False),
+        ({"gpus": 8}, ["8 of 2"], False),
+        ({"devices": [OK]}, ["1 of 2 devices"], False),
+        ({"devices": [OK, BAD]}, ["GPU 1 (GPU-1): AcceleratorError", "CUDA_VISIBLE_DEVICES without it"], False),
+        ({"devices": [H200, OK]}, ["device 0 is NVIDIA H200", "GPU 0"], False),  # another order
+        ({"arch_list": ["sm_90"]}, ["no kernels for", "8.0"], True),
+        ({"nccl": False}, ["without NCCL"], True),
+    ],
+)
+def test_problem_names_the_reason_and_whether_another_build_helps(
+    parts: dict[str, Any], reasons: list[str], other_build: bool
+) -> None:
+    text = str(problem(answer(**parts), STACK, TWO, MACHINE))
+    assert all(reason in text for reason in [*reasons, "hardware=cpu"])
+    assert ("--python /venv/bin/python --reinstall-package torch --torch-backend=auto" in text) == other_build
+
+
+def test_problem_working_or_unknown_is_none() -> None:
+    assert problem(answer(), STACK, TWO, MACHINE) is None
+    assert problem(answer(nccl=False), STACK, replace(TWO, backend="gloo"), MACHINE) is None
+    unknown = replace(TWO, gpus=tuple(replace(gpu, capability=None) for gpu in GPUS))
+    assert problem(answer(devices=[H200, OK]), STACK, unknown, MACHINE) is None
+    assert "was not done" in str(problem(answer() | HUNG, STACK, TWO, MACHINE))
+    locked = replace(STACK, name="torch2.2-tf4.39")
+    assert "stack=python:PATH" in str(problem(answer(cuda=None), locked, TWO, MACHINE))
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch", "works"),
+    [
+        ("8.0", ARCH, True), ("8.9", ["sm_80", "sm_86"], True), ("7.0", ARCH, False), ("8.0", ["sm_86"], False),
+        ("12.0", ["sm_90"], False), ("12.0", ["sm_90", "compute_90"], True), ("9.0", ["sm_90a"], True),
+        ("9.1", ["sm_90a"], False), ("7.0", ["compute_75"], False), ("10.3", ["sm_100"], True), (None, ARCH, True),
+        ("8.0", [], True), ("8.0", ["gfx90"], True),
+    ],
+)  # fmt: skip
+def test_has_kernels_compares_architectures(capability: str | None, arch: list[str], works: bool) -> None:
+    assert has_kernels(arch, capability) == works
+
+
+@given(
+    st.dictionaries(st.sampled_from(["cuda", "init_error", "gpus", "failed", "stage", "nccl"]), st.none() | st.text())
+)
+def test_problem_incomplete_answer_is_never_good(part: dict[str, Any]) -> None:
+    assert problem({"devices": [], **part, "gpus": 0}, STACK, TWO, MACHINE)
+
+
+def test_record_keeps_only_what_does_not_change_from_run_to_run() -> None:
+    recorded = record(answer())
+    assert set(recorded) == {"torch", "cuda", "arch_list", "nccl_version", "devices"}
+    assert recorded["devices"] == [{"name": A100, "capability": "8.0"}] * 2
+
+
+def test_ask_runs_the_probe_in_the_stack(tmp_path: Path) -> None:
+    stack = Stack("current", sys.executable, {}, key="here")
+    cpu = ask(stack, None, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert cpu["stage"] == "done" and cpu["torch"] and cpu["gloo"] is True and "init_error" not in cpu
+    gone = ask(replace(stack, python=str(tmp_path / "none")), [0], {})
+    assert "could not be started" in str(problem(gone, stack, TWO, MACHINE))
+
+
+def test_prober_leaves_out_locked_and_full_gpus_and_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([Card(), Card(processes=[Process(99999999, 81500)]), Card()]).install(monkeypatch)
+    gpus = tuple(Gpu(i, A100, card.uuid, 81920) for i, card in enumerate(nvml.cards))
+    stack = Stack("python:x", str(python_that_says(tmp_path, *lines(gpus=3))), {}, key="x")
+    prober = Prober(replace(TWO, gpus=gpus), MACHINE, tmp_path / "state")
+    with GpuLocks(tmp_path / "state", "another-run") as other:
+        assert other.acquire([gpus[2].uuid])
+        recorded, text = prober(stack)
+    assert text is None and recorded["torch"] == "2.13.0+cu130"
+    assert prober(stack) == (recorded, None)
+    assert (tmp_path / "asked").read_text().split()[1:] == ["0"]
+    assert (tmp_path / "visible").read_text().strip() == ",".join(gpu.uuid for gpu in gpus)
+
+
+def test_warnings_report_small_shared_memory_and_slow_gpus() -> None:
+    assert system_checks.warnings(TWO, 24000) == []
+    assert "64 MiB" in system_checks.warnings(TWO, 64)[0] and "is missing" in system_checks.warnings(TWO, None)[0]
+    assert system_checks.warnings(replace(TWO, backend="gloo"), 64) == []
+    slow = replace(TWO, gpus=(GPUS[0], replace(GPUS[1], persistence=False)))
+    assert "GPU 1" in system_checks.warnings(slow, 24000)[0]
