@@ -23,6 +23,7 @@ A100, H100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H20
 MEMORY_MB = {A100: 81920, H100: 81559, H200: 143771}
 CAPABILITY = {A100: (8, 0), H100: (9, 0), H200: (9, 0)}
 ERRORS = {
+    4: "Insufficient Permissions",
     9: "Driver Not Loaded",
     12: "NVML Shared Library Not Found",
     15: "GPU is lost",
