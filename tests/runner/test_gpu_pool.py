@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from launching import attempt_of
-from repro_matrix.environment.gpus import Gpu, Seen, stranger
-from repro_matrix.launch.attempt import RUN_TOKEN, prepare, remove
+from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, Seen, stranger
+from repro_matrix.launch.attempt import prepare, remove
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

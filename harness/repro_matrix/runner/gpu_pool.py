@@ -21,9 +21,9 @@ from typing import Literal, Protocol
 import psutil
 from filelock import FileLock, Timeout
 
-from repro_matrix.environment.gpus import Gpu, Seen, stranger, unseen
+from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, Seen, stranger, unseen
 from repro_matrix.launch import processes, shm
-from repro_matrix.launch.attempt import RUN_TOKEN, clear_directory
+from repro_matrix.launch.attempt import clear_directory
 from repro_matrix.launch.attempt_logs import read_launch
 
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended

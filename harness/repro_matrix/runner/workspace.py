@@ -106,8 +106,8 @@ def execute(
             history = place.history(session.settings, frozenset(plan.cell.case for plan in session.plans), warn)
             context = RunContext(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance.provenance(session.settings.seed), history, place.graded, system_checks.conditions(tuple(gpus)),
-                ends,
+                provenance.provenance(session.settings.seed), history, place.graded,
+                system_checks.conditions(tuple(gpus)), ends,
             )  # fmt: skip
 
             def run(
