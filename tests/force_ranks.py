@@ -1,4 +1,4 @@
-"""Not a test: what tests/repro_kit/test_in_force_ranks.py runs. Trainings in which what they name is not in force,
+"""Not a test: what tests/repro_kit/test_training_ranks.py runs. Trainings in which what they name is not in force,
 each with its proofs made and passed; the record's facts hold what each rank measured."""
 
 from __future__ import annotations

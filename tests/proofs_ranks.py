@@ -1,5 +1,5 @@
-"""Not a test: what tests/repro_kit/test_proofs.py runs. Each strategy named in the environment trains honestly and
-with every sabotage, all in one pair of ranks; the record's facts hold the checks that were made."""
+"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Each strategy trains honestly and with every
+injected fault, all in one pair of ranks; the record's facts contain the checks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_every_lie_is_caught(bench: Bench) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow  # the gate has a dozen trainings that are not what they say: test_in_force_ranks, test_proofs
+@pytest.mark.slow  # the gate has a dozen trainings that are not what they say: test_training_ranks
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the stack `current` (torch)")
 def test_some_of_those_that_real_ranks_tell() -> None:
     from lies.launched import RANKS

@@ -11,58 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import case, document, observation, ok, record
-from repro_matrix.cli import main as cli
+from judging import case, observation, ok, record
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.grade import grade
-from repro_matrix.report.terminal import matrix_table, summary_line
-from repro_matrix.results.rows import arm_rows
 
 CATALOGUE = catalogue.load()
 SIMULATED = sorted(case.slug for case in CATALOGUE.cases.values() if case.simulated)
 REPROS = Path(__file__).resolve().parents[2] / "repros"
-
-
-def said(verb: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    cli.main([*verb, "case=qwen-device-map-devices*", "hardware=cpu"])
-    return capsys.readouterr().out
-
-
-def test_a_plan_says_of_each_cell_whether_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    short = said(["matrix", "--plan"], capsys)
-    assert "qwen-device-map-devices-simulated [simulated]" in short and "[qwen-device-map-devices]" in short
-    named = [
-        line
-        for line in said(["matrix", "--plan", "--all"], capsys).splitlines()
-        if line.startswith("qwen-device-map-d")
-    ]
-    assert {line.split()[0] for line in named} == {"qwen-device-map-devices", "qwen-device-map-devices-simulated"}
-    assert all((line.split()[1] == "[simulated]") == line.split()[0].endswith("-simulated") for line in named)
-
-
-def test_the_list_has_simulated_cases_under_a_heading_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    real, _, simulated = said(["list"], capsys).partition("simulated: no device takes part\n")
-    assert "qwen-device-map-devices " in real and "-simulated" not in real
-    assert "qwen-device-map-devices-simulated " in simulated
-
-
-def test_doctor_says_that_a_case_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "run here, with all their arms: qwen-device-map-devices-simulated [simulated]" in said(["doctor"], capsys)
-
-
-def test_claims_say_that_a_case_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["claims", "case=qwen-device-map-devices-simulated", "--from", str(tmp_path)])
-    assert "qwen-device-map-devices-simulated [simulated]" in capsys.readouterr().out
-
-
-def test_the_matrix_says_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    arms: Any = {"broken": [("fires", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}
-    rows = arm_rows(document(arms, {"fix": "FIX_HOLDS"}, simulated="fake tensors"))
-    matrix_table(rows)
-    assert "some-case [simulated]" in capsys.readouterr().out
-    assert "1 of these verdicts are simulated" in summary_line(rows)
-    assert "simulated" not in summary_line(arm_rows(document(arms, {"fix": "FIX_HOLDS"})))
 
 
 def test_a_simulated_case_takes_no_gpu() -> None:

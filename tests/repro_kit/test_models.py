@@ -1,24 +1,130 @@
-"""Weights drawn one parameter at a time: the same whoever draws them, and never a whole model at once."""
+"""Models as the ranks build them: tiny configurations, weights drawn one parameter at a time, device maps."""
 
 from __future__ import annotations
 
+import fnmatch
+import importlib.util
+import inspect
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from repro_kit.settings import model_settings
+
 import pytest
+import yaml
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.paths import REPROS
+from repro_matrix.paths import CONF, REPROS
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-if str(REPROS) not in sys.path:
-    sys.path.insert(0, str(REPROS))
+accelerate = pytest.importorskip("accelerate")
 
-from repro_kit.settings import model_settings
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+
+
+def bare_run(name: str) -> Any:
+    """As much of a Run as building a model needs."""
+    model = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return SimpleNamespace(model=model_settings(model, "tiny", "random"), seed=0, real=model["config"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    import transformers.dynamic_module_utils as dynamic
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tiny_keeps_what_failures_depend_on_and_the_tp_plan_fits(name: str) -> None:
+    from repro_kit.models import batch, build
+    from repro_kit.tp_plan import tp_plan
+
+    run = bare_run(name)
+    tiny, real = run.model["config"], run.real
+    for key in ("num_attention_heads", "tie_word_embeddings"):
+        assert tiny[key] == real[key]
+    model = build(run)
+    names = [module for module, _ in model.named_modules()]
+    unmatched = [pattern for pattern in tp_plan(model) if not fnmatch.filter(names, pattern)]
+    assert not unmatched, "parallelize_module would only warn"
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == real["tie_word_embeddings"]
+    assert torch.isfinite(model(**batch(run, 0), use_cache=False).loss)
+
+
+@pytest.mark.parametrize("scale, hidden, layers", [("tiny", 2048, 2), ("full", 2048, 24)])
+def test_what_a_failure_depends_on_keeps_its_real_value(scale: str, hidden: int, layers: int) -> None:
+    model = yaml.safe_load((CONF / "model" / "qwen1.5-1.8b.yaml").read_text(encoding="utf-8"))
+    assert model_settings(model, "tiny", "random")["config"]["hidden_size"] < hidden
+    config = model_settings(model, scale, "random", keeps=["hidden_size"])["config"]
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
+
+
+def stand_in() -> tuple[Any, torch.Tensor]:
+    from repro_kit.models import batch, build
+
+    run = bare_run("qwen-7b")
+    return build(run).eval(), batch(run, 0)["input_ids"]
+
+
+def test_the_stand_in_has_the_published_names_hooks_and_buffers() -> None:
+    model, _ = stand_in()
+    layer = {name.removeprefix("transformer.h.0.") for name, _ in model.named_parameters() if ".h.0." in name}
+    weights = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.w1", "mlp.w2", "mlp.c_proj")
+    assert layer == {"attn.c_attn.bias", *(f"{module}.weight" for module in weights)}
+    others = {name for name, _ in model.named_parameters() if ".h." not in name}
+    assert others == {"transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"}
+    buffers = {name.rsplit(".", 1)[-1] for name, _ in model.named_buffers()}
+    assert buffers == {"inv_freq", "logn_tensor", "masked_bias", "registered_causal_mask"}
+    assert not buffers & {name.rsplit(".", 1)[-1] for name in model.state_dict()}, "none of them is persistent"
+    assert inspect.signature(model._set_gradient_checkpointing).parameters["value"].default is False
+
+
+def test_the_stand_in_generates_the_same_with_and_without_its_cache() -> None:
+    model, ids = stand_in()
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **call), model.generate(ids, use_cache=False, **call))
+
+
+def test_the_stand_in_beyond_its_training_length_uses_dynamic_ntk_and_logn() -> None:
+    model, _ = stand_in()
+    base = model.transformer
+    ids = torch.arange(2 * base.seq_length)[None] % 600
+    with torch.no_grad():
+        model(ids[:, : base.seq_length])
+        assert base.rotary_emb._ntk_alpha_cached_list == [1]
+        model(ids)
+        assert base.rotary_emb._ntk_alpha_cached_list == [3]
+    factors = base.h[0].attn.logn_tensor[0, :, 0, 0]
+    assert factors[base.seq_length - 1] == 1.0 < factors[2 * base.seq_length - 1]
+
+
+def test_the_stand_in_comes_back_from_disk_whole(tmp_path: Path) -> None:
+    model, ids = stand_in()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, config=model.config).eval()
+    for (name, saved), (_, loaded) in zip(model.state_dict().items(), again.state_dict().items()):
+        assert torch.equal(saved, loaded), name
+    for (name, saved), (_, loaded) in zip(model.named_buffers(), again.named_buffers()):
+        assert torch.equal(saved, loaded), name
+    assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+def test_the_published_version_demands_what_the_published_file_demands() -> None:
+    from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+    folder = REPROS / "remote_code" / "qwen_v1"
+    assert not {"einops", "transformers_stream_generator"} & set(get_imports(folder / "modeling_qwen.py"))
+    published = folder / "modeling_qwen_published.py"
+    wanted = {"einops", "importlib", "math", "torch", "transformers", "transformers_stream_generator", "typing"}
+    assert set(get_imports(published)) == wanted
+    assert {"cpp_kernels", "qwen_generation_utils"} <= set(get_relative_imports(published))
+
 
 CATALOGUE = catalogue.load()
 
@@ -206,3 +312,70 @@ def test_products_in_float32_are_bfloat16s_rounded_once(monkeypatch: pytest.Monk
     assert torch.equal(
         products._addmm(bias.float(), a.float(), b.float()), torch.addmm(bias.float(), a.float(), b.float())
     )
+
+
+MAPPED = {"device-map-distributed": ["qwen-14b", "llama-2-7b"], "qwen-device-map-devices": ["qwen-7b", "qwen-1.8b"]}
+
+
+class MappedRun(SimpleNamespace):
+    """As much of a MappedRun as loading takes. ``checks``: name -> whether it passed."""
+
+    def __init__(self, model: str, devices: int) -> None:
+        raw = yaml.safe_load((CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
+        super().__init__(
+            model=model_settings(raw, "tiny", "random"), seed=0, devices=devices, world_size=devices,
+            device_kind="cuda", flags={"device_map": "auto"}, checks={}, fact=lambda *_: None,
+        )  # fmt: skip
+
+    def check(self, name: str, *, got: Any, want: Any, looked_at: str) -> None:
+        self.checks[name] = got == want
+
+
+def split_checked(monkeypatch: pytest.MonkeyPatch, case: str, run: MappedRun, places: dict[str, Any]) -> bool:
+    """Whether the case's own script is content with a model that lies so."""
+    name = case.replace("-", "_")
+    spec = importlib.util.spec_from_file_location(f"a_{name}", REPROS / f"{name}.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    loaded = SimpleNamespace(hf_device_map=places, config=SimpleNamespace())
+    loaded.train = lambda: loaded
+    monkeypatch.setattr(script, "load", lambda *_, **__: loaded)
+    script.load_mapped(run, "folder", True)
+    return bool(run.checks["split"])
+
+
+def accelerates_map(run: MappedRun, cards: int) -> dict[str, Any]:
+    """What from_pretrained(device_map="auto") makes of so many empty cards of 80 GB."""
+    from repro_kit.models import config_of
+
+    from accelerate.utils import get_balanced_memory
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        remote = bool(run.model.get("remote_code"))
+        model = AutoModelForCausalLM.from_config(config_of(run), trust_remote_code=remote)
+    whole = {"no_split_module_classes": model._no_split_modules, "dtype": torch.float32}
+    memory = {**{card: 80 << 30 for card in range(cards)}, "cpu": 500 << 30}
+    return dict(
+        accelerate.infer_auto_device_map(model, max_memory=get_balanced_memory(model, memory, **whole), **whole)
+    )
+
+
+@pytest.mark.parametrize("cards", [2, 4, 8])
+@pytest.mark.parametrize("case, model", [(case, model) for case, models in MAPPED.items() for model in models])
+def test_what_accelerate_spreads_over_any_number_of_cards_is_a_split(
+    case: str, model: str, cards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Four cards were asked for four parts: a tiny model has three, and every arm that keeps its map was in error."""
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))
+    run = MappedRun(model, cards)
+    assert split_checked(monkeypatch, case, run, accelerates_map(run, cards))
+
+
+@pytest.mark.parametrize("case", MAPPED)
+@pytest.mark.parametrize("places", [{"": 0}, {"a": 1, "b": 1}, {"a": 0, "b": "cpu"}, {"a": 0, "b": "disk"}])
+def test_one_card_and_the_host_are_no_split(case: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not split_checked(monkeypatch, case, MappedRun(MAPPED[case][0], 2), places)

@@ -1,4 +1,4 @@
-"""The kit's check functions, one by one and without ranks: a NaN or an infinity in the *last* tensor is always seen."""
+"""The kit's checks without ranks: a NaN or infinity in the *last* tensor is always detected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from repro_kit import reference_checks as proof
+from repro_kit import saved_models as stored
+from repro_kit import saving
+from repro_kit.error_reduction import all_apart, apart, worst
+from repro_kit.record import Record
+from repro_kit.run import Run, float32_facts, pin_float32
+from repro_kit.single_process import Copied, Perturbed, stepped, train_alone, unit, updated_at_once
+from repro_kit.tolerance import FACTOR, Single, training
 
 import pytest
 from hypothesis import given
@@ -19,15 +29,6 @@ from repro_matrix.grading.checks import Judged, judged
 from repro_matrix.paths import REPROS
 
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
-sys.path.insert(0, str(REPROS))
-
-from repro_kit import reference_checks as proof
-from repro_kit import saved_models as stored
-from repro_kit import saving
-from repro_kit.error_reduction import all_apart, apart, looked_at, worst
-from repro_kit.record import Record
-from repro_kit.run import Run, float32_facts, pin_float32
-from repro_kit.single_process import Copied, Perturbed, stepped, train_alone, unit, updated_at_once
 
 BAD = [math.nan, math.inf, -math.inf]
 NUMBER = st.floats(allow_nan=True, allow_infinity=True)
@@ -71,13 +72,6 @@ def test_tensors_apart(bad: float) -> None:
     assert apart(torch.ones(2), torch.ones(3)) == math.inf
     assert apart(torch.ones(2, device="meta"), torch.ones(2)) == math.inf
     assert all_apart(one, {"a": one["a"]}) == math.inf and all_apart({}, {}) == math.inf
-
-
-def test_what_was_looked_at_is_said() -> None:
-    assert looked_at(["a", "b"]) == "2 tensors" and looked_at("ab", "a") == "2 tensors; wrong: a"
-    assert looked_at("abcdef", "abcd") == "6 tensors; wrong: a, b, c, d"
-    assert looked_at("abcdef", "abcde") == "6 tensors; wrong: a, b, c, d ..."
-    assert apart(torch.empty(0), torch.empty(0)) == 0.0 and apart(3 * torch.ones(2), torch.ones(2)) == 2.0
 
 
 # --- how far apart
@@ -491,7 +485,7 @@ def test_tf32_would_be_noticed_and_is_pinned_off(tmp_path: Any, pinned: bool, mo
 
 def test_no_environment_turns_tf32_on_in_a_rank() -> None:
     """As NVIDIA's containers set it: torch reads the first when it is imported, cuBLAS the second."""
-    code = "import kit, torch; print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)"
+    code = "import repro_kit, torch; print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)"
     hostile = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
 
     def said(code: str) -> str:
@@ -500,7 +494,7 @@ def test_no_environment_turns_tf32_on_in_a_rank() -> None:
         ).stdout.strip()
 
     assert said(code) == "highest False"
-    assert said(code.replace("kit, ", "")) == "high True", "the variable means something to this torch"
+    assert said(code.replace("repro_kit, ", "")) == "high True", "the variable means something to this torch"
 
 
 def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_so(tmp_path: Any) -> None:
@@ -511,7 +505,7 @@ def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_
         "record_dir": str(tmp_path),
     }  # fmt: skip
     code = (
-        "import kit, torch; from repro_kit.run import execute; torch.set_float32_matmul_precision('high'); "
+        "import repro_kit, torch; from repro_kit.run import execute; torch.set_float32_matmul_precision('high'); "
         "torch.backends.cudnn.allow_tf32 = True; assert torch.backends.cuda.matmul.allow_tf32; "
         f"execute(lambda run: None, {settings!r})"
     )
@@ -539,3 +533,104 @@ def test_a_library_that_says_nothing_of_the_whole_is_measured_by_what_the_script
     run.watched.put()
     found = {item["what"]: item.get("whole") for item in run.record.data["in_force"]}
     assert found["parameters"] == found["gradients"] == found["updates"] == 10_000
+
+
+def layers(dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).to(dtype)
+
+
+def layer_inputs(dtype: Any = torch.float32) -> Any:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def logits_of(dtype: Any = torch.float32) -> tuple[Single, Any]:
+    model, data = layers(dtype), layer_inputs(dtype)
+    with torch.no_grad():
+        return Single(model, lambda whole: {"logits": whole(data)}), model(data)
+
+
+def state_of(one: Single, got: Any, **more: Any) -> str:
+    run = a_run()
+    one.check(run, "logits", got, **more)
+    return checks_of(run)["logits"].state
+
+
+@pytest.mark.parametrize(("dtype", "seen"), [(torch.float32, 1e-5), (torch.bfloat16, 0.4)])
+def test_one_element_that_is_off_by_more_than_rounding_is_seen(dtype: Any, seen: float) -> None:
+    one, want = logits_of(dtype)
+    assert state_of(one, want) == "passed"
+    exact = layers(dtype).double()(layer_inputs(dtype).double()).to(dtype)  # another way to compute it
+    assert state_of(one, exact) == "passed"
+    wrong = want.clone()
+    wrong[-1, -1] += seen * want.abs().max()
+    assert state_of(one, wrong) == "failed"
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_not_finite_or_not_there_is_seen(bad: float) -> None:
+    one, want = logits_of()
+    wrong = want.clone()
+    wrong[-1, -1] = bad
+    assert state_of(one, wrong) == "failed"
+    assert state_of(one, want[:-1]) == "failed" and state_of(one, torch.empty_like(want, device="meta")) == "failed"
+    assert state_of(one, {"another": want}) == "failed" and state_of(one, {}) == "failed"
+
+
+def test_what_is_like_it_has_its_tolerance() -> None:
+    one, want = logits_of()
+    assert (
+        state_of(one, 2 * want, like=2 * want) == "passed" and state_of(one, 2 * want, like=2.0001 * want) == "failed"
+    )
+
+
+def test_a_yardstick_that_is_no_good_proves_nothing() -> None:
+    model = layers()
+    one = Single(model, lambda whole: {"logits": 1e5 * (whole[0].weight.sum() - model[0].weight.double().sum())})
+    assert state_of(one, torch.tensor(0.0)) == "void"
+    nothing = Single(model, lambda whole: {"logits": torch.zeros(3)})
+    assert state_of(nothing, torch.zeros(3)) == "void"
+    broken = Single(model, lambda whole: {"logits": torch.full((3,), math.nan)})
+    assert state_of(broken, torch.full((3,), math.nan)) != "passed"
+
+
+def test_a_tensor_of_zeros_must_be_zeros() -> None:
+    model = layers()
+    one = Single(model, lambda whole: {"logits": {"a": whole(layer_inputs()), "b": torch.zeros(2)}})
+    a = model(layer_inputs())
+    assert state_of(one, {"a": a, "b": torch.zeros(2)}) == "passed"
+    assert state_of(one, {"a": a, "b": torch.tensor([0.0, 1e-9])}) == "failed"
+
+
+def trained_layers(model: Any, factor: float = 1.0) -> Any:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = model(layer_inputs()).square().mean()
+        (factor * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return training(losses, model)
+
+
+def test_a_training_leaves_the_model_as_it_was_and_a_wrong_one_is_seen() -> None:
+    model = layers()
+    one = Single(model, trained_layers, factor=FACTOR)
+    assert all(torch.equal(value, layers().state_dict()[name]) for name, value in model.state_dict().items())
+    for factor, state_of in ((1.0, "passed"), (1.0005, "failed")):
+        run, other = a_run(), layers()
+        found = trained_layers(other, factor)
+        one.check(run, "losses", found["losses"])
+        one.check(run, "one-process", found["weights"], part="weights")
+        assert {check.state for check in checks_of(run).values()} == {state_of}
+
+
+def test_no_script_chooses_a_tolerance() -> None:
+    """What is not zero is derived (docs/proofs.md)."""
+    fixed = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted(Path(REPROS).glob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "tolerance=" in line and not line.split("tolerance=")[1].startswith(("0)", "0,", "0.0)", "0.0,"))
+    ]
+    assert fixed == []

@@ -1,30 +1,30 @@
-"""A reference that one attempt leaves the others: taken where everything it depends on is the same, else made anew;
-a wrong one is never believed."""
+"""A reference that one attempt leaves for others: taken only where everything it depends on is the same."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-from repro_matrix.paths import REPROS
-
-torch = pytest.importorskip("torch", reason="needs the stack `current`")
-if str(REPROS) not in sys.path:
-    sys.path.insert(0, str(REPROS))
-
 from repro_kit import cache_key as depends
 from repro_kit import reference
+from repro_kit import reference_cache as common
 from repro_kit import reference_checks as proof
 from repro_kit.reference_cache import MADE, Common
 from repro_kit.run import Run
 from repro_kit.single_process import train_alone
-from repro_kit.tensor_store import Shelf, Writer
 
-from test_kit_proof import Tiny, a_run, trained_against
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_reference_checks import Tiny, a_run, trained_against
+
+torch = pytest.importorskip("torch", reason="needs the stack `current`")
 
 
 class Counted(Tiny):
@@ -277,43 +277,106 @@ def test_a_tensor_edited_after_it_was_taken_is_refused_when_it_is_read(tmp_path:
         found.check(other, last=dict(Tiny().named_parameters()))
 
 
-def test_another_models_reference_under_this_key(tmp_path: Path) -> None:
-    """Its own key says so; and where that and all checksums were forged, the parameters that it began with do."""
-    other = a_rank(tmp_path / "elsewhere", "other")
-    model = Tiny()
-    with torch.no_grad():
-        model.head.weight.mul_(1.5)
-    proof.Reference(other, model)
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
-    target, source = place(tmp_path), place(tmp_path / "elsewhere")
-    key = json.loads((target / MADE).read_text())["key"]
-    for path in source.iterdir():
-        (target / path.name).unlink()
-        (target / path.name).write_bytes(path.read_bytes())
-    run = a_rank(tmp_path, "two")
-    assert set(trained(run, Tiny()).values()) == {"passed"} and made_by(run) == "two"
-    for path in place(tmp_path).iterdir():
-        path.unlink()
-    place(tmp_path).rmdir()
-    Common(tmp_path / "references", "forger").leave(
-        key, other.work_dir / next(other.work_dir.glob("c-reference-*[0-9]"))
+FILES = {"first": b"weights" * 100, "truth": b"{}"}
+
+
+def folder_with(folder: Path, files: dict[str, bytes] = FILES) -> Path:
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def left_by_one(tmp_path: Path, key: str = "the key", **limits: int) -> Common:
+    one = Common(tmp_path / "run", "one", **limits)
+    assert one.leave(key, folder_with(tmp_path / "one" / key))
+    return one
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_one_leaves_another_takes_and_says_whose_it_is(tmp_path: Path) -> None:
+    left_by_one(tmp_path)
+    shutil.rmtree(tmp_path / "one")  # the attempt has ended
+    other = Common(tmp_path / "run", "other")
+    assert other.take("the key", tmp_path / "other") == "one"
+    assert contents(tmp_path / "other") == FILES
+    assert other.take("another key", tmp_path / "more") is None and not (tmp_path / "more").exists()
+    assert not other.leave("the key", folder_with(tmp_path / "late")), "the first that is complete stays"
+
+
+@given(
+    st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(max_size=50), min_size=1), st.text(), st.text()
+)
+def test_only_the_same_key_gives_the_same_files(
+    tmp_path_factory: Any, files: dict[str, bytes], key: str, other: str
+) -> None:
+    folder = tmp_path_factory.mktemp("common")
+    one = Common(folder / "run", "one")
+    assert one.leave(key, folder_with(folder / "made", files))
+    taken = one.take(other, folder / "taken")
+    assert (taken is not None) == (key == other)
+    assert taken is None or contents(folder / "taken") == files
+
+
+def test_two_keys_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "short", lambda key: "same")
+    one = left_by_one(tmp_path)
+    assert one.take("another key", tmp_path / "taken") is None
+
+
+def test_a_maker_that_is_killed_leaves_nothing_to_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException): ...
+
+    def killed(path: Path, target: Path) -> Path:
+        raise Killed
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(Killed):
+        left_by_one(tmp_path)
+    monkeypatch.undo()
+    other = Common(tmp_path / "run", "other")
+    assert other.take("the key", tmp_path / "taken") is None
+    assert (
+        other.leave("the key", folder_with(tmp_path / "other")) and other.take("the key", tmp_path / "taken") == "other"
     )
-    run = a_rank(tmp_path, "three")
-    assert trained(run, Tiny())["start"] == "failed" and made_by(run) == "forger"
 
 
-def test_a_reference_that_says_other_tensors_than_the_models(tmp_path: Path) -> None:
-    """A forged shelf that lacks one: nothing is compared there, which the check must not take for agreement."""
-    one = a_rank(tmp_path, "one")
-    found = proof.Reference(one, Tiny())
-    shelf = place(tmp_path) / "last"
-    tensors = {name: tensor for name, tensor in Shelf(shelf).items() if name != "head.bias"}
-    shelf.unlink()
-    shelf.with_suffix(".index").unlink()
-    writer = Writer(shelf)
-    for name, tensor in tensors.items():
-        writer.put(name, tensor)
-    writer.close()
-    other = a_rank(tmp_path, "other")
-    assert set(trained(other, Tiny()).values()) == {"passed"} and made_by(other) == "other"
-    assert found.truth()["last"]["head.bias"] > 0
+def test_of_several_at_once_one_stays_and_nobody_waits(tmp_path: Path) -> None:
+    folders = {str(number): folder_with(tmp_path / f"folder_with-{number}") for number in range(8)}
+    results: dict[str, bool] = {}
+
+    def leave(name: str) -> None:
+        results[name] = Common(tmp_path / "run", name).leave("the key", folders[name])
+
+    threads = [threading.Thread(target=leave, args=(name,)) for name in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = (name for name, stayed in results.items() if stayed)
+    assert Common(tmp_path / "run", "late").take("the key", tmp_path / "taken") == winner
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+def test_the_oldest_make_room_and_who_uses_them_keeps_them(tmp_path: Path) -> None:
+    size = sum(map(len, FILES.values()))
+    one = left_by_one(tmp_path, "a", limit=2 * size)
+    os.utime(tmp_path / "run" / common.short("a") / MADE, (1, 1))
+    assert one.take("a", tmp_path / "used") == "one"
+    for key in "bc":
+        assert one.leave(key, folder_with(tmp_path / f"folder_with-{key}"))
+    assert [one.take(key, tmp_path / f"taken-{key}") for key in "abc"] == [None, "one", "one"]
+    assert contents(tmp_path / "used") == FILES
+    large = folder_with(tmp_path / "large", {"first": b"x" * 5 * size})
+    assert one.leave("large", large)  # it stays alone
+    assert [one.take(key, tmp_path / f"then-{key}") for key in ("b", "c", "large")] == [None, None, "one"]
+
+
+def test_nothing_is_left_on_a_disk_without_room_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert not Common(tmp_path / "run", "one").leave("the key", folder_with(tmp_path / "made"))
+    assert not (tmp_path / "run").exists()
