@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -55,39 +54,6 @@ def test_help_imports_no_verb() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stderr.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("bisect CASE good=4.44.0 bad=4.39 package=peft", "bisect CASE --good 4.44.0 --bad 4.39 --package peft"),
-        ("bisect C good=1 bad=2 find=fix yanked=true pre=no", "bisect C --good 1 --bad 2 --find fix --yanked"),
-        ("versions CASE between=0.21..0.25 stack=x", "versions CASE --between 0.21..0.25 stack=x"),
-        ("upgrade from=a to=b why=true releases=true", "upgrade --from a --to b --why all --releases"),
-        ("upgrade --from a to=b why=worse", "upgrade --from a --to b --why worse"),
-        ("matrix resume=true", "matrix --resume"),
-        ("bisect case=C good=1 bad=2", "bisect C --good 1 --bad 2"),  # `case=C` stayed: what was said did not work
-        ("versions --package peft case=C between=1..2", "versions --package peft C --between 1..2"),
-        ("show case=C stack=x", "show C stack=x"),
-        ("run case=C --plan", "run C --plan"),
-        ("versions CASE package=peft versions=0.21..0.25", "versions CASE --package peft --between 0.21..0.25"),
-        ("match log=train.log", "match train.log"),
-        ("match log=train.log json=true", "match train.log --json"),
-        ("shrink script=train.py error=x", "shrink train.py --error x"),
-        ("run script=train.py", "run train.py"),
-        ("show slug=C", "show C"),
-        ("history case=C nights", "history C nights"),
-        ("new slug=C log=train.log", "new C --from-log train.log"),
-        ("claims id=3", "claims 3"),
-    ],
-)  # fmt: skip
-def test_old_words_are_answered_with_the_command_as_it_is_written_now(
-    old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(old.split()) == 2
-    assert f": repro {new}\n" in capsys.readouterr().err
-    verb, *words = new.split()
-    assert arguments.parse(parser(verb), words).words == words  # what is said works
 
 
 def test_the_value_of_an_option_is_no_old_word() -> None:
@@ -143,16 +109,3 @@ def test_too_many_words_and_unknown_options(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["list", "--jsn"]) == 2 and "did you mean '--json'" in capsys.readouterr().err
     assert cli.main(["stack", "list", "--older-than", "3"]) == 2
     assert cli.main(["run", "--bisect-exit"]) == 130  # `git bisect run` takes 2 for "bad"
-
-
-def test_a_folder_of_results_is_no_override(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hydra's parser answered: "missing EQUAL at '<EOF>'"."""
-    for words, said in (
-        (["accept", str(tmp_path)], f"is a folder, no NAME=VALUE: repro accept --from {tmp_path};"),
-        (["accept", "--plan", str(tmp_path)], f"repro accept --from {tmp_path};"),
-        (["matrix", str(tmp_path)], f"results={tmp_path} is where a run writes; `repro report {tmp_path}` shows"),
-        (["accept", f"{tmp_path}/gone"], f"'{tmp_path}/gone' is not NAME=VALUE\n"),
-    ):
-        assert cli.main(words) == 2
-        told = capsys.readouterr().err
-        assert said in told and "EOF" not in told, told

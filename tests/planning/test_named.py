@@ -137,9 +137,7 @@ def test_cfg_prints_yaml_and_runs_nothing(words: tuple[str, ...], capsys: pytest
         assert out.endswith("# and, of the command line: model.config.num_hidden_layers=4\n")
 
 
-@pytest.mark.parametrize(
-    "words", [["--config-dir", "{0}"], ["hydra.searchpath=[file://{0}]"], ["hydra.searchpath=[{0}]"]]
-)
+@pytest.mark.parametrize("words", [["--config-dir", "{0}"]])
 def test_groups_from_elsewhere(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,13 +170,10 @@ def test_a_name_in_two_folders_is_no_guess(
         (["matrix", "+matrix=sedes"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["list", "+matrix=[smoke,sedes]"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "matrix=seeds"], "a named matrix is added: +matrix=seeds"),
-        (["list", "+matrix=seeds", "matrix.seeds.stak=x"], "unknown key 'stak'; did you mean 'stack'?"),
-        (["list", "+matrix=seeds", "matrix.seeds.model=x"], "write +matrix.seeds.model="),
-        (["list", "+matrix=seeds", "matrix.seds.case=x"], "unknown key 'seds'; did you mean 'seeds'?"),
+        (["list", "+matrix=seeds", "matrix.seeds.stak=x"], "did you mean 'stack'?"),
+        (["list", "+matrix=seeds", "matrix.seds.case=x"], "'seds' is not in"),
         (["list", "+matrix=seeds", "+matrix.seeds.model=qwen-7"], "seeds.yaml: matrix.seeds: unknown model 'qwen-7'"),
         (["list", "--config-dir", "/nowhere/at/all"], "/nowhere/at/all: no such folder"),
-        (["list", "hydra.searchpath=[pkg://x]"], "a folder is meant"),
-        (["list", "hydra.searchpath=x"], "a list of folders"),
         (["list", "hydra.verbose=true"], "unknown key 'hydra.verbose'"),
         (["bisect", "fsdp-generate", "+matrix=seeds", "--good", "a", "--bad", "b"], "a named matrix is for"),
     ],

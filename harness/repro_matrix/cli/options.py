@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,11 +23,6 @@ OVERRIDES = (
     "+matrix=seeds: a matrix of conf/matrix"
 )
 SETTINGS = (*GROUPS, "ranks", *(field.name for field in fields(RunSettings)))  # never an option: these stay overrides
-YES = ("true", "yes", "1", "on")
-RENAMED = {"versions": "between", "log": "from-log"}  # options that have another name now
-# What the first word of a verb was called, by what it is now (its metavar).
-FIRST = {"case": ("CASE",), "slug": ("CASE", "SLUG"), "script": ("CASE",), "log": ("LOG",), "id": ("ID",)}
-RESPELLED = {("why", "true"): "all", ("why", "false"): "none"}  # values that changed with their words
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,13 +132,6 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         words, command = words[:cut], words[cut + 1 :]
         if not command:
             raise ConfigError("after -- stands a command: torchrun --nproc-per-node 2 train.py")
-    modern = _modern(parser, words)
-    if modern is not None:
-        old = {word.partition("=")[0] for word in words} - {word.partition("=")[0] for word in modern}
-        first = next((name for name in FIRST if name in old and f"--{RENAMED.get(name, name)}" not in modern), None)
-        named = "case" if first == "slug" else first
-        said = f"the {named} is the first word, options have --" if named else "options are written with -- now"
-        raise ConfigError(f"{said}: {parser.prog} {shlex.join(modern)}")
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     if "--cfg" in words[:-1] and words[words.index("--cfg") + 1] == "job":  # as Hydra's own is written
         words.pop(words.index("--cfg") + 1)
@@ -157,9 +144,6 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"too many words: {' '.join(late)}")
     if late:
         args.overrides = [*args.overrides, *late]
-    _no_empty_word(parser, args)
-    _first_word(args)
-    _no_folder(parser, getattr(args, "overrides", ()))
     args.words, args.options = [*words, *(["--", *command] if command else [])], known
     search_path(args)
     if command:
@@ -177,98 +161,12 @@ def _no_option(word: str, known: Sequence[str], settings: bool) -> str:
     return f"unknown option {word}{nearest(option, known)}"
 
 
-def _first_word(args: argparse.Namespace) -> None:
-    """``repro run results=x ./train.py``: the case or script is the first word that is no override."""
-    words = getattr(args, "overrides", None) or []
-    named = next((word for word in words if "=" not in word), None)
-    if named is not None and "=" in (getattr(args, "case", None) or ""):
-        args.overrides = [args.case, *(word for word in words if word is not named)]
-        args.case = named
-
-
-def _no_empty_word(parser: Parser, args: argparse.Namespace) -> None:
-    """Raises ConfigError: a variable of a shell script that is not set gives one; it would stand for this folder, or
-    for no value at all."""
-    for action in parser._actions:
-        found = getattr(args, action.dest, None)
-        if found == action.default or (action.dest == "case" and getattr(args, "module", False)):
-            continue  # which module is missing says the verb
-        for value in found if isinstance(found, list) else [found]:
-            if isinstance(value, str) and not value.strip():
-                name = "/".join(action.option_strings) or str(action.metavar or action.dest)
-                raise ConfigError(f"{name}: an empty value was given (`{parser.prog} --help` shows what it takes)")
-
-
-def _no_folder(parser: Parser, words: Sequence[str]) -> None:
-    """Raises ConfigError: a folder stands where an override belongs (``report`` and ``diff`` take one so)."""
-    if not any(action.metavar == "OVERRIDE" for action in parser._actions):
-        return
-    reads = any("--from" in action.option_strings and action.metavar == "DIR" for action in parser._actions)
-    for word in words:
-        if "=" not in word and not word.startswith("-") and os.path.isdir(os.path.expanduser(word)):
-            how = f"{parser.prog} --from {word}" if reads else f"results={word} is where a run writes"
-            raise ConfigError(f"{word} is a folder, no NAME=VALUE: {how}; `repro report {word}` shows what lies in it")
-
-
 def search_path(args: argparse.Namespace) -> None:
-    """Take the further folders of groups that ``--config-dir`` and ``hydra.searchpath`` name, as Hydra does: behind the
-    project's own. Raises ConfigError: one is not there."""
-    found = [Path(args.config_dir).expanduser()] if args.config_dir else []
-    for text in [word for word in getattr(args, "overrides", ()) if word.startswith("hydra.searchpath=")]:
-        args.overrides.remove(text)
-        found += _listed(text)
-    for folder in found:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder of configuration groups (case/ model/ strategy/ matrix/ ...)")
-    if found:
-        kept = os.environ.get(CONFIG_PATH, "")
-        folders = dict.fromkeys([*(str(folder.resolve()) for folder in found), *kept.split(os.pathsep)])
-        os.environ[CONFIG_PATH] = os.pathsep.join(filter(None, folders))
-
-
-def _listed(text: str) -> list[Path]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        value = OverridesParser.create().parse_overrides([text])[0].value()
-    except HydraException:
-        value = None
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{text!r}: a list of folders, hydra.searchpath=[file:///path/to/conf]")
-    names = [str(getattr(each, "text", each)) for each in value]
-    foreign = [name for name in names if "://" in name and not name.startswith("file://")]
-    if foreign:
-        raise ConfigError(f"{text!r}: {foreign[0]}: a folder is meant, file:///path/to/conf")
-    return [Path(name.removeprefix("file://")).expanduser() for name in names]
-
-
-def _modern(parser: Parser, words: Sequence[str]) -> list[str] | None:
-    """The command with ``good=4.37.0`` as ``--good 4.37.0``, ``yanked=true`` as ``--yanked``, and the case as the first
-    word where it was ``case=X``; None: nothing to say."""
-    options = {name: action for action in parser._actions for name in action.option_strings}
-    metavars = [str(action.metavar) for action in parser._actions if not action.option_strings]
-    first = {name for name, now in FIRST.items() if any(metavar.startswith(now) for metavar in metavars)}
-    place = any(metavar.startswith("CASE") for metavar in metavars)  # a verb that has one always has one
-    said: list[str] = []
-    value_of_option = False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if f"--{name}" not in options and f"--{RENAMED.get(name)}" in options:
-            name = RENAMED[name]
-        option = options.get(f"--{name}")
-        if not value_of_option and option is None and name in first and value and (place or name not in SETTINGS):
-            said.append(value)
-            place, first = False, set()
-            continue
-        if place and not value_of_option and not word.startswith("-") and (option is None or name in SETTINGS):
-            said.append(word)
-            place = False  # the first word of the verb's own stands
-        elif value_of_option or not equals or option is None or name in SETTINGS:
-            said.append(word)
-        elif option.nargs == 0:
-            said += [f"--{name}"] if value.lower() in YES else []
-        else:
-            said += [f"--{name}", RESPELLED.get((name, value), value)]
-        value_of_option = not value_of_option and word in options and options[word].nargs != 0
-    return said if said != list(words) else None
+    """Add the folder that ``--config-dir`` names to the folders of groups. Raises ConfigError if it does not exist."""
+    if not args.config_dir:
+        return
+    folder = Path(args.config_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {folder}: no such folder of configuration groups (case/ model/ matrix/ ...)")
+    folders = dict.fromkeys([str(folder.resolve()), *os.environ.get(CONFIG_PATH, "").split(os.pathsep)])
+    os.environ[CONFIG_PATH] = os.pathsep.join(filter(None, folders))

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from repro_matrix.config import expectations as expected
-from repro_matrix.config import parsed_yaml, project
+from repro_matrix.config import project
 from repro_matrix.config.axes import Hardware, Model, Stack, Strategy
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.schema import Case
@@ -93,9 +93,6 @@ def read_yaml(path: Path) -> Raw:
 @functools.lru_cache(maxsize=1024)
 def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
     """Pickled. A search prepares a run for each of its probes, and reading YAML was most of what that took."""
-    kept = parsed_yaml.read(path, state)
-    if kept is not None:
-        return pickle.dumps(kept)
     try:
         data = parsed(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -106,7 +103,6 @@ def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys, not {type(data).__name__}")
-    parsed_yaml.write(path, state, data)
     return pickle.dumps(data)
 
 

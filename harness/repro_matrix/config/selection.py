@@ -89,7 +89,6 @@ def parse(overrides: Iterable[str]) -> Selection:
             override = parser.parse_overrides([as_path(text)])[0]
             value = override.value()
         except HydraException as error:
-            _unquoted(text, lambda words: parser.parse_overrides([words]))
             detail = str(error).replace("\n", " ").split("See https")[0].strip()
             raise ConfigError(f"override {text!r} is not NAME=VALUE in Hydra's grammar: {detail}") from None
         values: list[Any]
@@ -103,7 +102,10 @@ def parse(overrides: Iterable[str]) -> Selection:
         else:
             values = [_plain(value)]
         key = override.key_or_group
-        _once(selection, key, text)
+        if (
+            key in selection.given or key.removeprefix("flags.") in selection.flags
+        ):  # Hydra would take the last: less would be measured than requested
+            raise ConfigError(f"override {text!r}: {key}= is given twice; separate values with commas")
         selection.words.append((key, text))
         group, _, rest = key.partition(".")
         if key in GROUPS:
@@ -122,38 +124,6 @@ def parse(overrides: Iterable[str]) -> Selection:
         else:
             selection.run.append(text)
     return selection
-
-
-PLAIN = re.compile(r"""[\w/:\-\\+.$%*@?|~ ,=\[\]{}()'"]""", re.ASCII)  # what Hydra reads without quotes
-
-
-def _unquoted(text: str, parse: Callable[[str], object]) -> None:
-    """Raises ConfigError where quotes are all that is missing: which character of the value needs them, and how."""
-    from hydra.errors import HydraException
-
-    key, _, value = text.partition("=")
-    meant = f"{key}={quoted(value.strip(TYPOGRAPHIC))}"
-    odd = next((place for place, each in enumerate(value) if not PLAIN.fullmatch(each)), None)
-    try:
-        parse(meant)
-    except HydraException:
-        return
-    if odd is None:
-        return
-    told = f"{value[odd]!r} (U+{ord(value[odd]):04X}), the character {odd + 1} of its value"
-    raise ConfigError(f'{text}: {told}, has to stand in plain quotes; in a shell: "{meant}"')
-
-
-TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"  # quotes that a word processor made of plain ones
-
-
-def _once(selection: Selection, key: str, text: str) -> None:
-    """Raises ConfigError: an axis given twice. Hydra takes the last one; less would be measured than was asked for, and
-    nobody told. (Of a setting, repeat=1 repeat=3, the last one holds, as everywhere in Hydra.)"""
-    before = next((said for name, said in selection.words if name == key and said != text), None)
-    if before and (key in (*GROUPS, "ranks") or key.startswith("flags.")):
-        values = ",".join(said.partition("=")[2] for said in (before, text))
-        raise ConfigError(f"{key}= is given twice ({before} and {text}); both: {key}={values}")
 
 
 def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:

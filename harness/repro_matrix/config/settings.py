@@ -113,6 +113,7 @@ def _composed(
 
     ConfigStore.instance().store(name="run_schema", node=RunSettings)
     conf, *more = folders
+    names = [each.name for each in fields(RunSettings)]
     elsewhere = [f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in more)}]"] if more else []
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
@@ -127,11 +128,11 @@ def _composed(
         where = f"{mark.name}:{mark.line + 1}" if mark else "a file of conf/matrix"
         raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        _explain_block(error)
-        _explain_file(error, folders)
         first, *more_lines = str(error.__cause__ or error).splitlines()
         text = f"{first} {more_lines[0]}" if first.endswith(":") and more_lines else first
-        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
+        key = re.search(r"Key '([^']+)' (?:is )?not in", str(error))
+        hint = nearest(key[1], [*names, *(group.partition(".")[0] for group in OVERRIDE_GROUPS[:-1])]) if key else ""
+        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}{hint}") from None
     assert isinstance(settings, RunSettings)
     return settings
 
@@ -143,34 +144,6 @@ def _has_blocks(settings: RunSettings, overrides: list[str]) -> None:
         raise ConfigError(f"{named}: the file of a named matrix begins with the line '# @package _global_'")
     if named and not settings.matrix:
         raise ConfigError(f"{named}: it has no block: 'matrix:' with a name and axes below it")
-
-
-def _explain_block(error: Exception) -> None:
-    """Raises ConfigError for a key of a named matrix that an override cannot set."""
-    cause: Any = error.__cause__ or error
-    path = str(getattr(cause, "full_key", None) or "").split(".")
-    node = getattr(cause, "parent_node", None)
-    if path[0] != "matrix" or node is None:
-        return
-    if len(path) == 3 and path[2] in OVERRIDE_GROUPS:
-        name = ".".join(path)
-        raise ConfigError(f"override {name}=: the block does not set it; write +{name}=...")
-    choices = [*map(str, node.keys())] if len(path) == 2 else [g.partition(".")[0] for g in OVERRIDE_GROUPS[:-1]]
-    raise ConfigError(f"override {'.'.join(path)}=: unknown key {path[-1]!r}{nearest(path[-1], choices)}")
-
-
-def _explain_file(error: Exception, folders: tuple[Path, ...]) -> None:
-    """Raises ConfigError for a setting in a named matrix's own file that is none, or not of its type."""
-    told = re.search(r"In '(matrix/[^']+)': \w+ raised while composing config:\s*(.*)", str(error), re.DOTALL)
-    if told is None:
-        return
-    path = next((path for folder in folders if (path := folder / f"{told[1]}.yaml").is_file()), Path(f"{told[1]}.yaml"))
-    key = re.match(r"Key '([^']+)' not in", told[2])
-    if key:
-        choices = [each.name for each in fields(RunSettings)]
-        raise ConfigError(f"{path}: unknown key {key[1]!r}{nearest(key[1], choices)}")
-    at = str(getattr(error.__cause__ or error, "full_key", None) or "")
-    raise ConfigError(f"{path}: {at + ': ' if at else ''}{told[2].splitlines()[0]}")
 
 
 def _quoted(text: str) -> str:
