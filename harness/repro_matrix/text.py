@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 
 WIDTH = 120  # columns of a line where no terminal limits it
 # What a terminal obeys: CSI (colours, the cursor), OSC (its title, links), and sequences of two characters.
@@ -20,6 +21,18 @@ def one_line(text: str) -> str:
     """Return the text as one printable line: no escape sequence, no control or bidirectional character."""
     line = re.sub(r"\s*\n\s*", " ", ESCAPE.sub("", text).strip("\n"))
     return "".join(c if c.isprintable() else " " for c in line.expandtabs(2))
+
+
+def first_line(text: str, limit: int = 200) -> str:
+    """Return the first line that is not blank, cut to ``limit`` characters."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def list_ranks(ranks: Iterable[int]) -> str:
+    """Return ``rank 0`` or ``ranks 0, 1``."""
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
 
 
 def printable(text: str) -> str:

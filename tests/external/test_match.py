@@ -23,7 +23,7 @@ from repro_matrix.external.logs.literals import required
 from repro_matrix.external.logs.match import Answer, Catalogue, normalised, recognise
 from repro_matrix.external.logs.scan import Seen, Texts, scan
 from repro_matrix.external.logs.stored import stored
-from repro_matrix.grading.specificity import patterns
+from repro_matrix.grading.signature import patterns
 
 CASES = catalogue.load().cases
 CATALOGUE, TEXTS = Catalogue(CASES), Texts(CASES.values())

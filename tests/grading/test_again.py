@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from judging import case, document, failed, observation, ok, record
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.grade import grade, same_release
-from repro_matrix.grading.regrade import contradiction, judged_again, with_expectations
+from repro_matrix.grading.regrade import contradiction, regrade, with_expectations
 
 CASE = case()
 CASES: dict[str, Case] = {CASE.slug: CASE}
@@ -32,7 +32,7 @@ def cell(broken: Any = FIRES, fix: Any = CLEAN, verdict: str = "FIX_HOLDS", **ch
 
 
 def named(*documents: dict[str, Any]) -> tuple[list[str], list[str]]:
-    found = judged_again(documents, CASES)
+    found = regrade(documents, CASES)
     return [d["verdicts"]["fix"]["name"] for d in found.documents], found.notes
 
 
@@ -101,7 +101,7 @@ def test_versions_that_its_folder_contradicts_leave_the_document_out(where: str)
         edited["stack"]["label"] = ""
     verdicts, notes = named(edited)
     assert verdicts == [] and len(notes) == 1
-    (wrong,) = judged_again([edited], CASES).left_out
+    (wrong,) = regrade([edited], CASES).left_out
     assert wrong[0]["key"] == edited["key"] and notes[0].endswith(f"left out: {wrong[1]}")
     what = "its label" if where == "label" else "its folder"
     assert wrong[1].startswith(f"{what} {cell()['stack']['label']} says transformers 5.23.0, and its versions 5.22.0")
@@ -114,7 +114,7 @@ def ran_on(**versions: str) -> dict[str, Any]:
 def test_a_rank_on_other_versions_than_the_plan_is_no_evidence() -> None:
     """A package replaced between two attempts went unseen."""
     for arm in ("broken", "fix"):
-        found = judged_again([cell(**{arm: ran_on(transformers="5.22.0")})], CASES)  # type: ignore[arg-type]
+        found = regrade([cell(**{arm: ran_on(transformers="5.22.0")})], CASES)  # type: ignore[arg-type]
         outcome = found.documents[0]["arms"][arm]["attempts"][0]["outcome"]
         assert outcome["outcome"] == "infra"
         assert outcome["reason"] == "stack changed: rank 1 had transformers 5.22.0, the plan 5.23.0"
@@ -166,7 +166,7 @@ def test_cases_and_arms_that_are_gone_are_not_read() -> None:
     stored = cell()
     stored["arms"]["gone"] = {**stored["arms"]["fix"], "attempts": []}
     stored["complete"] = False
-    assert "gone" not in judged_again([stored], CASES).documents[0]["arms"]
+    assert "gone" not in regrade([stored], CASES).documents[0]["arms"]
 
 
 def test_releases_are_compared_with_their_builds_where_both_name_one() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from judging import case, document, failed, observation, ok
 from repro_matrix.analysis.claims.ledger import ledger
 from repro_matrix.analysis.upgrade import compare
-from repro_matrix.grading.comparability import comparable, comparable_documents, machine
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.comparability import cell_difference, machine, settings_difference
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.grading.verdict import judge
 
 SETTINGS: dict[str, Any] = {
@@ -40,17 +40,17 @@ def changed(path: tuple[str, ...], value: Any = "other") -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_whatever_decides_an_answer_tells_two_measurements_apart(path: tuple[str, ...]) -> None:
-    why = comparable(SETTINGS, changed(path))
+    why = settings_difference(SETTINGS, changed(path))
     assert why is not None and path[-1].replace("slug", "") in why and "against other" in why
 
 
 def test_what_does_not_decide_is_no_difference() -> None:
     for path in (("case",), ("model", "title"), ("strategy", "title"), ("proof",)):
-        assert comparable(SETTINGS, changed(path)) is None
-    assert comparable(SETTINGS, changed(("flags", "new"))) is None, "it did not exist then, and was at its default"
-    assert comparable(SETTINGS, changed(("strategy", "options", "new"))) is None
-    assert comparable(SETTINGS, changed(("model", "config", "new"))) == "new None against other"
-    assert comparable(SETTINGS, {}) is None and comparable({}, SETTINGS) is None
+        assert settings_difference(SETTINGS, changed(path)) is None
+    assert settings_difference(SETTINGS, changed(("flags", "new"))) is None, "it did not exist then, and was at its default"
+    assert settings_difference(SETTINGS, changed(("strategy", "options", "new"))) is None
+    assert settings_difference(SETTINGS, changed(("model", "config", "new"))) == "new None against other"
+    assert settings_difference(SETTINGS, {}) is None and settings_difference({}, SETTINGS) is None
 
 
 @given(st.sets(st.sampled_from(PATHS)), st.sets(st.sampled_from(PATHS)))
@@ -65,8 +65,8 @@ def test_it_is_symmetric_and_of_itself_nothing_differs(one: set[Any], other: set
         return made
 
     left, right = with_all(one), with_all(other)
-    assert comparable(left, left) is None
-    assert (comparable(left, right) is None) == (comparable(right, left) is None) == (one == other)
+    assert settings_difference(left, left) is None
+    assert (settings_difference(left, right) is None) == (settings_difference(right, left) is None) == (one == other)
 
 
 def cell(hidden: int = 256, broken: Any = None, torch: str = "2.13.0", started: float = 99.0) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_a_failure_that_a_smaller_shape_does_not_trigger_is_not_fixed_upstream()
     now = cell(256, CLEAN)
 
     def fix(older: dict[str, Any]) -> tuple[str, str]:
-        found = judged_again([now, older], {CASE.slug: CASE}).documents[0]["verdicts"]["fix"]
+        found = regrade([now, older], {CASE.slug: CASE}).documents[0]["verdicts"]["fix"]
         return found["name"], found["reason"]
 
     assert fix(cell(256, torch="2.2.2"))[0] == "UPSTREAM_FIXED"
@@ -114,7 +114,7 @@ def test_a_changed_environment_says_nothing_of_a_release() -> None:
     """A patch beside the packages made UPSTREAM_FIXED of a failure that the release has."""
 
     def fix(now: dict[str, Any], older: dict[str, Any]) -> tuple[str, str]:
-        found = judged_again([now, older], {CASE.slug: CASE}).documents[0]["verdicts"]["fix"]
+        found = regrade([now, older], {CASE.slug: CASE}).documents[0]["verdicts"]["fix"]
         return found["name"], found["reason"]
 
     patched, older = cell(256, CLEAN), cell(256, torch="2.2.2")
@@ -155,20 +155,20 @@ def test_a_claim_leaves_out_what_was_not_measured_as_the_newest_was() -> None:
 
 def test_documents_differ_by_their_hardware_and_the_facts_that_count() -> None:
     one, other = cell(), cell()
-    assert comparable_documents(one, other) is None
+    assert cell_difference(one, other) is None
     other["hardware"] = {**other["hardware"], "facts": {"cpu_fp16": True}}
-    assert comparable_documents(one, other) is None
-    assert comparable_documents(one, other, facts=["cpu_fp16"]) is None, "from before facts were stored"
+    assert cell_difference(one, other) is None
+    assert cell_difference(one, other, facts=["cpu_fp16"]) is None, "from before facts were stored"
     one["hardware"] = {**one["hardware"], "facts": {"cpu_fp16": False}}
-    assert comparable_documents(one, other, facts=["cpu_bf16"]) is None
-    assert comparable_documents(one, other, facts=["cpu_fp16"]) == "fact cpu_fp16 False against True"
+    assert cell_difference(one, other, facts=["cpu_bf16"]) is None
+    assert cell_difference(one, other, facts=["cpu_fp16"]) == "fact cpu_fp16 False against True"
     other["hardware"]["accelerator"] = "cuda"
-    assert comparable_documents(one, other) == "accelerator cpu against cuda"
-    assert comparable_documents({**one, "ranks": 2}, {**one, "ranks": 4}) == "ranks 2 against 4"
+    assert cell_difference(one, other) == "accelerator cpu against cuda"
+    assert cell_difference({**one, "ranks": 2}, {**one, "ranks": 4}) == "ranks 2 against 4"
     apart = cell(1024)
     apart["arms"]["broken"] = one["arms"]["broken"]
-    assert comparable_documents(one, apart, ["broken"]) is None
-    assert comparable_documents(one, apart) == "arm fix: hidden_size 256 against 1024"
+    assert cell_difference(one, apart, ["broken"]) is None
+    assert cell_difference(one, apart) == "arm fix: hidden_size 256 against 1024"
 
 
 def test_a_machine_is_what_does_not_change_from_day_to_day() -> None:
@@ -181,7 +181,7 @@ def test_a_machine_is_what_does_not_change_from_day_to_day() -> None:
 
 def test_a_strategy_is_named_and_what_only_one_says_is_no_difference() -> None:
     one = {"strategy": {"slug": "ddp"}, "steps": 2, "device": "cpu"}
-    assert "strategy ddp" in str(comparable(one, {**one, "strategy": {"slug": "fsdp"}}))
-    assert comparable(one, {"strategy": {"slug": "ddp"}, "device": "cpu"}) is None
-    assert comparable({"strategy": {"slug": "ddp"}, "device": "cpu"}, one) is None
-    assert "steps 2" in str(comparable(one, {**one, "steps": 3}))
+    assert "strategy ddp" in str(settings_difference(one, {**one, "strategy": {"slug": "fsdp"}}))
+    assert settings_difference(one, {"strategy": {"slug": "ddp"}, "device": "cpu"}) is None
+    assert settings_difference({"strategy": {"slug": "ddp"}, "device": "cpu"}, one) is None
+    assert "steps 2" in str(settings_difference(one, {**one, "steps": 3}))

@@ -17,7 +17,7 @@ from judging import (
 )  # fmt: skip
 from repro_matrix.grading.checks import judged, same
 from repro_matrix.grading.hangs import progress as looks
-from repro_matrix.grading.hangs.deadlock import Entry, Standing, family, mismatches, never_meet, standing
+from repro_matrix.grading.hangs.deadlock import Entry, Standing, family, mismatches, standing
 from repro_matrix.grading.observation import Attempt
 
 # -- checks
@@ -177,31 +177,31 @@ def test_who_waits_for_whom() -> None:
 
 def test_whether_they_can_ever_go_on() -> None:
     lonely = [stands(0, entry()), Standing(1, ended=True, entries=(), complete=True)]
-    assert "rank 1 did not enter it" in str(never_meet(lonely))
-    assert never_meet([stands(0, entry()), stands(1, inside="")]) is None, "it is at work elsewhere"
-    assert never_meet([stands(0, entry(), inside=""), Standing(1, ended=True, complete=True, entries=())]) is None
-    assert never_meet([stands(0, entry(), inside=""), Standing(1, ended=True, complete=True, entries=())], spins=True)
-    assert never_meet([Standing(0, ended=True)]) is None and never_meet([]) is None
-    assert never_meet([stands(0, entry()), stands(1, entry())]) is None
-    assert never_meet([stands(0, entry()), stands(1, entry(op="broadcast"))])
+    assert "rank 1 did not enter it" in str(find_deadlock(lonely))
+    assert find_deadlock([stands(0, entry()), stands(1, inside="")]) is None, "it is at work elsewhere"
+    assert find_deadlock([stands(0, entry(), inside=""), Standing(1, ended=True, complete=True, entries=())]) is None
+    assert find_deadlock([stands(0, entry(), inside=""), Standing(1, ended=True, complete=True, entries=())], spins=True)
+    assert find_deadlock([Standing(0, ended=True)]) is None and find_deadlock([]) is None
+    assert find_deadlock([stands(0, entry()), stands(1, entry())]) is None
+    assert find_deadlock([stands(0, entry()), stands(1, entry(op="broadcast"))])
     two = (("a", (0, 1)), ("b", (0, 1)))
     crossed = [stands(0, entry(group=two[0])), stands(1, entry(group=two[1]))]
-    assert never_meet(crossed), "each waits for the other"
+    assert find_deadlock(crossed), "each waits for the other"
     three = (0, 1, 2)
-    assert never_meet([stands(0, entry(group=("g", three))), stands(1, entry(group=("g", three))), stands(2)])
+    assert find_deadlock([stands(0, entry(group=("g", three))), stands(1, entry(group=("g", three))), stands(2)])
     chain = [stands(0, entry(group=("g", (0, 1)))), stands(1, entry(group=("h", (1, 2)))), stands(2, inside="")]
-    assert never_meet(chain) is None, "the last one is at work"
+    assert find_deadlock(chain) is None, "the last one is at work"
     h = ("h", (1, 2))
     late = [stands(0, entry(group=("g", (0, 1)))), stands(1, entry(group=h)), stands(2, entry(group=h))]
-    assert never_meet(late) is None, "the one that is missing meets another first, and may come then"
+    assert find_deadlock(late) is None, "the one that is missing meets another first, and may come then"
     # by their places alone
     here = [Standing(0, inside="all_reduce"), Standing(1, inside="broadcast")]
-    assert never_meet(here) == "rank 0 in all_reduce, rank 1 in broadcast"
-    assert never_meet([here[0], Standing(1, inside="all_reduce_coalesced")]) is None
-    assert never_meet([here[0], Standing(1, inside="monitored")]) is None, "what that is is not known"
-    assert never_meet([Standing(0, inside="send"), Standing(1, inside="recv")]) is None
-    assert never_meet([here[0], Standing(1, ended=True)]) == "rank 0 in all_reduce; rank 1 ended"
-    assert str(never_meet([here[0], Standing(1, ended=True), Standing(2, ended=True)])).endswith("; ranks 1, 2 ended")
+    assert find_deadlock(here) == "rank 0 in all_reduce, rank 1 in broadcast"
+    assert find_deadlock([here[0], Standing(1, inside="all_reduce_coalesced")]) is None
+    assert find_deadlock([here[0], Standing(1, inside="monitored")]) is None, "what that is is not known"
+    assert find_deadlock([Standing(0, inside="send"), Standing(1, inside="recv")]) is None
+    assert find_deadlock([here[0], Standing(1, ended=True)]) == "rank 0 in all_reduce; rank 1 ended"
+    assert str(find_deadlock([here[0], Standing(1, ended=True), Standing(2, ended=True)])).endswith("; ranks 1, 2 ended")
 
 
 # -- looks

@@ -18,9 +18,19 @@ from judging import (
     peer_failed,
     record,
 )  # fmt: skip
-from repro_matrix.grading.location import Place, dotted, is_own, lies_in, threads_of, within
-from repro_matrix.grading.observation import NO_RECORD, Attempt, Raised, number
-from repro_matrix.grading.root_cause import died_of, failure_of, failures_of, is_peer_error
+from repro_matrix.grading.observation import (
+    NO_RECORD,
+    Attempt,
+    Place,
+    Raised,
+    is_project_code,
+    lies_in,
+    module_names,
+    number,
+    parse_threads,
+    within,
+)
+from repro_matrix.grading.root_cause import failure_of, fatal_signal, find_failures, is_peer_error
 from repro_matrix.records import validate as doubt_of
 
 # -- peers
@@ -51,8 +61,8 @@ def test_how_a_rank_ended() -> None:
         return Attempt(observation(ok(0, **changes))).ranks[0]
 
     undone = record(0, done=False, phase="body")
-    assert died_of(rank(signal="SIGSEGV", exit_code=None)) == "SIGSEGV"
-    assert died_of(rank(exit_code=-11)) == "SIGSEGV" and died_of(rank(exit_code=-999)) == "" == died_of(
+    assert fatal_signal(rank(signal="SIGSEGV", exit_code=None)) == "SIGSEGV"
+    assert fatal_signal(rank(exit_code=-11)) == "SIGSEGV" and fatal_signal(rank(exit_code=-999)) == "" == fatal_signal(
         rank(exit_code=1)
     )
     assert failure_of(rank()) is None
@@ -82,12 +92,12 @@ def test_how_a_rank_ended() -> None:
 
 
 def test_the_first_failure_is_the_earliest_that_is_no_consequence() -> None:
-    found = failures_of(Attempt(observation(peer_failed(0, 101.0), failed(1, at=109.0), failed(2, at=108.0), ended(3))))
+    found = find_failures(Attempt(observation(peer_failed(0, 101.0), failed(1, at=109.0), failed(2, at=108.0), ended(3))))
     assert [f.rank for f in found.primary] == [2, 1] and found.first is found.primary[0]
     assert found.ranks == {1, 2} and found.excused == {0, 3}
-    alone = failures_of(Attempt(observation(peer_failed(0), ok(1))))
+    alone = find_failures(Attempt(observation(peer_failed(0), ok(1))))
     assert [f.rank for f in alone.primary] == [0] and alone.excused == set(), "then it is the failure"
-    assert failures_of(Attempt(observation(ok(0), ok(1)))).first is None
+    assert find_failures(Attempt(observation(ok(0), ok(1)))).first is None
 
 
 # -- evidence
@@ -139,12 +149,12 @@ def test_where_the_collectives_were_called_that_a_rank_waits_in() -> None:
 
 def test_numbers_and_names() -> None:
     assert [number(v) for v in (1, 1.5, True, "1", None, math.inf, math.nan, 10**400)] == [1.0, 1.5, *[None] * 6]
-    assert dotted(f"{SITE}/torch/nn/modules/__init__.py") == ("torch.nn.modules",)
-    assert dotted("/usr/lib/python3.11/json/decoder.py") == ("json.decoder",)
-    assert dotted("/opt/over/torch/x.py") == ("opt.over.torch.x", "over.torch.x", "torch.x", "x")
+    assert module_names(f"{SITE}/torch/nn/modules/__init__.py") == ("torch.nn.modules",)
+    assert module_names("/usr/lib/python3.11/json/decoder.py") == ("json.decoder",)
+    assert module_names("/opt/over/torch/x.py") == ("opt.over.torch.x", "over.torch.x", "torch.x", "x")
     assert within("torch.nn", "torch") and within("torch", "torch") and not within("torchvision", "torch")
-    assert is_own("__main__", "") and is_own("repro_kit.run", "") and is_own("", "/home/me/repros/repro_kit/run.py")
-    assert not is_own("kitchen", "") and not is_own("", "/x/repros.py") and not is_own("", "/x/repros/x.so")
+    assert is_project_code("__main__", "") and is_project_code("repro_kit.run", "") and is_project_code("", "/home/me/repros/repro_kit/run.py")
+    assert not is_project_code("kitchen", "") and not is_project_code("", "/x/repros.py") and not is_project_code("", "/x/repros/x.so")
 
 
 def test_where_a_file_lies() -> None:
@@ -168,9 +178,9 @@ def test_a_place_counts_by_where_it_lies() -> None:
 
 def test_threads_of_a_backtrace_the_main_one_first() -> None:
     text = 'Thread 9 (idle): "pin"\n    a (/x/a.py:1)\nThread 1 (active): "MainThread"\n    C.<locals>.b (/x/b.py:2)\n'
-    main, other = threads_of(text)
+    main, other = parse_threads(text)
     assert main.main and main.places[0].function == "b" and other.places[0].function == "a" and not other.main
-    (hand,) = threads_of('Current thread 0x1 (most recent call first):\n  File "/x/c.py", line 3 in c\nThread 0x2:\n')
+    (hand,) = parse_threads('Current thread 0x1 (most recent call first):\n  File "/x/c.py", line 3 in c\nThread 0x2:\n')
     assert hand.main and hand.places[0].function == "c" and hand.lines == ('File "/x/c.py", line 3 in c',)
 
 

@@ -31,13 +31,12 @@ from repro_matrix.grading import consistency as genuine
 from repro_matrix.grading import effect as in_force
 from repro_matrix.grading import regrade as again
 from repro_matrix.grading import specificity as foreign
-from repro_matrix.grading.comparability import comparable
+from repro_matrix.grading.comparability import settings_difference
 from repro_matrix.grading.expectations import _value
 from repro_matrix.grading.hangs import progress as looks
 from repro_matrix.grading.hangs.deadlock import Standing
-from repro_matrix.grading.location import dotted, is_own
-from repro_matrix.grading.observation import Attempt
-from repro_matrix.grading.root_cause import failures_of
+from repro_matrix.grading.observation import Attempt, is_project_code, module_names
+from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import matches, near_misses
 
 CASE = case()
@@ -117,7 +116,7 @@ def test_where_a_rank_hangs_is_said_by_the_frame_that_was_declared() -> None:
 
 def near(signature: dict[str, Any], *ranks: dict[str, Any], **more: Any) -> str:
     attempt = Attempt(observation(*ranks, **more))
-    return near_misses([Signature.model_validate({"name": "s", **signature})], attempt, failures_of(attempt))
+    return near_misses([Signature.model_validate({"name": "s", **signature})], attempt, find_failures(attempt))
 
 
 FRAMED = [{"module": r"transformers\..*", "function": "forward"}, {"module": "a", "function": "b"}]
@@ -171,7 +170,7 @@ def test_what_a_check_a_signal_and_a_log_missed() -> None:
     attempt = Attempt(observation(ok(0)))
     two = [Signature.model_validate({"name": name, **oracle}) for name in "aab"]
     said = "a: check absent was made by no rank; b: check absent was made by no rank"
-    assert near_misses(two, attempt, failures_of(attempt)) == said
+    assert near_misses(two, attempt, find_failures(attempt)) == said
 
 
 # -- comparable
@@ -184,9 +183,9 @@ def test_measurements_are_alike_in_what_was_set() -> None:
         "flags": {},
         "steps": 3,
     }
-    assert comparable(one, dict(one)) is None
-    assert comparable(one, {**one, "strategy": {"slug": "ddp", "options": {}}}) is not None
-    assert comparable(one, {**one, "steps": 4}) is not None
+    assert settings_difference(one, dict(one)) is None
+    assert settings_difference(one, {**one, "strategy": {"slug": "ddp", "options": {}}}) is not None
+    assert settings_difference(one, {**one, "steps": 4}) is not None
 
 
 # -- the rest, a place each
@@ -214,8 +213,8 @@ def test_a_recorder_is_not_taken_for_complete() -> None:
 
 def test_other_weights_are_called_so() -> None:
     theirs = {"model": {"slug": "m", "weights": "hub"}}
-    assert str(comparable({"model": {"slug": "m", "weights": "random"}}, theirs)).startswith("weights ")  # type: ignore[typeddict-item, arg-type]
-    assert str(comparable({"model": {"slug": "n", "weights": "hub"}}, theirs)).startswith("model slug ")  # type: ignore[typeddict-item, arg-type]
+    assert str(settings_difference({"model": {"slug": "m", "weights": "random"}}, theirs)).startswith("weights ")  # type: ignore[typeddict-item, arg-type]
+    assert str(settings_difference({"model": {"slug": "n", "weights": "hub"}}, theirs)).startswith("model slug ")  # type: ignore[typeddict-item, arg-type]
 
 
 def test_just_what_was_promised_is_enough() -> None:
@@ -254,13 +253,13 @@ def test_a_control_that_fails_is_never_excused() -> None:
 
 
 def test_a_file_on_windows_is_in_a_package_too() -> None:
-    assert dotted("C:\\env\\Lib\\site-packages\\torch\\nn\\functional.py") == ("torch.nn.functional",)
+    assert module_names("C:\\env\\Lib\\site-packages\\torch\\nn\\functional.py") == ("torch.nn.functional",)
 
 
 def test_a_message_is_quoted_by_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    item = foreign.foreign_messages()[0]
+    item = foreign.unrelated_messages()[0]
     monkeypatch.setattr(foreign, "matched", lambda case, signature: [f"first\nsecond{item.message}"])
-    assert str(foreign.too_wide(CASE)).endswith("that are not its failure: 'first'")
+    assert str(foreign.overbroad_signature(CASE)).endswith("that are not its failure: 'first'")
 
 
 def test_flags_with_several_values_are_the_same_in_any_order() -> None:
@@ -285,8 +284,8 @@ def test_attempts_that_never_ended_are_of_no_time() -> None:
 
 
 def test_a_module_of_the_scripts_is_own_wherever_its_file_lies() -> None:
-    assert is_own("repros.train_step", "/elsewhere/x.py") and is_own("repro_kit.run", "/elsewhere/x.py")
-    assert not is_own("reprosx", "/elsewhere/x.py") and not is_own("torch.nn", "/elsewhere/x.py")
+    assert is_project_code("repros.train_step", "/elsewhere/x.py") and is_project_code("repro_kit.run", "/elsewhere/x.py")
+    assert not is_project_code("reprosx", "/elsewhere/x.py") and not is_project_code("torch.nn", "/elsewhere/x.py")
 
 
 def test_what_decides_nothing_where_the_failure_is_not_there() -> None:

@@ -15,7 +15,7 @@ from repro_matrix.config.vocabulary import Fact
 from repro_matrix.environment import system_checks as around
 from repro_matrix.grading import capabilities as facts
 from repro_matrix.grading.expectations import expected, predicted
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import REPROS
 from repro_matrix.records import validate as doubt
 from repro_matrix.records.document import Hardware
@@ -97,7 +97,7 @@ def test_stored_facts_are_recomputed_from_the_ranks_words() -> None:
     made = saying({"cpu_fp16": False}, {"cpu_fp16": False})
     stored = document({"broken": [("fires", made)]})
     stored["hardware"]["facts"] = {"cpu_fp16": True}
-    (again,) = judged_again([stored], {"some-case": case()}).documents
+    (again,) = regrade([stored], {"some-case": case()}).documents
     assert again["hardware"]["facts"] == {"cpu_fp16": False}
 
 

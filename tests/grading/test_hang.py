@@ -13,9 +13,8 @@ from judging import SITE, ended, failed, frame, observation, ok
 from judging import exception as raised
 from repro_matrix.config.signatures import Signature
 from repro_matrix.grading.hangs import progress as looks
-from repro_matrix.grading.hangs.deadlock import family, mismatches, never_meet, standing
-from repro_matrix.grading.location import threads_of
-from repro_matrix.grading.observation import Attempt
+from repro_matrix.grading.hangs.deadlock import family, mismatches, standing
+from repro_matrix.grading.observation import Attempt, parse_threads
 from repro_matrix.grading.signature import matches
 from repro_matrix.launch.attempt import COSTS
 from repro_matrix.runner.retry import LONGER, again, told
@@ -121,49 +120,49 @@ def stands(rank: int, *entries: dict[str, Any], inside: str = "wait", gone: bool
 
 
 def test_different_collectives_under_one_number_never_meet() -> None:
-    why = never_meet([stands(0, entered(op="_all_gather_base")), stands(1, entered(op="barrier"))])
+    why = find_deadlock([stands(0, entered(op="_all_gather_base")), stands(1, entered(op="barrier"))])
     assert why == "collective 3 of group 0 (ranks 0, 1): rank 0 in _all_gather_base, rank 1 in barrier"
 
 
 def test_the_same_collective_meets() -> None:
-    assert never_meet([stands(0, entered(op="all_gather")), stands(1, entered(op="_all_gather_base"))]) is None
+    assert find_deadlock([stands(0, entered(op="all_gather")), stands(1, entered(op="_all_gather_base"))]) is None
 
 
 def test_two_groups_entered_crosswise_never_meet() -> None:
-    assert never_meet([stands(0, entered("a", sequence=1)), stands(1, entered("b", sequence=1))])
+    assert find_deadlock([stands(0, entered("a", sequence=1)), stands(1, entered("b", sequence=1))])
 
 
 def test_a_rank_that_has_ended_never_comes() -> None:
-    why = never_meet([stands(0, gone=True), stands(1, entered())])
+    why = find_deadlock([stands(0, gone=True), stands(1, entered())])
     assert why is not None and "rank 0 did not enter it" in why
 
 
 def test_ranks_that_wait_for_one_at_work_may_meet() -> None:
     """It computes, sleeps, compiles, or makes a group: it stands in no collective."""
-    assert never_meet([stands(0, inside=""), stands(1, entered())]) is None
-    assert never_meet([stands(0, inside=""), stands(1, entered(), ranks=3), stands(2, gone=True, ranks=3)]) is None
+    assert find_deadlock([stands(0, inside=""), stands(1, entered())]) is None
+    assert find_deadlock([stands(0, inside=""), stands(1, entered(), ranks=3), stands(2, gone=True, ranks=3)]) is None
 
 
 def test_ranks_that_wait_for_others_which_can_still_go_on_may_meet() -> None:
     """Ranks 0 and 1 are in one collective that all of its members have entered; rank 2 waits for them."""
     pair = [stands(rank, entered("a", sequence=1), ranks=3) for rank in (0, 1)]
-    assert never_meet([*pair, stands(2, entered(), ranks=3)]) is None
+    assert find_deadlock([*pair, stands(2, entered(), ranks=3)]) is None
 
 
 def test_a_receive_that_the_recorder_does_not_hold_waits_for_all_others() -> None:
-    assert never_meet([stands(0, entered(op="barrier")), stands(1, inside="recv")])
-    assert never_meet([stands(0, entered(op="barrier"), ranks=3), stands(1, inside="recv", ranks=3),
+    assert find_deadlock([stands(0, entered(op="barrier")), stands(1, inside="recv")])
+    assert find_deadlock([stands(0, entered(op="barrier"), ranks=3), stands(1, inside="recv", ranks=3),
                        stands(2, inside="", ranks=3)]) is None  # fmt: skip
 
 
 def test_what_the_recorder_has_overwritten_is_not_known() -> None:
     lost = standing(1, False, "all_reduce", {"groups": {"0": [0, 1]}, "collectives": [], "complete": False})
-    assert never_meet([stands(0, entered()), lost]) is None
+    assert find_deadlock([stands(0, entered()), lost]) is None
 
 
 def test_without_a_recorder_different_collectives_never_meet_and_like_ones_may() -> None:
     def at(*places: str) -> Any:
-        return never_meet([standing(rank, False, place, None) for rank, place in enumerate(places)])
+        return find_deadlock([standing(rank, False, place, None) for rank, place in enumerate(places)])
 
     assert at("barrier", "all_gather_into_tensor") and at("barrier", "recv", "barrier")
     assert at("barrier", "barrier") is None and at("send", "recv") is None and at("wait", "barrier") is None
@@ -175,8 +174,8 @@ def test_on_a_gpu_the_host_stands_elsewhere_than_in_the_collective() -> None:
         stands(0, entered(op="_all_gather_base"), inside=""),
         stands(1, entered(op="all_reduce_barrier"), inside=""),
     ]
-    assert never_meet(ranks) is None and never_meet(ranks, spins=True)
-    assert never_meet([ranks[0], stands(1, inside="")], spins=True) is None
+    assert find_deadlock(ranks) is None and find_deadlock(ranks, spins=True)
+    assert find_deadlock([ranks[0], stands(1, inside="")], spins=True) is None
 
 
 json_values = st.recursive(
@@ -189,13 +188,13 @@ json_values = st.recursive(
 @given(json_values, st.sampled_from(["groups", "collectives", "complete"]))
 def test_a_damaged_answer_is_no_evidence(value: Any, key: str) -> None:
     whole = {"groups": {"0": [0, 1]}, "collectives": [entered()], "complete": True}
-    never_meet([standing(0, False, "wait", {**whole, key: value}), standing(1, False, "wait", value)])
+    find_deadlock([standing(0, False, "wait", {**whole, key: value}), standing(1, False, "wait", value)])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["0", "a", "b"]), st.integers(1, 4), st.booleans()), max_size=4))
 def test_ranks_that_entered_the_same_can_always_meet(listed: Any) -> None:
     entries = [entered(group, waits, number) for group, number, waits in listed]
-    assert never_meet([stands(0, *entries), stands(1, *entries)]) is None
+    assert find_deadlock([stands(0, *entries), stands(1, *entries)]) is None
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_the_witness_and_what_is_not_torch_do_not_count_as_movement() -> None:
         for n in (1, 2)
     )
     assert looks.still(one) == looks.still(two) and "barrier" in looks.still(one)
-    assert [thread.main for thread in threads_of(one)] == [True, False]
+    assert [thread.main for thread in parse_threads(one)] == [True, False]
 
 
 # --- at the deadline
@@ -315,7 +314,7 @@ def test_the_first_mismatch_names_its_ranks() -> None:
     first = mismatches(standing(rank["rank"], False, "", rank["collectives"]) for rank in answers)[0]
     assert (first.sequence, dict(first.ops), first.missing) == (7, {0: "all_reduce", 2: "all_reduce"}, (1,))
     assert (
-        never_meet([standing(n, False, "", rank["collectives"]) for n, rank in enumerate(answers)], spins=True) is None
+        find_deadlock([standing(n, False, "", rank["collectives"]) for n, rank in enumerate(answers)], spins=True) is None
     )
 
 

@@ -12,9 +12,9 @@ from judging import case, check, exception, failed, frame, observation, ok, outc
 from pydantic import ValidationError
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.grading.expectations import compare, expected, said_of_met
-from repro_matrix.grading.failure_id import Met, all_met, met_in
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.outcome import Outcome, Primary, Recognised
+from repro_matrix.grading.root_cause import Met, all_failure_ids, failure_ids
 from repro_matrix.grading.verdict import Verdict, judge
 from repro_matrix.results.version_ranges import expectations, measured
 
@@ -27,7 +27,7 @@ def graded(*ranks: dict[str, Any]) -> Outcome:
 
 
 def met(*ranks: dict[str, Any]) -> list[str]:
-    return [str(item) for item in met_in(CASE.slug, graded(*ranks))]
+    return [str(item) for item in failure_ids(CASE.slug, graded(*ranks))]
 
 
 def wrong(rank: int, *names: str) -> dict[str, Any]:
@@ -50,14 +50,14 @@ def test_what_one_attempt_met() -> None:
 def test_another_cases_failure_is_met_by_its_name() -> None:
     seen = (Recognised("tied", "lm-head", (0,), "exception", "x"), Recognised("old", "warns", (0,), "log", "y"))
     other = Outcome("other_error", "x", seen, Primary(0, "RuntimeError", "m", "torch.nn.functional.linear"))
-    assert [str(item) for item in met_in("some-case", other)] == ["tied/lm-head"]
+    assert [str(item) for item in failure_ids("some-case", other)] == ["tied/lm-head"]
     remark = replace(other, recognised=seen[1:])
-    assert [str(item) for item in met_in("some-case", remark)] == ["RuntimeError in torch.nn.functional.linear"]
-    assert met_in("some-case", replace(other, outcome="hang")) == met_in("some-case", outcome("infra")) == ()
-    assert met_in("some-case", outcome("other_error")) == (Met(type="unfinished"),)
+    assert [str(item) for item in failure_ids("some-case", remark)] == ["RuntimeError in torch.nn.functional.linear"]
+    assert failure_ids("some-case", replace(other, outcome="hang")) == failure_ids("some-case", outcome("infra")) == ()
+    assert failure_ids("some-case", outcome("other_error")) == (Met(type="unfinished"),)
     both = (*seen[:1], Recognised("some-case", "norm", (1,), "exception", "z"))
     fires = replace(other, outcome="fires", recognised=both)
-    assert [str(item) for item in met_in("some-case", fires)] == ["some-case/norm"], "its own, wherever it stands"
+    assert [str(item) for item in failure_ids("some-case", fires)] == ["some-case/norm"], "its own, wherever it stands"
 
 
 def test_the_verdict_carries_what_its_arm_met_and_where_it_is_changed_what_the_broken_arm_met() -> None:
@@ -153,9 +153,9 @@ def test_it_agrees_exactly_when_nothing_else_was_met(seen: tuple[str, ...], list
 @given(st.lists(CHECKS, max_size=4), st.randoms(use_true_random=False))
 def test_what_attempts_met_does_not_depend_on_their_order(attempts: list[Any], random: Any) -> None:
     graded = [Outcome("other_error", "x", failed=names) for names in attempts if names]
-    before = all_met("some-case", graded)
+    before = all_failure_ids("some-case", graded)
     random.shuffle(graded)
-    assert all_met("some-case", graded) == before
+    assert all_failure_ids("some-case", graded) == before
     assert {item.check for item in before} == {name for names in attempts for name in names}
 
 

@@ -24,7 +24,7 @@ from judging import case, ended, failed, observation, ok, record
 from packaging import version
 from repro_matrix.config.signatures import Signature
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.location import lies_in, stack_places
+from repro_matrix.grading.observation import lies_in, stack_places
 from repro_matrix.grading.signature import matches
 from repro_matrix.paths import REPROS
 

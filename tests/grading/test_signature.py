@@ -22,9 +22,8 @@ from judging import (
     record,
 )  # fmt: skip
 from repro_matrix.config.signatures import Signature
-from repro_matrix.grading.location import dotted, is_own, stack_places
-from repro_matrix.grading.observation import Attempt
-from repro_matrix.grading.root_cause import failures_of
+from repro_matrix.grading.observation import Attempt, is_project_code, module_names, stack_places
+from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import Match, matches
 
 PY_SPY = f"""# py-spy
@@ -102,7 +101,7 @@ def test_a_script_that_raises_its_own_signature_is_refused() -> None:
     ],
 )
 def test_a_checkout_in_a_folder_named_repros_does_not_make_everything_the_projects_own(file: str) -> None:
-    assert not is_own("x.y", file)
+    assert not is_project_code("x.y", file)
 
 
 def test_generated_code_without_a_module_is_skipped_for_the_frame_around_it() -> None:
@@ -186,12 +185,12 @@ def test_a_lost_peer_is_secondary(type_: str, message: str) -> None:
 )
 def test_an_error_of_its_own_is_not_secondary(type_: str, message: str) -> None:
     there = observation(failed(0, exception(type_, message)), failed(1))
-    assert failures_of(Attempt(there)).ranks == {0, 1}
+    assert find_failures(Attempt(there)).ranks == {0, 1}
 
 
 def test_errors_are_ordered_by_the_ranks_clocks() -> None:
     there = Attempt(observation(failed(0, exception("A"), at=103.0), failed(1, exception("B"), at=102.0)))
-    assert [failure.type for failure in failures_of(there).primary] == ["B", "A"]
+    assert [failure.type for failure in find_failures(there).primary] == ["B", "A"]
 
 
 def test_an_exception_stays_the_ranks_own_when_the_launcher_ends_it_later() -> None:
@@ -295,7 +294,7 @@ def test_stacks_list_the_main_thread_first() -> None:
 
 
 def test_module_of_a_file() -> None:
-    assert dotted(f"{SITE}/torch/distributed/fsdp/__init__.py") == ("torch.distributed.fsdp",)
-    assert dotted("/usr/lib/python3.11/threading.py") == ("threading",)
-    assert "torch.distributed.x" in dotted("/opt/overlay/torch/distributed/x.py")
-    assert dotted("torch/x.py")[0] == "torch.x"
+    assert module_names(f"{SITE}/torch/distributed/fsdp/__init__.py") == ("torch.distributed.fsdp",)
+    assert module_names("/usr/lib/python3.11/threading.py") == ("threading",)
+    assert "torch.distributed.x" in module_names("/opt/overlay/torch/distributed/x.py")
+    assert module_names("torch/x.py")[0] == "torch.x"

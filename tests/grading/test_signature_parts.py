@@ -20,8 +20,15 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.signatures import Signature
 from repro_matrix.errors import ResultsError
 from repro_matrix.grading import specificity as foreign
-from repro_matrix.grading.signature import matches
-from repro_matrix.grading.specificity import OWN, Foreign, foreign_messages, matched, patterns, too_wide
+from repro_matrix.grading.signature import (
+    OWN,
+    Foreign,
+    matched,
+    matches,
+    overbroad_signature,
+    patterns,
+    unrelated_messages,
+)
 
 CATALOGUE = catalogue.load()
 SIGNATURES = [(case.slug, signature) for case in CATALOGUE.cases.values() for signature in case.signatures]
@@ -91,7 +98,7 @@ def negatives(signature: Signature) -> Iterator[tuple[str, dict[str, Any]]]:
     """(the part that is another, an observation that is not the failure)."""
     frames = frames_of(signature)
     if patterns(signature):
-        for item in foreign_messages()[:40]:
+        for item in unrelated_messages()[:40]:
             yield "message", seen(signature, frames, message=item.message)
     if signature.type:
         yield "type", seen(signature, frames, type="LookupError")
@@ -134,7 +141,7 @@ def test_every_part_of_a_signature_is_needed(slug: str, signature: Signature) ->
 
 @pytest.mark.parametrize(("slug", "signature"), WITH_TEXT, ids=[f"{s}/{g.name}" for s, g in WITH_TEXT])
 def test_no_signature_matches_a_foreign_message(slug: str, signature: Signature) -> None:
-    assert len(foreign_messages()) > 1000
+    assert len(unrelated_messages()) > 1000
     assert matched(slug, signature) == []
 
 
@@ -142,7 +149,7 @@ def test_what_is_listed_as_a_signatures_own_is_needed() -> None:
     for name, texts in OWN.items():
         signature = dict(zip(NAMES, (item[1] for item in SIGNATURES)))[name]
         for text in texts:
-            held = [item.message for item in foreign_messages() if item.message.startswith(text)]
+            held = [item.message for item in unrelated_messages() if item.message.startswith(text)]
             assert held and all(re.search(p, held[0]) for p in patterns(signature)[:1]), f"{name}: {text}"
 
 
@@ -163,25 +170,25 @@ def test_a_type_that_every_error_has_is_refused() -> None:
 @pytest.mark.parametrize("wide", ["tensor", "out of range", "not supported", "must be"])
 def test_a_pattern_of_everyday_words_is_found_too_wide(wide: str) -> None:
     known: Case = case(signatures=[{**EXCEPTION, "message": wide}])
-    said = too_wide(known)
+    said = overbroad_signature(known)
     assert said is not None and "messages that are not its failure" in said
-    assert too_wide(case()) is None
+    assert overbroad_signature(case()) is None
 
 
 def test_a_listed_message_is_read_as_it_was_raised() -> None:
-    messages = [item.message for item in foreign_messages()]
-    assert messages[0] == "" and foreign_messages()[0].type == "RuntimeError"
+    messages = [item.message for item in unrelated_messages()]
+    assert messages[0] == "" and unrelated_messages()[0].type == "RuntimeError"
     keys = 'Error(s) in loading state_dict for LlamaForCausalLM:\n\tMissing key(s) in state_dict: "lm_head.weight".'
-    assert Foreign("RuntimeError", keys) in foreign_messages(), "its line break and its tab are no letters"
+    assert Foreign("RuntimeError", keys) in unrelated_messages(), "its line break and its tab are no letters"
     assert any(r"r'.*\.layers\.\d+$'" in text for text in messages) and not any("\\n" in text for text in messages)
 
 
 def test_what_is_said_of_a_pattern_that_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, listed = case(signatures=[{**EXCEPTION, "message": "of size"}]), []
-    monkeypatch.setattr(foreign, "foreign_messages", lambda: tuple(Foreign("ValueError", text) for text in listed))
+    monkeypatch.setattr(foreign, "unrelated_messages", lambda: tuple(Foreign("ValueError", text) for text in listed))
 
     def said() -> str | None:
-        return too_wide(wide)
+        return overbroad_signature(wide)
 
     assert said() is None
     listed += ["another", f"of size {'x' * 200}\nand a second line", "of size 3"]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, check, document, ended, exception, failed, observation, ok, record
 from repro_matrix.grading import verdict
-from repro_matrix.grading.failure_id import Met, met_in
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.outcome import Outcome
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
+from repro_matrix.grading.root_cause import Met, failure_ids
 from repro_matrix.planning.skips import Skip
 from repro_matrix.records import older
 from repro_matrix.report.formats import as_junit
@@ -45,10 +45,10 @@ def test_an_outcome_knows_its_ranks_its_check_and_why_it_is_no_evidence() -> Non
 def test_what_is_met_does_not_depend_on_what_a_failure_is_called() -> None:
     """An exception may be called SIGTERM; a signal is not one for its name."""
     raised = graded(failed(0, exception("SIGNAL9", "x")), ended(1))
-    assert met_in(CASE.slug, raised)[0].place
+    assert failure_ids(CASE.slug, raised)[0].place
     crash = graded(ok(0, exit_code=-11, signal="SIGSEGV", record=record(0, done=False)), ended(1))
     assert crash.primary and crash.primary.kind == "signal"
-    assert met_in(CASE.slug, crash) == (Met(type="SIGSEGV"),)
+    assert failure_ids(CASE.slug, crash) == (Met(type="SIGSEGV"),)
     assert (
         answer("x", [{"observation": observation(failed(0)), "outcome": raised.to_json()}]).short
         == "other error: SIGNAL9"
@@ -64,7 +64,7 @@ def test_a_reason_in_other_words_changes_no_reader() -> None:
          "other-fix": [("other_error", observation(ok(0), ok(1, record=WRONG)))]},
         {"fix": "INCONCLUSIVE", "other-fix": "FIX_UNMASKS"},
     )  # fmt: skip
-    found = judged_again([made], CASES).documents[0]
+    found = regrade([made], CASES).documents[0]
     assert found["verdicts"]["fix"]["infra"] is True
     for arm in found["arms"].values():
         for attempt in arm["attempts"]:

@@ -17,7 +17,7 @@ from hostile import HOSTILE
 from launching import attempt_of
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.errors import ReproError
-from repro_matrix.grading.specificity import too_wide
+from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.launch.attempt import environment
 from repro_matrix.launch.forkserver import server_environment
 from repro_matrix.paths import CONF
@@ -36,7 +36,7 @@ def _load(plants: Sequence[Any]) -> list[str]:
                 try:
                     cases = catalogue.load(conf, strict=True).cases
                     asked = [cases[plant[0]]] if plant else cases.values()
-                    said.append("; ".join(filter(None, map(too_wide, asked))) or "loaded")
+                    said.append("; ".join(filter(None, map(overbroad_signature, asked))) or "loaded")
                 except ReproError as error:
                     said.append(f"refused: {error}".replace(str(folder), ""))
     return said

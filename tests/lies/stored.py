@@ -14,7 +14,7 @@ from zlib import crc32
 
 from repro_matrix.analysis.claims.ledger import ledger
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import BASELINE, ROOT
 from repro_matrix.records import validate as doubt
 from repro_matrix.results.accept_checks import refusals
@@ -94,7 +94,7 @@ def _said(*documents: Json) -> str:
             doubt.cell({key: value for key, value in document.items() if key != "path"})
         except ValueError as error:
             return f"left out: damaged ({error})"
-    found = judged_again(documents, KNOWN.cases)
+    found = regrade(documents, KNOWN.cases)
     verdicts = [d["verdicts"].get(FIX, {}).get("name", "none") for d in found.documents[:1]]
     claim = next(c for c in ledger([KNOWN.cases[CASE]], found.documents) if c.id == CLAIM)
     notes = [note.replace(f"{documents[0]['path']}: ", "").replace(str(ROOT), "") for note in found.notes]
@@ -295,7 +295,7 @@ def _publish(plants: Sequence[Any]) -> list[str]:
         for arm in document["arms"].values():
             arm["attempts"] = [_another(arm["attempts"][0], number) for number in range(3)]
         more = (plant(document) or []) if plant else []
-        found = judged_again([document, *more], KNOWN.cases)
+        found = regrade([document, *more], KNOWN.cases)
         told = [*map(str, refusals(found.documents)), *(why for _, why in found.left_out)]
         said.append("; ".join(told) or "published")
     return said

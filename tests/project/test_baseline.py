@@ -14,7 +14,7 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.grading import expectations as expect
 from repro_matrix.grading import failure_id as met
 from repro_matrix.grading import verdict
-from repro_matrix.grading.regrade import Judged, judged_again
+from repro_matrix.grading.regrade import Judged, regrade
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.records import validate as doubt
 from repro_matrix.results.accept import publication
@@ -33,7 +33,7 @@ def documents() -> list[dict[str, Any]]:
 @cache
 def judged() -> Judged:
     """All of them judged anew, once: what the tests here ask of it differs, and it takes seconds. Nobody changes it."""
-    return judged_again(documents(), CATALOGUE.cases)
+    return regrade(documents(), CATALOGUE.cases)
 
 
 def attempts(case: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -135,7 +135,7 @@ def test_a_line_deleted_from_a_published_file_is_missed(tmp_path: Path) -> None:
     (line,) = [n for n, text in enumerate(lines) if json.loads(text).get("key") == gone["key"]]
     file.write_text("".join(lines[:line] + lines[line + 1 :]), encoding="utf-8")
     store = Store(tmp_path)
-    left = judged_again(list(store.documents(cases=[slug])), CATALOGUE.cases).documents
+    left = regrade(list(store.documents(cases=[slug])), CATALOGUE.cases).documents
     assert not store.damaged and len(left) == len(own) - 1
     assert unbacked(case, left)
 

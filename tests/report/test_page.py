@@ -25,7 +25,7 @@ from repro_matrix.analysis.night import Night
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.vocabulary import VerdictName
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import RESULTS
 from repro_matrix.report import formats, tables
 from repro_matrix.report import hang_tree as hangs
@@ -474,7 +474,7 @@ def test_a_document_that_was_edited_is_named_in_every_format(stored: Path, capsy
     """Only the page said so; and where it was all that there is, that nothing was there."""
     (path,) = stored.rglob("m-fsdp.json")
     honest = json.loads(path.read_text())
-    verdict = judged_again([{**honest, "path": str(path)}], catalogue.load().cases).documents[0]["verdicts"]["control"]
+    verdict = regrade([{**honest, "path": str(path)}], catalogue.load().cases).documents[0]["verdicts"]["control"]
     write_json(path, {**honest, "verdicts": {"control": {**verdict, "name": "HEALTHY", "measured": True}}})
     for name in ("junit", "markdown", "json", "csv"):
         assert main(["report", str(stored), "--format", name]) == 0
@@ -595,7 +595,7 @@ def test_a_run_whose_page_cannot_be_written_has_lost_nothing(
 
 def test_the_ledger_misses_nothing_of_what_is_dropped_while_reading() -> None:
     """On published documents: those of a claim by numbers among them."""
-    from repro_matrix.grading.regrade import judged_again
+    from repro_matrix.grading.regrade import regrade
     from repro_matrix.paths import BASELINE
     from repro_matrix.report.parts import slim
     from repro_matrix.report.read import ledger
@@ -603,7 +603,7 @@ def test_the_ledger_misses_nothing_of_what_is_dropped_while_reading() -> None:
 
     known = catalogue.load()
     names = {"fsdp-generate", "device-map-distributed", "qwen15-fsdp-norm-shard", "old-checkpointing-hook"}
-    documents = judged_again(Store(BASELINE).documents(cases=names), known.cases).documents
+    documents = regrade(Store(BASELINE).documents(cases=names), known.cases).documents
     whole, short = (ledger(known, found, names) for found in (documents, [slim(one) for one in documents]))
     assert whole == short and {"upheld", "refuted", "conditional"} <= {row.status for row in whole}
     assert len(json.dumps([slim(one) for one in documents])) < 0.5 * len(json.dumps(documents))

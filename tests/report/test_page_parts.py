@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from repro_matrix.analysis import inputs as sides
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.grading.regrade import judged_again, with_expectations
+from repro_matrix.grading.regrade import regrade, with_expectations
 from repro_matrix.paths import BASELINE
 from repro_matrix.records.document import Document
 from repro_matrix.report import parts, shown
@@ -197,7 +197,7 @@ def as_a_run_ends(folder: Path, cases: Collection[str] = (CASE,), most: int = 1)
     for case in cases:
         for one in itertools.islice(Store(BASELINE).documents(cases=[case]), most):
             write_json(below(folder, one), one)
-    judged = judged_again(Store(folder).documents(), known.cases).documents
+    judged = regrade(Store(folder).documents(), known.cases).documents
     return [with_expectations(document, known.cases[document["case"]]) for document in judged]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from judging import case, document, failed, observation
 from repro_matrix.cli.main import main
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import BASELINE, EXPECTED
 from repro_matrix.results import provenance
 from repro_matrix.results.accept import Publication, place, publication
@@ -183,7 +183,7 @@ def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("same_code")
 def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slug = "fsdp2-mixed-dtensor"
-    stored = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
+    stored = regrade(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
     path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
     stored["arms"]["broken"]["fingerprint"] = "other"
@@ -210,7 +210,7 @@ def test_a_plan_of_what_is_refused_is_shown_with_the_reasons_together(
 ) -> None:
     """Of one attempt an arm it was a line of refusal for each arm, and no plan."""
     slug = "fsdp2-mixed-dtensor"
-    stored = judged_again(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
+    stored = regrade(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
     path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
     for arm in stored["arms"].values():

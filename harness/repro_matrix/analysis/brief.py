@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from repro_matrix.config.packages import RELEVANT
-from repro_matrix.grading.comparability import comparable
+from repro_matrix.grading.comparability import settings_difference
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.failure_id import all_met
 from repro_matrix.grading.observation import number
 from repro_matrix.grading.outcome import Outcome
+from repro_matrix.grading.root_cause import all_failure_ids
 from repro_matrix.records.document import Arm, Document, Made
 from repro_matrix.records.observation import Settings
 from repro_matrix.results.rows import error_at, where_of, words_of
@@ -112,7 +112,7 @@ def _arm(document: Document, name: str, arm: Arm, parts: Parts) -> ArmBrief:
     case, attempts = document["case"], arm["attempts"]
     outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in attempts]
     pairs = [(a, o) for a, o in zip(attempts, outcomes) if o.outcome not in NO_EVIDENCE]
-    met = {str(item) for item in all_met(case, outcomes)} | {HANG for _, o in pairs if o.outcome == HANG}
+    met = {str(item) for item in all_failure_ids(case, outcomes)} | {HANG for _, o in pairs if o.outcome == HANG}
     told = answer(case, attempts)
     verdict = document["verdicts"].get(name)
     lost = [o.reason for o in outcomes if o.outcome == "infra"]
@@ -169,7 +169,7 @@ def unlike(one: ArmBrief, other: ArmBrief, parts: Parts) -> str | None:
         return None
     mine, theirs = ({n: parts.get(d) for n, d in zip(_PARTS, arm.settings)} for arm in (one, other))
     left, right = ({**said, **(said["plain"] or {})} for said in (mine, theirs))
-    return comparable(cast(Settings, left), cast(Settings, right))
+    return settings_difference(cast(Settings, left), cast(Settings, right))
 
 
 def to_json(found: Brief) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from repro_matrix.analysis.brief import Brief, Parts, brief, from_json, to_json
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError, nearest
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import EXPECTED, PACKAGE
 from repro_matrix.records import paths as place
 from repro_matrix.results import cache as kept
@@ -189,7 +189,7 @@ def _chunk(paths: Sequence[str]) -> Read:
     for document in foreign:
         wrong = f"case {document['case']!r} is not in this catalogue: its verdicts are taken as stored"
         notes[document["path"]].append(f"{document['path']}: {wrong}")
-    judged = judged_again([document for document in documents if document["case"] in cases], cases)
+    judged = regrade([document for document in documents if document["case"] in cases], cases)
     for at, said in judged.remarks:
         notes[at].append(f"{at}: {said}")
     for document in [*judged.documents, *foreign]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from repro_matrix.grading.comparability import comparable
+from repro_matrix.grading.comparability import settings_difference
 from repro_matrix.records.document import Document
 from repro_matrix.search.labels import CLEAN, FIRES, Answer, of_cell
 
@@ -86,7 +86,7 @@ def _cell(before: Document, after: Document) -> dict[str, Change | Unknown | Non
     first, paths = next(iter(after["arms"]), ""), (before.get("path"), after.get("path"))
     for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
         found: Change | Unknown | None = None
-        unlike = comparable(before["arms"][arm]["settings"], after["arms"][arm]["settings"])
+        unlike = settings_difference(before["arms"][arm]["settings"], after["arms"][arm]["settings"])
         if unlike:
             found = Unknown(key, arm, f"not measured alike: {unlike}")
         elif one.label is None or other.label is None:

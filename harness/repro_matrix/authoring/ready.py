@@ -11,7 +11,7 @@ from typing import Any
 from repro_matrix.config.schema import Case
 from repro_matrix.config.variants import changes
 from repro_matrix.grading import grade
-from repro_matrix.grading import specificity as foreign
+from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Arm, Document
 from repro_matrix.records.outcome import Outcome, Verdict
 
@@ -47,7 +47,7 @@ def of_case(file: str, case: Case) -> list[Finding]:
     """Signatures that match anybody's messages, and arms that change more than they say."""
     found = []
     for signature in case.signatures:
-        taken = foreign.matched(case.slug, signature)
+        taken = unrelated_matches(case.slug, signature)
         if taken:
             shown = taken[0].partition("\n")[0][:100] or "the empty message"
             what = f"too broad: matches {len(taken)} messages of other failures, as {shown!r}"

@@ -24,8 +24,8 @@ from repro_matrix.config.project import Project
 from repro_matrix.config.schema import Case
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.grading.regrade import judged_again, named
-from repro_matrix.grading.specificity import too_wide
+from repro_matrix.grading.regrade import document_name, regrade
+from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import print_json, print_notes, print_table
@@ -79,14 +79,14 @@ def main(args: argparse.Namespace) -> int:
     held = [d for d in kept.documents(cases=names) if _usable(d)]
     if kept.damaged:  # what is expected would be written without it
         raise ResultsError("\n  ".join(["what is published is damaged: restore it first", *kept.damaged]))
-    judged = judged_again([*held, *given], catalogue.cases)
+    judged = regrade([*held, *given], catalogue.cases)
     print_notes(judged.notes)
     stored = [d for d in judged.documents if _within(source, d)]
     held = [d for d in judged.documents if _within(own.baseline, d)]
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     refused = refusals(documents, args.take)
     refused += _of_other_code(documents, catalogue, own)
-    refused += [Refusal(named(document), "", f"contradicts itself: {why}") for document, why in judged.left_out]
+    refused += [Refusal(document_name(document), "", f"contradicts itself: {why}") for document, why in judged.left_out]
     if refused and not args.plan:
         raise ResultsError("\n  ".join([f"{source}: not published:", *_grouped(refused)]))
     for name in sorted({str(d["case"]) for d in documents}):
@@ -117,7 +117,9 @@ def _of_other_code(documents: Sequence[Document], catalogue: Catalogue, own: Pro
         return provenance.since(commit, root, [path for path in paths if path.is_relative_to(root)])
 
     asked = [(d, why(d["provenance"]["git_commit"], d["case"])) for d in documents if d["provenance"]["git_commit"]]
-    return [Refusal(named(document), "", f"measured with other code: {said}") for document, said in asked if said]
+    return [
+        Refusal(document_name(document), "", f"measured with other code: {said}") for document, said in asked if said
+    ]
 
 
 def _show(found: Publication) -> None:
@@ -171,7 +173,7 @@ def _refuse(case: Case, documents: list[Document]) -> None:
     """Raises ResultsError for a failure that cannot be published: never seen to fire, or a signature for anything."""
     if case.kind != "failure":
         return
-    wide = too_wide(case)
+    wide = overbroad_signature(case)
     if wide:
         raise ResultsError(f"{case.slug}: {wide}")
     attempts = [a for d in documents if "broken" in d["arms"] for a in d["arms"]["broken"]["attempts"]]

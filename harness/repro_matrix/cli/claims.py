@@ -12,7 +12,7 @@ from repro_matrix.config import project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError, unknown
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.report import listing
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_notes
 from repro_matrix.results import local as own_results
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     # Of one cell on one stack and machine the ledger takes the newest that decides: a search for one arm hides nothing.
     stores = [Store(folder) for folder in folders]
     stored = [document for store in stores for document in store.documents() if document["complete"]]
-    judged = judged_again(stored, catalogue.cases)
+    judged = regrade(stored, catalogue.cases)
     print_notes([*(text for store in stores for text in store.damaged), *judged.notes])
     found = ledger.ledger(cases, judged.documents, catalogue.strategies)
     if named:

@@ -10,7 +10,7 @@ from repro_matrix.cli import options as arguments
 from repro_matrix.config.schema import Arm, Case
 from repro_matrix.config.selection import expand
 from repro_matrix.errors import ConfigError
-from repro_matrix.grading.capabilities import depends_on
+from repro_matrix.grading.comparability import depends_on
 from repro_matrix.grading.expectations import expected
 from repro_matrix.launch.command_line import torchrun_line
 from repro_matrix.paths import REPROS

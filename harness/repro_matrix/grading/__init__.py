@@ -1,1 +1,1 @@
-"""What attempts showed, judged: signatures, outcomes, verdicts, expectations, claims. Pure."""
+"""Grade what attempts showed: signatures, checks, effects, hangs, outcomes, verdicts, expectations. Pure."""

@@ -1,6 +1,6 @@
-"""Like with like: which two measurements of one arm may be compared, and which were made on one machine. Pure.
+"""Decide which measurements may be compared: like with like, on machines with the same capabilities. Pure.
 
-A failure that a smaller shape does not trigger would otherwise be called fixed upstream. What may differ is what a
+A failure that a smaller shape does not trigger would otherwise count as fixed upstream. What may differ is what a
 comparison is about: the stack, and with it the day.
 """
 
@@ -9,72 +9,102 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from repro_matrix.config.schema import Case
 from repro_matrix.records.document import Cell
 from repro_matrix.records.observation import Settings
 
 # Parts of an arm's settings, in the order in which a difference is named.
-_PLAIN = ("world_size", "tp_size", "steps", "seed", "device", "backend")
+_SCALARS = ("world_size", "tp_size", "steps", "seed", "device", "backend")
+Capability = str | bool
 
 
-def comparable(one: Settings, other: Settings) -> str | None:
-    """Why two arms' settings are not alike, in words; None where they are.
+def settings_difference(one: Settings, other: Settings) -> str | None:
+    """Return the first difference between two arms' settings; None where they are comparable.
 
     A flag or an option that only one of them has did not exist for the other, and was at its default there; of the
-    model's configuration every key counts. Settings that say nothing (from before they were stored) are alike.
+    model's configuration every key counts. Empty settings are comparable with all.
     """
     if not one or not other:
         return None
-    mine, theirs = one.get("model") or {}, other.get("model") or {}
+    model, other_model = one.get("model") or {}, other.get("model") or {}
     for key in ("slug", "scale", "weights"):
-        if mine.get(key) != theirs.get(key):
-            return _differ(f"model {key}" if key == "slug" else key, mine.get(key), theirs.get(key))
-    found = _first(mine.get("config") or {}, theirs.get("config") or {}, strict=True)
+        if model.get(key) != other_model.get(key):
+            return _differ(f"model {key}" if key == "slug" else key, model.get(key), other_model.get(key))
+    found = _first(model.get("config") or {}, other_model.get("config") or {}, strict=True)
     found = found or _first(one.get("flags") or {}, other.get("flags") or {})
-    sharded, others = one.get("strategy") or {}, other.get("strategy") or {}
-    if not found and sharded.get("slug") != others.get("slug"):
-        return _differ("strategy", sharded.get("slug"), others.get("slug"))
-    found = found or _first(sharded.get("options") or {}, others.get("options") or {})
-    return found or _first({k: one.get(k) for k in _PLAIN if k in one}, {k: other.get(k) for k in _PLAIN if k in other})
+    strategy, other_strategy = one.get("strategy") or {}, other.get("strategy") or {}
+    if not found and strategy.get("slug") != other_strategy.get("slug"):
+        return _differ("strategy", strategy.get("slug"), other_strategy.get("slug"))
+    found = found or _first(strategy.get("options") or {}, other_strategy.get("options") or {})
+    return found or _first(
+        {k: one.get(k) for k in _SCALARS if k in one}, {k: other.get(k) for k in _SCALARS if k in other}
+    )
 
 
-def comparable_documents(
-    one: Cell, other: Cell, arms: Iterable[str] | None = None, facts: Iterable[str] = ()
-) -> str | None:
-    """Why two cells' measurements are not alike: the hardware's kind, a fact that counts, or an arm's settings.
+def cell_difference(one: Cell, other: Cell, arms: Iterable[str] | None = None, facts: Iterable[str] = ()) -> str | None:
+    """Return the first difference between two cells: the hardware's kind, a capability, or an arm's settings.
 
-    ``arms``: those to be compared; None: all that both have. ``facts``: what of the machine the case depends on.
+    ``arms``: those to compare; None: all that both have. ``facts``: the capabilities that the case depends on.
     """
-    mine, theirs = one["hardware"], other["hardware"]
-    if mine["accelerator"] != theirs["accelerator"]:
-        return _differ("accelerator", mine["accelerator"], theirs["accelerator"])
+    hardware, others = one["hardware"], other["hardware"]
+    if hardware["accelerator"] != others["accelerator"]:
+        return _differ("accelerator", hardware["accelerator"], others["accelerator"])
     for fact in facts:
-        left, right = mine.get("facts", {}).get(fact), theirs.get("facts", {}).get(fact)
-        if left != right and None not in (left, right):  # one from before facts were stored says nothing of them
+        left, right = hardware.get("facts", {}).get(fact), others.get("facts", {}).get(fact)
+        if left != right and None not in (left, right):  # one that was never recorded does not count
             return _differ(f"fact {fact}", left, right)
     if one["ranks"] != other["ranks"]:
         return _differ("ranks", one["ranks"], other["ranks"])
     if one["variant"] != other["variant"]:
         return _differ("variant", one["variant"], other["variant"])
-    held, others = one["arms"], other["arms"]
-    for arm in held if arms is None else arms:
-        if arm in held and arm in others:
-            why = comparable(held[arm]["settings"], others[arm]["settings"])
-            if why:
-                return f"arm {arm}: {why}"
+    for arm in one["arms"] if arms is None else arms:
+        if arm in one["arms"] and arm in other["arms"]:
+            difference = settings_difference(one["arms"][arm]["settings"], other["arms"][arm]["settings"])
+            if difference:
+                return f"arm {arm}: {difference}"
     return None
 
 
 def machine(document: Cell) -> dict[str, Any]:
-    """Which machine a document was measured on; what changes from day to day is left out."""
+    """Return what identifies the machine of a measurement, without what changes from day to day."""
     hardware = document["hardware"]
-    found = {key: hardware.get(key) for key in ("accelerator", "cpu", "cores", "driver")}
-    return {**found, "gpus": sorted(gpu["name"] for gpu in hardware["gpus"])}
+    identity = {key: hardware.get(key) for key in ("accelerator", "cpu", "cores", "driver")}
+    return {**identity, "gpus": sorted(gpu["name"] for gpu in hardware["gpus"])}
+
+
+# -- capabilities: a profile's name is too coarse. Whether a CPU computes fp16 decides whether some fixes hold there.
+
+
+def recorded_capabilities(document: Cell) -> dict[str, Capability]:
+    """Return each capability that all ranks of the document's attempts recorded alike."""
+    values: dict[str, list[Capability]] = {}
+    for arm in document["arms"].values():
+        for attempt in arm["attempts"]:
+            for rank in attempt["observation"]["ranks"]:
+                record = rank["record"]
+                for name, value in record["facts"].get("machine", {}).items() if record else ():
+                    if value not in values.setdefault(name, []):
+                        values[name].append(value)
+    return {name: each[0] for name, each in sorted(values.items()) if len(each) == 1}
+
+
+def depends_on(case: Case, arm: str) -> list[str]:
+    """Return the capabilities on which this arm's answer depends."""
+    return list(dict.fromkeys([*case.depends_on, *(case.arms[arm].depends_on if arm in case.arms else ())]))
+
+
+def capability_difference(wanted: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
+    """Return the first capability that is not known to be the same on both sides; an unknown one is not."""
+    for fact in wanted:
+        one, other = here.get(fact), there.get(fact)
+        if one is None or one != other:
+            return _differ(fact, *("unknown" if value is None else value for value in (one, other)))
+    return None
 
 
 def _first(one: Mapping[str, Any], other: Mapping[str, Any], strict: bool = False) -> str | None:
-    """The first key in which two mappings differ; ``strict``: also one that only one of them has."""
-    keys = one.keys() | other.keys() if strict else one.keys() & other.keys()
-    for key in sorted(keys):
+    """Return the first difference between two mappings; ``strict``: also a key that only one of them has."""
+    for key in sorted(one.keys() | other.keys() if strict else one.keys() & other.keys()):
         if one.get(key) != other.get(key):
             return _differ(key, one.get(key), other.get(key))
     return None

@@ -1,4 +1,4 @@
-"""What is expected of an arm, and whether a verdict is that. Pure."""
+"""Find the expectation of an arm, and compare its verdict with it. Pure."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.capabilities import depends_on, differs
+from repro_matrix.grading.comparability import capability_difference, depends_on
 from repro_matrix.grading.verdict import MEETING, Verdict
 
 Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
-PREDICTING = "cpu"  # what was measured there is a prediction of every other hardware that has no expectation of its own
+PREDICTING = "cpu"  # its measurements predict those of any hardware that has no expectation
 
 
 def expected(
     case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
 ) -> Expectation | None:
-    """The expectation that applies to an arm of a cell, narrowed to this arm's verdict; None when there is none.
+    """Return the expectation of an arm of a cell, narrowed to this arm's verdict; None when there is none.
 
-    ``where`` names the cell's axes, ``model/strategy[/flag=value...]``, ``hardware`` its profile, ``facts`` what its
-    ranks said of the machine: where one that the arm depends on is another, or unknown, nothing is expected. Of several
-    that apply the most specific wins: cells that are named before patterns before none, then hardware that is named,
-    then the one that says more about versions; after that the later in the file.
+    ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its profile; ``facts`` are the
+    machine's capabilities: where one that the arm depends on differs, or is unknown, nothing is expected. The most
+    specific of several wins: named cells before patterns before none, then named hardware, then the one with more
+    version bounds; after that the later in the file.
     """
     best: tuple[tuple[int, int, int], Expectation] | None = None
     cell = _split(case, where)
@@ -39,7 +39,8 @@ def expected(
             continue
         cells = _cells(case, entry.cells, cell)
         bounds = _bounds(entry.versions, versions)
-        if cells is None or bounds is None or differs(depends_on(case, arm), facts or {}, entry.facts):
+        differs = capability_difference(depends_on(case, arm), facts or {}, entry.facts)
+        if cells is None or bounds is None or differs:
             continue
         score = (cells, entry.hardware == hardware, bounds)
         if best is None or score >= best[0]:
@@ -51,29 +52,28 @@ def expected(
     return entry.model_copy(update={"verdicts": {arm: entry.verdicts[arm]}, "met": met})
 
 
-def as_expected(name: str) -> str:
-    """A verdict as an expectation says it: what is stored of other stacks makes NOT_FIRING an UPSTREAM_FIXED, and not
-    this measurement."""
-    return "NOT_FIRING" if name == "UPSTREAM_FIXED" else name
-
-
 def predicted(
     case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
 ) -> Expectation | None:
-    """What the measurements on a CPU say of an arm that has no expectation on this other hardware; None on a CPU."""
-    own = fnmatchcase(hardware, PREDICTING) or expected(case, where, arm, versions, hardware, facts) is not None
-    return None if own else expected(case, where, arm, versions, PREDICTING, facts)
+    """Return what a CPU's measurements predict for an arm without an expectation on this hardware; None on a CPU."""
+    if fnmatchcase(hardware, PREDICTING) or expected(case, where, arm, versions, hardware, facts) is not None:
+        return None
+    return expected(case, where, arm, versions, PREDICTING, facts)
+
+
+def as_expected(name: str) -> str:
+    """Return a verdict as an expectation writes it: other stacks' stored results make NOT_FIRING an UPSTREAM_FIXED."""
+    return "NOT_FIRING" if name == "UPSTREAM_FIXED" else name
 
 
 def compare(
     verdict: Verdict, expectation: Expectation | None, prediction: Expectation | None = None, control: bool = False
 ) -> Compared:
-    """A verdict against the expectation of its arm (as ``expected`` returns it), else against its prediction.
+    """Compare a verdict with the expectation of its arm (as ``expected`` returns it), else with its prediction.
 
-    ``unset`` when there is neither, and when nothing was measured: what was skipped is neither green nor red. But a
-    control needs no expectation: it must train, and whatever else it does is a difference, unless that was predicted. A
-    hang where there was none is a difference. A verdict that says that something failed must have met what is written
-    down; where that is unset (an expectation from before it was written) the verdict alone is compared.
+    ``unset`` when there is neither, and when nothing was measured. But a control needs no expectation: it must train;
+    whatever else it does is a difference, unless that was predicted. A verdict of a failure must have one of the
+    expected failure ids; where none is written down, the verdict alone is compared.
     """
     if not verdict.measured:
         return "unset"
@@ -86,18 +86,18 @@ def compare(
     return "expected" if _agrees(verdict, expectation) else "unexpected"
 
 
-def told(
+def comparison(
     case: Case, where: str, arm: str, verdict: Verdict, versions: Mapping[str, str], hardware: str,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a document says beside a verdict: how it compares with what is expected of its arm, and that."""
-    at = (case, where, arm, versions, hardware, facts)
-    wanted, guess = expected(*at), predicted(*at)
-    known = wanted or guess
+    """Return what a document stores beside a verdict: the expected one, and how the two compare."""
+    cell = (case, where, arm, versions, hardware, facts)
+    expectation, prediction = expected(*cell), predicted(*cell)
+    known = expectation or prediction
     return {
-        "expected": compare(verdict, wanted, guess, control=case.kind == "control"),
+        "expected": compare(verdict, expectation, prediction, control=case.kind == "control"),
         "expectation": known.verdicts[arm] if known else None,
-        "met_note": said_of_met(verdict, known),
+        "met_note": failure_note(verdict, known),
     }
 
 
@@ -108,8 +108,8 @@ def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
     return same and as_expected(verdict.name) == as_expected(wanted)
 
 
-def said_of_met(verdict: Verdict, expectation: Expectation | None) -> str:
-    """What a reader must know beyond the verdicts' names: nothing, or what was met instead, or that it is unset."""
+def failure_note(verdict: Verdict, expectation: Expectation | None) -> str:
+    """Return what verdicts of the same name hide: another failure than expected, or that none is written down."""
     if (
         expectation is None
         or verdict.name not in MEETING
@@ -125,7 +125,7 @@ def said_of_met(verdict: Verdict, expectation: Expectation | None) -> str:
 
 
 def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
-    """How specifically the list names the cell: 2 by name, 1 by a pattern, 0 for every cell; None when it does not."""
+    """Return how specifically the list names the cell: 2 by name, 1 by a pattern, 0 for all; None when it does not."""
     name, flags = cell
     if not listed:
         return 0 if flags.keys() <= case.flags.keys() else None  # with other ranks or sizes it is another cell
@@ -138,7 +138,7 @@ def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> i
 
 
 def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
-    """``model/strategy`` and the flags that differ from their default (a flag at its default is the same cell)."""
+    """Split off the flags that differ from their default; a flag at its default is the same cell."""
     parts = where.split("/")
     if len(parts) <= 2:
         return where, {}
@@ -164,7 +164,7 @@ def _default(case: Case, flag: str) -> str:
 
 @lru_cache(maxsize=4096)  # a page of many thousand arms asks for the same few, over and over
 def _value(written: str) -> str:
-    """A flag's value in one spelling, whether it was written as JSON or by hand."""
+    """Return a flag's value in one spelling, whether it was written as JSON or YAML."""
     try:
         return json.dumps(yaml.safe_load(written), sort_keys=True)
     except (yaml.YAMLError, TypeError):
@@ -172,7 +172,7 @@ def _value(written: str) -> str:
 
 
 def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
-    """How many bounds the version ranges have, when the versions lie within all of them; else None."""
+    """Return how many bounds the version ranges have, when all versions are within them; else None."""
     count = 0
     for package, specifier in ranges.items():
         inside = _inside(specifier, versions.get(package))
@@ -184,7 +184,7 @@ def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | Non
 
 @lru_cache(maxsize=4096)
 def _inside(specifier: str, version: str | None) -> int | None:
-    """How many bounds the range has, when the version lies within it; else None."""
+    """Return how many bounds the range has, when the version is within it; else None."""
     bounds = SpecifierSet(specifier)
     try:
         inside = version is not None and bounds.contains(Version(version), prereleases=True)

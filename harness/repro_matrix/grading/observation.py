@@ -1,23 +1,25 @@
-"""An observation as the judges read it. Pure.
+"""Read one attempt's observation: what each rank raised, checked and logged, and where that code is installed. Pure.
 
-Its keys and their types are those of harness/cell: what is none was doubted where it came from (a record where
-it arrives, a document where it is read). What ranks say in it is not trusted: ``number`` and the judges look at that.
+Types are validated where an observation arrives (records/). What ranks wrote into it is not trusted: ``number`` and the
+graders check the values.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from repro_matrix.grading.checks import Judged, judged
-from repro_matrix.grading.location import Place, dotted, is_own, lies_in, stack_places, within
+from repro_matrix.grading.checks import CheckResult, evaluate
 from repro_matrix.records.observation import Observation, Settings
-from repro_matrix.records.observation import Rank as RankLeft
+from repro_matrix.records.observation import Rank as RankData
 from repro_matrix.records.rank import Exception_, Record
+
+# -- values
 
 
 def text(value: Any) -> str:
@@ -25,7 +27,7 @@ def text(value: Any) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None; a bool is not a number."""
+    """Return a finite number, or None; a bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -39,49 +41,194 @@ def mapping(value: Any) -> Mapping[str, Any]:
 
 
 def items(value: Any) -> list[Mapping[str, Any]]:
-    """The mappings in a list; anything else in it is dropped."""
+    """Return the mappings in a list; drop everything else."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, (list, tuple)) else []
 
 
-@dataclass(frozen=True)
-class Raised:
-    """An exception of a record."""
+# -- code locations
 
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
+_STANDARD_LIBRARY = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?t?/(.+)$")
+_REPROS = re.compile(r"(?:^|/)repros/(?!.*(?:(?:site|dist)-packages/|transformers_modules/|lib/python3)).+\.py$")
+_PROJECT = "repros"  # the first part of an origin that is this project's code (repros/repro_kit/code_location.py)
+_PROJECT_MODULES = {"__main__", "__mp_main__", "kit", "repro_kit", "repros"}
+_PYSPY = re.compile(r"^\s+(?P<function>\S.*?) \((?P<file>[^()]+?)(?::\d+)?\)\s*$")
+_FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]*)", line \d+,? in (?P<function>.+?)\s*$')
+
+
+def in_package(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@lru_cache(maxsize=4096)
+def module_names(file: str) -> tuple[str, ...]:
+    """Return the dotted module names that a source file may have, the most likely first.
+
+    Under site-packages or the standard library there is one. Elsewhere (an overlay on PYTHONPATH, a checkout, paths
+    that py-spy shortened) the root is unknown: every suffix of the path is possible.
+    """
+    path = file.replace("\\", "/")
+    found = _INSTALLED.search(path) or _STANDARD_LIBRARY.search(path)
+    rest = found.group(1) if found else path.lstrip("/")
+    parts = [part for part in re.sub(r"\.(py|pyc|so|pyx)$", "", rest).split("/") if part not in ("", ".", "..")]
+    if parts and parts[-1] == "__init__":
+        parts = parts[:-1]
+    return (".".join(parts),) if found else tuple(".".join(parts[start:]) for start in range(len(parts)))
+
+
+@lru_cache(maxsize=4096)
+def is_project_code(module: str, file: str) -> bool:
+    """Whether a frame is this project's (the case's script, the kit). Such a frame never counts as upstream."""
+    return module.partition(".")[0] in _PROJECT_MODULES or bool(_REPROS.search(file.replace("\\", "/")))
+
+
+def origin_of(file: str, packages: Mapping[str, str]) -> str | None:
+    """Return the installed module that a file is, by where the rank's packages are installed.
+
+    A file that only looks like a known package's has the origin "". None: this project's own file.
+    """
+    path = file.replace("\\", "/")
+    for name, root in packages.items():
+        if path == root:
+            return name
+        folder = root.rstrip("/") + "/"
+        if path.startswith(folder):
+            return ".".join(filter(None, (name, *module_names("/site-packages/" + path[len(folder) :]))))
+    if _REPROS.search(path):
+        return None
+    installed = _INSTALLED.search(path) or _STANDARD_LIBRARY.search(path)
+    name = module_names(path)[0] if installed else ""
+    return name if name.partition(".")[0] not in packages else ""
+
+
+class CodeLocation(NamedTuple):
+    """One frame of an exception or of a hung rank's stack."""
+
+    module: str
+    file: str
+    function: str
+    # The installed module that the code is, as the rank found it; "repros..." for the project's own; "" for neither.
+    # None: only the file is known (a stack from outside the process).
+    origin: str | None = None
+    line: int | None = None
+
+    @property
+    def is_project(self) -> bool:
+        if self.origin is None:
+            return is_project_code(self.module, self.file)
+        return in_package(self.origin, _PROJECT)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names to match against: the origin; else the module's own name, else those that its file allows."""
+        if self.origin is not None:
+            return (self.origin,) if self.origin and not self.is_project else ()
+        if self.module not in ("", "builtins"):
+            return (self.module,)
+        return module_names(self.file) if not self.file.startswith("<") else ()
+
+    @property
+    def is_known(self) -> bool:
+        """False for generated code (``<string>``) where only the file is known; such a frame is passed over.
+
+        Where the rank looked, code without an origin was made by somebody: it is never passed over.
+        """
+        return self.origin is not None or bool(self.modules) or self.is_project
+
+    def __str__(self) -> str:
+        named = self.origin or (self.modules[0] if self.modules else self.module if self.origin is None else self.file)
+        return ".".join(part for part in (named or "?", self.function) if part)
+
+
+class Thread(NamedTuple):
+    """One thread of a stack dump: its frames as printed, with line numbers, and as locations, innermost first."""
+
+    main: bool
+    lines: tuple[str, ...]
+    frames: tuple[CodeLocation, ...]
+
+
+def parse_threads(stack: str, packages: Mapping[str, str] | None = None) -> list[Thread]:
+    """Parse a stack dump of py-spy or faulthandler; the main thread comes first.
+
+    ``packages``: where the rank's packages are installed; without it, files are located by their path.
+    """
+    found: list[tuple[bool, list[str], list[CodeLocation]]] = [(True, [], [])]
+    for line in stack.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            # faulthandler calls the interrupted thread the current one; py-spy names the main thread
+            found.append((line.startswith("Current") or "MainThread" in line, [], []))
+            continue
+        frame = _FAULTHANDLER.match(line) or _PYSPY.match(line)
+        if frame:
+            found[-1][1].append(line.strip())
+            # py-spy gives the qualified name (f.<locals>.wrapper); records and faulthandler give the plain one
+            function, origin = frame["function"].rpartition(".")[2], origin_of(frame["file"], packages or {})
+            found[-1][2].append(CodeLocation("", frame["file"], function, origin if packages else None))
+    threads = [Thread(main, tuple(lines), tuple(frames)) for main, lines, frames in found if lines]
+    return sorted(threads, key=lambda thread: not thread.main)
+
+
+# -- what a rank raised and logged
+
+
+@dataclass(frozen=True)
+class RaisedException:
     type: str
     names: frozenset[str]  # the type, with and without its module, and its bases
     message: str
-    places: tuple[Place, ...]  # outermost first
+    frames: tuple[CodeLocation, ...]  # outermost first
 
     @property
-    def innermost(self) -> Place | None:
-        """The innermost frame that lies somewhere: C code leaves no frame, generated code has no module."""
-        return next((place for place in reversed(self.places) if place.named), None)
+    def innermost(self) -> CodeLocation | None:
+        """The innermost frame whose origin is known; C code leaves no frame."""
+        return next((frame for frame in reversed(self.frames) if frame.is_known), None)
 
 
-def raised_chain(exception: Exception_ | None) -> list[Raised]:
-    """The raised exception, and what it wraps.
+def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
+    """Return the raised exception and those that it merely wraps.
 
-    What stands under ``cause`` may be anything that was being handled at the time, so it only counts as the failure
-    when the one raised is a mere wrapper: when it repeats the other's message (a lazy import, a compiler, a pool).
+    ``cause`` may be anything that was being handled at the time. It counts only where the one that was raised repeats
+    its message (a lazy import, a compiler, a pool).
     """
-    chain: list[Raised] = []
+    chain: list[RaisedException] = []
     while exception is not None and len(chain) < 6:
-        one = _raised(exception)
-        if chain and (len(one.message.strip()) < 8 or one.message.strip() not in chain[-1].message):
+        message = exception["message"].strip()
+        if chain and (len(message) < 8 or message not in chain[-1].message):
             break
-        chain.append(one)
+        name, module = exception["type"], exception.get("module", "")
+        frames = (CodeLocation(f["module"], f["file"], f["function"], f.get("place"), f["line"])
+                  for f in exception["frames"])  # fmt: skip
+        names = frozenset({name, f"{module}.{name}", *exception.get("bases", ())} - {"", "."})
+        chain.append(RaisedException(name, names, exception["message"], tuple(frames)))
         exception = exception["cause"]
     return chain
 
 
-def _raised(data: Exception_) -> Raised:
-    kind, module = data["type"], data.get("module", "")
-    names = {kind, f"{module}.{kind}", *data.get("bases", ())}
-    places = tuple(Place(f["module"], f["file"], f["function"], f.get("place"), f["line"]) for f in data["frames"])
-    return Raised(kind, frozenset(names - {"", "."}), data["message"], places)
+class LogEntry(NamedTuple):
+    """A warning (``name``: its category) or a log record (``name``: its logger)."""
+
+    name: str
+    message: str
+    file: str
+    module: str
+    logger: str = ""
+    origin: str | None = None  # the installed module that logged it; None: an older record
+
+    def comes_from(self, package: str) -> bool:
+        """Whether the package logged it: by the origin of the code that did (anybody can use a logger's name).
+
+        Never what the script itself logs; but an upstream warning that blames its caller's line counts.
+        """
+        if self.origin is not None:
+            return in_package(self.origin, package)
+        if is_project_code(self.module, "" if self.module else self.file):
+            return False
+        modules = module_names(self.file) if self.file and not self.file.startswith("<") else ()
+        return any(in_package(name, package) for name in (*modules, self.module, self.logger))
 
 
-# What a rank that wrote no record has said.
+# The record of a rank that wrote none.
 NO_RECORD: Record = {
     "rank": -1, "phase": "", "done": False, "exception": None, "checks": [], "metrics": {}, "facts": {}, "warnings": [],
     "logs": [], "versions": {},
@@ -91,118 +238,102 @@ NO_RECORD: Record = {
 class Rank:
     """One rank of an attempt."""
 
-    def __init__(self, data: RankLeft) -> None:
+    def __init__(self, data: RankData) -> None:
         self.rank = data["rank"]
         self.pid = data.get("pid")
         self.exit_code = data["exit_code"]
         self.signal = data["signal"] or ""
         self.ended_by = data["ended_by"]
         record = data["record"]
-        self.foreign = _written_by_another(record, self.rank, self.pid) if record else ""
-        self.doubt = data.get("doubt", "")  # why what it wrote is no record
-        self.wrote = record is not None and not self.foreign
+        self.record_error = _record_error(data)  # why the record is not evidence; ""
+        self.wrote = record is not None and not self.record_error
         self.record: Record = record if record is not None and self.wrote else NO_RECORD
         self.schema = 1 if self.record.get("schema", 1) == 1 else 2
         self.done = self.record["done"]
         self.log_tail = data["log_tail"]
         self.stack = data["stack"] or ""
-        self.collectives = data.get("collectives") or {}  # what its witness answered last
-        self.looks = data.get("looks")  # None: it was not looked at
-        self.at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
+        self.collectives = data.get("collectives") or {}  # the rank monitor's last answer
+        self.samples = data.get("looks")  # None: no process samples were taken
+        self.ended_at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
 
     @cached_property
-    def chain(self) -> list[Raised]:
+    def chain(self) -> list[RaisedException]:
         return raised_chain(self.record["exception"])
 
     @property
-    def raised(self) -> Raised | None:
+    def raised(self) -> RaisedException | None:
         return self.chain[0] if self.chain else None
 
     @cached_property
-    def checks(self) -> list[Judged]:
-        """What the rank checked, judged. Of several of one name each is void, but for those that failed."""
+    def checks(self) -> list[CheckResult]:
+        """What the rank checked, evaluated. Checks of the same name are void, except those that failed."""
         done_at = number(self.record.get("done_at"))
-        found = [judged(check, self.schema, done_at) for check in self.record["checks"]]
+        results = [evaluate(check, self.schema, done_at) for check in self.record["checks"]]
         if self.schema == 1:
-            return found
-        count = Counter(one.name for one in found)
+            return results
+        count = Counter(one.name for one in results)
         return [
-            replace(one, state="void", says=f"made {count[one.name]} times; {one.says}")
+            replace(one, state="void", details=f"made {count[one.name]} times; {one.details}")
             if count[one.name] > 1 and not one.failed
             else one
-            for one in found
+            for one in results
         ]
 
-    def asked(self, checks: list[str], settings: Settings) -> list[str]:
-        """The checks that this rank owes: the case's; for a record of schema 1 those asked for when it was made."""
+    def required_checks(self, checks: list[str], settings: Settings) -> list[str]:
+        """The case's checks; for a record of schema 1 those that were required when it was written."""
         return settings.get("proof", {}).get("checks", checks) if self.schema == 1 else checks
 
     @cached_property
-    def notes(self) -> list[Note]:
+    def log_entries(self) -> list[LogEntry]:
         """Warnings and log records, each once."""
-        seen: dict[Note, None] = {}
-        for said in self.record["warnings"]:
-            module = said.get("module", "")  # who called warnings.warn; ``file`` is whom it blames (stacklevel)
-            seen[Note(said["category"], said["message"], said["file"], module, place=said.get("place"))] = None
+        found: dict[LogEntry, None] = {}
+        for warning in self.record["warnings"]:
+            module = warning.get("module", "")  # the caller of warnings.warn; ``file`` is the one that it blames
+            entry = LogEntry(warning["category"], warning["message"], warning["file"], module,
+                             origin=warning.get("place"))  # fmt: skip
+            found[entry] = None
         for log in self.record["logs"]:
-            seen[Note(log["logger"], log["message"], log["file"], "", log["logger"], log.get("place"))] = None
-        return list(seen)
-
-    @cached_property
-    def stuck(self) -> tuple[Place, ...]:
-        return stack_places(self.stack, self.packages)
+            found[LogEntry(log["logger"], log["message"], log["file"], "", log["logger"], log.get("place"))] = None
+        return list(found)
 
     @cached_property
     def packages(self) -> Mapping[str, str]:
-        """Where the packages that this rank could import are installed; empty in older records."""
+        """Where the packages that this rank could import are installed."""
         return {name: root for name, root in self.record.get("packages", {}).items() if root}
 
     @cached_property
-    def called(self) -> tuple[Place, ...]:
-        """The frames of the calls whose collectives this rank waits in, by torch's flight recorder. On a GPU the host
-        has gone on from there, to stand in a synchronize."""
+    def stack_frames(self) -> tuple[CodeLocation, ...]:
+        """The frames of a hung rank: innermost first, the main thread first."""
+        return tuple(frame for thread in parse_threads(self.stack, self.packages) for frame in thread.frames)
+
+    @cached_property
+    def collective_frames(self) -> tuple[CodeLocation, ...]:
+        """The calls of the collectives that this rank waits in, from torch's flight recorder.
+
+        On a GPU the host has gone on from there, and is found in a synchronize.
+        """
         waiting = [item for item in items(self.collectives.get("collectives")) if item.get("waits") is True]
         frames = [frame for item in waiting for frame in item.get("frames") or () if isinstance(frame, (list, tuple))]
-        known = self.packages
-        places = [(text(frame[0]), text(frame[1])) for frame in frames if len(frame) == 2]
-        return tuple(Place("", file, name, lies_in(file, known) if known else None) for file, name in places)
+        return tuple(
+            CodeLocation("", file, name, origin_of(file, self.packages) if self.packages else None)
+            for file, name in ((text(frame[0]), text(frame[1])) for frame in frames if len(frame) == 2)
+        )
 
 
-def _written_by_another(record: Record, rank: int, pid: int | None) -> str:
-    """Why a record is not this rank's own; "" where it is. ``pid``: the process that was started as the rank."""
-    if record["rank"] != rank:
+def _record_error(data: RankData) -> str:
+    """Why a record is not evidence: damaged, of another rank, or written by another process than was started."""
+    record, pid = data["record"], data.get("pid")
+    if data.get("doubt"):
+        return f"its record is damaged: {data['doubt']}"
+    if record and record["rank"] != data["rank"]:
         return f"its record says rank {record['rank']}"
-    if pid is not None and record.get("pid") not in (pid, None):
+    if record and pid is not None and record.get("pid") not in (pid, None):
         return f"its record was written by process {record.get('pid')}, the rank was process {pid}"
     return ""
 
 
-class Note(NamedTuple):
-    """A warning (``name``: its category) or a log record (``name``: its logger)."""
-
-    name: str
-    message: str
-    file: str
-    module: str
-    logger: str = ""
-    place: str | None = None  # where the code that spoke lies; None: an older record
-
-    def comes_from(self, package: str) -> bool:
-        """Whether it was the package that said so: by the place of the code that spoke (a logger's name is anybody's);
-        in older records by the module, the file, or the logger's name.
-
-        Never what the script itself says; but an upstream warning that blames its caller's line, the script's, counts.
-        """
-        if self.place is not None:
-            return within(self.place, package)
-        if is_own(self.module, "" if self.module else self.file):
-            return False
-        modules = dotted(self.file) if self.file and not self.file.startswith("<") else ()
-        return any(within(name, package) for name in (*modules, self.module, self.logger))
-
-
 class Attempt:
-    """An observation, read once."""
+    """An observation, parsed once."""
 
     def __init__(self, observation: Observation) -> None:
         attempt = observation["attempt"]
@@ -211,7 +342,7 @@ class Attempt:
         self.interrupted = attempt["interrupted"]
         self.started = number(attempt["started"])
         self.deadline = number(attempt["deadline_s"])
-        self.hang = attempt.get("hang")  # how the launcher found the hang; an older one did not say
+        self.hang = attempt.get("hang")  # how the launcher found the hang
         self.settings = attempt["settings"]
         self.strategy = self.settings.get("strategy", {}).get("slug", "")
         self.planned = attempt.get("versions", {})  # the releases that it was planned with

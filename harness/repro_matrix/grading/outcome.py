@@ -1,4 +1,4 @@
-"""An attempt's outcome: what it is, why, and which known failures were recognised in it. Pure."""
+"""The outcome of one attempt. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro_matrix.records.outcome import Outcome as Stored
 
 @dataclass(frozen=True)
 class Recognised:
-    """A known failure seen in an attempt."""
+    """A known failure that an attempt shows."""
 
     case: str
     signature: str
@@ -38,17 +38,17 @@ InfraKind = LaunchersInfra | NoEvidence
 
 @dataclass(frozen=True)
 class Outcome:
-    """An attempt judged. ``to_json`` makes it JSON; ``from_json`` reads it back."""
+    """A graded attempt."""
 
     outcome: OutcomeName
     reason: str
     recognised: tuple[Recognised, ...] = ()
     primary: Primary | None = None
     failed: tuple[str, ...] = ()  # every rank finished, and these checks failed or were not made
-    # Where only a remark in the log fires: what the attempt would be without it. A harmless one leaves it clean.
+    # Where only a log record fires: the outcome without it. A harmless warning leaves it clean.
     otherwise: OutcomeName | None = None
-    ranks: tuple[int, ...] = ()  # which the reason is about; empty: all of them
-    check: str | None = None  # which the reason is about: the worst of those that failed, or the one that was not made
+    ranks: tuple[int, ...] = ()  # that the reason is about; empty: all
+    check: str | None = None  # that the reason is about: the worst failed one, or the missing one
     infra: InfraKind | None = None  # of ``infra``: what kind
 
     def to_json(self) -> Stored:
@@ -61,18 +61,18 @@ class Outcome:
         if data["outcome"] not in get_args(OutcomeName):
             raise ValueError(f"no such outcome: {data['outcome']!r}")
         listed: list[dict[str, Any]] = [{**item, "ranks": tuple(item["ranks"])} for item in data["recognised"]]
-        seen = tuple(Recognised(**item) for item in listed)
+        recognised = tuple(Recognised(**item) for item in listed)
         primary = Primary(**data["primary"]) if data["primary"] else None
         failed = tuple(data.get("failed") or ())
         otherwise = data.get("otherwise") if data.get("otherwise") in get_args(OutcomeName) else None
         more = tuple(data.get("ranks") or ()), data.get("check"), data.get("infra")
-        return cls(data["outcome"], data["reason"], seen, primary, failed, otherwise, *more)
+        return cls(data["outcome"], data["reason"], recognised, primary, failed, otherwise, *more)
 
     def others(self, case: str) -> tuple[Recognised, ...]:
-        """Other cases' failures in it (their remarks in the log are none)."""
+        """Return other cases' failures in it; their log records do not count."""
         return tuple(item for item in self.recognised if item.case != case and item.kind != "log")
 
 
 def skipped(reason: str) -> Outcome:
-    """The outcome of an arm that was not launched."""
+    """Return the outcome of an arm that was not launched."""
     return Outcome("skipped", reason)

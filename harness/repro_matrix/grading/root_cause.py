@@ -1,31 +1,34 @@
-"""Which rank failed first, and which failed only because another did. Pure.
+"""Find which rank failed first and why: itself, the case's script, or a lost peer; and name the failure. Pure.
 
-When one rank fails, the others' connections break: gloo, NCCL and the store then raise errors of their own, or the
-launcher ends them. Such *secondary* failures never count as the failure while another rank has a primary one.
+When one rank fails, the others' connections break: gloo, NCCL and the store raise errors of their own, or the launcher
+stops them. Such *secondary* failures never count while another rank has a primary one.
+
+A failure's id does not depend on its message, which holds sizes and paths: it is a known failure's signature, an
+exception's type and code location, or the name of a failed check.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from repro_matrix.grading.observation import Attempt, Raised, Rank
+from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank
+from repro_matrix.grading.outcome import Outcome
 from repro_matrix.records.base import FailureKind
+from repro_matrix.text import first_line
 
-# Errors of these types mean a lost peer whatever they say ...
-_PEER_TYPES = frozenset(
-    {
-        "DistNetworkError",
-        "DistStoreError",
-        "ConnectionResetError",
-        "ConnectionAbortedError",
-        "BrokenPipeError",
-        "EOFError",
-    }
-)
-# ... and of these when they say so.
-_CARRIERS = frozenset({"RuntimeError", "DistError", "DistBackendError", "OSError", "TimeoutError", "ConnectionError"})
+# Errors of these types mean a lost peer, whatever their message ...
+_PEER_TYPES = frozenset({
+    "DistNetworkError", "DistStoreError", "ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError",
+    "EOFError",
+})  # fmt: skip
+# ... and of these when the message says so.
+_MESSAGE_TYPES = frozenset({
+    "RuntimeError", "DistError", "DistBackendError", "OSError", "TimeoutError", "ConnectionError",
+})  # fmt: skip
 _PEER_TEXT = re.compile(
     "|".join(
         (
@@ -49,7 +52,7 @@ _PEER_TEXT = re.compile(
         )
     )
 )
-_ENDING_TYPES = frozenset({"KeyboardInterrupt", "SystemExit", "SignalException"})
+_STOPPED_TYPES = frozenset({"KeyboardInterrupt", "SystemExit", "SignalException"})  # how a rank learns of its end
 
 
 @dataclass(frozen=True)
@@ -58,21 +61,76 @@ class Failure:
 
     rank: int
     kind: FailureKind
-    at: float  # by the rank's record; infinity where it wrote none
+    ended_at: float  # by the rank's record; infinity where it wrote none
     type: str
     message: str
     where: str
     secondary: bool
 
 
-def is_peer_error(raised: Raised) -> bool:
+@dataclass(frozen=True)
+class Failures:
+    """The failures of an attempt: the primary ones, and the ranks that only followed them."""
+
+    primary: tuple[Failure, ...]  # the earliest first
+    excused: frozenset[int]  # ranks whose end is no evidence: secondary errors, stopped by the launcher or the deadline
+    ranks: frozenset[int]  # those of ``primary``
+
+    @property
+    def first(self) -> Failure | None:
+        return self.primary[0] if self.primary else None
+
+
+def find_failures(attempt: Attempt) -> Failures:
+    """Separate the attempt's primary failures from those that follow from another rank's."""
+    by_rank = [(rank, failure_of(rank)) for rank in attempt.ranks]
+    failed = sorted((f for _, f in by_rank if f is not None), key=lambda f: (f.ended_at, f.rank))
+    # Where no rank failed otherwise, a lost connection is the failure, not a consequence of one.
+    primary = [failure for failure in failed if not failure.secondary] or failed
+    ranks = frozenset(failure.rank for failure in primary)
+    excused = {r.rank for r, f in by_rank if r.rank not in ranks and (f is not None or r.ended_by != "self")}
+    return Failures(tuple(primary), frozenset(excused), ranks)
+
+
+def failure_of(rank: Rank) -> Failure | None:
+    """Return how this rank failed by itself; None when it finished, hung, or was stopped because of another."""
+    ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
+    by_itself = rank.ended_by == "self"
+    raised = rank.raised
+    if raised is not None:
+        # An exception is the rank's own even if the launcher stopped it later, unless it is how it learned of that.
+        secondary = is_peer_error(raised) or (not by_itself and bool(raised.names & _STOPPED_TYPES))
+        where = str(raised.innermost or "")
+        return Failure(rank.rank, "exception", ended_at, raised.type, raised.message, where, secondary)
+    if not by_itself:
+        return None
+    name = fatal_signal(rank)
+    # A crash leaves no exception; its stack says where it was.
+    where = next((str(frame) for frame in rank.stack_frames if frame.is_known), "")
+    if rank.done:
+        where = "teardown, after its done marker"
+    last = next((line.strip() for line in reversed(rank.log_tail.splitlines()) if line.strip()), "")
+    if name:
+        # The NCCL watchdog and gloo abort the whole process over a lost peer.
+        secondary = name == "SIGABRT" and bool(_PEER_TEXT.search(rank.log_tail))
+        return Failure(rank.rank, "signal", ended_at, name, last, where, secondary)
+    if rank.exit_code:
+        secondary = bool(_PEER_TEXT.search(last))
+        return Failure(rank.rank, "exit", ended_at, f"exit code {rank.exit_code}", last, where, secondary)
+    if not rank.done and rank.exit_code == 0:
+        return Failure(rank.rank, "left", ended_at, "exit code 0", "it ended without its done marker", "", False)
+    return None
+
+
+def is_peer_error(raised: RaisedException) -> bool:
+    """Whether an exception means that a peer was lost."""
     if raised.names & _PEER_TYPES:
         return True
-    return bool(raised.names & _CARRIERS) and bool(_PEER_TEXT.search(raised.message))
+    return bool(raised.names & _MESSAGE_TYPES) and bool(_PEER_TEXT.search(raised.message))
 
 
-def died_of(rank: Rank) -> str:
-    """The signal that ended a rank, by name; "" when it ended otherwise."""
+def fatal_signal(rank: Rank) -> str:
+    """Return the name of the signal that ended a rank; "" when it ended otherwise."""
     if rank.signal or rank.exit_code is None or rank.exit_code >= 0:
         return rank.signal
     try:
@@ -81,55 +139,98 @@ def died_of(rank: Rank) -> str:
         return ""
 
 
-def failure_of(rank: Rank) -> Failure | None:
-    """How this rank failed by itself; None when it finished, hung, or was ended because of another."""
-    at = rank.at if rank.at is not None else float("inf")
-    by_itself = rank.ended_by == "self"
-    raised = rank.raised
-    if raised is not None:
-        # An exception is the rank's own even if the launcher ended it later, unless it is how the ending reached it.
-        secondary = is_peer_error(raised) or (not by_itself and bool(raised.names & _ENDING_TYPES))
-        place = raised.innermost
-        return Failure(rank.rank, "exception", at, raised.type, raised.message, str(place or ""), secondary)
-    if not by_itself:
+# -- errors of the script itself
+
+
+def script_error(attempt: Attempt, failures: Failures) -> str | None:
+    """Describe the error of the case's script or the kit that came before everything else; None where none did.
+
+    An exception is the script's when its innermost frame is, by origin. Python's own library and generated code
+    (``<string>``) stand for their caller. What upstream raised is never the script's, whatever it was called with.
+    """
+    first = failures.first
+    if first is None or first.kind != "exception" or first.secondary:
         return None
-    name = died_of(rank)
-    # A crash leaves no exception; where it was, its stack says. (The record's phase is that of its last writing.)
-    where = next((str(place) for place in rank.stuck if place.named), "")
-    if rank.done:
-        where = "teardown, after its done marker"
-    last = next((line.strip() for line in reversed(rank.log_tail.splitlines()) if line.strip()), "")
-    if name:
-        # The NCCL watchdog and gloo abort the whole process over a lost peer.
-        peer = name == "SIGABRT" and bool(_PEER_TEXT.search(rank.log_tail))
-        return Failure(rank.rank, "signal", at, name, last, where, peer)
-    if rank.exit_code:
-        return Failure(rank.rank, "exit", at, f"exit code {rank.exit_code}", last, where, bool(_PEER_TEXT.search(last)))
-    if not rank.done and rank.exit_code == 0:
-        return Failure(rank.rank, "left", at, "exit code 0", "it ended without its done marker", "", False)
+    raised = next(rank for rank in attempt.ranks if rank.rank == first.rank).raised
+    frame = _script_frame(raised) if raised else None
+    if raised is None or frame is None:
+        return None
+    where = f"{portable_path(frame.file)}:{frame.line}"
+    error = first_line(f"{raised.type}: {raised.message}")
+    if frame.is_project:
+        return f"the script itself fails: {where} {error}"
+    return f"raised by code that is not what {where} holds: {error}"
+
+
+def _script_frame(raised: RaisedException) -> CodeLocation | None:
+    """Return the frame to blame when it is the script's, or pretends to be an installed file's; else None."""
+    for frame in reversed(raised.frames):
+        if frame.origin is None:
+            return None  # an older record
+        if frame.is_project or (not frame.origin and "-packages/" in frame.file):
+            return frame
+        if frame.origin and frame.origin.partition(".")[0] not in sys.stdlib_module_names:
+            return None  # upstream raised it
     return None
 
 
-@dataclass(frozen=True)
-class Failures:
-    """The failures of an attempt, those that count apart from those that follow from them."""
-
-    primary: tuple[Failure, ...]  # the earliest first
-    excused: frozenset[int]  # ranks whose end says nothing: secondary errors, ended by the launcher or the deadline
-    ranks: frozenset[int]  # those of ``primary``
-
-    @property
-    def first(self) -> Failure | None:
-        return self.primary[0] if self.primary else None
+def portable_path(file: str) -> str:
+    """Return a path that is the same on every machine: from ``repros/``, or from the packages' folder."""
+    path = file.replace("\\", "/")
+    if "-packages/" in path:
+        return path.rpartition("-packages/")[2]
+    return path[path.rindex("/repros/") + 1 :] if "/repros/" in path else path.rpartition("/")[2]
 
 
-def failures_of(attempt: Attempt) -> Failures:
-    found = [(rank, failure_of(rank)) for rank in attempt.ranks]
-    failed = sorted((f for _, f in found if f is not None), key=lambda f: (f.at, f.rank))
-    primary = [failure for failure in failed if not failure.secondary]
-    if not primary:
-        # Nobody failed otherwise: then a lost connection is the failure, not a consequence of one.
-        primary = failed
-    own = frozenset(failure.rank for failure in primary)
-    excused = {rank.rank for rank, f in found if rank.rank not in own and (f is not None or rank.ended_by != "self")}
-    return Failures(tuple(primary), frozenset(excused), own)
+# -- failure ids
+
+# transformers imports code that came with a model below this name and the name of the folder that it was read from,
+# which may be a temporary one of the process: transformers_modules.qwen_4711.modeling_qwen.generate.
+_REMOTE_CODE = re.compile(r"^transformers_modules\.(?:[^.]+\.)+(?=[^.]+\.[^.]+$)")
+
+
+@dataclass(frozen=True, order=True)
+class Met:
+    """What identifies a failure: a signature; an exception (or signal, exit code) and its location; a failed check."""
+
+    case: str | None = None
+    signature: str | None = None
+    type: str | None = None
+    place: str | None = None  # module.function of the innermost frame
+    check: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.place:
+            object.__setattr__(self, "place", _REMOTE_CODE.sub("transformers_modules.*.", self.place))
+
+    def __str__(self) -> str:
+        """Return it as an expectation writes it."""
+        if self.case:
+            return f"{self.case}/{self.signature}"
+        if self.check:
+            return f"check {self.check}"
+        return f"{self.type} in {self.place}" if self.place else str(self.type)
+
+
+def failure_ids(case: str, outcome: Outcome) -> tuple[Met, ...]:
+    """Identify the failure of one attempt: none where it passed or is no evidence, several where more checks failed."""
+    if outcome.outcome not in ("fires", "other_error"):
+        return ()
+    fires = outcome.outcome == "fires"
+    known = [item for item in outcome.recognised if item.case == case] if fires else list(outcome.others(case))
+    if known:
+        return (Met(case=known[0].case, signature=known[0].signature),)
+    primary = outcome.primary
+    if primary is not None:
+        # Where the main thread stood when a signal came is chance; an exit code has no location at all.
+        location = primary.where if primary.kind == "exception" else ""
+        return (Met(type=primary.type, place=location or None),)
+    if outcome.failed:
+        return tuple(Met(check=name) for name in outcome.failed)
+    return (Met(type="unfinished"),)  # a rank that left nothing behind, or was stopped without a failure of its own
+
+
+def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[Met, ...]:
+    """Identify the failures of an arm's attempts, each once."""
+    ids = {str(item): item for outcome in outcomes for item in failure_ids(case, outcome)}
+    return tuple(ids[name] for name in sorted(ids))

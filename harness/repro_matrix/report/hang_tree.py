@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from repro_matrix.grading.location import threads_of
+from repro_matrix.grading.observation import parse_threads
 from repro_matrix.report.sanitize import line
 
 MOST_FRAMES = 60
@@ -25,7 +25,7 @@ def tree(stacks: Mapping[int, str]) -> list[Node]:
     """``stacks``: rank -> its backtrace, as py-spy or faulthandler print it; only the main threads are shown."""
     found: dict[int, list[str]] = {}
     for rank, stack in list(stacks.items())[:MOST_RANKS]:
-        threads = threads_of(stack[:200_000])
+        threads = parse_threads(stack[:200_000])
         if threads:
             lines = [line(_short(text)) for text in threads[0].lines[:MOST_FRAMES]]
             found[rank] = lines[::-1]  # outermost first

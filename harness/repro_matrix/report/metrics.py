@@ -87,7 +87,7 @@ def proofs(ranks: Sequence[Rank]) -> Iterable[Proof]:
         record = record_of(rank)
         schema = 1 if record.get("schema", 1) == 1 else 2
         for check in record["checks"]:
-            state: str = checks.judged(check, schema, number(record.get("done_at"))).state
+            state: str = checks.evaluate(check, schema, number(record.get("done_at"))).state
             said = (
                 line(check["name"], 60), state, _short(check.get("got")), _short(check.get("want")),
                 "" if check.get("tolerance") is None else _short(check.get("tolerance")),

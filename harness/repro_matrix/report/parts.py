@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from repro_matrix.analysis.inputs import judge_key
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ResultsError
-from repro_matrix.grading.regrade import Judged, judged_again, with_expectations
+from repro_matrix.grading.regrade import Regraded, regrade, with_expectations
 from repro_matrix.records import paths as place
 from repro_matrix.records.document import Arm, Document
 from repro_matrix.records.observation import Observation
@@ -142,10 +142,10 @@ class Stored:
         self._keep(Part(expired=expired), told)
         return Took(judged.documents, same) if self.is_kept else None
 
-    def _told(self, stored: Sequence[Document], graded: bool = False) -> tuple[Judged, list[Document], list[str]]:
+    def _told(self, stored: Sequence[Document], graded: bool = False) -> tuple[Regraded, list[Document], list[str]]:
         """The documents judged, and then beside what is expected and muted now; mutes whose day is over."""
         cases = self.asked.catalogue.cases
-        judged = judged_again(stored, cases, graded)
+        judged = regrade(stored, cases, graded)
         compared = (with_expectations(document, cases[document["case"]]) for document in judged.documents)
         applied = muted.applied(compared, self.asked.mutes, self.asked.today)
         return judged, applied.documents, [mute.over() for mute in applied.expired]

@@ -17,7 +17,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.comparability import machine
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.grading.expectations import expected as expectation
-from repro_matrix.grading.failure_id import Met
+from repro_matrix.grading.root_cause import Met
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import Outcome, Verdict
 from repro_matrix.results.version_ranges import expectations, measured, runs, upstream

@@ -7,10 +7,9 @@ from typing import cast
 
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.machine import Machine
-from repro_matrix.grading import capabilities as facts
-from repro_matrix.grading import consistency as genuine
 from repro_matrix.grading import grade, outcome
-from repro_matrix.grading.comparability import machine
+from repro_matrix.grading.comparability import machine, recorded_capabilities
+from repro_matrix.grading.consistency import fingerprint_mismatch
 from repro_matrix.grading.regrade import verdicts_of, with_expectations
 from repro_matrix.planning.plan import ArmPlan, CellPlan
 from repro_matrix.records.base import Accelerator
@@ -79,7 +78,7 @@ def _arm(plan: ArmPlan) -> Arm:
 def believed(document: Document, case: Case) -> bool:
     """Whether a document may be gone on with: one whose attempts contradict it is measured anew (and stays in the
     history), and so is another case's. An arm under another fingerprint is left behind by itself (``take_over``)."""
-    return document["case"] == case.slug and genuine.contradiction(document, case) is None
+    return document["case"] == case.slug and fingerprint_mismatch(document) is None
 
 
 def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:
@@ -139,7 +138,7 @@ def settle(
     where: str,
 ) -> None:
     """Judge the cell over all its attempts. ``history``: older documents of the same cell (other stacks)."""
-    document["hardware"]["facts"] = facts.seen(document)
+    document["hardware"]["facts"] = recorded_capabilities(document)
     document["verdicts"] = verdicts_of(document, case, history)
     document["verdicts"] = with_expectations({**document, "where": where}, case)["verdicts"]
     document["provenance"]["ended"] = ended

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from repro_matrix.grading.failure_id import Met, met_in
 from repro_matrix.grading.outcome import Outcome
+from repro_matrix.grading.root_cause import Met, failure_ids
 from repro_matrix.records.document import Document, Made
 
 
@@ -34,4 +34,4 @@ def _answers(attempts: Iterable[Made]) -> list[Made]:
 
 def _met(case: str, made: Made) -> tuple[Met, ...]:
     """Nothing for whatever is not another error: it makes the cell one that shows something."""
-    return met_in(case, Outcome.from_json(made["outcome"])) if made["outcome"]["outcome"] == "other_error" else ()
+    return failure_ids(case, Outcome.from_json(made["outcome"])) if made["outcome"]["outcome"] == "other_error" else ()

@@ -11,7 +11,7 @@ from packaging.version import Version
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.failure_id import Met
+from repro_matrix.grading.root_cause import Met
 from repro_matrix.records.document import Document
 from repro_matrix.results.version_ranges import release, upstream
 

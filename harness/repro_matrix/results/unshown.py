@@ -12,7 +12,7 @@ from pathlib import Path
 
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.grading.regrade import judged_again
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import BASELINE, CHECKOUT, EXPECTED
 from repro_matrix.records.paths import LINES
 from repro_matrix.results import provenance
@@ -40,7 +40,7 @@ def dropped(catalogue: Catalogue, cases: Iterable[str] | None = None) -> list[st
         if not case.expect:
             continue
         store = Store(own.baseline)
-        judged = judged_again(store.documents(cases=[slug]), catalogue.cases).documents
+        judged = regrade(store.documents(cases=[slug]), catalogue.cases).documents
         found += store.damaged
         missing = [f"{slug}: expected of every cell" for entry in case.expect if not entry.cells]
         missing += unbacked(case, judged)

@@ -19,9 +19,9 @@ from packaging.version import Version
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.packages import UPSTREAM
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.capabilities import depends_on
+from repro_matrix.grading.comparability import depends_on
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.failure_id import Met
+from repro_matrix.grading.root_cause import Met
 from repro_matrix.records.document import Cell
 
 release = lru_cache(maxsize=4096)(Version)  # of all that is published there are a few hundred

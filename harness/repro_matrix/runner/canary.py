@@ -19,7 +19,7 @@ from repro_matrix.config.catalog import Catalogue, parse, read_yaml
 from repro_matrix.config.schema import Case
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.grading.failure_id import Met
+from repro_matrix.grading.root_cause import Met
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner

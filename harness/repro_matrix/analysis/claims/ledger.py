@@ -22,7 +22,7 @@ from repro_matrix.analysis.claims.support import Grounds
 from repro_matrix.config.axes import Strategy
 from repro_matrix.config.predictions import Claim, Prediction
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.comparability import comparable_documents
+from repro_matrix.grading.comparability import cell_difference
 from repro_matrix.records.document import Document
 
 Status = Literal["upheld", "refuted", "conditional", "untested"]
@@ -207,7 +207,7 @@ def _unless_alike(
     said = _evidence(prediction, case, document, grounds)
     newest = next(d for d in about if _same_cell(d, document))
     arms = dict.fromkeys([prediction.arm, prediction.against or "broken"])
-    why = comparable_documents(document, newest, arms)
+    why = cell_difference(document, newest, arms)
     return said if why is None else replace(said, holds=None, measured=f"left out: {why}")
 
 

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.axes import Strategy
-from repro_matrix.grading.grade import same_release
+from repro_matrix.grading.consistency import same_release
 from repro_matrix.records.document import Cell
 
 

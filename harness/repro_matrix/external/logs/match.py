@@ -19,9 +19,8 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.signatures import Elsewhere, Signature
 from repro_matrix.external.logs.distinct import Error
 from repro_matrix.external.logs.scan import Note, Seen
-from repro_matrix.grading.location import dotted
-from repro_matrix.grading.observation import NO_RECORD, Attempt, Rank
-from repro_matrix.grading.root_cause import Failures, failures_of, is_peer_error
+from repro_matrix.grading.observation import NO_RECORD, Attempt, Rank, module_names
+from repro_matrix.grading.root_cause import Failures, find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.records.observation import Attempt as AttemptLeft
 from repro_matrix.records.observation import Rank as RankLeft
@@ -95,7 +94,7 @@ def recognise(seen: Seen, catalogue: Catalogue) -> Answer:
     own = [error for error in seen.errors if error not in launchers]
     attempt = _attempt(_rank(index, error) for index, error in enumerate(own))
     # An error that only a lost peer explains is an echo, also where the log does not hold what it echoes.
-    primary = failures_of(attempt).ranks - {rank.rank for rank in attempt.ranks if _lost_peer(rank)}
+    primary = find_failures(attempt).ranks - {rank.rank for rank in attempt.ranks if _lost_peer(rank)}
     found = [
         _failure(error, catalogue, seen) if index in primary else Failure(error, where(error), echo=True)
         for index, error in enumerate(own)
@@ -193,7 +192,7 @@ def _failure(error: Error, catalogue: Catalogue, seen: Seen) -> Failure:
     known: list[Known] = []
     perhaps: list[Known] = []
     attempt = _attempt([_rank(0, error)])
-    judged = failures_of(attempt)
+    judged = find_failures(attempt)
     strategies = strategies_of(error)
     for asked in catalogue.failures:
         # The same words under another strategy have another cause (grading/grade.py says so as well).
@@ -264,7 +263,7 @@ def where(error: Error) -> str:
     place = error.places[-1] if error.places else None
     if place is None:
         return ""
-    names = dotted(str(place["file"]))
+    names = module_names(str(place["file"]))
     at = f"{place['file']}:{place['line']}" if place.get("line") else str(place["file"])
     return f"{names[0]}.{place['function']} ({at})" if len(names) == 1 else f"{place['function']} ({at})"
 
@@ -289,7 +288,7 @@ def _is_remark(signature: Signature, note: Note) -> bool:
     else:
         record["logs"] = [{"logger": signature.package or "", "message": note.text, "file": ""}]
     attempt = _attempt([_left(0, record)])
-    return match_attempt(signature, attempt, failures_of(attempt)) is not None
+    return match_attempt(signature, attempt, find_failures(attempt)) is not None
 
 
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|(?<![\w.])\d+(?:\.\d+)*(?![\w])|(?<=[:=])\d+")

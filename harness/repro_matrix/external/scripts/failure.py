@@ -27,11 +27,11 @@ from repro_matrix.config.vocabulary import SignatureKind
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.logs.match import Catalogue, completed, recognise
 from repro_matrix.external.logs.scan import Texts, scan
-from repro_matrix.grading.grade import SHOWN
+from repro_matrix.grading.grade import MAX_MESSAGE
 from repro_matrix.grading.observation import Attempt, raised_chain
 from repro_matrix.grading.outcome import Outcome, Primary, Recognised
 from repro_matrix.grading.root_cause import Failure as RankFailure
-from repro_matrix.grading.root_cause import Failures, failures_of
+from repro_matrix.grading.root_cause import Failures, find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.records.observation import Infra, Line, Observation
 from repro_matrix.search.labels import plain
@@ -150,7 +150,7 @@ def normal(message: str) -> str:
 
 
 def _package(place: Any) -> str:
-    if place is None or place.place == "" or (place.place is None and "site-packages" not in place.file):
+    if place is None or place.origin == "" or (place.origin is None and "site-packages" not in place.file):
         return ""
     return place.modules[0].partition(".")[0] if place.modules else ""
 
@@ -161,10 +161,12 @@ def _package(place: Any) -> str:
 def judge(failure: Failure, observation: Observation, name: str) -> Outcome:
     """``name``: of the script, which stands where a case's slug would."""
     attempt = Attempt(observation)
-    failures = failures_of(attempt)
+    failures = find_failures(attempt)
     first = next((each for each in failures.primary if each.kind != "left"), None)
     primary = (
-        None if first is None else Primary(first.rank, first.type, first.message[:SHOWN], _where(first), first.kind)
+        None
+        if first is None
+        else Primary(first.rank, first.type, first.message[:MAX_MESSAGE], _where(first), first.kind)
     )
     infra = attempt.infra
     if attempt.interrupted:
@@ -174,7 +176,7 @@ def judge(failure: Failure, observation: Observation, name: str) -> Outcome:
     seen = _seen(failure, attempt, failures, first, observation)
     if seen is not None:
         ranks, kind, message = seen
-        found = Recognised(name, SIGNATURE, ranks, kind, message[:SHOWN])
+        found = Recognised(name, SIGNATURE, ranks, kind, message[:MAX_MESSAGE])
         return Outcome("fires", message, (found,), primary, ranks=ranks)
     if infra and failure.kind != "any":
         return _lost(infra, primary)
@@ -243,7 +245,9 @@ def _seen(
         found: list[Line] = printed["log"] if printed else []
         lines = [(item["rank"], item["line"]) for item in found]
         for rank in attempt.ranks:
-            lines += [(rank.rank, note.message) for note in rank.notes if re.search(failure.pattern, note.message)]
+            lines += [
+                (rank.rank, note.message) for note in rank.log_entries if re.search(failure.pattern, note.message)
+            ]
         return None if not lines else (tuple(sorted({rank for rank, _ in lines})), "log", lines[0][1])
     if failure.kind == "exit":
         ranks = tuple(rank.rank for rank in attempt.ranks if rank.exit_code == failure.code and rank.ended_by == "self")
@@ -285,7 +289,7 @@ def _worked_s(attempt: Attempt, observation: Observation) -> float:
 def _in_thread(failure: Failure, attempt: Attempt) -> Shown | None:
     """The failure that was asked for, where it ended a thread of a rank and not the rank."""
     for rank in attempt.ranks:
-        for note in rank.notes:
+        for note in rank.log_entries:
             kind, _, message = note.message.partition(": ")
             same = kind.rpartition(".")[2] == str(failure.type).rpartition(".")[2]
             if note.name == "threading" and same and re.search(failure.pattern or "", message):

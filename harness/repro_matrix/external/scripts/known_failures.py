@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.observation import Attempt
-from repro_matrix.grading.root_cause import failures_of
+from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.records.document import Made
 
@@ -18,7 +18,7 @@ def cases(attempts: Sequence[Made], among: Iterable[Case]) -> list[str]:
     if failed is None:
         return []
     attempt = Attempt(failed["observation"])
-    failures = failures_of(attempt)
+    failures = find_failures(attempt)
     return [
         case.slug
         for case in among

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from repro_matrix.external.scripts.document import Document
 from repro_matrix.external.scripts.failure import normal
 from repro_matrix.external.scripts.traceback_text import tracebacks
-from repro_matrix.grading.location import threads_of
-from repro_matrix.grading.observation import Attempt
-from repro_matrix.grading.root_cause import failures_of
+from repro_matrix.grading.observation import Attempt, parse_threads
+from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.records.document import Made
 from repro_matrix.records.observation import Observation
 from repro_matrix.text import one_line
@@ -83,7 +82,7 @@ def _stood(observation: Observation) -> Iterator[str]:
     """Of a hang: the innermost frames of each rank's main thread; ranks that stood alike in a line."""
     places: dict[tuple[str, ...], list[int]] = {}
     for rank in Attempt(observation).ranks:
-        threads = threads_of(rank.stack) if rank.stack else []
+        threads = parse_threads(rank.stack) if rank.stack else []
         frames = tuple(" ".join(line.split()) for line in threads[0].lines[:FRAMES]) if threads else ()
         places.setdefault(frames, []).append(rank.rank)
     for frames, ranks in places.items():
@@ -94,7 +93,7 @@ def _stood(observation: Observation) -> Iterator[str]:
 
 def _notes(observation: Observation) -> Iterator[str]:
     attempt = Attempt(observation)
-    failures = failures_of(attempt)
+    failures = find_failures(attempt)
     silent = {rank.rank for rank in attempt.ranks if not rank.wrote and rank.exit_code is None and not rank.signal}
     follow = sorted(rank for rank in failures.excused if failures.primary and rank not in silent)
     if follow:
@@ -110,7 +109,7 @@ def _notes(observation: Observation) -> Iterator[str]:
     yield from _tracebacks(observation)
     yield from _differing(observation)
     for rank in attempt.ranks:
-        threads = [note for note in rank.notes if note.name == "threading"]
+        threads = [note for note in rank.log_entries if note.name == "threading"]
         if threads:
             yield f"rank {rank.rank}: a thread ended with {threads[0].message}"
         if rank.rank in silent and len(silent) < len(attempt.ranks):

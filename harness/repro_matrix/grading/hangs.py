@@ -1,0 +1,326 @@
+"""Decide whether an attempt hangs: two process samples per rank show no progress, or its ranks are deadlocked. Pure.
+
+**Progress.** A sample (launch/sampling.py takes it) holds the CPU time of a rank and everything below it, whether any
+of that was about to run, what it read and wrote, its phase, its stack, and the collectives that it entered. Anything
+that changed is progress. ``stuck`` needs evidence that nothing did: a rank that could not be sampled twice, or whose
+stack and collectives are both unknown, is ``unknown``. A rank that waits on a GPU spins: its CPU time is no evidence
+while its main thread stands in a wait.
+
+**Deadlock.** A rank in a collective waits for those members of its process group that have not entered it. Where every
+living rank waits for one that has ended, or that waits itself in the same way, none can go on. Two ranks that entered
+different collectives as the same one of their group never meet either. What each entered comes from torch's flight
+recorder (torch/distributed/flight_recorder is the model of the comparison). It does not hold every collective: gloo's
+send and recv are missing, older releases record NCCL alone. A rank that stands in torch.distributed without an entry
+waits for ranks that are not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from repro_matrix.grading.observation import Attempt, items, mapping, number, parse_threads, text
+from repro_matrix.grading.root_cause import is_peer_error
+from repro_matrix.records.base import InfraKind
+from repro_matrix.text import list_ranks
+
+# -- progress
+
+Progress = Literal["progress", "stuck", "unknown"]
+Sample = Mapping[str, Any]
+
+MIN_INTERVAL_S = 1.5  # samples that are closer than this are no evidence of standing still
+CPU_S, CPU_SHARE = 0.05, 0.03  # what a waiting rank may use: being sampled, heartbeats
+IO_BYTES = 64 << 10  # what a waiting rank may read and write
+
+
+def rank_progress(first: Sample | None, second: Sample | None) -> Progress:
+    """Compare two samples of one rank."""
+    if not first or not second:
+        return "unknown"
+    if bool(first.get("ended")) != bool(second.get("ended")):
+        return "progress"
+    if second.get("ended"):
+        return "stuck"  # it cannot move any more; whether that matters is decided for all ranks
+    for key in ("phase", "stack", "entered"):
+        before, after = first.get(key), second.get(key)
+        if before is not None and after is not None and before != after:
+            return "progress"
+    interval, io, cpu = (_increase(first, second, key) for key in ("at_s", "io", "cpu_s"))
+    if io is not None and io > IO_BYTES:
+        return "progress"
+    if interval is None or interval < MIN_INTERVAL_S:
+        return "unknown"
+    if not (second.get("spins") and first.get("spins")):
+        if cpu is None:
+            return "unknown"
+        if cpu > CPU_S + CPU_SHARE * interval or (first.get("busy") and second.get("busy")):
+            return "progress"
+        if first.get("busy") or second.get("busy"):
+            return "unknown"  # about to run once: a machine under load gives little CPU time
+    known = any(first.get(key) is not None and second.get(key) is not None for key in ("stack", "entered"))
+    return "stuck" if known else "unknown"
+
+
+def attempt_progress(samples: Mapping[int, tuple[Sample | None, Sample | None]]) -> Progress:
+    """Judge all ranks together: one that moves is progress, because the others may be waiting for it."""
+    ranks = [rank_progress(first, second) for first, second in samples.values()]
+    if "progress" in ranks:
+        return "progress"
+    living = [second for _, second in samples.values() if second and not second.get("ended")]
+    return "unknown" if "unknown" in ranks or not living else "stuck"
+
+
+def last_two(samples: Sequence[Sample] | None) -> tuple[Sample | None, Sample | None]:
+    if not samples or len(samples) < 2:
+        return None, samples[-1] if samples else None
+    return samples[-2], samples[-1]
+
+
+def _increase(first: Sample, second: Sample, key: str) -> float | None:
+    before, after = number(first.get(key)), number(second.get(key))
+    return None if before is None or after is None else after - before
+
+
+def timeout_without_hang(attempt: Attempt) -> tuple[InfraKind, str] | None:
+    """Return why an attempt that timed out is not a hang: (kind of infra, message); None where it is one.
+
+    Without samples, a timeout is a hang. So is a rank that failed by itself while the others went on: the grader
+    decides that.
+    """
+    if not attempt.timed_out or any(rank.raised and not is_peer_error(rank.raised) for rank in attempt.ranks):
+        return None
+    hang = attempt.hang
+    limit = (number(hang["limit_s"]) if hang else None) or attempt.deadline or 0.0
+    if hang and hang["starting"]:
+        phases = ", ".join(f"rank {rank.rank}: {rank.record['phase'] or 'no record'}" for rank in attempt.ranks)
+        return "start-up too slow", f"not started after {limit:g} s ({phases})"
+    pairs = {rank.rank: last_two(rank.samples) for rank in attempt.ranks if rank.samples is not None}
+    progress = attempt_progress(pairs) if pairs else "stuck"
+    if progress == "progress":
+        moved = [
+            f"rank {rank} (phase {text(pair[1].get('phase')) or 'unknown'})"
+            for rank, pair in pairs.items()
+            if pair[1] and rank_progress(*pair) == "progress"
+        ]
+        return "too slow", f"still at work after {limit:g} s: {', '.join(moved)}"
+    if progress == "unknown":
+        unknown = {rank: _why_unknown(*pair) for rank, pair in pairs.items() if rank_progress(*pair) == "unknown"}
+        reasons = ", ".join(f"rank {rank}: {reason}" for rank, reason in unknown.items()) or "all had ended"
+        return "unknown", f"timed out after {limit:g} s, and it is not known whether its ranks moved ({reasons})"
+    return None
+
+
+def _why_unknown(first: Sample | None, second: Sample | None) -> str:
+    if not first or not second or (_increase(first, second, "at_s") or 0.0) < MIN_INTERVAL_S:
+        return "not sampled twice"
+    if _increase(first, second, "cpu_s") is None:
+        return "its CPU time could not be read"
+    return "about to run" if first.get("busy") or second.get("busy") else "no stack"
+
+
+# -- what a stack shows
+
+_WAITS = frozenset({"wait", "wait_tensor", "trigger_wait", "monitored_barrier", "batch_isend_irecv"})
+_DDP_CALLS = {"_distributed_broadcast_coalesced": "broadcast"}  # of its buffers, done in C++
+_DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")  # how an operation is called: never where a rank stands
+
+
+def blocking_call(stack: str) -> str:
+    """Return the function of torch.distributed in which a main thread waits for others; "" anywhere else.
+
+    Making groups and connecting (new_group, rendezvous) does not count: it may take long, and ends by itself.
+    """
+    main = next((thread.frames for thread in parse_threads(stack) if thread.main), ())
+    frame = next((frame for frame in main if not _DISPATCH.search(frame.file)), None)
+    if frame and frame.function in _DDP_CALLS and "/torch/nn/parallel/distributed.py" in frame.file:
+        return _DDP_CALLS[frame.function]
+    if frame is None or "/torch/distributed/" not in frame.file or "/torch/distributed/elastic/" in frame.file:
+        return ""
+    return frame.function if collective_kind(frame.function) or frame.function in _WAITS else ""
+
+
+def in_backward(stack: str) -> bool:
+    """Whether the main thread is inside the autograd engine, with no Python hook at work."""
+    main = next((thread.frames for thread in parse_threads(stack) if thread.main), ())
+    return bool(main) and main[0].function == "_engine_run_backward"
+
+
+def stable_stack(stack: str) -> str:
+    """Return what stays the same in a stack while nothing moves: the main thread, and other threads in torch."""
+    kept = []
+    for thread in parse_threads(stack):
+        monitor = any("repro_kit/rank_monitor.py" in frame.file for frame in thread.frames)
+        if thread.main or (not monitor and any("/torch/" in frame.file for frame in thread.frames)):
+            kept.append("\n".join(thread.lines))
+    return "\n\n".join(kept)
+
+
+# -- deadlock
+
+Group = tuple[str, tuple[int, ...]]  # a name and its ranks: a group's name may mean other ranks elsewhere
+_KINDS = (
+    "allgather", "reducescatter", "allreducebarrier", "allreduce", "alltoall", "broadcast", "barrier", "gather",
+    "scatter", "reduce", "send", "recv",
+)  # fmt: skip
+
+
+def collective_kind(op: str) -> str:
+    """Return the kind of a collective, whatever a release or backend calls it; "" for an unknown one."""
+    plain = re.sub(r"[^a-z]", "", op.partition(" ")[0].lower())
+    kind = next((name for name in _KINDS if plain.startswith(name)), "")
+    return "barrier" if kind == "allreducebarrier" else kind
+
+
+class Entry(NamedTuple):
+    """One collective that a rank has entered."""
+
+    group: Group
+    sequence: int
+    op: str
+    waits: bool  # not finished
+
+
+@dataclass(frozen=True)
+class RankCollectives:
+    """One rank at one moment. ``entries``: None where its collectives are not known."""
+
+    rank: int
+    ended: bool = False
+    inside: str = ""  # the function of torch.distributed in which its main thread waits; "" anywhere else
+    entries: tuple[Entry, ...] | None = None
+    complete: bool = False  # whether the recorder still holds all that the rank ever entered
+
+    @property
+    def pending(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries or () if entry.waits)
+
+    def last(self, group: Group) -> int | None:
+        """Return the number of the last collective of a group that it entered; None where that is not known."""
+        if self.entries is None:
+            return None
+        numbers = [entry.sequence for entry in self.entries if entry.group == group]
+        return max(numbers) if numbers else 0 if self.complete else None
+
+
+def rank_collectives(rank: int, ended: bool, inside: str, answer: Any) -> RankCollectives:
+    """Parse the answer of a rank's monitor; drop whatever is malformed in it."""
+    answer = mapping(answer)
+    groups = {}
+    for name, members in mapping(answer.get("groups")).items():
+        if isinstance(members, (list, tuple)) and all(isinstance(each, int) for each in members):
+            groups[str(name)] = tuple(sorted(members))
+    listed = answer.get("collectives")
+    if not isinstance(listed, list):
+        return RankCollectives(rank, ended, inside)
+    entries = []
+    for item in items(listed):
+        sequence, name = item.get("sequence"), text(item.get("group"))
+        if item.get("p2p") or not isinstance(sequence, int) or isinstance(sequence, bool) or name not in groups:
+            continue  # a send is matched by its peer, not by its number: who waits in one is not known
+        entries.append(Entry((name, groups[name]), sequence, text(item.get("op")), item.get("waits") is True))
+    return RankCollectives(rank, ended, inside, tuple(entries), answer.get("complete") is True)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first collective of a group that not all of its ranks entered, or not as the same one."""
+
+    group: Group
+    sequence: int
+    ops: Mapping[int, str]  # by the ranks that entered it
+    missing: tuple[int, ...]  # ranks that did not, and nothing shows that they will
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(sorted({collective_kind(op) or op for op in self.ops.values()}))
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether ranks entered different kinds of collectives as the same one."""
+        return len({collective_kind(op) for op in self.ops.values()} - {""}) > 1
+
+    def __str__(self) -> str:
+        entered = ", ".join(f"rank {rank} in {op}" for rank, op in sorted(self.ops.items()))
+        missing = f"; {list_ranks(self.missing)} did not enter it" if self.missing else ""
+        name, members = self.group
+        return f"collective {self.sequence} of group {name} ({list_ranks(members)}): {entered}{missing}"
+
+
+def find_mismatches(ranks: Iterable[RankCollectives]) -> list[Mismatch]:
+    """Return every collective that a rank waits in and that a member has not entered, or not as the same kind.
+
+    Contradictions come first, then the earliest. A member of which nothing is known counts as neither.
+    """
+    known = {each.rank: each for each in ranks}
+    found = []
+    for group, sequence in sorted({(entry.group, entry.sequence) for each in known.values() for entry in each.pending}):
+        ops: dict[int, str] = {}
+        missing = []
+        for member in group[1]:
+            rank = known.get(member)
+            if rank is None:
+                continue
+            op = next((e.op for e in rank.entries or () if (e.group, e.sequence) == (group, sequence)), None)
+            last = rank.last(group)
+            if op is not None:
+                ops[member] = op
+            elif (rank.ended and last is None) or (last is not None and last < sequence):
+                missing.append(member)
+        mismatch = Mismatch(group, sequence, ops, tuple(missing))
+        if mismatch.missing or mismatch.contradicts:
+            found.append(mismatch)
+    return sorted(found, key=lambda one: (not one.contradicts, one.sequence, one.group))
+
+
+def find_deadlock(ranks: Iterable[RankCollectives], spins: bool = False) -> str | None:
+    """Return why these ranks, none of which moves, can never go on; None where they might.
+
+    ``spins``: they wait on GPUs, where the host stands in a synchronize and not in the collective; an entry that waits
+    is then enough for a rank to count as waiting.
+    """
+    known = {each.rank: each for each in ranks}
+    living = {rank: each for rank, each in known.items() if not each.ended}
+    if not living or not all(each.inside or (spins and each.pending) for each in living.values()):
+        return None  # one is at work elsewhere, or sleeps: the others may be waiting for it
+    mismatches = find_mismatches(known.values())
+    if mismatches:
+        return str(mismatches[0]) if _all_blocked(known, living, mismatches) else None
+    return None if any(each.pending for each in living.values()) else _by_calls(known, living)
+
+
+def _all_blocked(
+    known: Mapping[int, RankCollectives], living: Mapping[int, RankCollectives], mismatches: list[Mismatch]
+) -> bool:
+    """Whether every living rank waits for an ended one, or for another that waits so itself."""
+    by_entry = {(one.group, one.sequence): one for one in mismatches}
+    blocked = set(known)  # the ended ones stay in it
+    while free := {r for r in blocked & set(living) if not _waits_for(living[r], blocked, set(known), by_entry)}:
+        blocked -= free
+    return set(living) <= blocked
+
+
+def _waits_for(
+    rank: RankCollectives, blocked: set[int], everyone: set[int], by_entry: Mapping[tuple[Group, int], Mismatch]
+) -> bool:
+    if not rank.pending:
+        return bool(rank.inside) and everyone - {rank.rank} <= blocked  # for whom is not known: for all of them
+    for entry in rank.pending:
+        mismatch = by_entry.get((entry.group, entry.sequence))
+        if mismatch and (mismatch.contradicts or set(mismatch.missing) & blocked):
+            return True
+    return False
+
+
+def _by_calls(known: Mapping[int, RankCollectives], living: Mapping[int, RankCollectives]) -> str | None:
+    """Without any entry: ranks that stand in different kinds of collectives, or wait where one has ended."""
+    ended = sorted(set(known) - set(living))
+    calls = ", ".join(f"rank {rank} in {each.inside}" for rank, each in sorted(living.items()))
+    if ended:
+        return f"{calls}; {list_ranks(ended)} ended"
+    kinds = {collective_kind(each.inside) for each in living.values()}
+    if len(kinds) > 1 and "" not in kinds and kinds != {"send", "recv"}:
+        return calls
+    return None
