@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check jobs-check test test-slow test-all lies exports two-nights mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -75,17 +75,15 @@ test-slow: $(READY) ## the rest of them, which is exhaustive, and more examples 
 
 test-all: test test-slow ## both
 
-lies: $(READY) ## plant what must not be believed (scripts, documents, environment, stacks); a table, 1 if one is
-	@cd tests && $(BIN)/python -m lies $(ARGS)
-
 exports: $(READY) ## every case's script as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
 	@cd tests && $(BIN)/python -m exports $(ARGS)
 
 two-nights: $(READY) ## the nightly job's steps, twice, on a stack that moved in between: found, searched, told (a stack is built)
 	@cd tests && $(BIN)/python -m two_nights
 
-mutants: $(READY) ## change one place at a time of what judges; its tests must fail (half an hour; ARGS="--only judge/met")
-	@$(BIN)/python -m bench.mutants $(ARGS)
+mutants: $(READY) ## change the grading code, one place at a time: its tests must fail (an hour; needs uv)
+	@VIRTUAL_ENV=$(CURDIR)/.venv uv pip install -q mutmut
+	@$(BIN)/mutmut run $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
 	@for name in $(or $(ONLY),match report launch probe catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done

@@ -23,7 +23,7 @@ from repro_matrix.paths import CONF, REPROS
 
 pytest_plugins = ["cpu"]
 # Property tests: a quarter of the examples in the gate that hypothesis takes by itself, twice as many in `make
-# test-slow`. Fifteen are what `make mutants` needs to see a changed judge.
+# test-slow`. Fifteen are enough to see a changed grader.
 for profile, examples in (("gate", 25), ("many", 200)):
     settings.register_profile(
         profile, max_examples=examples, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -31,7 +31,7 @@ for profile, examples in (("gate", 25), ("many", 200)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
-@pytest.hookimpl(optionalhook=True)  # bench/mutants.py runs without xdist
+@pytest.hookimpl(optionalhook=True)  # mutmut runs without xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: what launches ranks waits for a sixth of its time (for a hang to be one, for a
     server, for processes to end), and of two cores one idled then."""

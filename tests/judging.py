@@ -1,4 +1,4 @@
-"""Observations, cases and documents made by hand, for the tests of judging."""
+"""Hand-made observations, cases and documents."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def exception(
     }
 
 
-def check(name: str = "logits", passed: bool = True) -> dict[str, Any]:
-    return {"name": name, "passed": passed, "got": 0.5, "want": 0.0, "tolerance": 1e-4}
+def check(name: str = "logits", passed: bool = True, **changes: Any) -> dict[str, Any]:
+    got = 0.0 if passed else 0.5
+    made = {"name": name, "got": got, "want": 0.0, "tolerance": 1e-4, "looked_at": "it", "at": 5.0, "passed": passed}
+    return {**made, **changes}
 
 
 def made(**changes: Any) -> dict[str, Any]:
@@ -52,9 +54,9 @@ def made(**changes: Any) -> dict[str, Any]:
 
 def record(rank: int = 0, **changes: Any) -> dict[str, Any]:
     made = {
-        "schema": 1, "rank": rank, "world_size": 2, "pid": 1, "started": 100.0, "ended": 110.0 + rank, "phase": "end",
-        "done": True, "exception": None, "checks": [check()], "metrics": {}, "facts": {}, "versions": {},
-        "warnings": [], "logs": [], "cpu_s": 1.0, "peak_rss_mb": 300.0,
+        "schema": 2, "rank": rank, "world_size": 2, "pid": 1, "started": 100.0, "ended": 110.0 + rank,
+        "phase": "end", "done": True, "done_at": 9.0, "exception": None, "checks": [check()], "metrics": {},
+        "facts": {}, "versions": {}, "warnings": [], "logs": [], "cpu_s": 1.0, "peak_rss_mb": 300.0,
     }  # fmt: skip
     return {**made, **changes}
 
@@ -96,17 +98,13 @@ def observation(*ranks: dict[str, Any], infra: Any = None, **attempt: Any) -> di
     for each in records:  # record() is of two ranks
         if "world_size" in each:
             each["world_size"] = made["attempt"]["world_size"]
-    if {"versions", "fingerprint"} & attempt.keys() or any(each.get("schema") == 2 for each in records):
-        _of_today(made["attempt"], records)
+    # What the engine and the kit always write, where the test does not: promises, and that they were kept.
+    settings = {"flags": {}, **made["attempt"]["settings"]}
+    settings["strategy"] = {"promises": {"collectives": []}, **settings.get("strategy", {})}
+    made["attempt"]["settings"] = settings
+    for each in records:
+        each.update({**as_promised(settings, made["attempt"]["world_size"]), **each})
     return made
-
-
-def _of_today(attempt: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    """What today's engine and kit always write, where the test does not: promises, and that they were kept."""
-    if "strategy" not in attempt["settings"]:
-        attempt["settings"] = {"flags": {}, **attempt["settings"], "strategy": {"promises": {"collectives": []}}}
-        for each in records:
-            each.update({**as_promised(attempt["settings"], attempt["world_size"]), **each})
 
 
 EXCEPTION = {

@@ -23,7 +23,7 @@ from repro_matrix.external.logs.literals import required
 from repro_matrix.external.logs.match import Answer, Catalogue, normalised, recognise
 from repro_matrix.external.logs.scan import Seen, Texts, scan
 from repro_matrix.external.logs.stored import stored
-from repro_matrix.grading.signature import patterns
+from repro_matrix.grading.signature import message_patterns
 
 CASES = catalogue.load().cases
 CATALOGUE, TEXTS = Catalogue(CASES), Texts(CASES.values())
@@ -165,11 +165,13 @@ def test_another_strategy_in_the_traceback_is_another_cause() -> None:
     assert "inputs-card-zero-simulated" in {item.case for item in answer(frames).failures[0].perhaps}
 
 
-@pytest.mark.parametrize("name", [f"{c.slug}/{s.name}" for c in CASES.values() for s in c.signatures if patterns(s)])
+@pytest.mark.parametrize(
+    "name", [f"{c.slug}/{s.name}" for c in CASES.values() for s in c.signatures if message_patterns(s)]
+)
 def test_every_text_of_a_signature_has_a_literal_to_be_found_by(name: str) -> None:
     slug, _, signature = name.partition("/")
     found = next(each for each in CASES[slug].signatures if each.name == signature)
-    for pattern in patterns(found):
+    for pattern in message_patterns(found):
         assert required(pattern) and all(len(text) >= 4 for text in required(pattern))
 
 

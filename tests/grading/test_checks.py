@@ -1,4 +1,4 @@
-"""A check is judged by its numbers, never by what the rank says of it: harness/repro_matrix/grading/checks.py."""
+"""A check is evaluated by its numbers, never by what the rank says of it."""
 
 from __future__ import annotations
 
@@ -9,150 +9,125 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, observation, ok, record
-from repro_matrix.grading.checks import judged, same
-from repro_matrix.grading.grade import grade
-from repro_matrix.grading.outcome import Outcome
+from judging import made, observation, ok, record
+from repro_matrix.grading.checks import evaluate, same_json
+from repro_matrix.grading.observation import Attempt
 from repro_matrix.paths import REPROS
 
 sys.path.insert(0, str(REPROS))
 from repro_kit.record import holds, plain
 
-CASE = case()
-
-
-def numbers(got: Any, want: Any = 0.0, tolerance: Any = 1e-4, passed: Any = True, **more: Any) -> dict[str, Any]:
-    made = {"name": "logits", "got": got, "want": want, "tolerance": tolerance, "looked_at": "", "at": 5.0}
-    return {**made, "passed": passed, **more}
-
-
-def exact(got: Any, want: Any, passed: Any = True, looked_at: Any = "the tokens") -> dict[str, Any]:
-    return numbers(got, want, None, passed, looked_at=looked_at)
-
-
-def graded(*checks: dict[str, Any], done_at: Any = 9.0, **changes: Any) -> Outcome:
-    good = record(1, schema=2, checks=[numbers(0.0)], done_at=9.0)
-    seen = record(0, schema=2, checks=list(checks), done_at=done_at)
-    return grade(CASE, "broken", observation(ok(0, record=seen, **changes), ok(1, record=good)), [CASE])
+BAD = {"passed": False}
+TEXT: dict[str, Any] = {"tolerance": None, "got": "a", "want": "a"}
 
 
 @pytest.mark.parametrize(
-    ("check", "state"),
+    ("changes", "state"),
     [
-        (numbers(0.00005), "passed"),
-        (numbers([1.0, 2.0], [1.0, 2.00001]), "passed"),
-        (numbers(3, 3, 0), "passed"),
-        (exact([[1, 2], [3, 4]], [[1, 2], [3, 4]]), "passed"),
-        (exact({}, {}), "passed"),
-        (numbers(0.5, passed=False), "failed"),
-        (numbers("nan", passed=False), "failed"),
-        (numbers([0.0, "nan"], [0.0, 0.0], passed=False), "failed"),
-        (numbers([0.0, "inf"], [0.0, 0.0], passed=False), "failed"),
-        (numbers(math.nan, passed=False), "failed"),
-        (numbers(1e308, -1e308, 1e307, passed=False), "failed"),  # their distance overflows
-        (numbers(10**400, 0, 0, passed=False), "failed"),
-        (numbers(0.0, "nan", passed=False), "failed"),
-        (exact([[1]], [[2]], False), "failed"),
-        (exact(True, False, False), "failed"),
+        ({}, "passed"),
+        ({"got": 1.1 - 1e-12}, "passed"),
+        ({"got": 1.2, **BAD}, "failed"),
+        ({"tolerance": 0}, "passed"),
+        ({"tolerance": 0, "got": 1.5, **BAD}, "failed"),
+        ({"got": [1.0], "want": [1.0]}, "passed"),
+        ({"got": [1.0, 3.0], "want": [1.0, 1.0], **BAD}, "failed"),
+        ({"got": 3, "want": 3, "tolerance": 0}, "passed"),
+        # not finite
+        ({"got": "nan", **BAD}, "failed"),
+        ({"got": "-inf", **BAD}, "failed"),
+        ({"got": math.nan, **BAD}, "failed"),
+        ({"got": [1.0, "nan"], "want": [1.0, 1.0], **BAD}, "failed"),
+        ({"got": 10**400, **BAD}, "failed"),
+        ({"got": 1e308, "want": -1e308, "tolerance": 1e307, **BAD}, "failed"),  # the difference overflows
+        ({"got": "inf", "want": "inf", **BAD}, "failed"),
         # contradictory: the rank says other than its numbers
-        (numbers(0.5), "void"),
-        (numbers("nan"), "void"),
-        (numbers(0.0, passed=False), "void"),
-        (numbers(0.0, passed=1), "void"),
-        (numbers(0.0, passed=None), "void"),
-        (exact("a", "b"), "void"),
-        # no numbers where numbers belong
-        (numbers("0.0"), "void"),
-        (numbers("fine", "fine"), "void"),
-        (numbers(True, True), "void"),
-        (numbers([], []), "void"),
-        (numbers([0.0, "x"], [0.0, 0.0]), "void"),
-        (numbers([0.0], [0.0, 0.0]), "void"),
-        (numbers([0.0], 0.0), "void"),
-        # no tolerance that says anything
-        (numbers(0.0, tolerance=None), "void"),
-        (numbers(0.0, tolerance="1e-4"), "void"),
-        (numbers(0.0, tolerance=math.inf), "void"),
-        (numbers(0.0, tolerance="inf"), "void"),
-        (numbers(0.0, tolerance=math.nan), "void"),
-        (numbers(0.0, tolerance=-1.0), "void"),
-        (numbers(0.0, tolerance=True), "void"),
-        (numbers(0.5, tolerance=1e308), "void"),
-        (numbers(0.0, tolerance=1.0), "void"),
-        (numbers(2.0, 2.5, 2.5), "void"),
-        (exact("a", "a", looked_at=""), "void"),
-        (exact("a", "a", looked_at=None), "void"),
+        ({"got": 1.2}, "void"),
+        ({"got": "nan"}, "void"),
+        (BAD, "void"),
+        ({"passed": 1}, "void"),
+        ({"passed": None}, "void"),
+        # not numbers, or not as many
+        ({"got": "one"}, "void"),
+        ({"got": "fine", "want": "fine"}, "void"),
+        ({"got": True, "want": True}, "void"),
+        ({"got": [], "want": []}, "void"),
+        ({"got": [1.0, True], "want": [1.0, 1.0]}, "void"),
+        ({"got": [1.0, 1.0], "want": [1.0]}, "void"),
+        ({"got": [1.0], "want": 1.0}, "void"),
+        # a tolerance that says nothing
+        ({"tolerance": 1.0}, "void"),  # a zero would pass
+        ({"tolerance": 0.999}, "passed"),
+        ({"want": 0.0, "got": 0.4, "tolerance": 0.49}, "passed"),
+        ({"want": 0.0, "got": 0.4, "tolerance": 0.5}, "void"),  # half of a share is not rounding
+        ({"tolerance": -0.1}, "void"),
+        ({"tolerance": math.nan}, "void"),
+        ({"tolerance": math.inf}, "void"),
+        ({"tolerance": "inf"}, "void"),
+        ({"tolerance": True}, "void"),
+        ({"tolerance": "wide"}, "void"),
+        ({"tolerance": None}, "void"),
+        ({"tolerance": None, "got": 1.0, "want": "a"}, "void"),
+        ({"tolerance": None, "got": "a", "want": 1.0, **BAD}, "void"),
+        # after the script was done (2.0), or at no known time
+        ({"at": 2.0}, "passed"),
+        ({"at": 2.5}, "void"),
+        ({"at": None}, "void"),
+        ({"at": "nan"}, "void"),
+        ({"at": True}, "void"),
+        # values without a tolerance
+        (TEXT, "passed"),
+        ({**TEXT, "want": "b", **BAD}, "failed"),
+        ({**TEXT, "want": "b"}, "void"),
+        ({**TEXT, "looked_at": " "}, "void"),
+        ({**TEXT, "looked_at": None}, "void"),
+        ({"tolerance": None, "got": True, "want": True}, "passed"),
+        ({"tolerance": None, "got": [[1, 2]], "want": [[1, 2]]}, "passed"),
+        ({"tolerance": None, "got": {}, "want": {}}, "passed"),
     ],
-)
-def test_the_judge_decides(check: dict[str, Any], state: str) -> None:
-    assert judged(check, 2, 9.0).state == state
-    outcome = {"passed": "clean", "failed": "other_error", "void": "infra"}[state]
-    assert graded(check).outcome == outcome
+)  # fmt: skip
+def test_check_is_evaluated_by_its_numbers(changes: dict[str, Any], state: str) -> None:
+    result = evaluate(made(**changes), done_at=2.0)
+    assert result.state == state, result.details
+    assert result.failed is (state == "failed") is (result.severity > 0)
+    assert evaluate(made(**changes), done_at=None).state in ("void",), "nobody knows when the script was done"
 
 
-def test_what_schema_1_said_is_judged_as_it_was() -> None:
-    assert judged({"name": "x", "passed": True, "got": "none", "want": "none differs"}, 1).state == "passed"
-    assert judged({"name": "x", "passed": False}, 1).state == "failed"
-    assert judged({"name": "x", "passed": "yes"}, 1).state == "void"
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [({"got": 1.4}, 4.0), ({"got": 1.4, "tolerance": 0}, math.inf), ({**TEXT, "want": "b"}, math.inf),
+     ({"got": "nan"}, math.inf), ({"got": [1.4, 1.2], "want": [1.0, 1.0]}, 4.0)],
+)  # fmt: skip
+def test_severity_orders_failed_checks(changes: dict[str, Any], severity: float) -> None:
+    assert evaluate(made(**changes, **BAD), done_at=2.0).severity == pytest.approx(severity)
 
 
-def test_a_record_of_schema_1_owes_the_checks_that_were_asked_for_then() -> None:
-    newer = case(proof={"kind": "inference", "checks": ["logits", "updates"]})
-    old = [ok(rank) for rank in (0, 1)]
-    then = observation(*old, settings={"proof": {"checks": ["logits"]}})
-    assert grade(newer, "broken", then, [newer]).outcome == "clean"
-    assert "updates was not made" in grade(newer, "broken", observation(*old), [newer]).reason
+def test_details_show_values_and_subject_shortly() -> None:
+    details = evaluate(made(got=1.0123456, looked_at="l" * 200), done_at=2.0).details
+    assert "1.012," in details and "0.1" in details and len(details) < 150
+    assert evaluate({"passed": False}).name == evaluate({"name": ""}).name == "?"
 
 
-def test_a_missing_proof_is_inconclusive_and_no_failure_of_the_arm() -> None:
-    found = graded()
-    assert (found.outcome, found.reason) == ("infra", "no-proof: check logits was not made on rank 0")
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ([1, "a"], [1, "a"], True), ([1], [1, 1], False), ([1], [2], False), ({"a": [1]}, {"a": [1]}, True),
+        ({"a": 1}, {"b": 1}, False), ({"a": 1}, {"a": 2}, False), (True, 1, False), (1, 1.0, False),
+        (math.nan, math.nan, False), ("a", "a", True), (None, None, True), ([True], [1], False),
+    ],
+)  # fmt: skip
+def test_same_json(one: Any, other: Any, same: bool) -> None:
+    assert same_json(one, other) is same and same_json(other, one) is same
 
 
-@pytest.mark.parametrize("at", [9.5, None, "nan", True, math.nan])
-def test_a_check_after_done_does_not_count(at: Any) -> None:
-    assert graded(numbers(0.0, at=at)).outcome == "infra"
-    assert graded(numbers(0.0), done_at=None).outcome == "infra"
+def test_checks_of_one_name_are_void_unless_one_failed() -> None:
+    def states(*checks: dict[str, Any]) -> list[str]:
+        seen = observation(ok(0, record=record(0, done_at=2.0, checks=list(checks))))
+        return [one.state for one in Attempt(seen).ranks[0].checks]
 
-
-def test_a_check_that_was_made_twice_does_not_count() -> None:
-    assert graded(numbers(0.0), numbers(0.0)).outcome == "infra"
-    assert graded(numbers(0.0), numbers(0.5, passed=False)).outcome == "other_error"
-
-
-@pytest.mark.parametrize(("pid", "wrote", "says"), [(7, 0, "process 1, the rank was process 7"), (1, 1, "says rank 1")])
-def test_a_record_of_another_process_does_not_count(pid: int, wrote: int, says: str) -> None:
-    seen = [ok(0, pid=pid, record=record(wrote)), ok(1, pid=2, record=record(1, pid=2))]
-    found = grade(CASE, "broken", observation(*seen), [CASE])
-    assert found.outcome == "infra" and says in found.reason
-    assert (
-        grade(CASE, "broken", observation(ok(0, pid=1), ok(1, pid=2, record=record(1, pid=2))), [CASE]).outcome
-        == "clean"
-    )
-    alike = grade(CASE, "broken", observation(ok(0, pid=1), ok(1, pid=1)), [CASE])
-    assert alike.reason == "no-proof: ranks 0 and 1 are one process"
-
-
-def test_all_failed_checks_are_in_the_reason_the_worst_first() -> None:
-    small = numbers(5e-5, tolerance=4e-5, passed=False, name="loss")
-    large = numbers(0.72, tolerance=1e-4, passed=False, name="gradient", looked_at="the worst: lm_head.weight")
-    reason = graded(numbers(0.0), small, large).reason
-    assert reason.startswith(
-        "silent: check gradient failed on rank 0 (got 0.72, want 0, tolerance 0.0001: the worst: lm"
-    )
-    assert "; check loss failed on rank 0 (got 5e-05, want 0, tolerance 4e-05)" in reason
-
-
-def test_an_oracle_is_a_check_that_failed_and_no_void_one() -> None:
-    silent = case("silent", [{"name": "off", "kind": "oracle", "check": "logits"}])
-
-    def outcome(check: dict[str, Any]) -> str:
-        seen = record(0, schema=2, checks=[check], done_at=9.0)
-        return grade(silent, "broken", observation(ok(0, record=seen)), [silent]).outcome
-
-    assert outcome(numbers(0.5, passed=False)) == "fires"
-    assert outcome(numbers(0.5)) == "infra"  # contradictory
-    assert outcome(numbers("half", passed=False)) == "infra"
+    bad = made(got=1.4, passed=False)
+    assert states(made(), made(name="y")) == ["passed", "passed"]
+    assert states(made(), made()) == ["void", "void"]
+    assert states(made(), bad) == ["void", "failed"]
 
 
 JSON = st.recursive(
@@ -163,33 +138,20 @@ JSON = st.recursive(
 
 
 @given(JSON, JSON, st.none() | st.floats() | st.integers())
-def test_the_kit_and_the_judge_agree_on_what_passes(got: Any, want: Any, tolerance: Any) -> None:
-    """A check that the kit records is never void for contradicting itself; what the judge passes, the kit passed."""
+def test_kit_and_grader_agree_on_what_passes(got: Any, want: Any, tolerance: Any) -> None:
+    """A check that the kit records never contradicts itself; what the grader passes, the kit passed."""
     got, want, tolerance = plain(got), plain(want), plain(tolerance)
-    check = numbers(got, want, tolerance, passed=holds(got, want, tolerance), looked_at="it")
-    found = judged(check, 2, 9.0)
-    assert "contradictory" not in found.says, found
-    assert found.state != "passed" or check["passed"]
+    check = made(got=got, want=want, tolerance=tolerance, passed=holds(got, want, tolerance))
+    result = evaluate(check, done_at=2.0)
+    assert "contradictory" not in result.details, result
+    assert result.state != "passed" or check["passed"]
 
 
 @given(JSON)
-def test_nothing_but_itself_is_the_same(value: Any) -> None:
-    assert same(plain(value), plain(value)) and not same(plain(value), [plain(value)])
-    assert not same(1, True) and not same(1, 1.0)
+def test_value_is_the_same_as_itself_only(value: Any) -> None:
+    assert same_json(plain(value), plain(value)) and not same_json(plain(value), [plain(value)])
 
 
 @given(st.dictionaries(st.sampled_from(["name", "got", "want", "tolerance", "passed", "at", "looked_at"]), JSON))
-def test_anything_can_be_judged(check: dict[str, Any]) -> None:
-    judged(check, 2, 9.0)
-
-
-def test_numbers_without_a_tolerance_prove_nothing_though_they_are_equal() -> None:
-    same_number = {"name": "n", "got": 2, "want": 2, "tolerance": None, "looked_at": "x", "passed": True, "at": 1.0}
-    assert judged(same_number, done_at=2.0).state == "void"
-    assert judged({**same_number, "got": "two", "want": "two"}, done_at=2.0).state == "passed"
-
-
-def test_where_nothing_but_zero_is_wanted_half_is_no_rounding() -> None:
-    wide = {"name": "n", "got": 0.4, "want": 0.0, "tolerance": 0.5, "looked_at": "x", "passed": True, "at": 1.0}
-    assert judged(wide, done_at=2.0).state == "void"
-    assert judged({**wide, "tolerance": 0.45}, done_at=2.0).state == "passed"
+def test_anything_can_be_evaluated(check: dict[str, Any]) -> None:
+    assert evaluate(check, done_at=9.0).state in ("passed", "failed", "void")

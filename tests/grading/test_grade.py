@@ -1,4 +1,4 @@
-"""One attempt -> its outcome: what is proof, what is the known failure, and that nothing else passes for either."""
+"""One attempt -> its outcome: the order of judgement, and that nothing else passes for the failure or for a pass."""
 
 from __future__ import annotations
 
@@ -28,294 +28,327 @@ from judging import (
     record,
 )
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.grade import grade
+from repro_matrix.grading.grade import failed_checks, grade
+from repro_matrix.grading.observation import Attempt
 from repro_matrix.grading.outcome import Outcome, skipped
-from repro_matrix.records import validate as doubt
+from repro_matrix.records import validate
 
 CASE = case()
 OTHER = case("other-case", [{**EXCEPTION, "name": "lm-head", "message": "mismatch in lm_head", "package": "torch"}])
-REMARK = case("remark", [{"name": "old", "kind": "log", "message": "is deprecated", "package": "transformers"}])
+OLD = {"name": "old", "kind": "log", "message": "is deprecated", "package": "transformers"}
+REMARK = case("remark", [OLD])
 CATALOGUE = {known.slug: known for known in (CASE, OTHER, REMARK)}
 LM_HEAD = exception(message="mismatch in lm_head", frames=[SCRIPT, frame("torch.nn.modules.linear", "forward")])
 DEPRECATED = {"logger": "transformers.x", "message": "it is deprecated", "file": f"{SITE}/transformers/x.py"}
+WRONG = exception("ValueError", "no such key")
+HANG = {"never_meet": "rank 1 ended", "limit_s": 9.0, "starting": False}
 
 
-def graded(*ranks: dict[str, Any], case: Case = CASE, **attempt: Any) -> Outcome:
-    return grade(case, "broken", observation(*ranks, **attempt), CATALOGUE)
+def graded(*ranks: dict[str, Any], known: Case = CASE, arm: str = "broken", **attempt: Any) -> Outcome:
+    return grade(known, arm, observation(*ranks, **attempt), CATALOGUE)
 
 
-def test_what_only_warns_says_what_it_is_otherwise() -> None:
-    remark = record(0, logs=[DEPRECATED])
-    quiet = graded(ok(0, record=remark), ok(1), case=REMARK)
-    assert (quiet.outcome, quiet.otherwise) == ("fires", "clean")
-    wrong = graded(ok(0, record=remark), ok(1, record=record(1, checks=[check(passed=False)])), case=REMARK)
-    assert (wrong.outcome, wrong.otherwise) == ("fires", "other_error")
-    raises = case("remark", [*REMARK.model_dump()["signatures"], {**EXCEPTION, "name": "raises"}])
-    assert grade(raises, "broken", observation(failed(0), failed(1)), CATALOGUE).otherwise is None
-    assert graded(ok(0), ok(1)).otherwise is None
-    assert Outcome.from_json(quiet.to_json()) == quiet
-    assert Outcome.from_json({**quiet.to_json(), "otherwise": "fine"}).otherwise is None
+def rank_with(rank: int, **changes: Any) -> dict[str, Any]:
+    """A rank that finished, with a changed record."""
+    return ok(rank, record=record(rank, **changes))
 
 
-# --- the order of judgement
+def test_clean_attempt_has_no_failure() -> None:
+    outcome = graded(ok(0), ok(1))
+    assert (outcome.outcome, outcome.recognised, outcome.primary, outcome.failed) == ("clean", (), None, ())
+    assert outcome.otherwise is outcome.check is outcome.infra is None and outcome.ranks == ()
 
 
-def test_clean_is_every_rank_finished_with_its_checks() -> None:
-    found = graded(ok(0), ok(1))
-    assert (found.outcome, found.recognised, found.primary) == ("clean", (), None)
+def test_known_failure_fires_with_its_ranks_and_primary() -> None:
+    outcome = graded(failed(0), failed(1))
+    assert (outcome.outcome, outcome.ranks, outcome.otherwise) == ("fires", (0, 1), None)
+    assert [(item.case, item.signature, item.ranks) for item in outcome.recognised] == [("some-case", "norm", (0, 1))]
+    assert outcome.primary is not None and outcome.primary.kind == "exception"
+    assert (outcome.primary.rank, outcome.primary.where) == (0, "transformers.models.qwen2.modeling_qwen2.forward")
 
 
-def test_fires_says_what_on_which_ranks() -> None:
-    found = graded(failed(0), failed(1))
-    assert found.outcome == "fires"
-    assert found.reason == "norm on ranks 0, 1: size mismatch in norm"
-    assert found.primary is not None
-    assert (found.primary.rank, found.primary.where) == (0, "transformers.models.qwen2.modeling_qwen2.forward")
+# -- the order of judgement: (what happened, outcome, kind of infra, ranks)
+
+BAD = check(passed=False)
+DISK = {"kind": "disk", "message": "x"}
+TWO_KNOWN = [failed(0, LM_HEAD), failed(1)]
+HUNG = [ended(rank, by="deadline", signal="SIGKILL") for rank in (0, 1)]
+ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] = {
+    "infra before a known failure": ([failed(0), failed(1)], {"infra": DISK}, "infra", "disk"),
+    "interrupted before clean": ([ok(0), ok(1)], {"interrupted": True}, "infra", "interrupted"),
+    "interrupted before infra": ([ok(0)], {"interrupted": True, "infra": DISK}, "infra", "interrupted"),
+    "no ranks": ([], {}, "infra", "lost"),
+    "damaged record": ([ok(0), ok(1, record=None, doubt="rank: missing")], {}, "infra", "no-proof"),
+    "other stack before clean": ([rank_with(0, versions={"torch": "2.2"})], {"versions": {"torch": "2.3"}}, "infra",
+                                 "stack changed"),
+    "script error before other error": ([failed(0, exception(frames=[{**SCRIPT, "place": "repros.x"}]))], {}, "infra",
+                                        "script"),
+    "known failure before another case's": (TWO_KNOWN, {}, "fires", None),
+    "known failure at the deadline": ([failed(0), HUNG[1]], {"timed_out": True}, "fires", None),
+    "known failure before a bad check": ([failed(0), rank_with(1, checks=[BAD])], {}, "fires", None),
+    "another case's failure": ([failed(0, LM_HEAD), failed(1, LM_HEAD)], {}, "other_error", None),
+    "hang": (HUNG, {"timed_out": True}, "hang", None),
+    "deadlock": (HUNG, {"timed_out": True, "hang": HANG}, "hang", None),
+    "hang before a wrong error": ([failed(0, WRONG), HUNG[1]], {"timed_out": True}, "hang", None),
+    "start-up too slow before hang": (HUNG, {"timed_out": True, "hang": {**HANG, "starting": True}}, "infra",
+                                      "start-up too slow"),
+    "wrong error": ([failed(0, WRONG), ended(1)], {}, "other_error", None),
+    "missing rank": ([ok(0)], {"world_size": 2}, "other_error", None),
+    "failed check": ([ok(0), rank_with(1, checks=[BAD])], {}, "other_error", None),
+    "failed check before a missing one": ([rank_with(0, checks=[]), rank_with(1, checks=[BAD])], {}, "other_error",
+                                          None),
+    "missing check": ([ok(0), rank_with(1, checks=[])], {}, "infra", "no-proof"),
+    "void check": ([ok(0), rank_with(1, checks=[check(got=1.0)])], {}, "infra", "no-proof"),
+    "void check beside the required one": ([rank_with(0, checks=[check(), check("x", got=1.0)])], {}, "infra",
+                                           "no-proof"),
+    "no effect": ([rank_with(0, in_force=[]), ok(1)], {}, "infra", "not-in-force"),
+}  # fmt: skip
 
 
-def test_infra_comes_first() -> None:
-    found = graded(failed(0), failed(1), infra={"kind": "disk", "message": "no space left"})
-    assert (found.outcome, found.reason) == ("infra", "disk: no space left")
-    assert graded(ok(0), ok(1), interrupted=True).reason == "interrupted"
-    assert graded(infra=None).outcome == "infra", "an observation without ranks is no evidence"
-
-
-def test_another_cases_failure_is_named() -> None:
-    found = graded(failed(0, LM_HEAD), failed(1, LM_HEAD))
-    assert (found.outcome, found.reason) == ("other_error", "known failure other-case: mismatch in lm_head")
-    assert [item.case for item in found.others(CASE.slug)] == ["other-case"]
-
-
-def test_two_known_failures_in_one_attempt() -> None:
-    found = graded(failed(0, LM_HEAD), failed(1))
-    assert found.outcome == "fires"
-    assert found.reason.endswith("; also other-case")
-    assert [(item.case, item.ranks) for item in found.recognised] == [("some-case", (1,)), ("other-case", (0,))]
-
-
-def test_a_wrong_error_is_not_the_known_one() -> None:
-    found = graded(failed(0, exception("ValueError", "no such key")), ended(1))
-    assert found.outcome == "other_error"
-    assert found.reason == "rank 0: ValueError: no such key in transformers.models.qwen2.modeling_qwen2.forward"
-
-
-def test_a_hang_says_where_it_stands() -> None:
-    stack = f'Thread 1 (idle): "MainThread"\n    barrier ({SITE}/torch/distributed/c10d.py:1)\n'
-    there = [ended(rank, by="deadline", signal="SIGKILL", stack=stack) for rank in (0, 1)]
-    found = graded(*there, timed_out=True)
-    assert (found.outcome, found.primary) == ("hang", None)
-    assert found.reason == "the deadline of 120 s passed; rank 0 was in torch.distributed.c10d.barrier"
-    assert graded(failed(0), there[1], timed_out=True).outcome == "fires"
-    wrong = graded(failed(0, exception("ValueError", "x")), there[1], timed_out=True)
-    assert wrong.outcome == "hang" and "ValueError" in wrong.reason
+@pytest.mark.parametrize("name", ORDER)
+def test_first_matching_rule_decides(name: str) -> None:
+    ranks, attempt, outcome, infra = ORDER[name]
+    found = graded(*ranks, **attempt)
+    assert (found.outcome, found.infra) == (outcome, infra), found.reason
+    assert Outcome.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 @pytest.mark.parametrize(
-    ("rank", "reason"),
+    "rank",
     [
-        (ok(1, exit_code=0, record=None), "rank 1: exit 0 without its done marker"),
-        (ok(1, record=record(1, done=False)), "rank 1: exit 0 without its done marker"),
-        (ok(1, exit_code=1), "rank 1: exit code 1 in teardown, after its done marker"),
-        (ok(1, exit_code=1, log_tail="Traceback\nboom\n"), "rank 1: exit code 1: boom"),
-        (ok(1, exit_code=None, signal="SIGSEGV"), "rank 1: SIGSEGV in teardown, after its done marker"),
-        (ok(1, exit_code=None), "rank 1: finished, but unknown end"),
-        (ok(1, exit_code=None, signal="SIGKILL", ended_by="launcher"), "finished, but was ended by the launcher"),
-        (ok(1, ended_by="launcher"), "rank 1: finished, but was ended by the launcher (exit code 0)"),
-        (ended(1), "rank 1: did not finish, and was ended by the launcher (SIGTERM)"),
-        (ok(1, record=record(1, checks=[check(passed=False)])), "silent: check logits failed on rank 1 (got 0.5, want"),
-        (ok(1, record=record(1, checks=[check(), check("x", False)])), "silent: check x failed on rank 1"),
+        ok(1, record=None), rank_with(1, done=False), ok(1, exit_code=1), ok(1, exit_code=1, record=None),
+        ok(1, exit_code=None, signal="SIGSEGV"), ok(1, exit_code=-11), ok(1, exit_code=None),
+        ok(1, ended_by="launcher"), ok(1, ended_by="user"), ended(1),
+        ok(1, exit_code=None, signal="SIGKILL", ended_by="launcher"),
+        ended(1, by="self", signal="SIGABRT"), peer_failed(1),
+    ],
+)  # fmt: skip
+def test_clean_needs_every_rank_to_finish_by_itself(rank: dict[str, Any]) -> None:
+    for ranks in ([ok(0), rank], [{**rank, "rank": 0}, ok(1)]):
+        outcome = graded(*ranks)
+        assert outcome.outcome in ("other_error", "infra") and outcome.reason
+    alone = grade(CASE, "broken", observation({**rank, "rank": 0}), [CASE])
+    assert alone.outcome in ("other_error", "infra")
+
+
+def test_clean_needs_a_done_marker_on_every_rank() -> None:
+    for undone in range(4):
+        ranks = [rank_with(rank, done=rank != undone, world_size=4) for rank in range(4)]
+        outcome = graded(*ranks)
+        assert (outcome.outcome, outcome.ranks) == ("other_error", (undone,))
+    assert graded(*(rank_with(rank, world_size=4) for rank in range(4))).outcome == "clean"
+
+
+def test_missing_rank_is_named() -> None:
+    assert graded(ok(0), ok(3), world_size=4).ranks == (1, 2)
+
+
+# -- checks
+
+
+def test_failed_checks_are_listed_worst_first() -> None:
+    small, large = (check(name, False, got=got) for name, got in (("logits", 2e-4), ("loss", 0.9)))
+    outcome = graded(rank_with(0, checks=[small]), rank_with(1, checks=[small, large]))
+    assert (outcome.outcome, outcome.check, outcome.ranks) == ("other_error", "loss", (1,))
+    assert outcome.failed == ("logits", "loss") and outcome.primary is None
+    assert graded(failed(0, WRONG), rank_with(1, checks=[BAD])).failed == (), "an exception came first"
+
+
+def test_missing_check_is_named_with_its_ranks() -> None:
+    outcome = graded(rank_with(0, checks=[]), rank_with(1, checks=[]))
+    assert (outcome.infra, outcome.check, outcome.ranks) == ("no-proof", "logits", (0, 1))
+    lost = observation(rank_with(0, checks=[]), ok(1))
+    assert failed_checks(CASE, Attempt(lost)) == ("logits",)
+    assert failed_checks(CASE, Attempt(observation(ok(0), ok(1)))) == ()
+
+
+def test_proof_of_the_first_rank_needs_no_other() -> None:
+    first = case(proof={"kind": "inference", "checks": ["logits"], "ranks": "first"})
+    assert graded(ok(0), rank_with(1, checks=[]), known=first).outcome == "clean"
+    assert graded(rank_with(0, checks=[]), ok(1), known=first).infra == "no-proof"
+    assert graded(ok(0), rank_with(1, checks=[BAD]), known=first).outcome == "other_error", "a failed check counts"
+
+
+def test_check_made_twice_is_no_evidence_unless_one_failed() -> None:
+    assert graded(rank_with(0, checks=[check(), check()]), ok(1)).infra == "no-proof"
+    assert graded(rank_with(0, checks=[check(), BAD]), ok(1)).outcome == "other_error"
+
+
+def test_steps_must_be_those_that_were_asked_for() -> None:
+    steps = check("steps", got=2, want=2, tolerance=0)
+    ranks = [rank_with(rank, checks=[check(), steps]) for rank in (0, 1)]
+    assert graded(*ranks, settings={"steps": 2}).outcome == "clean" == graded(*ranks).outcome
+    outcome = graded(*ranks, settings={"steps": 3})
+    assert (outcome.infra, outcome.check) == ("no-proof", "steps")
+
+
+# -- recognised failures
+
+
+def test_log_signature_tells_what_the_outcome_is_otherwise() -> None:
+    remark = rank_with(0, logs=[DEPRECATED])
+    assert graded(remark, ok(1), known=REMARK).otherwise == "clean"
+    wrong = graded(remark, rank_with(1, checks=[BAD]), known=REMARK)
+    assert (wrong.outcome, wrong.otherwise) == ("fires", "other_error")
+    both = case("remark", [OLD, {**EXCEPTION, "name": "raises"}])
+    assert graded(failed(0), failed(1), known=both).otherwise is None
+    assert graded(ok(0), ok(1), known=both).otherwise is None
+
+
+def test_log_of_another_case_is_only_a_remark() -> None:
+    outcome = graded(rank_with(0, logs=[DEPRECATED]), ok(1))
+    assert outcome.outcome == "clean" and [item.case for item in outcome.recognised] == ["remark"]
+    assert outcome.others(CASE.slug) == ()
+
+
+def test_other_cases_failure_is_named_and_the_own_comes_first() -> None:
+    outcome = graded(*TWO_KNOWN)
+    assert [(item.case, item.ranks) for item in outcome.recognised] == [("some-case", (1,)), ("other-case", (0,))]
+    outcome = graded(failed(0, LM_HEAD), failed(1, LM_HEAD))
+    assert outcome.ranks == (0, 1) and [item.case for item in outcome.others(CASE.slug)] == ["other-case"]
+
+
+def test_other_cases_failure_counts_under_its_own_strategies_only() -> None:
+    settings = {"strategy": {"slug": "ddp"}}
+    assert graded(failed(0, LM_HEAD), failed(1, LM_HEAD), settings=settings).recognised == ()
+    assert graded(failed(0), failed(1), settings=settings).outcome == "fires", "the case's own, under any"
+
+
+@pytest.mark.parametrize(
+    ("signature", "rank"),
+    [({"name": "s", "kind": "oracle", "check": "logits"}, rank_with(0, checks=[BAD])),
+     ({"name": "s", "kind": "signal", "signal": "SIGSEGV"}, ended(0, by="self", signal="SIGSEGV"))],
+)  # fmt: skip
+def test_check_or_signal_of_another_script_is_not_recognised(signature: dict[str, Any], rank: dict[str, Any]) -> None:
+    other = case("other", [signature], script="other.py")
+    same_script = case("twin", [signature], script=CASE.script_name)
+    seen = observation(rank)
+    assert grade(CASE, "broken", seen, [other]).recognised == ()
+    assert [item.case for item in grade(CASE, "broken", seen, [same_script]).recognised] == ["twin"]
+    assert grade(other, "broken", seen, []).outcome == "fires"
+
+
+def test_failure_of_an_arm_whose_change_was_not_read_is_no_evidence() -> None:
+    """Such an arm is the broken one by another name."""
+
+    def found(*read: Any) -> Outcome:
+        ranks = [failed(number) for number in range(len(read))]
+        seen = observation(*ranks, settings={"flags": {"call": "root"}})
+        for rank, names in zip(seen["ranks"], read):
+            rank["record"]["read"] = {"flags": names, "options": []}
+            if names is None:
+                del rank["record"]["read"]
+        return grade(CASE, "fix", seen, [CASE])
+
+    assert found(["cache"], []).infra == "not-in-force"
+    assert found(["cache"], ["call"]).outcome == "fires", "one rank read it"
+    assert found(["cache"], None).outcome == "fires", "a rank was stopped before it could record it"
+
+
+def test_near_miss_is_described_for_the_broken_arm_only() -> None:
+    seen = observation(failed(0, exception("ValueError")), failed(1, exception("ValueError")))
+    assert "nearly norm" in grade(CASE, "broken", seen, []).reason
+    assert "nearly" not in grade(CASE, "fix", seen, []).reason
+    assert "nearly" not in graded(failed(0), failed(1)).reason
+    far = observation(failed(0, exception("KeyError", "other", [SCRIPT, frame("torch.nn", "f")])))
+    assert "nearly" not in grade(CASE, "broken", far, []).reason
+
+
+def test_long_messages_are_cut() -> None:
+    outcome = graded(failed(0, exception("ValueError", "w" * 900)), ok(1))
+    assert outcome.primary and len(outcome.primary.message) == 500 and len(outcome.reason) < 300
+
+
+@pytest.mark.parametrize("hang", [None, HANG])
+def test_hang_names_the_innermost_upstream_frame(hang: Any) -> None:
+    stack = f"    body (/home/me/repros/x.py:3)\n    wait ({SITE}/torch/x.py:1)"
+    ranks = [ended(0, "deadline"), ended(1, "deadline", stack=stack)]
+    outcome = graded(*ranks, timed_out=True, hang=hang)
+    assert outcome.outcome == "hang" and outcome.reason.endswith("rank 1 was in torch.x.wait")
+    assert ("rank 1 ended" in outcome.reason) == bool(hang)
+
+
+# -- versions
+
+
+@pytest.mark.parametrize(
+    ("planned", "ranks", "stored", "infra"),
+    [
+        ("2.2.0", ["2.2.0", "2.2.0"], None, None),
+        ("2.2.0", ["2.2.0", "unknown"], None, None),
+        ("2.2.0", ["2.2.0+cu121", "2.2.0"], None, "stack changed"),  # two ranks on two builds
+        ("2.2.0", ["2.2.0+cu121", "2.2.0+cu121"], None, None),  # a build that only the rank names
+        ("2.2.0+cpu", ["2.2.0+cu121", "2.2.0+cu121"], None, "stack changed"),
+        ("2.2.0", ["2.2.0", "2.2.1"], None, "stack changed"),
+        (None, ["2.2.0", "2.2.1"], None, "stack changed"),
+        (None, ["2.2.0", "2.2.0"], "2.2.1", "stack changed"),
+        ("2.2.0", ["2.2.0", "2.2.0"], "2.2.1", "stack changed"),
+        ("2.2.0", ["unknown", "unknown"], "2.2.1", "stack changed"),
+        ("2.2.0", ["2.2.0", "2.2.0"], "2.2.0+cpu", None),
     ],
 )
-def test_what_is_not_clean(rank: dict[str, Any], reason: str) -> None:
-    found = graded(ok(0), rank)
-    assert found.outcome == "other_error"
-    assert reason in found.reason
+def test_ranks_must_run_on_the_planned_releases(
+    planned: str | None, ranks: list[str], stored: str | None, infra: str | None
+) -> None:
+    made = [rank_with(n, versions={"torch": version, "numpy": "1.0"}) for n, version in enumerate(ranks)]
+    seen = observation(*made, **({"versions": {"torch": planned}} if planned else {}))
+    assert grade(CASE, "fix", seen, [], {"torch": stored} if stored else None).infra == infra
 
 
-def test_a_crash_says_where_it_was() -> None:
-    stack = f'Current thread 0x1 (most recent call first):\n  File "{SITE}/torch/x.py", line 3 in gather\n'
-    crashed = ok(1, exit_code=None, signal="SIGSEGV", stack=stack, record=record(1, done=False))
-    assert graded(ended(0), crashed).reason == "rank 1: SIGSEGV in torch.x.gather"
+# -- properties
 
 
-def test_a_rank_that_left_nothing_behind_is_missed() -> None:
-    assert graded(ok(0), world_size=2).reason == "rank 1 left nothing behind"
+RANKS = st.lists(
+    st.sampled_from([ok, failed, peer_failed, ended, lambda rank: failed(rank, WRONG),
+                     lambda rank: ok(rank, exit_code=3),
+                     lambda rank: ok(rank, record=None), lambda rank: rank_with(rank, checks=[BAD])]),
+    min_size=1, max_size=4,
+)  # fmt: skip
 
 
-def test_proof_on_the_first_rank_only() -> None:
-    first = case(proof={"kind": "saving", "checks": ["logits"], "ranks": "first"})
-    assert graded(ok(0), ok(1, record=record(1, checks=[])), case=first).outcome == "clean"
-    assert graded(ok(0, record=record(0, checks=[])), ok(1), case=first).outcome == "infra"
+@given(RANKS, st.booleans(), st.booleans())
+def test_outcome_is_consistent_with_what_it_recognised(makers: Any, timed_out: bool, interrupted: bool) -> None:
+    seen = observation(*(make(rank) for rank, make in enumerate(makers)), timed_out=timed_out, interrupted=interrupted)
+    outcome = grade(CASE, "fix", seen, CATALOGUE)
+    matched = any(item.case == CASE.slug for item in outcome.recognised)
+    assert (outcome.outcome == "fires") == (matched and not interrupted)
+    if outcome.outcome == "clean":
+        assert all(make is ok for make in makers) and not timed_out
+    assert Outcome.from_json(outcome.to_json()) == outcome and outcome.reason
 
 
-def test_what_is_no_record_is_no_evidence() -> None:
-    found = graded(ok(0), ok(1, record=None, doubt="checks[0].name: Field required"))
-    assert (found.outcome, found.reason) == (
-        "infra", "no-proof: rank 1: what it wrote is no record: checks[0].name: Field required",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("checks", [[], [check("other")]])
-def test_no_proof_is_no_evidence(checks: list[dict[str, Any]]) -> None:
-    found = graded(ok(0), ok(1, record=record(1, checks=checks)))
-    assert found.outcome == "infra" and found.reason.startswith("no-proof: check logits")
-
-
-# --- silent failures, remarks, what belongs to one script only
-
-
-def test_silent_failure_is_a_known_one_where_the_case_says_so() -> None:
-    silent = case("silent", [{"name": "empty", "kind": "oracle", "check": "logits"}])
-    bad = [ok(rank, record=record(rank, checks=[check(passed=False)])) for rank in (0, 1)]
-    assert graded(*bad, case=silent).outcome == "fires"
-    known = {**CATALOGUE, "silent": silent}
-    foreign = grade(CASE, "broken", observation(*bad), known)
-    assert (foreign.outcome, foreign.recognised) == ("other_error", ()), "a check's name means something in one script"
-    shared = silent.model_copy(update={"script": CASE.script_name})
-    named = grade(CASE, "broken", observation(*bad), {"silent": shared})
-    assert named.reason.startswith("known failure silent")
-
-
-def test_another_cases_bare_signal_is_not_recognised() -> None:
-    crash = case("crash", [{"name": "crash", "kind": "signal", "signal": "SIGSEGV"}])
-    died = [ok(0), ok(1, exit_code=None, signal="SIGSEGV")]
-    assert grade(crash, "broken", observation(*died), [crash]).outcome == "fires"
-    assert grade(CASE, "broken", observation(*died), [crash]).recognised == ()
-
-
-def test_another_cases_failure_is_recognised_under_its_own_strategies_only() -> None:
-    """ZeRO-3's `'weight' must be 2-D` also is what a bypassed FSDP unit says, for another reason."""
-    under = [graded(failed(0, LM_HEAD), ended(1), settings={"strategy": {"slug": s}}) for s in ("fsdp", "zero3")]
-    assert [len(found.recognised) for found in under] == [1, 0]
-    assert graded(failed(0), ended(1), settings={"strategy": {"slug": "zero3"}}).outcome == "fires"
-
-
-def test_another_cases_remark_is_listed_and_changes_nothing() -> None:
-    remarked = [ok(0, record=record(0, logs=[DEPRECATED])), ok(1)]
-    found = graded(*remarked)
-    assert (found.outcome, [item.case for item in found.recognised]) == ("clean", ["remark"])
-    assert found.others(CASE.slug) == ()
-    assert graded(*remarked, case=REMARK).outcome == "fires"
-
-
-def test_a_control_meets_known_failures_of_others() -> None:
-    assert graded(failed(0), ended(1), case=control()).reason.startswith("known failure some-case")
-
-
-def test_outcomes_survive_json() -> None:
-    for found in (graded(failed(0), failed(1, LM_HEAD)), graded(ok(0), ok(1)), skipped("needs 2 GPUs")):
-        assert Outcome.from_json(json.loads(json.dumps(found.to_json()))) == found
-    with pytest.raises(ValueError, match="no such outcome"):
-        Outcome.from_json({"outcome": "passed", "reason": ""})
-
-
-# --- properties
-
-RANKS = st.sampled_from(
-    ["ok", "fires", "wrong", "lm-head", "peer", "launcher", "deadline", "left", "bad", "crash", "no-record"]
-)
-
-
-def rank_of(kind: str, rank: int) -> dict[str, Any]:
-    return {
-        "ok": lambda: ok(rank),
-        "fires": lambda: failed(rank),
-        "wrong": lambda: failed(rank, exception("ValueError", "no")),
-        "lm-head": lambda: failed(rank, LM_HEAD),
-        "peer": lambda: peer_failed(rank),
-        "launcher": lambda: ended(rank),
-        "deadline": lambda: ended(rank, by="deadline", signal="SIGKILL"),
-        "left": lambda: ok(rank, record=record(rank, done=False)),
-        "bad": lambda: ok(rank, record=record(rank, checks=[check(passed=False)])),
-        "crash": lambda: ok(rank, exit_code=None, signal="SIGSEGV", record=record(rank, done=False)),
-        "no-record": lambda: ok(rank, record=None),
-    }[kind]()
-
-
-def attempt_of(kinds: list[str], timed_out: bool = False) -> dict[str, Any]:
-    return observation(*(rank_of(kind, rank) for rank, kind in enumerate(kinds)), timed_out=timed_out)
-
-
-ATTEMPTS = st.builds(attempt_of, st.lists(RANKS, min_size=1, max_size=5), st.booleans())
-
-
-@given(ATTEMPTS, st.randoms(use_true_random=False))
-def test_the_order_of_ranks_does_not_matter(there: dict[str, Any], random: Any) -> None:
-    shuffled = copy.deepcopy(there)
-    random.shuffle(shuffled["ranks"])
-    assert grade(CASE, "broken", there, CATALOGUE) == grade(CASE, "broken", shuffled, CATALOGUE)
-
-
-@given(
-    st.lists(RANKS, min_size=1, max_size=4),
-    st.booleans(),
-    st.sampled_from(["peer", "launcher"]),
-    st.sampled_from(["fires", "wrong", "lm-head", "crash"]),
-)
-def test_a_secondary_error_never_changes_the_outcome(kinds: list[str], late: bool, more: str, own: str) -> None:
-    """Where some rank failed by itself, one more that only lost its peer says nothing."""
-    before = grade(CASE, "broken", attempt_of([own, *kinds], late), CATALOGUE)
-    after = grade(CASE, "broken", attempt_of([own, *kinds, more], late), CATALOGUE)
-    assert before == after
-
-
-@given(st.text(max_size=40), st.sampled_from(["RuntimeError", "ValueError"]))
-def test_a_wrong_message_never_fires(message: str, type_: str) -> None:
-    for frames in ([SCRIPT, NORM], [SCRIPT]):
-        there = [failed(rank, exception(type_, message, frames)) for rank in (0, 1)]
-        if "size mismatch in norm" not in message:
-            assert graded(*there).outcome == "other_error"
-
-
-@given(ATTEMPTS, st.integers(0, 4))
-def test_without_every_done_marker_nothing_is_clean(there: dict[str, Any], index: int) -> None:
-    rank = there["ranks"][index % len(there["ranks"])]
-    rank["record"] = {**(rank["record"] or record(rank["rank"])), "done": False}
-    assert grade(CASE, "broken", there, CATALOGUE).outcome != "clean"
-
-
-@given(ATTEMPTS)
-def test_clean_needs_every_rank_and_fires_needs_the_signature(there: dict[str, Any]) -> None:
-    found = grade(CASE, "broken", there, CATALOGUE)
-    own = [item for item in found.recognised if item.case == CASE.slug]
-    assert (found.outcome == "fires") == bool(own)
-    if found.outcome == "clean":
-        assert there == attempt_of(["ok"] * len(there["ranks"]))
+@given(st.permutations([failed(0), failed(1), ended(2), ok(3)]))
+def test_order_of_ranks_does_not_matter(ranks: list[dict[str, Any]]) -> None:
+    assert graded(*ranks) == graded(*sorted(ranks, key=lambda rank: rank["rank"]))
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
 )
 
 
-def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [here]
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        found += paths(inner, (*here, key))
-    return found
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for key, each in inner for found in paths(each, (*path, key)))][bool(not path) :]
 
 
-def stored() -> dict[str, Any]:
-    """A cell whose broken arm has all that an observation may hold."""
-    note = record(1, logs=[DEPRECATED], warnings=[{**DEPRECATED, "category": "X"}])
-    stuck = ended(2, by="deadline", stack=f'  File "{SITE}/a.py", line 1 in f')
-    seen = observation(failed(0, exception(cause=exception())), ok(1, record=note), stuck, timed_out=True)
-    return dict(json.loads(json.dumps(document({"broken": [("other_error", seen)]}))))
+WHOLE = observation(
+    failed(0, exception(cause=exception())), rank_with(1, logs=[DEPRECATED]),
+    ended(2, "deadline", stack="    f (x.py:1)"),
+    timed_out=True, versions={"torch": "2.2"},
+)  # fmt: skip
 
 
 @given(st.data())
-def test_what_passes_the_door_never_crashes_the_grader(data: st.DataObject) -> None:
-    """Every part of a stored document may be anything, or missing: it is named, or it can be judged."""
-    made = stored()
-    there: Any = made["arms"]["broken"]["attempts"][0]["observation"]
-    catalogue = [CASE, OTHER, REMARK, case("s", [{"name": "s", "kind": "oracle", "check": "logits"}])]
-    stuck_sign = {"name": "h", "kind": "hang", "frames": [{"function": "f"}], "ranks": "all"}
-    catalogue += [case("h", [stuck_sign]), case("c", [{"name": "c", "kind": "signal", "signal": "SIGABRT"}])]
-    for path in data.draw(st.lists(st.sampled_from(paths(there)[1:]), min_size=1, max_size=3)):
+def test_damaged_observation_is_refused_or_graded(data: Any) -> None:
+    """Whatever the validation of documents lets through, the grader can grade."""
+    stored = document({"broken": [("fires", copy.deepcopy(WHOLE))]})
+    seen = stored["arms"]["broken"]["attempts"][0]["observation"]
+    for path in data.draw(st.lists(st.sampled_from(paths(WHOLE)), min_size=1, max_size=3)):
+        parent = seen
         try:
-            parent: Any = there
             for key in path[:-1]:
                 parent = parent[key]
             if data.draw(st.booleans()):
@@ -323,32 +356,34 @@ def test_what_passes_the_door_never_crashes_the_grader(data: st.DataObject) -> N
             else:
                 del parent[path[-1]]
         except (KeyError, IndexError, TypeError):
-            pass  # an earlier replacement took that part away
+            pass  # an earlier change took that part away
+    attempt = stored["arms"]["broken"]["attempts"][0]
+    attempt["outcome"] = json.loads(json.dumps(attempt["outcome"]))
     try:
-        doubt.cell(made)
+        validate.cell(stored)
     except ValueError as error:
         assert str(error).startswith("arms.broken.attempts[0].observation.")
         return
-    for known in catalogue:
-        found = grade(known, "broken", there, catalogue)
-        assert json.dumps(found.to_json()) and found.reason
+    for known in (CASE, REMARK, control()):
+        outcome = grade(known, next(iter(known.arms)), seen, CATALOGUE)
+        assert json.dumps(outcome.to_json()) and outcome.reason
 
 
-def test_a_failure_is_recognised_among_many_like_it() -> None:
-    """How long that takes for a whole store is for bench/scale.py."""
+def test_failure_is_found_among_many_similar_ones() -> None:
     catalogue = {
-        f"case-{n}": case(f"case-{n}", [{**EXCEPTION, "message": rf"mismatch \(\d+\) number {n}$"}, *REMARK_SIGNATURE])
-        for n in range(30)
+        f"case-{n}": case(f"case-{n}", [{**EXCEPTION, "message": rf"mismatch \(\d+\) number {n}$"}]) for n in range(30)
     }
-    mine = catalogue["case-29"]
     error = exception(message="mismatch (1024) number 29", frames=[SCRIPT, *[NORM] * 40])
-    noise = [{**DEPRECATED, "message": f"line {n}"} for n in range(20)]
-    there = observation(
-        *(failed(rank, error) for rank in (0, 1)), ok(2, record=record(2, logs=noise)), ok(3, record=record(3))
-    )
-    found = grade(mine, "broken", there, catalogue)
-    assert found.outcome == "fires"
-    assert [item.case for item in found.recognised if item.kind == "exception"] == ["case-29"]
+    outcome = grade(catalogue["case-29"], "broken", observation(failed(0, error), failed(1, error)), catalogue)
+    assert outcome.outcome == "fires" and [item.case for item in outcome.recognised] == ["case-29"]
 
 
-REMARK_SIGNATURE = [{"name": "old", "kind": "log", "message": "is deprecated", "package": "transformers"}]
+# -- stored outcomes
+
+
+def test_unknown_outcome_is_refused_when_it_is_read() -> None:
+    stored = graded(failed(0), failed(1)).to_json()
+    with pytest.raises(ValueError, match="fired"):
+        Outcome.from_json({**stored, "outcome": "fired"})  # type: ignore[typeddict-item]
+    assert Outcome.from_json({**stored, "otherwise": "nonsense"}).otherwise is None  # type: ignore[typeddict-item]
+    assert Outcome.from_json(skipped("needs 2 GPUs").to_json()) == skipped("needs 2 GPUs")

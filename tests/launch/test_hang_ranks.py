@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from launching import Json, attempt_of, launched, launched_until
-from repro_matrix.grading.hangs import progress as looks
+from repro_matrix.grading import hangs
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.launch import watch
 from repro_matrix.launch.forkserver import WarmLauncher
@@ -37,7 +37,7 @@ def test_ranks_that_can_never_meet_are_ended_before_the_deadline(tmp_path: Path,
         assert attempt["wall_s"] < FOREVER and attempt["working_s"] is not None
         for rank in seen[name]["ranks"]:
             assert rank["ended_by"] == "deadline" and rank["record"]["phase"] in ("start", "body")
-            assert len(rank["looks"]) == 2 and looks.of_rank(*rank["looks"]) == "stuck"
+            assert len(rank["looks"]) == 2 and hangs.rank_progress(*rank["looks"]) == "stuck"
             assert "waits.py" in rank["stack"]
     group = seen["other_collective"]["ranks"][1]["collectives"]
     assert group["groups"]["0"] == [0, 1] and group["collectives"][-1]["waits"]
@@ -75,7 +75,7 @@ def test_what_moves_at_the_deadline_is_too_slow_and_what_does_not_hangs(tmp_path
     slow = seen["computes"]
     assert slow["infra"]["kind"] == "too slow" and "rank 0 (phase body)" in slow["infra"]["message"]
     for name in ("leaves", "sleeps"):
-        assert seen[name]["infra"] is None and looks.no_hang(Attempt(seen[name])) is None, name
+        assert seen[name]["infra"] is None and hangs.timeout_without_hang(Attempt(seen[name])) is None, name
         assert seen[name]["attempt"]["timed_out"] and not seen[name]["attempt"]["hang"]["never_meet"], name
     assert seen["leaves"]["ranks"][0]["looks"][-1]["ended"] and seen["leaves"]["ranks"][0]["exit_code"] == 0
 

@@ -12,9 +12,8 @@ import jsonschema
 import pytest
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.grading import expectations as expect
-from repro_matrix.grading import failure_id as met
-from repro_matrix.grading import verdict
-from repro_matrix.grading.regrade import Judged, regrade
+from repro_matrix.grading import root_cause, verdict
+from repro_matrix.grading.regrade import Regraded, regrade
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.records import validate as doubt
 from repro_matrix.results.accept import publication
@@ -31,7 +30,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 @cache
-def judged() -> Judged:
+def judged() -> Regraded:
     """All of them judged anew, once: what the tests here ask of it differs, and it takes seconds. Nobody changes it."""
     return regrade(documents(), CATALOGUE.cases)
 
@@ -167,7 +166,7 @@ def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
         at = (document["stack"]["versions"], hardware["profile"], hardware["facts"])
         for arm, stored in document["verdicts"].items():
             wanted = expect.expected(case, document["where"], arm, *at)
-            found = verdict.Verdict(**{**stored, "met": tuple(met.Met(**item) for item in stored["met"])})
+            found = verdict.Verdict(**{**stored, "met": tuple(root_cause.Met(**item) for item in stored["met"])})
             where = f"{document['path']} {arm}"
             assert expect.compare(found, wanted) in ("expected", "unset"), where
-            assert expect.said_of_met(found, wanted) == "", where
+            assert expect.failure_note(found, wanted) == "", where

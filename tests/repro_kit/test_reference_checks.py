@@ -25,7 +25,7 @@ from repro_kit.tolerance import FACTOR, Single, training
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from repro_matrix.grading.checks import Judged, judged
+from repro_matrix.grading.checks import CheckResult, evaluate
 from repro_matrix.paths import REPROS
 
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
@@ -42,8 +42,8 @@ def a_run(**changes: Any) -> Run:
     return Run(settings, Record(None, 0, 1))
 
 
-def checks_of(run: Run) -> dict[str, Judged]:
-    return {check["name"]: judged(check, 2, math.inf) for check in run.record.data["checks"]}
+def checks_of(run: Run) -> dict[str, CheckResult]:
+    return {check["name"]: evaluate(check, 2, math.inf) for check in run.record.data["checks"]}
 
 
 # --- the worst of
@@ -217,7 +217,7 @@ class Tiny(torch.nn.Module):
 def trained_against(
     reference: Any, run: Run, model: Any, rate: float = 1.0,
     spoil: Callable[[dict[str, Any], int], None] | None = None,
-) -> dict[str, Judged]:  # fmt: skip
+) -> dict[str, CheckResult]:  # fmt: skip
     """Train in one process (``rate``: times the reference's), and check that; ``spoil`` changes what a step left."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate * reference.lr)
     snapshots, losses = [], []
@@ -234,7 +234,7 @@ def trained_against(
     return checks_of(run)
 
 
-def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any = None) -> dict[str, Judged]:
+def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any = None) -> dict[str, CheckResult]:
     """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
     run = a_run(work_dir=str(tmp))
     model = Tiny()

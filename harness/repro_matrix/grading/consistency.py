@@ -19,8 +19,10 @@ def foreign_record(attempt: Attempt) -> tuple[str, list[int]] | None:
     for rank in attempt.ranks:
         started, size = number(rank.record.get("started")), rank.record.get("world_size")
         reason = rank.record_error
-        if not reason and rank.pid is not None and pids.setdefault(rank.pid, rank.rank) != rank.rank:
+        if not reason and rank.pid in pids:
             reason = f"it is the same process as rank {pids[rank.pid]}"
+        if rank.pid is not None:
+            pids[rank.pid] = rank.rank
         if not reason and started is not None and attempt.started is not None:
             early = attempt.started - started
             reason = f"its record was begun {early:.0f} s before the attempt" if early > CLOCK_SKEW_S else ""

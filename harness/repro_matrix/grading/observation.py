@@ -248,7 +248,7 @@ class Rank:
         self.record_error = _record_error(data)  # why the record is not evidence; ""
         self.wrote = record is not None and not self.record_error
         self.record: Record = record if record is not None and self.wrote else NO_RECORD
-        self.schema = 1 if self.record.get("schema", 1) == 1 else 2
+        self.schema = 1 if self.record.get("schema", 1) == 1 and "done_at" not in self.record else 2
         self.done = self.record["done"]
         self.log_tail = data["log_tail"]
         self.stack = data["stack"] or ""

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import cast
 
-from repro_matrix.grading.hangs import progress
-from repro_matrix.grading.location import is_own
+from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt as Observed
-from repro_matrix.grading.script_errors import shown
+from repro_matrix.grading.observation import is_project_code
+from repro_matrix.grading.root_cause import portable_path
 from repro_matrix.launch.attempt import Attempt, Json, describe_exit
 from repro_matrix.launch.attempt_logs import read_launch, read_record, tail
 from repro_matrix.launch.command_line import torchrun_line
@@ -146,7 +146,7 @@ def _infra(launch: Json, ranks: list[Json], watched: Watched, attempt: Attempt, 
 
 
 def _slow(result: Observation) -> Json | None:
-    slow = progress.no_hang(Observed(result))
+    slow = timeout_without_hang(Observed(result))
     return None if slow is None else {"kind": slow[0], "message": slow[1]}
 
 
@@ -170,8 +170,8 @@ def _of_log(text: str) -> tuple[str, str] | None:
         return "disk", "no space left on the device"
     frames = list(_FRAME.finditer(text))
     error = next((line for line in reversed(text.splitlines()) if _ERROR.match(line)), None)
-    if frames and error and is_own("", frames[-1]["file"]):
-        return "script", f"the script itself fails: {shown(frames[-1]['file'])}:{frames[-1]['line']} {error}"
+    if frames and error and is_project_code("", frames[-1]["file"]):
+        return "script", f"the script itself fails: {portable_path(frames[-1]['file'])}:{frames[-1]['line']} {error}"
     imports = list(_IMPORT.finditer(text))
     if imports:
         return "import", imports[-1].group(0)

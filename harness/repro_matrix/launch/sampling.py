@@ -1,4 +1,4 @@
-"""Sample the ranks of a running attempt: grading/hangs/progress.py compares two samples. See docs/observation.md."""
+"""Sample the ranks of a running attempt: grading/hangs.py compares two samples. See docs/observation.md."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.environment.system_checks import py_spy
-from repro_matrix.grading.hangs import progress
-from repro_matrix.grading.hangs.deadlock import Standing, standing
+from repro_matrix.grading.hangs import RankCollectives, blocking_call, in_backward, rank_collectives, stable_stack
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Json
 
@@ -34,8 +33,8 @@ class Sample:
     backtrace: str = ""
     collectives: Json | None = None
 
-    def standing(self, rank: int) -> Standing:
-        return standing(rank, bool(self.state.get("ended")), str(self.state.get("inside") or ""), self.collectives)
+    def standing(self, rank: int) -> RankCollectives:
+        return rank_collectives(rank, bool(self.state.get("ended")), str(self.state.get("inside") or ""), self.collectives)
 
 
 def take(
@@ -55,14 +54,14 @@ def take(
             continue
         trace, answer = traces.get(rank, ""), answers.get(rank)
         known = bool(trace) and not trace.startswith(NO_STACK)
-        inside = progress.inside(trace) if known else ""
+        inside = blocking_call(trace) if known else ""
         collectives = (answer or {}).get("collectives")
         waits = any(each.get("waits") for each in collectives or [])
-        if known and not inside and waits and progress.backward(trace):
+        if known and not inside and waits and in_backward(trace):
             inside = "backward"
         state = {
             "at_s": times[rank], "ended": False, **used[rank], "phase": phase(records, rank),
-            "stack": _digest(progress.still(trace)) if known else None, "inside": inside,
+            "stack": _digest(stable_stack(trace)) if known else None, "inside": inside,
             "entered": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
             "spins": spins and (bool(inside) or waits),
         }  # fmt: skip

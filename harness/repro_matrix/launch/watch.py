@@ -3,9 +3,9 @@
 Every launcher uses it. The launcher says when the attempt has finished and from which process it descends; this module
 decides when to end it, samples the ranks of a hang first, and ensures that nothing outlives the attempt.
 
-A hang is no progress between two samples of the ranks (grading/hangs/progress.py). At the deadline ranks are sampled
+A hang is no progress between two samples of the ranks (grading/hangs.py). At the deadline ranks are sampled
 twice. Before it, when they have been quiet for a while: such an attempt ends early, but only where two samples agree
-that no rank moves and that they wait for each other for ever (grading/hangs/deadlock.py). Otherwise it goes on.
+that no rank moves and that they wait for each other for ever (grading/hangs.py). Otherwise it goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from repro_matrix.grading.hangs import deadlock, progress
+from repro_matrix.grading.hangs import attempt_progress, find_deadlock
 from repro_matrix.launch import processes, sampling, shm
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, STARTING, Attempt, environment
 from repro_matrix.launch.attempt_logs import cut, read_launch
@@ -170,7 +170,7 @@ class Watch:
         second = self._sample()
         self._first = None
         self._next_round, self._pause = now + pause, self._pause * PATIENCE
-        if progress.of_attempt({rank: (first[rank].state, s.state) for rank, s in second.items()}) != "stuck":
+        if attempt_progress({rank: (first[rank].state, s.state) for rank, s in second.items()}) != "stuck":
             return False
         reason = self._deadlock(second)
         if reason is None or self._deadlock(first) is None:
@@ -184,7 +184,7 @@ class Watch:
         return sampling.take(self.ranks(), attempt.world_size, attempt.records, self._began, self._spins, full)
 
     def _deadlock(self, samples: dict[int, Sample]) -> str | None:
-        return deadlock.never_meet([sample.standing(rank) for rank, sample in samples.items()], self._spins)
+        return find_deadlock([sample.standing(rank) for rank, sample in samples.items()], self._spins)
 
     def _accept_late_end(self, finished: Callable[[float], bool]) -> None:
         """Do not count ranks as too slow that ended by themselves while they were sampled."""
@@ -206,7 +206,7 @@ class Watch:
             for rank, sample in self._sample().items():
                 samples.setdefault(rank, []).append(sample)
             if number:
-                answer = progress.of_attempt({r: (each[-2].state, each[-1].state) for r, each in samples.items()})
+                answer = attempt_progress({r: (each[-2].state, each[-1].state) for r, each in samples.items()})
                 if answer == "stuck" or (answer == "progress" and number > 1):
                     break
         self.result.samples = {rank: each[-2:] for rank, each in samples.items()}

@@ -26,12 +26,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
-from repro_matrix.grading.expectations import told as compare_with_expectation
-from repro_matrix.grading.failure_id import Met, met_in
-from repro_matrix.grading.location import threads_of
-from repro_matrix.grading.observation import NO_RECORD, number
+from repro_matrix.grading.expectations import comparison as compare_with_expectation
+from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.regrade import outcomes_of, verdicts_of, with_outcomes
+from repro_matrix.grading.root_cause import Met, failure_ids
 from repro_matrix.paths import PACKAGE
 from repro_matrix.records import paths
 from repro_matrix.records.document import Arm, Document, Made
@@ -604,7 +603,7 @@ def _attempt(case: str, made: Made) -> Attempt:
         for name, value in record["metrics"].items():
             if (measured := number(value)) is not None:
                 metrics[name] = max(measured, metrics.get(name, measured))
-    failures = [str(each) for each in met_in(case, Outcome.from_json(outcome))]
+    failures = [str(each) for each in failure_ids(case, Outcome.from_json(outcome))]
     return Attempt(
         outcome=outcome["outcome"],
         reason=outcome["reason"],
@@ -633,7 +632,7 @@ def _checks(ranks: Sequence[Rank]) -> Iterator[Check]:
     for rank in ranks:
         record = rank["record"] or NO_RECORD
         for check in record["checks"]:
-            state = checks.judged(check, record.get("schema", 1), number(record.get("done_at"))).state
+            state = checks.evaluate(check, record.get("schema", 1), number(record.get("done_at"))).state
             one = Check(
                 check["name"], state, _short(check.get("got")), _short(check.get("want")),
                 _short(check.get("tolerance")), str(check.get("looked_at") or "")[:200], (),
@@ -695,7 +694,7 @@ def _hang_reason(observation: Observation) -> str:
 def _stacks(ranks: Sequence[Rank]) -> dict[str, tuple[str, ...]]:
     found = {}
     for rank in [rank for rank in ranks if rank["stack"]][:MOST_STACKS]:
-        threads = threads_of((rank["stack"] or "")[:200_000])
+        threads = parse_threads((rank["stack"] or "")[:200_000])
         if threads:
             found[str(rank["rank"])] = tuple(threads[0].lines[:MOST_FRAMES][::-1])
     return found

@@ -25,7 +25,7 @@ from repro_matrix.environment.nvml import Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ResultsError
-from repro_matrix.grading.regrade import Graded, judged_again
+from repro_matrix.grading.regrade import Graded, regrade
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Around, Document, Probe, Provenance
@@ -370,7 +370,7 @@ class Engine:
     def _settle(self, cell: _Cell) -> None:
         cases = self.context.catalogue.cases
         stored = [d for d in self.context.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
-        judged = judged_again(stored, cases, kept=self.context.graded)
+        judged = regrade(stored, cases, kept=self.context.graded)
         self._summary.notes += judged.notes
         older = judged.documents
         where = cell.plan.cell.where

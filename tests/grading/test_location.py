@@ -1,6 +1,6 @@
-"""Signatures by place: what calls itself an installed package and is none of its files does not fire.
+"""Code locations: code that only pretends to be an installed package's does not count as that package's.
 
-Made with small installed packages in upstream's role (``packaging`` raises by itself); what a rank records is judged.
+A small installed package has upstream's role (``packaging`` raises by itself); the kit records, the grader matches.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from typing import Any
 
 import pytest
 import yaml
-from judging import case, ended, failed, observation, ok, record
+from judging import SITE, case, ended, failed, observation, ok, record
 from packaging import version
 from repro_matrix.config.signatures import Signature
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.observation import lies_in, stack_places
+from repro_matrix.grading.observation import (
+    CodeLocation,
+    in_package,
+    is_project_code,
+    module_names,
+    origin_of,
+    parse_threads,
+)
 from repro_matrix.grading.signature import matches
 from repro_matrix.paths import REPROS
 
@@ -72,7 +79,7 @@ def restored() -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_what_the_package_itself_raises_is_the_packages() -> None:
+def test_package_error_fires() -> None:
     error = described(lambda: version.Version("no version"))
     assert error["frames"][-1]["place"] == "packaging.version"
     assert fires(error) and fires(error, FRAMED)
@@ -143,7 +150,7 @@ LIES = [
 
 
 @pytest.mark.parametrize("lie", LIES, ids=[lie.__name__ for lie in LIES])
-def test_what_only_looks_like_the_package_does_not_fire(lie: Any, tmp_path: Path, restored: None) -> None:
+def test_imitated_package_does_not_fire(lie: Any, tmp_path: Path, restored: None) -> None:
     call = lie(tmp_path) if lie.__code__.co_argcount else lie()
     error = described(call)
     assert error["message"] == TEXT, "the lie must get as far as raising the known text"
@@ -151,7 +158,7 @@ def test_what_only_looks_like_the_package_does_not_fire(lie: Any, tmp_path: Path
     assert not fires(error) and not fires(error, FRAMED)
 
 
-def test_the_lies_fire_when_names_are_believed(tmp_path: Path, restored: None) -> None:
+def test_imitations_fire_where_only_names_are_known(tmp_path: Path, restored: None) -> None:
     """What the place is for: the same records without it fire, as they did before it was recorded."""
     fired = []
     for lie in LIES[:-1]:
@@ -162,14 +169,14 @@ def test_the_lies_fire_when_names_are_believed(tmp_path: Path, restored: None) -
     assert sum(fired) >= 5
 
 
-def test_generated_code_between_frames_of_the_package_is_passed_over() -> None:
+def test_generated_code_is_passed_over() -> None:
     """A dataclass's own __init__ (``<string>``) lies nowhere, and the frames behind it are judged as they are."""
     made = run_with("def __init__(f):\n    f('no version')\n", "<string>", {"__name__": "packaging.version"})
     error = described(lambda: made(version.Version))
     assert [frame["place"] for frame in error["frames"][-2:]] == ["", "packaging.version"] and fires(error)
 
 
-def test_a_decorated_function_and_a_nested_one_are_the_files() -> None:
+def test_decorated_and_nested_functions_have_their_files_origin() -> None:
     @functools.wraps(version.Version)
     def around(text: str) -> Any:
         return version.Version(text)
@@ -181,14 +188,14 @@ def test_a_decorated_function_and_a_nested_one_are_the_files() -> None:
         assert held and {place.of_code(f.__code__, f.__globals__) for f in held} == {module.__name__}
 
 
-def test_a_compiled_modules_frames_are_its_packages() -> None:
+def test_compiled_modules_frames_are_the_packages() -> None:
     frames = described(lambda: yaml.load("a: [", Loader=yaml.CSafeLoader))["frames"]
     assert frames[-1]["file"].endswith(".pyx") and frames[-1]["place"] == "yaml._yaml"
     fake = compile("raise ValueError('x')", "yaml/_yaml.pyx", "exec")
     assert place.of_code(fake, vars(sys.modules["yaml._yaml"])) == "", "code that does something was not compiled"
 
 
-def test_an_overlay_on_the_search_path_is_an_installation_and_comes_first(tmp_path: Path) -> None:
+def test_overlay_comes_first(tmp_path: Path) -> None:
     """As a stack lays a release over an environment; and a package imported late, and remote code."""
     over, remote = tmp_path / "over" / "packaging", tmp_path / "modules" / "transformers_modules" / "qwen"
     for folder in (over, remote):
@@ -220,7 +227,7 @@ print(json.dumps(out))
     assert frames[1][-1] == "transformers_modules.qwen.modeling_qwen"
 
 
-def test_the_projects_own_code_is_its_own() -> None:
+def test_project_code_is_recognised() -> None:
     frames = described(lambda: place.of_code.__wrapped__())["frames"]  # type: ignore[attr-defined]
     assert frames
     assert place.dotted(str(REPROS / "repro_kit" / "run.py")) == "repros.repro_kit.run"
@@ -255,7 +262,7 @@ def says(how: str) -> str:
 @pytest.mark.parametrize(
     "how", ["logging.getLogger('packaging.version').warning('old format')", "warnings.warn('old format')"]
 )
-def test_what_speaks_in_the_packages_name_is_not_the_package(capture: Capture, how: str) -> None:
+def test_log_in_the_packages_name_does_not_count(capture: Capture, how: str) -> None:
     names = {"__name__": "packaging.version"}
     run_with(says(how), FILE, names)()
     exec(compile(how, "<string>", "exec"), {"logging": logging, "warnings": warnings, "__name__": "packaging"})
@@ -265,9 +272,7 @@ def test_what_speaks_in_the_packages_name_is_not_the_package(capture: Capture, h
     assert len(capture.warnings) + len(capture.logs) == 3 and not seen(capture)
 
 
-def test_what_the_package_says_is_the_packages(
-    capture: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_of_the_package_counts(capture: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "packaging" / "speaks.py"
     path.parent.mkdir()
     (path.parent / "__init__.py").touch()
@@ -303,13 +308,13 @@ PACKAGES = {"torch": "/venv/lib/python3.11/site-packages/torch", "transformers":
         ("/checkout/repros/x.py", None),
     ],
 )
-def test_a_file_of_a_stack_is_placed_by_where_packages_are_installed(file: str, where: str | None) -> None:
-    assert lies_in(file, PACKAGES) == where
-    found = stack_places(f'Thread 1 (idle): "MainThread"\n    wait ({file}:3)\n', PACKAGES)
-    assert [item.place for item in found] == [where]
+def test_origin_of_a_stacks_file(file: str, where: str | None) -> None:
+    assert origin_of(file, PACKAGES) == where
+    (thread,) = parse_threads(f'Thread 1 (idle): "MainThread"\n    wait ({file}:3)\n', PACKAGES)
+    assert [frame.origin for frame in thread.frames] == [where]
 
 
-def test_a_hang_in_a_folder_that_is_called_torch_is_not_torchs() -> None:
+def test_hang_in_a_folder_named_torch_does_not_match() -> None:
     known = Signature.model_validate(
         {"name": "stuck", "kind": "hang", "frames": [{"module": r"torch\..*", "function": "wait"}]}
     )
@@ -321,8 +326,85 @@ def test_a_hang_in_a_folder_that_is_called_torch_is_not_torchs() -> None:
         assert (matches(known, observation(*ranks, timed_out=True)) is not None) == is_known
 
 
-def test_the_outcome_says_where_it_was_when_a_known_text_comes_from_nowhere(restored: None) -> None:
+def test_known_text_from_imitated_code_is_a_script_error(restored: None) -> None:
     error = described(borrowed_place())
     known = case(signatures=[RAISES])
     outcome = grade(known, "broken", observation(failed(0, error), failed(1, error)), [known])
     assert outcome.outcome == "infra" and f"packaging/version.py:{LINE + 1}" in outcome.reason
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        (f"{SITE}/torch/nn/modules/__init__.py", ("torch.nn.modules",)),
+        ("C:\\env\\Lib\\site-packages\\torch\\nn\\functional.py", ("torch.nn.functional",)),
+        ("/usr/lib/python3.11/json/decoder.py", ("json.decoder",)),
+        ("/opt/over/torch/x.py", ("opt.over.torch.x", "over.torch.x", "torch.x", "x")),
+        ("torch/x.py", ("torch.x", "x")),
+    ],
+)
+def test_module_names_of_a_file(file: str, names: tuple[str, ...]) -> None:
+    assert module_names(file) == names
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "project"),
+    [
+        ("__main__", "", True), ("repro_kit.run", "/elsewhere/x.py", True), ("repros.x", "/elsewhere/x.py", True),
+        ("", "/home/me/repros/repro_kit/run.py", True), ("torch.nn", "/home/me/repros/x.py", True),
+        ("reprosx", "/elsewhere/x.py", False), ("kitchen", "", False), ("", "/x/repros.py", False),
+        ("", "/x/repros/x.so", False), ("x", "/me/repros/.venv/lib/python3.11/site-packages/torch/x.py", False),
+        ("x", "/me/repros/cache/transformers_modules/qwen/modeling_qwen.py", False),
+        ("x", "/usr/lib/python3.11/json/decoder.py", False),
+    ],
+)  # fmt: skip
+def test_project_code_by_module_and_file(module: str, file: str, project: bool) -> None:
+    assert is_project_code(module, file) is project
+
+
+def test_package_contains_its_modules_only() -> None:
+    assert in_package("torch.nn", "torch") and in_package("torch", "torch") and not in_package("torchvision", "torch")
+
+
+@pytest.mark.parametrize(
+    ("location", "modules", "project", "known", "text"),
+    [
+        (CodeLocation("torch.x", "", "f", origin=""), (), False, True, "?.f"),
+        (CodeLocation("", "/w/x.py", "f", origin=""), (), False, True, "/w/x.py.f"),
+        (CodeLocation("", "", "f", origin="repros.x"), (), True, True, "repros.x.f"),
+        (CodeLocation("a", "", "f", origin="torch.nn"), ("torch.nn",), False, True, "torch.nn.f"),
+        (CodeLocation("torch.x", "", "f"), ("torch.x",), False, True, "torch.x.f"),
+        (CodeLocation("builtins", "<string>", "f"), (), False, False, "builtins.f"),
+        (CodeLocation("", "<string>", "f"), (), False, False, "?.f"),
+        (CodeLocation("__main__", "/x.py", "f"), ("__main__",), True, True, "__main__.f"),
+    ],
+)
+def test_code_location(location: CodeLocation, modules: Any, project: bool, known: bool, text: str) -> None:
+    assert (location.modules, location.is_project, location.is_known) == (modules, project, known)
+    assert str(location) == text
+
+
+PY_SPY = f"""# py-spy
+Thread 15849 (idle): "Thread-1"
+    wait (/usr/lib/python3.11/threading.py:324)
+Thread 15841 (idle): "MainThread"
+    barrier ({SITE}/torch/distributed/distributed_c10d.py:5356)
+    _exception_logger.<locals>.wrapper ({SITE}/torch/distributed/c10d_logger.py:83)
+"""
+FAULTHANDLER = f"""Thread 0x2 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+Current thread 0x00007f9bfc5e4b80 (most recent call first):
+  File "{SITE}/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "{SITE}/torch/distributed/c10d_logger.py", line 83 in wrapper
+"""
+
+
+@pytest.mark.parametrize("dump", [PY_SPY, FAULTHANDLER])
+def test_threads_are_parsed_with_the_main_thread_first(dump: str) -> None:
+    main, other = parse_threads(dump)
+    assert main.main and [frame.function for frame in main.frames] == ["barrier", "wrapper"] and len(main.lines) == 2
+    assert not other.main and [frame.function for frame in other.frames] == ["wait"]
+    assert parse_threads("") == []

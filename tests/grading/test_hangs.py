@@ -1,0 +1,416 @@
+"""What a hang is: no progress between two samples, and ranks that are deadlocked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judging import DIST, SITE, ended, failed, frame, observation, ok, peer_failed
+from judging import exception as raised
+from repro_matrix.config.signatures import Signature
+from repro_matrix.grading import hangs
+from repro_matrix.grading.hangs import (
+    Entry,
+    RankCollectives,
+    attempt_progress,
+    blocking_call,
+    collective_kind,
+    find_deadlock,
+    find_mismatches,
+    in_backward,
+    last_two,
+    rank_collectives,
+    rank_progress,
+    stable_stack,
+    timeout_without_hang,
+)
+from repro_matrix.grading.observation import Attempt
+from repro_matrix.grading.signature import matches
+
+# -- two samples of a rank
+
+SAMPLE: dict[str, Any] = {
+    "at_s": 10.0, "cpu_s": 5.0, "io": 0, "busy": False, "spins": False, "phase": "body", "stack": "f (x.py:1)",
+    "entered": "c3", "ended": False,
+}  # fmt: skip
+LATER = {**SAMPLE, "at_s": 20.0}
+SPINS = {"spins": True, "busy": True}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "progress"),
+    [
+        ({}, {}, "stuck"),
+        ({}, {"at_s": 11.4}, "unknown"),
+        ({}, {"at_s": 11.5}, "stuck"),
+        ({}, {"at_s": None}, "unknown"),
+        ({}, {"cpu_s": 5.05 + 0.03 * 10}, "stuck"),
+        ({}, {"cpu_s": 5.36}, "progress"),
+        ({}, {"cpu_s": None}, "unknown"),
+        ({}, {"io": 64 << 10}, "stuck"),
+        ({}, {"io": (64 << 10) + 1}, "progress"),
+        ({}, {"io": None}, "stuck"),
+        ({}, {"phase": "end"}, "progress"),
+        ({}, {"phase": None}, "stuck"),
+        ({}, {"stack": "g (x.py:2)"}, "progress"),
+        ({}, {"stack": None}, "stuck"),
+        ({}, {"entered": "c4"}, "progress"),
+        ({}, {"entered": None}, "stuck"),
+        ({}, {"stack": None, "entered": None}, "unknown"),
+        ({}, {"ended": True}, "progress"),
+        ({"ended": True}, {"ended": True}, "stuck"),
+        ({}, {"busy": True}, "unknown"),  # it waits for a core
+        ({"busy": True}, {}, "unknown"),
+        ({"busy": True}, {"busy": True}, "progress"),
+        (SPINS, {**SPINS, "cpu_s": 14.0}, "stuck"),
+        (SPINS, {**SPINS, "cpu_s": 14.0, "entered": "c4"}, "progress"),
+        ({"busy": True}, {**SPINS, "cpu_s": 14.0}, "progress"),  # it did not spin before
+    ],
+)
+def test_whatever_changes_between_two_samples_is_progress(before: Any, after: Any, progress: str) -> None:
+    assert rank_progress({**SAMPLE, **before}, {**LATER, **after}) == progress
+
+
+def test_progress_needs_two_samples() -> None:
+    assert rank_progress(None, LATER) == rank_progress(SAMPLE, None) == "unknown"
+    assert last_two(None) == (None, None) == last_two([])
+    assert last_two([SAMPLE]) == (None, SAMPLE) and last_two([SAMPLE, SAMPLE, LATER]) == (SAMPLE, LATER)
+
+
+def test_one_rank_that_moves_is_progress_of_all() -> None:
+    still, moved, over = (SAMPLE, LATER), (SAMPLE, {**LATER, "entered": "c9"}), {**LATER, "ended": True}
+    assert attempt_progress({0: still, 1: still}) == "stuck" and attempt_progress({0: still, 1: moved}) == "progress"
+    assert attempt_progress({0: still, 1: (None, LATER)}) == "unknown" == attempt_progress({})
+    assert attempt_progress({0: (over, over)}) == "unknown", "no rank is left that could be stuck"
+    assert attempt_progress({0: (over, over), 1: still}) == "stuck"
+
+
+samples = st.fixed_dictionaries(
+    {
+        "at_s": st.one_of(st.none(), st.floats(0, 100)),
+        "ended": st.booleans(),
+        "cpu_s": st.one_of(st.none(), st.floats(0, 50)),
+        "io": st.one_of(st.none(), st.integers(0, 1 << 20), st.text()),
+        "busy": st.booleans(),
+        "phase": st.sampled_from([None, "body", "save"]),
+        "stack": st.sampled_from([None, "a", "b"]),
+        "entered": st.sampled_from([None, "a", "b"]),
+        "spins": st.booleans(),
+    }
+)
+maybe = st.one_of(st.none(), samples, st.just({}))
+pairs = st.dictionaries(st.integers(0, 7), st.tuples(maybe, maybe), min_size=1)
+
+
+@given(maybe, maybe)
+def test_stuck_needs_two_samples_in_which_nothing_differs(first: Any, second: Any) -> None:
+    if rank_progress(first, second) == "stuck" and not second["ended"]:
+        for key in ("phase", "stack", "entered"):
+            assert None in (first[key], second[key]) or first[key] == second[key]
+        assert second["at_s"] - first["at_s"] >= hangs.MIN_INTERVAL_S
+        if not (first["spins"] and second["spins"]):
+            assert not first["busy"] and not second["busy"]
+
+
+@given(pairs, samples)
+def test_rank_that_moves_decides_for_all(others: Any, one: Any) -> None:
+    moved = {**one, "ended": False, "phase": "body"}
+    assert attempt_progress({**others, 8: (moved, {**moved, "phase": "save"})}) == "progress"
+
+
+@given(pairs)
+def test_rank_without_samples_never_makes_a_hang(others: Any) -> None:
+    assert attempt_progress({**others, 8: (None, None)}) in ("progress", "unknown")
+
+
+# -- at the timeout
+
+
+def timed_out(first: Any, second: Any, *, rank: dict[str, Any] | None = None, **attempt: Any) -> Any:
+    ranks = [{**(rank or ended(0, "deadline")), "looks": first}, {**ended(1, "deadline"), "looks": second}]
+    return timeout_without_hang(Attempt(observation(*ranks, **{"timed_out": True, **attempt})))
+
+
+STILL, MOVED = [SAMPLE, LATER], [SAMPLE, {**LATER, "phase": "step 3"}]
+BLIND = {"stack": None, "entered": None}
+HANG = {"never_meet": None, "limit_s": 30.0, "starting": False}
+
+
+def test_timeout_of_ranks_that_stand_still_is_a_hang() -> None:
+    assert timed_out(STILL, STILL) is None and timed_out(None, None) is None
+    assert timed_out(STILL, MOVED, timed_out=False) is None
+    assert timed_out(None, MOVED, rank=failed(0)) is None, "one failed by itself"
+    assert timed_out(None, MOVED, rank=peer_failed(0))[0] == "too slow"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hang", "kind", "text"),
+    [
+        (STILL, MOVED, None, "too slow", "120 s: rank 1 (phase step 3)"),
+        (STILL, MOVED, HANG, "too slow", "after 30 s"),
+        (STILL, STILL, {**HANG, "starting": True}, "start-up too slow", "30 s (rank 0: body, rank 1: body)"),
+        (STILL, STILL[:1], None, "unknown", "(rank 1: not sampled twice)"),
+        (STILL, [SAMPLE, {**LATER, "busy": True}], None, "unknown", "(rank 1: about to run)"),
+        (STILL, [SAMPLE, {**LATER, "cpu_s": None}], None, "unknown", "(rank 1: its CPU time could not be read)"),
+        ([{**SAMPLE, **BLIND}, {**LATER, **BLIND}], STILL, None, "unknown", "(rank 0: no stack)"),
+    ],
+)
+def test_timeout_is_no_hang(first: Any, second: Any, hang: Any, kind: str, text: str) -> None:
+    found = timed_out(first, second, hang=hang)
+    assert found[0] == kind and text in found[1]
+
+
+# -- what ranks entered
+
+GROUP = ("default", (0, 1))
+THREE = ("default", (0, 1, 2))
+
+
+def entry(sequence: int = 1, op: str = "all_reduce", waits: bool = True, group: Any = GROUP) -> Entry:
+    return Entry(group, sequence, op, waits)
+
+
+def rank(number: int, *entries: Entry, inside: str = "wait", **more: Any) -> RankCollectives:
+    return RankCollectives(number, inside=inside, entries=entries, **{"complete": True, **more})
+
+
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    [
+        ("all_gather_into_tensor", "allgather"), ("_allgather_base", "allgather"), ("_all_gather_base", "allgather"),
+        ("ALLGATHER_coalesced", "allgather"), ("reduce_scatter_tensor", "reducescatter"),
+        ("_reduce_scatter_base", "reducescatter"), ("all_reduce", "allreduce"), ("allreduce_coalesced", "allreduce"),
+        ("all_to_all_single", "alltoall"), ("broadcast", "broadcast"), ("barrier", "barrier"),
+        ("all_reduce_barrier", "barrier"), ("gather", "gather"), ("scatter_", "scatter"), ("reduce", "reduce"),
+        ("SEND 0->1", "send"), ("recv 0<-1", "recv"), ("forward", ""), ("new_group", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_collective_kind_by_whatever_name(op: str, kind: str) -> None:
+    assert collective_kind(op) == kind
+
+
+def test_pending_and_last_collective() -> None:
+    one = rank(0, entry(3, waits=False), entry(5))
+    assert [each.sequence for each in one.pending] == [5] and one.last(GROUP) == 5
+    assert one.last(("other", (0, 1))) == 0 and rank(0, complete=False).last(GROUP) is None
+    assert RankCollectives(0).last(GROUP) is None and RankCollectives(0).pending == ()
+    assert RankCollectives(0, entries=()).last(GROUP) is None, "a recorder is not complete by default"
+
+
+def test_monitors_answer_is_parsed_as_far_as_it_is_well_formed() -> None:
+    listed = [
+        {"sequence": 1, "group": "g", "op": "all_reduce", "waits": True},
+        {"sequence": 2, "group": "g", "op": "send", "p2p": True, "waits": True},
+        {"sequence": True, "group": "g", "op": "all_reduce"},
+        {"sequence": "3", "group": "g", "op": "all_reduce"},
+        {"sequence": 4, "group": "unknown", "op": "all_reduce"},
+        {"sequence": 5, "group": "g", "op": 5, "waits": 1},
+        "nonsense",
+    ]
+    groups = {"g": [1, 0], "h": ["0"], "i": 3}
+    parsed = rank_collectives(0, False, "wait", {"groups": groups, "collectives": listed, "complete": True})
+    assert parsed.entries == (Entry(("g", (0, 1)), 1, "all_reduce", True), Entry(("g", (0, 1)), 5, "", False))
+    assert parsed.complete and not rank_collectives(0, False, "", {"collectives": [], "complete": 1}).complete
+    assert rank_collectives(0, False, "", {"groups": groups}).entries is None
+    assert rank_collectives(0, True, "", None) == RankCollectives(0, True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mismatches"),  # (sequence, missing ranks, whether kinds contradict)
+    [
+        ([rank(0, entry(2), entry(1, waits=False)), rank(1, entry(1, waits=False))], [(2, (1,), False)]),
+        ([rank(0, entry()), rank(1, entry(op="broadcast"))], [(1, (), True)]),
+        ([rank(0, entry()), rank(1, entry(op="allreduce_coalesced"))], []),
+        ([rank(0, entry()), rank(1, entry(waits=False))], []),  # it was there
+        ([rank(0, entry()), rank(1, complete=False)], []),  # nothing is known of it
+        ([rank(0, entry())], []),  # nor of one that was not sampled
+        ([rank(0, entry(3)), rank(1, entry(2, waits=False), complete=False)], [(3, (1,), False)]),
+        ([rank(0, entry()), RankCollectives(1, ended=True)], [(1, (1,), False)]),
+        ([rank(0, entry(group=THREE)), rank(1), rank(2)], [(1, (1, 2), False)]),
+        ([rank(0, entry(1, group=("a", (0, 1))), entry(2, group=("b", (0, 1)))),
+          rank(1, entry(2, "broadcast", group=("b", (0, 1))))], [(2, (), True), (1, (1,), False)]),
+    ],
+)  # fmt: skip
+def test_mismatches_come_with_contradictions_first(ranks: Any, mismatches: Any) -> None:
+    found = find_mismatches(ranks)
+    assert [(each.sequence, each.missing, each.contradicts) for each in found] == mismatches
+    assert all(str(each.sequence) in str(each) for each in found)
+
+
+# -- deadlock
+
+
+def calls(*functions: str) -> list[RankCollectives]:
+    return [RankCollectives(number, inside=function) for number, function in enumerate(functions)]
+
+
+A, B = ("a", (0, 1)), ("b", (0, 1))
+G, H = ("g", (0, 1)), ("h", (1, 2))
+GONE = RankCollectives(1, ended=True, entries=(), complete=True)
+DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {  # ranks, spins, whether they are deadlocked
+    "one has ended": ([rank(0, entry()), GONE], False, True),
+    "different collectives": ([rank(0, entry()), rank(1, entry(op="broadcast"))], False, True),
+    "the same collective": ([rank(0, entry()), rank(1, entry())], False, False),
+    "one is at work": ([rank(0, entry()), rank(1, inside="")], False, False),
+    "one is at work, one has ended": (
+        [rank(0, inside=""), rank(1, entry(group=THREE)), RankCollectives(2, True)], False, False),
+    "crosswise groups": ([rank(0, entry(group=A)), rank(1, entry(group=B))], False, True),
+    "two wait for a third that waits": (
+        [rank(0, entry(group=THREE)), rank(1, entry(group=THREE)), rank(2)], False, True),
+    "a chain that ends at work": ([rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, inside="")], False, False),
+    "a chain that can go on": (
+        [rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, entry(group=H))], False, False),
+    "two that meet, a third waits for them": (
+        [rank(0, entry(group=A)), rank(1, entry(group=A)), rank(2, entry(group=THREE))], False, False),
+    "a receive without entry": ([rank(0, entry(op="barrier")), rank(1, inside="recv")], False, True),
+    "a receive without entry, a third at work": (
+        [rank(0, entry(op="barrier", group=THREE)), rank(1, inside="recv"), rank(2, inside="")], False, False),
+    "overwritten entries": ([rank(0, entry()), rank(1, inside="all_reduce", complete=False)], False, False),
+    "the host stands elsewhere": ([rank(0, entry(), inside=""), GONE], False, False),
+    "the host stands elsewhere and spins": ([rank(0, entry(), inside=""), GONE], True, True),
+    "one spins without entry": ([rank(0, entry(), inside=""), rank(1, inside="")], True, False),
+    "all have ended": ([RankCollectives(0, ended=True)], False, False),
+    "no ranks": ([], False, False),
+    # without a recorder
+    "calls of different kinds": (calls("barrier", "all_gather"), False, True),
+    "calls of one kind": (calls("all_reduce", "allreduce_c"), False, False),
+    "an unknown call": (calls("barrier", "wait"), False, False),
+    "send and receive": (calls("send", "recv"), False, False),
+    "no call": (calls("barrier", ""), False, False),
+    "a call, and one has ended": ([*calls("barrier"), RankCollectives(1, ended=True)], False, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_deadlock(name: str) -> None:
+    ranks, spins, expected = DEADLOCKS[name]
+    assert bool(find_deadlock(ranks, spins)) is expected
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    entered = {"group": "0", "sequence": 3, "op": "all_reduce", "p2p": False, "waits": True, "frames": []}
+    return {"groups": {"0": [0, 1]}, "collectives": [entered], "complete": True, **changes}
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 5), st.text(max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@given(json_values, st.sampled_from(["groups", "collectives", "complete"]))
+def test_damaged_answer_is_no_evidence(value: Any, key: str) -> None:
+    damaged = rank_collectives(0, False, "wait", answer(**{key: value}))
+    find_deadlock([damaged, rank_collectives(1, False, "wait", value)])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["0", "a", "b"]), st.integers(1, 4), st.booleans()), max_size=4))
+def test_ranks_that_entered_the_same_are_never_deadlocked(listed: Any) -> None:
+    entries = [entry(sequence, waits=waits, group=(name, (0, 1))) for name, sequence, waits in listed]
+    assert find_deadlock([rank(0, *entries), rank(1, *entries)]) is None
+
+
+# -- what a stack shows
+
+STACK = 'Thread 1 (idle): "MainThread"\n    {0}\n    body (/home/me/repros/x.py:3)\n'
+C10D = f"{DIST}/distributed_c10d.py:1"
+
+
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        (f"all_reduce ({C10D})", "all_reduce"),
+        (f"wait ({C10D})", "wait"),
+        (f"monitored_barrier ({C10D})", "monitored_barrier"),
+        (f"new_group ({C10D})", ""),
+        (f"barrier ({DIST}/elastic/utils/store.py:1)", ""),
+        (f"wait ({DIST}/elastic/x.py:7)", ""),
+        ("all_reduce (/home/me/mine.py:1)", ""),
+        (f"nap (/x/repros/a.py:1)\n    barrier ({C10D})", ""),
+        (f"__call__ ({SITE}/torch/_ops.py:1)\n    all_reduce ({DIST}/_functional_collectives.py:1)", "all_reduce"),
+        (f"f ({SITE}/torch/_library/autograd.py:1)\n    wait_tensor ({DIST}/_f.py:1)", "wait_tensor"),
+        (f"_distributed_broadcast_coalesced ({SITE}/torch/nn/parallel/distributed.py:7)", "broadcast"),
+        ("_distributed_broadcast_coalesced (/x/repros/distributed.py:7)", ""),
+    ],
+)
+def test_blocking_call_of_the_main_thread(frames: str, call: str) -> None:
+    assert blocking_call(STACK.format(frames)) == call
+
+
+def test_blocking_call_needs_a_main_thread() -> None:
+    assert blocking_call("") == blocking_call(f'Thread 2 (idle): "other"\n    wait ({C10D})\n') == ""
+
+
+def test_backward_pass_is_the_innermost_frame() -> None:
+    engine = f"_engine_run_backward ({SITE}/torch/autograd/graph.py:1)"
+    assert in_backward(STACK.format(engine)) and not in_backward(STACK.format(f"hook (x.py:1)\n    {engine}"))
+    assert not in_backward("")
+
+
+def test_stable_stack_leaves_out_the_monitor_and_what_is_not_torch() -> None:
+    stack = STACK.format("wait (/a/torch/distributed/x.py:1)")
+    stack += 'Thread 2 (idle): "t"\n    pin (/a/torch/utils/pin.py:1)\nThread 3 (idle): "w"\n'
+    stack += "    look (/r/repros/repro_kit/rank_monitor.py:1)\n"
+    stack += '    f (/a/torch/x.py:1)\nThread 4 (idle): "u"\n    sleep (/home/x.py:9)\n'
+    kept = stable_stack(stack)
+    assert "wait" in kept and "pin" in kept and "look" not in kept and "sleep" not in kept and "\n\n" in kept
+
+
+# -- signatures, from NCCL's flight recorder (made up after the documented schema; no GPU has run them)
+
+
+def nccl(name: str) -> dict[str, Any]:
+    """An observation whose ranks stand in a synchronize, with the answers of a file of ``nccl_dumps``."""
+    path = Path(__file__).parents[1] / "nccl_dumps" / f"{name}.json"
+    answers = json.loads(path.read_text(encoding="utf-8"))["ranks"]
+    stack = STACK.format(f"synchronize ({SITE}/torch/cuda/__init__.py:9)")
+    ranks = [{**ended(n, by="deadline", stack=stack), "collectives": each} for n, each in enumerate(answers)]
+    return observation(*ranks, timed_out=True, backend="nccl")
+
+
+LONELY, MISSING = "synthetic_lonely_all_gather", "synthetic_missing_rank"
+CALLS = [
+    {"module": r"torch\.distributed\.distributed_c10d", "function": name} for name in ("_?all_gather.*", "barrier")
+]
+
+
+@pytest.mark.parametrize(
+    ("collective", "frames", "dump", "expected"),
+    [
+        ({"kinds": ["allgather", "barrier"]}, CALLS, LONELY, (0, 1)),
+        (None, CALLS, LONELY, (0, 1)),
+        ({"kinds": ["allgather", "barrier"]}, CALLS, MISSING, None),
+        ({"kinds": ["allgather", "barrier"], "missing": True}, CALLS, LONELY, None),
+        ({"kinds": ["allgather", "reduce"]}, CALLS, LONELY, None),
+        ({"kinds": ["allreduce"], "missing": True}, [], MISSING, (0, 2)),
+        ({"kinds": ["allreduce"], "missing": True}, [], LONELY, None),
+        ({"kinds": ["allreduce"], "missing": False}, [], MISSING, None),
+    ],
+)
+def test_hang_signature_matches_the_flight_recorder(collective: Any, frames: Any, dump: str, expected: Any) -> None:
+    signature = Signature.model_validate({"name": "s", "kind": "hang", "collective": collective, "frames": frames})
+    found = matches(signature, nccl(dump))
+    assert (found.ranks if found else None) == expected
+
+
+def test_first_mismatch_of_a_flight_recorder() -> None:
+    answers = [rank["collectives"] for rank in nccl(MISSING)["ranks"]]
+    ranks = [rank_collectives(number, False, "", each) for number, each in enumerate(answers)]
+    first = find_mismatches(ranks)[0]
+    assert (first.sequence, dict(first.ops), first.missing) == (7, {0: "all_reduce", 2: "all_reduce"}, (1,))
+    assert find_deadlock(ranks, spins=True) is None
+
+
+def test_failure_beside_it_is_no_hang_of_its_own() -> None:
+    seen = nccl(LONELY)
+    signature = Signature.model_validate({"name": "s", "kind": "hang", "frames": CALLS})
+    assert matches(signature, seen)
+    seen["ranks"][1] = failed(1, raised("ValueError", "no", [frame("x", "y")]))
+    assert matches(signature, seen) is None
+    seen["ranks"][1] = ok(1)
+    assert matches(signature, seen) is None, "one of the declared frames is on no rank"

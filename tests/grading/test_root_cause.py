@@ -1,0 +1,217 @@
+"""Which rank failed first, which only followed, and when it was the script's own error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judging import PEER, SITE, case, control, ended, exception, failed, frame, observation, ok, peer_failed, record
+from launching import attempt_of, launched
+from repro_matrix.grading.grade import grade
+from repro_matrix.grading.observation import NO_RECORD, Attempt, RaisedException, Rank, number
+from repro_matrix.grading.root_cause import (
+    failure_of,
+    fatal_signal,
+    find_failures,
+    is_peer_error,
+    portable_path,
+    script_error,
+)
+from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.records import validate
+
+# -- lost peers
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "lost"),
+    [
+        ("DistStoreError", "", True), ("DistNetworkError", "anything", True), ("EOFError", "x", True),
+        ("BrokenPipeError", "", True), ("ConnectionResetError", "[Errno 104]", True), ("RuntimeError", PEER, True),
+        ("RuntimeError", "[pair.cc:525] Read error [127.0.0.1]:1: Connection reset by peer", True),
+        ("RuntimeError", "Broken pipe", True), ("OSError", "Broken pipe", True),
+        ("DistBackendError", "NCCL error: remote process exited or there was a network error, NCCL 2.21.5", True),
+        ("DistBackendError", "[3] is setting up NCCL communicator: Socket Timeout", True),
+        ("DistBackendError", "ncclRemoteError: x", True), ("ConnectionError", "Connection refused", True),
+        ("RuntimeError", "NCCL communicator was aborted on rank 1", True),
+        ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", True),
+        ("TimeoutError", "wait timeout after 10 ms", True),
+        ("ValueError", PEER, False), ("RuntimeError", "size mismatch", False), ("DistBackendError", "invalid", False),
+    ],
+)  # fmt: skip
+def test_peer_error_by_type_and_message(kind: str, message: str, lost: bool) -> None:
+    assert is_peer_error(RaisedException(kind, frozenset({kind}), message, ())) is lost
+    there = Attempt(observation(failed(0, exception(kind, message), at=101.0), failed(1, at=102.0)))
+    assert find_failures(there).ranks == ({1} if lost else {0, 1}), "it came first, and still is not the failure"
+
+
+def test_first_failure_is_the_earliest_primary_one() -> None:
+    found = find_failures(
+        Attempt(observation(peer_failed(0, 101.0), failed(1, at=109.0), failed(2, at=108.0), ended(3)))
+    )
+    assert [failure.rank for failure in found.primary] == [2, 1] and found.first is found.primary[0]
+    assert found.ranks == {1, 2} and found.excused == {0, 3}
+
+
+def test_lost_peer_is_the_failure_where_no_rank_failed_otherwise() -> None:
+    found = find_failures(Attempt(observation(peer_failed(0), ok(1))))
+    assert found.ranks == {0} and found.excused == set()
+    assert find_failures(Attempt(observation(ok(0), ok(1)))).first is None
+
+
+# -- how one rank failed
+
+UNDONE = record(0, done=False, phase="body")
+EXIT_15 = record(0, done=False, exception=exception("SystemExit", "15"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "type_", "where", "secondary"),
+    [
+        ({}, None, "", "", False),
+        ({"exit_code": -11, "record": UNDONE, "stack": "    f (/a/torch/x.py:1)"}, "signal", "SIGSEGV", "a.torch.x.f",
+         False),
+        ({"exit_code": -6}, "signal", "SIGABRT", "teardown, after its done marker", False),
+        ({"exit_code": -6, "record": UNDONE, "log_tail": f"{PEER}\nAborted\n"}, "signal", "SIGABRT", "", True),
+        ({"exit_code": -11, "record": UNDONE, "log_tail": PEER}, "signal", "SIGSEGV", "", False),
+        ({"exit_code": 3, "record": UNDONE}, "exit", "exit code 3", "", False),
+        ({"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\n\n"}, "exit", "exit code 3", "", True),
+        ({"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\nbad"}, "exit", "exit code 3", "", False),
+        ({"record": UNDONE}, "left", "exit code 0", "", False),
+        ({"ended_by": "launcher", "exit_code": None, "signal": "SIGTERM", "record": UNDONE}, None, "", "", False),
+        ({"ended_by": "launcher", "exit_code": 1, "record": EXIT_15}, "exception", "SystemExit",
+         "transformers.models.qwen2.modeling_qwen2.forward", True),
+        ({"exit_code": 1, "record": EXIT_15}, "exception", "SystemExit",
+         "transformers.models.qwen2.modeling_qwen2.forward", False),
+    ],
+)  # fmt: skip
+def test_how_a_rank_failed(changes: Any, kind: str | None, type_: str, where: str, secondary: bool) -> None:
+    failure = failure_of(Attempt(observation(ok(0, **changes))).ranks[0])
+    if kind is None:
+        assert failure is None
+    else:
+        assert failure and (failure.kind, failure.type, failure.where) == (kind, type_, where)
+        assert failure.secondary is secondary
+
+
+@pytest.mark.parametrize(
+    ("code", "signal", "name"),
+    [(None, "SIGSEGV", "SIGSEGV"), (-11, None, "SIGSEGV"), (-999, None, ""), (1, None, ""), (None, None, "")],
+)
+def test_fatal_signal(code: int | None, signal: str | None, name: str) -> None:
+    assert fatal_signal(Attempt(observation(ok(0, exit_code=code, signal=signal))).ranks[0]) == name
+
+
+def test_message_of_a_crash_is_the_last_line_of_its_log() -> None:
+    failure = failure_of(Attempt(observation(ok(0, exit_code=3, record=UNDONE, log_tail="one\ntwo\n\n"))).ranks[0])
+    assert failure and failure.message == "two"
+
+
+# -- reading records
+
+
+def test_rank_without_a_record_has_recorded_nothing() -> None:
+    assert validate.record(dict(NO_RECORD)) == NO_RECORD
+    silent = Attempt(observation(ok(0, record=None))).ranks[0]
+    assert (silent.checks, silent.log_entries, silent.chain, silent.ended_at) == ([], [], [], None)
+    assert not silent.done and not silent.wrote and silent.packages == {} and silent.collective_frames == ()
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "cause", "length"),
+    [("caught: the size is wrong here", "the size is wrong here", 2), ("another", "the size is wrong here", 1),
+     ("so wrong", "wrong", 1)],
+)  # fmt: skip
+def test_wrapper_repeats_the_message_of_its_cause(wrapper: str, cause: str, length: int) -> None:
+    error = exception("RuntimeError", wrapper, cause=exception("ValueError", cause))
+    assert len(Attempt(observation(failed(0, error))).ranks[0].chain) == length
+
+
+def test_collective_frames_are_those_of_waiting_entries() -> None:
+    def frames(*entries: Any, **more: Any) -> list[str]:
+        rank = ok(0, collectives={"collectives": list(entries)}, **more)
+        return [str(each) for each in Attempt(observation(rank)).ranks[0].collective_frames]
+
+    listed = [[f"{SITE}/torch/x.py", "f"], [f"{SITE}/torch/y.py", "g", 3], "z"]
+    assert frames({"waits": True, "frames": listed}) == ["torch.x.f"]
+    assert frames({"waits": False, "frames": listed}, {"waits": True}, "w") == []
+    installed = record(0, packages={"torch": f"{SITE}/torch", "gone": ""})
+    assert frames({"waits": True, "frames": listed}, record=installed) == ["torch.x.f"]
+
+
+def test_number_is_finite_and_no_bool() -> None:
+    values = (1, 1.5, True, "1", None, float("inf"), float("nan"), 10**400)
+    assert [number(value) for value in values] == [1.0, 1.5, *[None] * 6]
+
+
+# -- errors of the script
+
+SCRIPT_FILE = "/home/me/project/repros/some_case.py"
+
+
+def placed(origin: str, file: str = "", line: int = 31) -> dict[str, Any]:
+    return {**frame(origin, "forward", file or None), "place": origin, "line": line}
+
+
+OWN = placed("repros.some_case", SCRIPT_FILE)
+KIT = placed("repros.kit.models", "/home/me/project/repros/repro_kit/models.py", 7)
+NORM, TORCH = placed("transformers.models.qwen2.modeling_qwen2"), placed("torch.nn.functional")
+STANDARD, GENERATED = placed("json.decoder"), placed("", "<string>", 1)
+IMITATED = placed("", "/venv/lib/python3.11/site-packages/transformers/models/x.py", 12)
+
+
+@pytest.mark.parametrize(
+    ("frames", "where"),
+    [
+        ([OWN], "repros/some_case.py:31"),
+        ([OWN, NORM, OWN], "repros/some_case.py:31"),  # a hook of the script's
+        ([OWN, KIT], "repros/repro_kit/models.py:7"),
+        ([OWN, STANDARD], "repros/some_case.py:31"),
+        ([OWN, GENERATED, STANDARD], "repros/some_case.py:31"),
+        ([OWN, TORCH, IMITATED], "transformers/models/x.py:12"),
+        ([OWN, NORM], None), ([OWN, NORM, GENERATED], None), ([OWN, TORCH, STANDARD], None), ([OWN, KIT, TORCH], None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["NameError", "ImportError"])
+def test_script_error_by_its_innermost_frame(frames: list[dict[str, Any]], where: str | None, kind: str) -> None:
+    error = exception(kind, "name 'x' is not defined", frames)
+    for known in (case(), control()):
+        outcome = grade(known, next(iter(known.arms)), observation(failed(0, error), failed(1, error)), [known])
+        assert outcome.infra == ("script" if where else None)
+        assert where is None or where in outcome.reason
+
+
+def test_script_error_counts_only_where_it_came_first() -> None:
+    late, early = exception("TimeoutError", "rank 0 did not write", [OWN]), exception(frames=[OWN, NORM])
+    assert grade(case(), "broken", observation(failed(0, early, 1.0), failed(1, late, 9.0)), []).outcome == "fires"
+    assert grade(case(), "broken", observation(failed(0, early, 9.0), failed(1, late, 1.0)), []).infra == "script"
+    lost = Attempt(observation(failed(0, exception("RuntimeError", PEER, [OWN])), ended(1)))
+    assert script_error(lost, find_failures(lost)) is None, "a lost peer is no mistake of the script"
+
+
+@pytest.mark.parametrize(
+    ("file", "portable"),
+    [
+        ("/home/me/repros/train.py", "repros/train.py"), ("/x/repros/repro_kit/run.py", "repros/repro_kit/run.py"),
+        ("C:\\work\\repros\\train.py", "repros/train.py"), ("/home/me/train.py", "train.py"), ("train.py", "train.py"),
+        ("/venv/site-packages/torch/nn.py", "torch/nn.py"), ("/dist-packages/a/site-packages/torch/x.py", "torch/x.py"),
+        ("/venv/site-packages/x/repros/a.py", "x/repros/a.py"),
+    ],
+)  # fmt: skip
+def test_portable_path_is_the_same_on_every_machine(file: str, portable: str) -> None:
+    assert portable_path(file) == portable
+
+
+@pytest.mark.ranks
+def test_real_rank_that_raises_by_itself(tmp_path: Path, warm: WarmLauncher) -> None:
+    attempt = attempt_of(tmp_path / "a", "raises", world_size=1)
+    promised = {"slug": "none", "options": {}, "promises": {"parameters": "whole"}}
+    attempt.settings.update(case="a-control", arm="control", strategy=promised)
+    seen = launched(warm, attempt)
+    outcome = grade(control(), "control", seen, [])
+    assert outcome.infra == "script" and "misbehave.py:" in outcome.reason
+    rank = Rank(seen["ranks"][0])
+    assert rank.raised and all(each.is_project for each in rank.raised.frames)
+    assert Path(seen["ranks"][0]["record"]["packages"]["torch"]).is_relative_to(sys.prefix)
