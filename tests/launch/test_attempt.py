@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import attempt_of, wait_for
-from repro_matrix.grading.hangs import progress
+from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt_logs, observe, open_launcher, processes, sampling, shm, torchrun, watch
 from repro_matrix.launch.attempt import Attempt, clean, environment, prepare, remove, tmp_of
 from repro_matrix.launch.command_line import torchrun_line
@@ -329,8 +329,8 @@ def test_ranks_are_sampled_until_it_is_known_whether_they_move(
     watched = watch.Watch(attempt_of(tmp_path, "none", deadline=1))
     watched._working = 0.0
     watched._sample_at_deadline(threading.Event())
-    pair = progress.pair([each.state for each in watched.result.samples[0]])
-    assert len(seen) == taken and progress.of_rank(*pair) == said
+    pair = last_two([each.state for each in watched.result.samples[0]])
+    assert len(seen) == taken and rank_progress(*pair) == said
     watched.result.samples = {}
     stop = threading.Event()
     stop.set()

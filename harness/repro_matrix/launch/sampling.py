@@ -34,7 +34,9 @@ class Sample:
     collectives: Json | None = None
 
     def standing(self, rank: int) -> RankCollectives:
-        return rank_collectives(rank, bool(self.state.get("ended")), str(self.state.get("inside") or ""), self.collectives)
+        return rank_collectives(
+            rank, bool(self.state.get("ended")), str(self.state.get("inside") or ""), self.collectives
+        )
 
 
 def take(
