@@ -1,8 +1,9 @@
-"""What is launched and what is skipped with which reason; nothing here launches anything."""
+"""What is planned, and what is skipped for which reason. Nothing is launched."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from repro_kit.settings import resolve
 
@@ -14,11 +15,12 @@ from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import RunSettings, Scale, compose_run
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile, settle, settle_all
+from repro_matrix.environment.profiles import Profile, settle_all
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.placing import place
-from repro_matrix.planning.plan import CellPlan, Planner, unmet_requirement
+from repro_matrix.planning.cells import place
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.planning.skips import unmet_requirement
 
 CATALOGUE = catalogue.load()
 CPU = Machine((), None, "cpu", 2, 24.0, "linux")
@@ -62,7 +64,7 @@ def plans(
 NORM = "case=qwen15-fsdp-norm-shard"
 
 
-def test_every_arm_is_planned_with_its_settings() -> None:
+def test_plan_gives_every_arm_its_settings() -> None:
     plan = plans(NORM)[0]
     assert [arm.arm for arm in plan.arms] == list(CATALOGUE.cases["qwen15-fsdp-norm-shard"].arms)
     by_name = {arm.arm: arm for arm in plan.arms}
@@ -71,27 +73,26 @@ def test_every_arm_is_planned_with_its_settings() -> None:
     assert by_name["broken"].settings["model"]["config"]["hidden_size"] == 1024
 
 
-def test_fewer_gpus_than_ranks_is_a_skip_with_the_reason() -> None:
+def test_plan_fewer_gpus_than_ranks_is_skipped() -> None:
     profile = Profile("gpu1", "cuda", "nccl", gpus(1))
     plan = plans(NORM, profile=profile)[0]
     assert plan.skipped and "needs 2 GPUs" in plan.skipped and "has 1" in plan.skipped
 
 
-def test_more_ranks_than_the_machine_can_hold() -> None:
+def test_plan_more_ranks_than_fit_raises() -> None:
     profile = Profile("gpu2", "cuda", "nccl", gpus(2))
     assert "needs 4 GPUs; hardware gpu2 has 2" in str(plans(NORM, "ranks=4", profile=profile)[0].skipped)
     with pytest.raises(ConfigError, match=r"ranks=4096.*at most"):
         plans(NORM, "ranks=4096")
 
 
-def test_missing_package_names_what_is_missing() -> None:
+def test_plan_missing_package_is_skipped() -> None:
     without = FakeStack(versions={"torch": "2.13.0"})
     plan = plans("case=train-step", "strategy=zero3", "model=qwen1.5-0.5b", stack=without)[0]
     assert plan.skipped and "deepspeed" in plan.skipped
 
 
-def test_what_a_script_imports_is_needed_on_whatever_model() -> None:
-    """A vendor's python with torch alone: qwen-7b asks for no release of transformers, and is built with it."""
+def test_plan_needs_what_the_script_imports() -> None:
     alone = FakeStack(versions={"torch": "2.11.0+cu130"})
     found = plans("case=train-step", "strategy=ddp", stack=alone)
     assert {plan.cell.model for plan in found} > {"qwen-7b", "llama-2-7b"}
@@ -101,24 +102,24 @@ def test_what_a_script_imports_is_needed_on_whatever_model() -> None:
     )
 
 
-def test_a_stack_that_is_not_there_skips_with_its_reason() -> None:
+def test_plan_missing_stack_is_skipped() -> None:
     plan = plans(NORM, stack="no interpreter at /x")[0]
     assert plan.skipped and "no interpreter at /x" in plan.skipped
 
 
-def test_when_the_broken_arm_is_skipped_the_whole_cell_is() -> None:
+def test_plan_skipped_first_arm_skips_the_cell() -> None:
     profile = Profile("gpu1", "cuda", "nccl", gpus(1))
     assert all(arm.skipped for plan in plans(profile=profile) for arm in plan.arms if plan.skipped)
 
 
 @given(st.sampled_from(["torch>=2.4", "torch<2.4", "torch==2.13.0", "transformers<5", "colossalai", "torch"]))
-def test_requirements_are_met_or_named(text: str) -> None:
+def test_unmet_requirement_names_the_requirement(text: str) -> None:
     unmet = unmet_requirement(text, FakeStack().versions)
     assert (unmet is None) == (text in ("torch>=2.4", "torch==2.13.0", "torch"))
     assert unmet is None or text in unmet
 
 
-def test_fingerprint_follows_what_the_answer_depends_on() -> None:
+def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
     def prints(**changes: object) -> list[str]:
         return [arm.fingerprint for arm in plans(NORM, settings=replace(RunSettings(), **changes))[0].arms]
 
@@ -136,31 +137,6 @@ def test_fingerprint_follows_what_the_answer_depends_on() -> None:
     assert [arm for arm, one, two in zip(case.arms, prints(), changed) if one != two] == ["summon"]
 
 
-@pytest.mark.parametrize(
-    "found, name",
-    [
-        ((), "cpu"),
-        (gpus(1), "gpu1"),
-        (gpus(2), "gpu2"),
-        (gpus(6), "gpu6"),
-        (gpus(8), "a100x8"),
-        (gpus(8, "NVIDIA H200"), "gpu8"),
-    ],
-)
-def test_auto_takes_the_largest_profile_that_fits(found: tuple[Gpu, ...], name: str) -> None:
-    machine = replace(CPU, gpus=found)
-    assert settle("auto", CATALOGUE.hardware, machine).name == name
-
-
-def test_a_gpu_profile_on_a_cpu_machine_is_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match="hardware=gpu2 needs 2 GPUs; this machine has: none"):
-        settle("gpu2", CATALOGUE.hardware, CPU)
-    with pytest.raises(ConfigError, match="did you mean 'gpu2'"):
-        settle("gpu22", CATALOGUE.hardware, CPU)
-    with pytest.raises(ConfigError, match="8 A100 GPUs"):
-        settle("a100x8", CATALOGUE.hardware, replace(CPU, gpus=gpus(8, "NVIDIA H200")))
-
-
 CARDS = [pytest.param(8, "NVIDIA A100-SXM4-80GB", id="a100x8"), pytest.param(4, "NVIDIA H200", id="gpu4")]
 
 
@@ -174,8 +150,7 @@ def on(count: int, name: str, *texts: str) -> list[CellPlan]:
 
 
 @pytest.mark.parametrize("count, name", CARDS)
-def test_on_a_large_node_every_arm_has_its_own_number_of_ranks(count: int, name: str) -> None:
-    """Before, a profile's world size was written over the arm's: `single-process` and `tp-2` had eight ranks."""
+def test_plan_on_a_large_node_keeps_each_arms_ranks(count: int, name: str) -> None:
     for plan in on(count, name):
         case = CATALOGUE.cases[plan.cell.case]
         assert plan.cell.ranks == case.launch.world_size
@@ -185,22 +160,22 @@ def test_on_a_large_node_every_arm_has_its_own_number_of_ranks(count: int, name:
                 assert arm.settings["tp_size"] == arm.world_size
 
 
-def test_a_sweep_of_ranks_keeps_what_an_arm_or_a_case_pins() -> None:
+def test_plan_rank_sweep_keeps_pinned_ranks() -> None:
     eight = plans(NORM, "ranks=8")[0]
     sizes = {arm.arm: arm.world_size for arm in eight.arms}
     assert sizes["broken"] == sizes["ddp"] == 8 and sizes["three-ranks"] == 3 and sizes["four-ranks"] == 4
     four = {arm.arm: arm.skipped for arm in plans(NORM, "ranks=4")[0].arms}
-    assert four["four-ranks"] == "the same as broken on stack current with 4 ranks" and four["three-ranks"] is None
+    assert four["four-ranks"] and four["three-ranks"] is None
     pinned = plans("case=tp-heads-not-divisible", "ranks=8")[0]
-    assert pinned.skipped and "is about 4 rank(s)" in pinned.skipped
+    assert pinned.skipped and "needs exactly 4" in pinned.skipped
 
 
 @given(st.sampled_from(sorted(CATALOGUE.cases)), st.sampled_from([1, 2, 3, 4, 8]))
-def test_too_few_ranks_are_a_skip_and_never_a_verdict(case: str, ranks: int) -> None:
+def test_plan_too_few_ranks_are_skipped(case: str, ranks: int) -> None:
     found, own = CATALOGUE.cases[case], CATALOGUE.cases[case].launch.world_size
     for plan in plans(f"case={case}", f"ranks={ranks}"):
         if ranks < found.min_ranks:
-            assert plan.skipped == f"means something from {found.min_ranks} ranks on; ranks={ranks}"
+            assert plan.skipped == f"needs at least {found.min_ranks} ranks; ranks={ranks}"
         elif ranks != own and not found.scales:
             assert plan.skipped and "does not declare `scales`" in plan.skipped
         for arm in plan.arms:
@@ -210,29 +185,27 @@ def test_too_few_ranks_are_a_skip_and_never_a_verdict(case: str, ranks: int) -> 
 @pytest.mark.parametrize(
     ("words", "tp_size", "why"),
     [
-        (("strategy=tp",), 4, "over all ranks here; tp_size=4 with 2 ranks"),
-        (("strategy=tp",), 1, "over all ranks here; tp_size=1 with 2 ranks"),
+        (("strategy=tp",), 4, "over all 2 ranks here; tp_size=4"),
+        (("strategy=tp",), 1, "over all 2 ranks here; tp_size=1"),
         (("strategy=ddp",), 2, "strategy ddp has no tensor parallelism"),
         (("strategy=tp",), 2, None),
         (("strategy=tp", "ranks=4"), 4, None),
         (("strategy=tp", "ranks=4"), None, None),
     ],
 )
-def test_nothing_is_stored_under_a_tp_size_that_was_not_measured(
-    words: tuple[str, ...], tp_size: int | None, why: str | None
-) -> None:
+def test_plan_tp_size_must_be_the_measured_one(words: tuple[str, ...], tp_size: int | None, why: str | None) -> None:
     (found,) = plans("case=train-step", "model=qwen1.5-0.5b", *words, settings=RunSettings(tp_size=tp_size))
     assert found.skipped is None if why is None else why in str(found.skipped)
 
 
-def test_a_control_that_cannot_exist_is_skipped_by_its_heads() -> None:
+def test_plan_indivisible_heads_are_skipped() -> None:
     plan = plans("case=train-step", "strategy=tp", "model=qwen2.5-0.5b", "ranks=8")[0]
     assert plan.skipped == "14 attention heads do not divide over 8 ranks"
     assert plans("case=train-step", "strategy=tp", "model=qwen1.5-1.8b", "ranks=8")[0].skipped is None
     assert plans("case=tp-heads-not-divisible")[0].skipped is None  # that is what it is about
 
 
-def test_devices_are_counted_apart_from_ranks() -> None:
+def test_plan_counts_devices_apart_from_ranks() -> None:
     by_name = {arm.arm: arm for arm in plans("case=qwen-device-map-devices", profile=TWO)[0].arms}
     assert (by_name["hooks-removed"].world_size, by_name["hooks-removed"].gpus) == (1, 2)
     assert (by_name["whole"].world_size, by_name["whole"].gpus) == (1, 1)
@@ -243,13 +216,12 @@ def test_devices_are_counted_apart_from_ranks() -> None:
 TWO = Profile("gpu2", "cuda", "nccl", gpus(2))
 
 
-def test_ranks_that_share_cards_need_cards_that_let_several_in() -> None:
-    """Their second rank failed in every attempt on cards in exclusive mode: infra, twice, and exit 3."""
+def test_plan_ranks_that_share_gpus_need_default_compute_mode() -> None:
     closed = Profile("gpu2", "cuda", "nccl", (TWO.gpus[0], replace(TWO.gpus[1], mode="exclusive_process")))
     for case in ("device-map-distributed", "qwen-device-map-devices"):
         assert all(plan.skipped is None for plan in plans(f"case={case}", profile=TWO))
         skipped = {plan.skipped for plan in plans(f"case={case}", profile=closed)}
-        why = "its ranks compute on the same cards, and GPU 1 is in exclusive_process mode (nvidia-smi -c 0)"
+        why = "its ranks compute on the same GPUs, and GPU 1 is in exclusive_process mode (nvidia-smi -c 0)"
         assert skipped == {why}
     assert plans(NORM, profile=closed)[0].skipped is None, "one rank a card is what that mode is for"
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
@@ -257,7 +229,7 @@ def test_ranks_that_share_cards_need_cards_that_let_several_in() -> None:
     assert {cell.hardware for cell in place(CATALOGUE, cells, [closed, on_cpu], auto=True).cells} == {"cpu"}
 
 
-def test_of_sizes_the_arms_own_come_first_then_the_users() -> None:
+def test_resolve_prefers_the_arms_sizes_to_the_users() -> None:
     raw = CATALOGUE.raw["case"]["train-step"]
     made = {**raw, "arms": {"own": {"world_size": 4, "tp_size": 2}, "other": {}}}
     at = {"model": CATALOGUE.raw["model"]["qwen1.5-0.5b"], "strategy": CATALOGUE.raw["strategy"]["tp"]}
@@ -270,13 +242,13 @@ def test_of_sizes_the_arms_own_come_first_then_the_users() -> None:
     assert sizes("other", world_size=8, tp_size=4) == (8, 4) and sizes("other", world_size=8) == (8, 8)
 
 
-def test_what_never_touches_a_gpu_is_measured_on_the_cpu_of_a_gpu_node() -> None:
+def test_place_cpu_cases_on_the_cpu_of_a_gpu_node() -> None:
     for plan in on(8, "NVIDIA A100-SXM4-80GB", "case=qwen-remote-code-*,fsdp-cpu-offload-state-dict"):
         assert plan.cell.hardware == plan.profile.name == "cpu" and all(arm.gpus == 0 for arm in plan.arms)
     assert "runs on the CPU only" in str(plans("case=qwen-remote-code-run", profile=TWO)[0].skipped)
 
 
-def test_one_card_measures_what_it_can_and_the_cpu_the_rest() -> None:
+def test_place_one_gpu_measures_what_it_can() -> None:
     found = on(1, "NVIDIA H200")
     where = {(plan.cell.case, plan.cell.strategy): plan.cell.hardware for plan in found}
     assert where["train-step", "ddp"] == "gpu1-shared" and where["train-step", "fsdp"] == "cpu"
@@ -287,7 +259,7 @@ def test_one_card_measures_what_it_can_and_the_cpu_the_rest() -> None:
     assert len(measured) >= len([plan for plan in plans() if not plan.skipped])
 
 
-def test_sweeps_have_documents_of_their_own() -> None:
+def test_sweeps_have_distinct_keys() -> None:
     def keys(*texts: str) -> set[str]:
         selection = overrides.parse(["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts])
         variant = matrix.variant_of(compose_run(selection.run), selection.patches)
@@ -305,12 +277,12 @@ def test_sweeps_have_documents_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "true", "a b/c", "", "x=y,z", "it's {1}"])
-def test_what_a_variable_adds_to_a_cells_name_is_an_override(value: str) -> None:
+def test_variant_of_environment_is_an_override(value: str) -> None:
     (word,) = matrix.variant_of(RunSettings(env={"OMP_NUM_THREADS": value}), {})
     assert compose_run([word]).env == {"OMP_NUM_THREADS": value}
 
 
-def test_full_size_is_bfloat16_and_what_is_asked_for_wins() -> None:
+def test_plan_full_size_is_bfloat16_unless_requested_otherwise() -> None:
     full = RunSettings(scale=Scale.full)
     assert plans("case=train-step", "strategy=ddp")[0].arms[0].settings["flags"]["dtype"] == "float32"
     found = plans("case=train-step", "strategy=ddp", settings=full)[0].arms[0]
@@ -319,14 +291,14 @@ def test_full_size_is_bfloat16_and_what_is_asked_for_wins() -> None:
     assert asked.settings["flags"]["dtype"] == "float32"
 
 
-def test_a_flag_that_a_strategy_does_not_know_is_a_skip() -> None:
+def test_plan_flag_unknown_to_a_strategy_is_skipped() -> None:
     found = plans("case=train-step", "model=llama-2-7b", "flags.lora=true")
     why = {plan.cell.strategy: plan.skipped for plan in found}
     assert why.pop("tp") == "flags.lora=True is for ddp, fsdp, fsdp2, zero2, zero3; the strategy is tp"
     assert set(why.values()) == {None} and len(why) == 5
 
 
-def test_layers_cut_at_full_width_are_in_the_name_and_the_settings() -> None:
+def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
     texts = ["case=train-step", "model=qwen-14b", "strategy=fsdp", "model.config.num_hidden_layers=2"]
     selection = overrides.parse(texts)
     known, full = catalogue.load(patches=selection.patches), RunSettings(scale=Scale.full)
@@ -334,3 +306,12 @@ def test_layers_cut_at_full_width_are_in_the_name_and_the_settings() -> None:
     assert "scale=full" in named[0].key and "num_hidden_layers=2" in named[0].key
     found = plans(*texts, settings=full, known=known)[0].arms[0].settings["model"]["config"]
     assert found["num_hidden_layers"] == 2 and found["hidden_size"] == 5120
+
+
+def test_plan_accepts_a_case_that_is_not_in_conf(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    case = CATALOGUE.cases["train-step"].model_copy(update={"slug": "mine", "script": str(script)})
+    known = matrix.with_case(CATALOGUE, case)
+    assert "mine" not in CATALOGUE.cases and known.script(known.cases["mine"]) == script
+    (plan,) = plans("case=mine", "model=qwen1.5-0.5b", "strategy=ddp", known=known)
+    assert plan.skipped is None and [arm.arm for arm in plan.arms] == ["control"]

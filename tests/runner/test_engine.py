@@ -25,7 +25,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.placing import place
+from repro_matrix.planning.cells import place
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results import provenance
 from repro_matrix.results.exit_code import bisect_exit, exit_code

@@ -13,7 +13,7 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.placing import place
+from repro_matrix.planning.cells import place
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.runner.prerequisites import download, with_weights
 

@@ -14,7 +14,7 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.placing import place
+from repro_matrix.planning.cells import place
 from repro_matrix.planning.plan import Planner
 from repro_matrix.runner.durations import UNKNOWN_S, expect, recorded
 from repro_matrix.runner.schedule import (

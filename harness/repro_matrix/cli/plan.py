@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from repro_matrix.cli import options as arguments
-from repro_matrix.planning.fit import words
 from repro_matrix.planning.memory import GIB, MemoryPlan, Phase
 from repro_matrix.planning.plan import ArmPlan
 from repro_matrix.records.document import Document
@@ -115,4 +114,4 @@ def _fullest(found: MemoryPlan | None, simulated: bool) -> str:
     if found is None:
         return "not known: the model could not be built on meta tensors in this stack"
     full: Phase = max(found.device or found.host, key=Phase.rank)
-    return f"{full.name}: {words(full)}"
+    return f"{full.name}: {full.describe()}"

@@ -1,4 +1,4 @@
-"""catalogue + selection -> cells. Pure, and fast: options are read once, cells are only named combinations."""
+"""Catalogue and selection -> cells, and the hardware that each is measured on. Pure and fast: no file is read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from repro_kit.settings import first
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.config.selection import Selection, expand
 from repro_matrix.config.settings import RunSettings
+from repro_matrix.environment.profiles import Profile
 from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.planning.skips import wrong_hardware
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,15 @@ def _words(flags: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 KNOWN = "known"  # of the axis stack: those on which the case is known to fire
+
+
+def with_case(catalogue: Catalogue, case: Case) -> Catalogue:
+    """Return the catalogue with a case that has no file in conf/ (a user's script: ``script`` may be absolute)."""
+    raw = {
+        **catalogue.raw,
+        "case": {**catalogue.raw["case"], case.slug: case.model_dump(mode="json", exclude_unset=True)},
+    }
+    return replace(catalogue, cases={**catalogue.cases, case.slug: case}, raw=raw)
 
 
 def enumerate_cells(catalogue: Catalogue, selection: Selection, variant: tuple[str, ...] = ()) -> list[Cell]:
@@ -171,3 +184,37 @@ def arms_of(case: Case, asked: list[str] | None) -> list[str]:
         return list(case.arms)
     first = next(iter(case.arms))
     return [arm for arm in case.arms if arm in asked or arm == first]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """``elsewhere``: cells that are measured on another profile than the first, by the reason."""
+
+    cells: list[Cell]
+    elsewhere: Mapping[str, list[Cell]]
+
+
+def place(catalogue: Catalogue, cells: Iterable[Cell], profiles: Sequence[Profile], auto: bool) -> Placed:
+    """Place each cell on the first profile that can show it (``auto``), else on every profile."""
+    placed: list[Cell] = []
+    elsewhere: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if not auto:
+            placed += [replace(cell, hardware=profile.name) for profile in profiles]
+            continue
+        reasons = [_unsuitable(catalogue, cell, profile) for profile in profiles]
+        index = next((number for number, reason in enumerate(reasons) if reason is None), len(profiles) - 1)
+        placed.append(replace(cell, hardware=profiles[index].name))
+        if index:
+            elsewhere.setdefault(str(reasons[0]), []).append(placed[-1])
+    return Placed(placed, elsewhere)
+
+
+def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | None:
+    """Return why the cell's first arm, without which the others prove nothing, cannot run on the profile."""
+    case = catalogue.cases[cell.case]
+    arm = next(iter(case.arms.values()))
+    ranks = arm.world_size or cell.ranks
+    devices = 1 if profile.shared else first(arm.devices, case.launch.devices, ranks)
+    wrong = wrong_hardware(case, catalogue.strategies[arm.strategy or cell.strategy], devices, ranks, profile)
+    return wrong.reason if wrong else None

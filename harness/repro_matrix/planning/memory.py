@@ -1,46 +1,57 @@
-"""A model's facts and a strategy -> what each rank needs, phase by phase, on its device and on the host. Pure.
+"""What each rank needs in memory, from a model's facts and a strategy; what cannot fit; how long it takes. Pure.
 
 A phase is a moment of an attempt; its parts are what is in memory then. ``each`` is on every rank, ``once`` on one rank
-or two of the node only (the reference). Bytes throughout. What each part is:
+or two of the node only (the reference). Bytes throughout. The parts:
 
 base         the interpreter, torch and the other packages (measured in the stack); on a GPU, its context
 weights      the parameters a rank holds: all of them, or its shard
 gradients    of the trainable ones, all or its shard
-optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps its own float32 copy of its shard)
-buckets      what reductions are gathered in: DDP's are as large as the gradients
-units        what is whole for a moment: the layers at work under FSDP and ZeRO-3, one parameter when it is compared
+optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps float32 copies of its shard)
+buckets      where reductions are gathered: DDP's are as large as the gradients
+units        parameters that are whole for a moment: the layers at work under FSDP and ZeRO-3, what is compared
 activations  what the backward needs, and the largest temporary beside it
-copies       further whole models that a case's script keeps (its own reference, what it compares)
+copies       further whole models that a case's script keeps
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.schema import Case
+from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.profiles import Profile
+from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.planning.skips import skip
 
 MIB, GIB = 2**20, 2**30
 # Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
 CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
-# Beyond the base as it is measured (one rank): connections between ranks, the wrapper's own code at its first use.
-CONNECTIONS = {"zero2": 55 * MIB, "zero3": 55 * MIB}
-CONNECTED = 30 * MIB
-# DeepSpeed's float32 copies of a rank's part while an engine is put together (the part itself, its gradient, buffers);
-# chosen after the peaks of Qwen1.5-0.5B, uncut, on two ranks (docs/full-size.md).
-PUT_TOGETHER = {"zero2": 2, "zero3": 4}
-# glibc keeps freed blocks that are smaller than this in its own heap, and finds no place there for the next unit while
-# the model is shallow. Counted for so many layers: further ones are taken to find the blocks of those before.
-KEPT, NOTHING_REUSED = 32 * MIB, 2
-# Blocks as large as a unit that its gathering takes: FSDP2 copies what it has gathered into the parameters.
-GATHERED = {"fsdp": 1, "fsdp2": 2}
-CHUNK = 2**22  # elements of a tensor that are compared at a time, as float32, in four parts (repros/repro_kit/norms.py)
+CONNECTED = 55 * MIB  # beyond the base as it is measured (one rank): connections, the wrapper's code at its first use
+# DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
+# (docs/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
+OPTIMIZER = {"zero2": 8, "zero3": 16}
+COMPARED_MB = 64 * MIB  # float32 chunks of a tensor while it is compared (repros/repro_kit/norms.py)
 
+# Where a single process computes the reference, the first that fits: its two runs (repro_kit/reference_checks.py) each
+# on a device, side by side on the host, one after the other, or so with the weights on disk, a module's at a time.
+Reference = Literal["device", "host", "turns", "layers", "none"]
+REFERENCES: tuple[Reference, ...] = ("device", "host", "turns", "layers")
+
+# Seconds of one core per parameter at full size: a rank's work, and the reference's (two runs).
+RANK_S = {"cpu": 1.5e-7, "cuda": 5e-8}
+REFERENCE_S = {"cpu": 1.2e-7, "cuda": 5e-8}
+SLOWER = {"turns": 2, "layers": 3}
+START_S = 15.0
+DEADLINE_FACTOR = 20  # a machine that others use, a slow disk; hangs are detected long before
 Parts = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What launch/worker/model_facts.py says of a model: numbers of elements, but ``buffers`` and activations: bytes.
+    """What worker/model_facts.py reports of a model: numbers of elements, but ``buffers`` and activations: bytes.
 
     ``activations``: sequences -> bytes, for two sizes at least; between and beyond them it is linear.
     """
@@ -64,8 +75,7 @@ class Facts:
 
     def activation_bytes(self, sequences: int) -> int:
         (low, at_low), (high, at_high) = sorted(self.activations.items())[:2]
-        slope = (at_high - at_low) / (high - low)
-        return max(0, round(at_low + slope * (sequences - low)))
+        return max(0, round(at_low + (at_high - at_low) / (high - low) * (sequences - low)))
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,17 @@ class Layout:
     base: int = 300 * MIB
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
-    engine: bool = True  # False: DeepSpeed partitions what is loaded, and no engine is made of it
     loads: bool = True  # what is saved is loaded into a second model beside the first
-    reference: Literal["device", "host", "turns", "layers", "none"] = "host"
+    reference: Reference = "host"
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks the weights are spread."""
+        if self.strategy in ("fsdp2", "zero3"):
+            return self.ranks
+        if self.strategy == "fsdp" and self.sharding != "NO_SHARD":
+            return max(1, self.ranks // 2) if self.sharding.startswith("HYBRID") else self.ranks
+        return 1
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,16 @@ class Phase:
 
     def node(self, ranks: int) -> int:
         return ranks * sum(self.each.values()) + self.runs * sum(self.once.values())
+
+    def parts(self) -> dict[str, int]:
+        """Its parts on its fullest rank, largest first."""
+        found = {**self.each, **{f"reference's {name}": size for name, size in self.once.items()}}
+        return dict(sorted(((k, v) for k, v in found.items() if v), key=lambda item: -item[1]))
+
+    def describe(self) -> str:
+        """``weights 14.0, gradients 14.0, activations 0.3`` (GiB), without what is less than a hundredth of it."""
+        shown = {name: size for name, size in self.parts().items() if size * 100 >= self.rank()}
+        return ", ".join(f"{name} {size / GIB:.{1 if size >= GIB / 10 else 2}f}" for name, size in shown.items())
 
 
 @dataclass(frozen=True)
@@ -120,15 +148,11 @@ class MemoryPlan:
         return max((phase.rank() for phase in self.device), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """MiB, for documents and tables: the peaks, and the parts of the fullest moment."""
-        out: dict[str, Any] = {
-            "host_rank_mb": _mb(self.host_rank),
-            "host_node_mb": _mb(self.host_node),
-            "host": _described(self.host),
-            "disk_mb": _mb(self.disk),
-        }
+        """MiB: the peaks, and the parts of the fullest moment."""
+        out: dict[str, Any] = {"host_rank_mb": _mb(self.host_rank), "host_node_mb": _mb(self.host_node)}
+        out |= {"host": _fullest(self.host), "disk_mb": _mb(self.disk)}
         if self.device:
-            out |= {"device_rank_mb": _mb(self.device_rank), "device": _described(self.device)}
+            out |= {"device_rank_mb": _mb(self.device_rank), "device": _fullest(self.device)}
         return out
 
 
@@ -136,177 +160,174 @@ def _mb(size: int) -> float:
     return round(size / MIB, 1)
 
 
-def _described(phases: Iterable[Phase]) -> dict[str, Any]:
+def _fullest(phases: Iterable[Phase]) -> dict[str, Any]:
     full = max(phases, key=Phase.rank)
-    return {"phase": full.name, "parts_mb": {name: _mb(size) for name, size in parts(full).items()}}
-
-
-def parts(phase: Phase) -> dict[str, int]:
-    """A phase's parts on its fullest rank, largest first."""
-    found = {**phase.each, **{f"reference's {name}": size for name, size in phase.once.items()}}
-    return dict(sorted(((k, v) for k, v in found.items() if v), key=lambda item: -item[1]))
+    return {"phase": full.name, "parts_mb": {name: _mb(size) for name, size in full.parts().items()}}
 
 
 def plan(facts: Facts, layout: Layout) -> MemoryPlan:
-    """What one attempt of a training needs."""
-    held = weights_held(facts, layout)
-    steady = {"weights": held, "optimizer": optimizer_state(facts, layout), "buffers": facts.buffers}
-    drawing = {**steady, "units": drawn_at_once(facts, layout)}
-    if layout.copies and layout.strategy in GATHERED:
-        # The script has built the model whole; what a unit was is freed when it is sharded.
-        unit = facts.bytes * max(facts.layer, facts.root)
-        drawing = {"weights": facts.bytes * facts.parameters, "buffers": facts.buffers, "units": unit}
-    training = {
-        **steady,
-        "gradients": gradients_held(facts, layout),
-        "buckets": buckets(facts, layout),
-        "units": whole_at_once(facts, layout),
-        "activations": facts.activation_bytes(layout.sequences),
-    }
-    comparing = {**steady, "buckets": buckets(facts, layout), "units": compared_at_once(facts, layout)}
-    # A second model is put together and loaded beside the first; where every rank holds all of it, from a whole file.
-    whole_file = facts.bytes * facts.parameters if layout.strategy in ("ddp", "zero2") else 0
-    loading = {name: 2 * size for name, size in steady.items()} | {
-        "buckets": 2 * buckets(facts, layout),
-        "units": max(drawn_at_once(facts, layout), compared_at_once(facts, layout), whole_file),
-    }
-    work = [("drawing", drawing), ("training", training), ("comparing", comparing)]
-    work += [("loading", loading)] if layout.loads else []
-    if not layout.trains:
-        forward = {**training, "gradients": 0, "buckets": 0, "units": whole_at_once(facts, layout)}
-        work = [("drawing", drawing), ("forward", forward)]  # what it puts out is compared, no parameters are
-    reference, extra = reference_parts(facts, layout), {"copies": layout.copies * facts.bytes * facts.parameters}
-    # The plain run and the perturbed one, side by side or in turns.
-    runs = 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)
-    here = CONNECTIONS.get(layout.strategy, CONNECTED) if layout.engine else CONNECTED
+    """Return what one attempt needs."""
+    whole, trained = facts.bytes * facts.parameters, facts.bytes * facts.trainable
+    steady = {"weights": weights_held(facts, layout), "optimizer": _optimizer(facts, layout), "buffers": facts.buffers}
+    activations = {"activations": facts.activation_bytes(layout.sequences), "units": _whole_at_once(facts, layout)}
+    compared = facts.bytes * (max(facts.layer, facts.root) + 2 * facts.largest) + COMPARED_MB
+    if layout.trains:
+        buckets = trained if layout.strategy == "ddp" and layout.ranks > 1 else 0
+        gradients = round(trained * steady["weights"] / whole)
+        if layout.strategy == "zero2":  # its part, and those that wait for their reduction
+            gradients = trained // layout.ranks + facts.bytes * min(facts.largest, facts.trainable)
+        work = {"training": {**steady, "gradients": gradients, "buckets": buckets, **activations}}
+        work["comparing"] = {**steady, "buckets": buckets, "units": compared}
+    else:
+        work = {"forward": {**steady, **activations}}
+    if layout.copies:  # the script builds the model whole before it is sharded
+        work["drawing"] = {"weights": whole, "buffers": facts.buffers}
+    if layout.trains and layout.loads:  # where every rank holds the whole model, from a whole file
+        file = whole if layout.strategy in ("ddp", "zero2") else compared
+        work["loading"] = {**{name: 2 * size for name, size in steady.items()}, "units": max(file, compared)}
+    reference = _reference(facts, layout)
+    runs = 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)  # the plain run and a perturbed one
+    base = {"base": layout.base + CONNECTED, "copies": layout.copies * whole}
+    disk = whole * (2 if layout.reference == "layers" else 1) + (0 if layout.reference == "none" else whole + trained)
     if layout.place == "cpu":
-        base = {"base": layout.base + here, **extra}
-        host = [Phase("reference", base, reference, runs)] + [
-            Phase(name, {**base, **found}, {}) for name, found in work
-        ]
-        return MemoryPlan(layout.ranks, tuple(host), (), disk(facts, layout))
-    host_base = {"base": layout.base + here + CUDA_HOST, **extra}
-    on_device = layout.reference in ("device", "layers")
-    host_phases = (
-        Phase("reference", host_base, {"units": 2 * facts.bytes * facts.largest} if on_device else reference, runs),
-        Phase("comparing", {**host_base, "units": 2 * facts.bytes * facts.largest + chunks(facts)}, {}),
-    )
-    device = [Phase("reference", {"base": CONTEXT}, reference if on_device else {}, runs)]
-    device += [Phase(name, {"base": CONTEXT, **found}, {}) for name, found in work]
-    return MemoryPlan(layout.ranks, host_phases, tuple(device), disk(facts, layout))
-
-
-def share(layout: Layout) -> int:
-    """Over how many ranks the weights are spread."""
-    if layout.strategy in ("fsdp2", "zero3"):
-        return layout.ranks
-    if layout.strategy == "fsdp" and layout.sharding != "NO_SHARD":
-        return max(1, layout.ranks // 2) if layout.sharding.startswith("HYBRID") else layout.ranks
-    return 1
-
-
-def _divided(numel: int, by: int) -> int:
-    return -(-numel // by)
+        host = [Phase("reference", base, reference, runs)]
+        host += [Phase(name, {**base, **found}, {}) for name, found in work.items()]
+        return MemoryPlan(layout.ranks, tuple(host), (), disk)
+    base["base"] += CUDA_HOST
+    on_device, moved = layout.reference in ("device", "layers"), {"units": 2 * facts.bytes * facts.largest}
+    host = [
+        Phase("reference", base, moved if on_device else reference, runs),
+        Phase("comparing", {**base, **moved}, {}),
+    ]
+    context = {"base": CONTEXT}
+    device = [Phase("reference", context, reference if on_device else {}, runs)]
+    device += [Phase(name, {**context, **found}, {}) for name, found in work.items()]
+    return MemoryPlan(layout.ranks, tuple(host), tuple(device), disk)
 
 
 def weights_held(facts: Facts, layout: Layout) -> int:
     if layout.strategy == "tp":
-        return facts.bytes * (_divided(facts.split, layout.ranks) + facts.parameters - facts.split)
-    return facts.bytes * _divided(facts.parameters, share(layout))
+        return facts.bytes * (-(-facts.split // layout.ranks) + facts.parameters - facts.split)
+    return facts.bytes * -(-facts.parameters // layout.shards)
 
 
-def gradients_held(facts: Facts, layout: Layout) -> int:
-    size = facts.bytes * facts.trainable
-    if layout.strategy == "tp":
-        return round(size * weights_held(facts, layout) / (facts.bytes * facts.parameters))
-    if layout.strategy == "zero2":  # its part, and those that wait for their reduction
-        return _divided(size, layout.ranks) + facts.bytes * min(facts.largest, facts.trainable)
-    return _divided(size, share(layout))
+def _optimizer(facts: Facts, layout: Layout) -> int:
+    return OPTIMIZER.get(layout.strategy, 0) * -(-facts.trainable // layout.ranks)
 
 
-def optimizer_state(facts: Facts, layout: Layout) -> int:
-    """DeepSpeed keeps a float32 copy of its part of what is trained, whatever the weights are."""
-    return 4 * _divided(facts.trainable, layout.ranks) if layout.strategy in ("zero2", "zero3") else 0
-
-
-def buckets(facts: Facts, layout: Layout) -> int:
-    return facts.bytes * facts.trainable if layout.strategy == "ddp" and layout.ranks > 1 else 0
-
-
-def whole_at_once(facts: Facts, layout: Layout) -> int:
+def _whole_at_once(facts: Facts, layout: Layout) -> int:
     """FSDP: the root unit stays whole from its forward to the end of the backward, and has its gradient; so have the
     layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter."""
-    if share(layout) == 1:
+    if layout.shards == 1:
         return 0
     trained = facts.trainable / facts.parameters if layout.trains else 0
     if layout.strategy == "zero3":
         return facts.bytes * round(facts.largest * (1 + trained))
-    at_work = 2 + trained
-    if layout.place == "cpu" and facts.bytes * facts.layer < KEPT:
-        # Gathered for the forward and for the backward, its gradient whole and as it is sent.
-        once = GATHERED[layout.strategy] * (2 if layout.trains else 1) + 2 * trained
-        at_work = max(at_work, min(facts.layers, NOTHING_REUSED) * once)
-    return facts.bytes * round(facts.root * (1 + trained) + facts.layer * at_work)
+    return facts.bytes * round(facts.root * (1 + trained) + facts.layer * (2 + trained))
 
 
-def drawn_at_once(facts: Facts, layout: Layout) -> int:
-    """What is whole, beside the shards, while a rank draws its weights."""
-    if layout.strategy == "tp":
-        return drawn(facts)
-    copies = optimizer_state(facts, layout) * (PUT_TOGETHER.get(layout.strategy, 1) - 1)
-    if share(layout) == 1:  # DeepSpeed flattens a copy
-        return copies + (facts.bytes * facts.parameters if layout.strategy == "zero2" else 0)
-    # FSDP1 flattens a copy of the unit (measured on two ranks).
-    unit = facts.bytes * max(facts.layer, facts.root) * (2 if layout.strategy == "fsdp" else 1)
-    return max(copies, unit, drawn(facts))
-
-
-def drawn(facts: Facts) -> int:
-    """A parameter while it is drawn: in float32, and rounded to what it is to be."""
-    return facts.largest * (4 + facts.bytes if facts.bytes < 4 else 4)
-
-
-def chunks(facts: Facts) -> int:
-    """The parts of a tensor that a comparison has beside it: no larger than the largest parameter."""
-    return 4 * 4 * min(CHUNK, facts.largest)
-
-
-def compared_at_once(facts: Facts, layout: Layout) -> int:
-    """What is whole while parameters are compared one by one: the parameter, what it is to be, and the unit that it
-    comes out of."""
-    unit = {"fsdp": max(facts.layer, facts.root), "ddp": 0, "zero2": 0}.get(layout.strategy, 2 * facts.largest)
-    return facts.bytes * (unit + 2 * facts.largest) + chunks(facts)
-
-
-def reference_parts(facts: Facts, layout: Layout) -> dict[str, int]:
-    """The single process that the others are compared with: everything whole, on all ranks' batches. Each gradient is
-    used as it is made; where it began is drawn again, and another run's values are read, one parameter at a time. Layer
-    by layer (``layers``) its weights are on disk; a parameter is read when it is computed with, moved or compared."""
+def _reference(facts: Facts, layout: Layout) -> dict[str, int]:
+    """Return the parts of the single process that the ranks are compared with: everything whole, on all their batches.
+    Each gradient is used as it is made. With ``layers`` its weights are on disk, and read one parameter at a time."""
     if layout.reference == "none":
         return {}
+    on_disk = layout.reference == "layers"
     sequences = layout.sequences * (1 if layout.strategy == "tp" else layout.ranks)
-    trained = facts.bytes * min(facts.largest, facts.trainable)
-    in_memory, read = facts.bytes * facts.parameters, 0
-    if layout.reference == "layers":
-        # Tied parameters: the gradient of the one waits for the other's until the end of the backward.
-        in_memory, read = 0, facts.bytes * facts.largest
-        trained *= 2 if facts.tied else 1
+    gradient = facts.bytes * min(facts.largest, facts.trainable) * (2 if on_disk and facts.tied else 1)
+    compared = facts.largest * (2 * facts.bytes + 8) + COMPARED_MB
+    read = facts.bytes * facts.largest if on_disk else 0
     return {
-        "weights": in_memory,
-        "gradient, or what is compared": max(
-            read + trained + facts.activation_bytes(sequences),
-            read + 2 * facts.bytes * facts.largest + drawn(facts) + chunks(facts),
-        ),
+        "weights": 0 if on_disk else facts.bytes * facts.parameters,
+        "gradient, or what is compared": read + max(gradient + facts.activation_bytes(sequences), compared),
         "buffers": facts.buffers,
     }
 
 
-def disk(facts: Facts, layout: Layout) -> int:
-    """What an attempt leaves in its folder on a node, until it ends: the reference after its first and last step, its
-    weights where they are on disk, and a checkpoint."""
-    found = facts.bytes * facts.parameters
-    if layout.reference != "none":
-        found += facts.bytes * (facts.parameters + facts.trainable)
-    if layout.reference == "layers":
-        found += facts.bytes * facts.parameters
-    return found + layout.ranks * optimizer_state(facts, layout)
+def choose_reference(facts: Facts, layout: Layout, profile: Profile, machine: Machine) -> tuple[MemoryPlan, Reference]:
+    """Return the plan with the reference where it fits first, or where it needs least; and which that is."""
+    if layout.reference == "none":
+        return plan(facts, layout), "none"
+    plans = {}
+    for reference in REFERENCES[0 if layout.place == "cuda" else 1 :]:
+        plans[reference] = plan(facts, replace(layout, reference=reference))
+        if too_much(plans[reference], profile, machine) is None:
+            return plans[reference], reference
+    return plans["layers"], "layers"
+
+
+def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | None:
+    """Return why it does not fit, with the numbers; None: it fits."""
+    if found.device and profile.gpus:
+        smallest = min(profile.gpus, key=lambda gpu: gpu.memory_mb)
+        if found.device_rank > smallest.memory_mb * MIB:
+            full = max(found.device, key=Phase.rank)
+            have = f"{smallest.name} has {smallest.memory_mb / 1024:.0f}"
+            return f"needs {found.device_rank / GIB:.1f} GiB a rank on the device ({full.describe()}); {have}"
+    free = machine.memory_gb if machine.free_gb is None else machine.free_gb  # other processes use the rest
+    if found.host_node > free * GIB:
+        full = max(found.host, key=lambda phase: phase.node(found.ranks))
+        have = "" if machine.free_gb is None else f", of which {free:g} are free"
+        return (
+            f"needs {found.host_node / GIB:.1f} GiB on the host for {found.ranks} ranks (most while {full.name}: "
+            f"{full.describe()}); this machine has {machine.memory_gb:g}{have}"
+        )
+    if machine.disk_gb is not None and found.disk > machine.disk_gb * GIB:
+        return (
+            f"needs {found.disk / GIB:.1f} GiB of disk for the reference and a checkpoint; {machine.disk_gb:g} are free"
+        )
+    return None
+
+
+def expected_seconds(facts: Facts, layout: Layout, cores: int) -> float:
+    """Return roughly how long one attempt at full size takes on an idle machine: in proportion to the model."""
+    rank = facts.parameters * RANK_S[layout.place] * max(1.0, layout.ranks / max(cores, 1))
+    reference = 0.0 if layout.reference == "none" else facts.parameters * REFERENCE_S[layout.place] * layout.ranks / 2
+    return START_S + rank + reference * SLOWER.get(layout.reference, 1)
+
+
+# Of one arm: its model's facts and the MiB of its packages; None: unknown, then nothing is planned.
+LookUp = Callable[[ArmPlan], "tuple[Facts, float] | None"]
+
+
+def add_memory(
+    cell: CellPlan, catalogue: Catalogue, profile: Profile, machine: Machine, look_up: LookUp,
+    deadline: float | None = None,
+) -> CellPlan:  # fmt: skip
+    """Return the cell with its arms' needs; arms that cannot fit are skipped, all of them where the first one cannot.
+    ``deadline``: the user's own."""
+    case = catalogue.cases[cell.cell.case]
+    arms = [_add_memory(arm, case, profile, machine, look_up, deadline) for arm in cell.arms]
+    if arms[0].skip and not cell.arms[0].skip:
+        arms = [arm if arm.skip else replace(arm, skip=arms[0].skip) for arm in arms]
+    return replace(cell, arms=tuple(arms))
+
+
+def _add_memory(
+    arm: ArmPlan, case: Case, profile: Profile, machine: Machine, look_up: LookUp, deadline: float | None
+) -> ArmPlan:
+    known = None if arm.skipped else look_up(arm)
+    if known is None:
+        return arm
+    facts, base_mb = known
+    kind, strategy = case.proof.kind, arm.settings["strategy"]
+    layout = Layout(
+        strategy=strategy["slug"],
+        ranks=arm.settings["world_size"],
+        place="cuda" if profile.accelerator == "cuda" else "cpu",
+        sharding=(strategy.get("options") or {}).get("sharding", "FULL_SHARD"),
+        base=round(base_mb * MIB),
+        copies=case.copies,
+        trains=kind not in ("inference", "generating"),
+        loads=kind in ("saving", "loading") or "checkpoint" in case.proof.checks,
+        reference="none" if case.copies else "host",
+    )
+    found, reference = choose_reference(facts, layout, profile, machine)
+    reason = too_much(found, profile, machine)
+    planned = replace(arm, memory=found, skip=skip("memory", reason=reason) if reason else None)
+    if arm.settings["model"]["scale"] != "full":
+        return planned
+    seconds = expected_seconds(facts, replace(layout, reference=reference), machine.cores)
+    if deadline is None:
+        planned = replace(planned, deadline=max(arm.deadline, DEADLINE_FACTOR * seconds))
+    settings = arm.settings if case.copies else {**arm.settings, "reference": reference}
+    return replace(planned, expected_s=seconds, settings=settings)

@@ -1,4 +1,4 @@
-"""cells -> what is launched, and what is skipped with which reason. Pure."""
+"""Cells -> what is launched, and what is skipped with which reason. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from repro_kit.settings import arm_axis, resolve
 
 from packaging.requirements import Requirement
-from packaging.version import InvalidVersion, Version
 
-from repro_matrix.config.axes import Strategy
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Arm, Case
 from repro_matrix.config.settings import RunSettings
@@ -21,8 +19,10 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning.cells import Cell, arms_of
-from repro_matrix.planning.memory import MemoryPlan
-from repro_matrix.planning.skips import Skip
+from repro_matrix.planning.skips import Skip, skip, unmet_requirement, unsuitable
+
+if TYPE_CHECKING:
+    from repro_matrix.planning.memory import MemoryPlan
 
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported; a bound against requests that cannot work
 
@@ -52,13 +52,13 @@ class ArmPlan:
     repeat: int
     skip: Skip | None
     fingerprint: str
-    memory: MemoryPlan | None = None  # what it needs, where that is known (harness/memory)
+    memory: MemoryPlan | None = None  # what it needs, where that is known
     expected_s: float | None = None  # how long it takes at full size, roughly
     code: str = ""  # what its ranks execute, hashed when it was planned
 
     @property
     def skipped(self) -> str | None:
-        """Why, for a reader."""
+        """The reason, for people."""
         return self.skip.reason if self.skip else None
 
 
@@ -67,8 +67,8 @@ class CellPlan:
     cell: Cell
     profile: Profile
     arms: tuple[ArmPlan, ...]
-    # Fingerprints of the arms that were not asked for, as they would be launched now (of those whose stack is there):
-    # what is recorded of them stays only while it is still the answer.
+    # Fingerprints of the arms that were not requested, as they would be launched now (of those whose stack is there):
+    # their recorded attempts stay only while they are current.
     unasked: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -158,25 +158,16 @@ class Planner:
     def _skip(
         self, cell: Cell, case: Case, arm: Arm, settings: Mapping[str, Any], stack: StackLike | str
     ) -> Skip | None:
-        """Why this arm cannot run here by its declared needs, or None."""
+        """Return why this arm cannot run here by its declared needs, or None."""
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
-        wrong = wrong_ranks(case, cell.ranks) or wrong_tp_size(strategy, settings)
-        wrong = wrong or wrong_hardware(case, settings, strategy, profile)
-        wrong = wrong or wrong_strategy(case, settings)
+        wrong = unsuitable(case, strategy, settings, cell.ranks, profile)
         if wrong:
             return wrong
-        if case.needs.divisible:
-            uneven = indivisible(strategy, settings)
-            if uneven:
-                return uneven
         if isinstance(stack, str):
-            return Skip(
-                "stack",
-                f"needs stack {arm.stack}: {stack}" if arm.stack else stack,
-                (f"stack {arm.stack or cell.stack}",),
-            )
+            reason = f"needs stack {arm.stack}: {stack}" if arm.stack else stack
+            return skip("stack", (f"stack {arm.stack or cell.stack}",), reason=reason)
         needed = [
             *case.needs.requires,
             *arm.needs_on(profile.accelerator),
@@ -186,108 +177,32 @@ class Planner:
         named = {Requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
-        broken = getattr(stack, "missing", {})
-        told = {item: unmet_requirement(item, stack.versions) for item in needed}
-        needs = tuple(item for item, text in told.items() if text)
-        if not needs:
+        unmet = {item: text for item in needed if (text := unmet_requirement(item, stack.versions))}
+        if not unmet:
             return None
-        unmet = [broken.get(Requirement(item).name) or str(told[item]) for item in needs]
-        known = f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else ""
-        of_case = any(told[item] for item in case.needs.requires)
-        why = f" ({case.needs.why})" if case.needs.why and of_case else ""
-        said = f"stack {stack.name}: on {profile.accelerator} needs {', '.join(dict.fromkeys(unmet))}{known}{why}"
-        made = any(Requirement(item).name in broken for item in needs)
-        return Skip("build" if made else "packages", said, needs)
-
-
-def wrong_ranks(case: Case, ranks: int) -> Skip | None:
-    """Why the case says nothing with so many ranks, or None."""
-    if ranks < case.min_ranks:
-        return Skip("ranks", f"means something from {case.min_ranks} ranks on; ranks={ranks}")
-    if ranks != case.launch.world_size and not case.scales:
-        size = case.launch.world_size
-        return Skip("ranks", f"is about {size} rank(s) (the case does not declare `scales`); ranks={ranks}")
-    return None
-
-
-def wrong_tp_size(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
-    """Why a size that was asked for would not be what is measured, or None."""
-    size, ranks = settings["tp_size"], settings["world_size"]
-    if not strategy.divides:
-        none = Skip("tp_size", f"strategy {strategy.slug} has no tensor parallelism; tp_size={size}")
-        return none if size > 1 else None
-    over = f"tensor parallelism is over all ranks here; tp_size={size} with {ranks} ranks"
-    return None if size == ranks else Skip("tp_size", over)
-
-
-def wrong_hardware(case: Case, settings: Mapping[str, Any], strategy: Strategy, profile: Profile) -> Skip | None:
-    """Why an arm with these settings cannot run on this hardware, or None."""
-    have = f"hardware {profile.name} has {len(profile.gpus) or 'none'}"
-    if case.needs.gpus > len(profile.gpus) or (case.needs.gpus and profile.shared):
-        why = f" ({case.needs.why})" if case.needs.why else ""
-        return Skip("gpus", f"needs {case.needs.gpus} GPUs; {have}{why}", (f"{case.needs.gpus} GPUs",))
-    if profile.accelerator != "cuda":
-        return None
-    if case.accelerator == "cpu":
-        return Skip("accelerator", f"runs on the CPU only (accelerator: cpu); hardware {profile.name} is for GPUs")
-    if profile.shared and not (case.shared and strategy.shared):
-        which = "the case" if not case.shared else f"strategy {strategy.slug}"
-        return Skip("shared", f"ranks that share one GPU: {which} does not declare `shared`")
-    if settings["devices"] > len(profile.gpus):
-        return Skip("gpus", f"needs {settings['devices']} GPUs; {have}", (f"{settings['devices']} GPUs",))
-    closed = [gpu for gpu in profile.gpus if gpu.mode.startswith("exclusive")]
-    if case.needs.open_cards and settings["world_size"] > 1 and closed:
-        which = f"GPU {closed[0].index} is in {closed[0].mode} mode"
-        return Skip("cards", f"its ranks compute on the same cards, and {which} (nvidia-smi -c 0)")
-    return None
-
-
-def wrong_strategy(case: Case, settings: Mapping[str, Any]) -> Skip | None:
-    """Why a flag's value does not exist in this strategy, or None."""
-    slug = settings["strategy"]["slug"]
-    for name, flag in case.flags.items():
-        value = settings["flags"].get(name)
-        if flag.strategies is not None and slug not in flag.strategies and value not in (flag.default, flag.full):
-            return Skip("flags", f"flags.{name}={value} is for {', '.join(flag.strategies)}; the strategy is {slug}")
-    return None
-
-
-def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
-    """Why tensor parallelism over so many ranks does not exist for the model, or None."""
-    size, config = settings["tp_size"], settings["model"]["config"]
-    for key in strategy.divides:
-        if config.get(key, 0) % size:
-            what = key.removeprefix("num_").replace("_", " ")
-            return Skip("divisible", f"{config[key]} {what} do not divide over {size} ranks")
-    return None
+        unusable = getattr(stack, "missing", {})
+        reasons = [unusable.get(Requirement(item).name) or text for item, text in unmet.items()]
+        return skip(
+            "build" if any(Requirement(item).name in unusable for item in unmet) else "packages",
+            tuple(unmet),
+            stack=stack.name,
+            accelerator=profile.accelerator,
+            unmet=", ".join(dict.fromkeys(reasons)),
+            known=f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else "",
+            why=f" ({case.needs.why})" if case.needs.why and unmet.keys() & set(case.needs.requires) else "",
+        )
 
 
 def _unless_equal(arm: ArmPlan, broken: ArmPlan, case: Case) -> ArmPlan:
-    """What is asked for can make an arm the broken one itself (`four-ranks` with ranks=4, `newer-transformers` on the
-    newest stack): that proves nothing."""
-    own = {**arm.settings, "arm": broken.arm}
-    same = own == broken.settings and arm.stack == broken.stack and not case.arms[arm.arm].env
-    if arm.skip or not same:
+    """Skip an arm that the selection makes equal to the broken one (`four-ranks` with ranks=4): it proves nothing."""
+    equal = {**arm.settings, "arm": broken.arm} == broken.settings and arm.stack == broken.stack
+    if arm.skip or not equal or case.arms[arm.arm].env:
         return arm
-    said = f"the same as {broken.arm} on stack {broken.stack} with {broken.world_size} ranks"
-    return replace(arm, skip=Skip("same", said))
-
-
-def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
-    """A requirement that the versions do not meet, in words; None when it is met."""
-    requirement = Requirement(text)
-    have = versions.get(requirement.name) or versions.get(requirement.name.replace("_", "-"))
-    if have is None:
-        return f"{text}, which it does not have"
-    try:
-        met = requirement.specifier.contains(Version(have), prereleases=True)
-    except InvalidVersion:
-        met = not requirement.specifier
-    return None if met else f"{text}, and it has {have}"
+    return replace(arm, skip=skip("same", arm=broken.arm, stack=broken.stack, ranks=broken.world_size))
 
 
 def fingerprint(settings: Mapping[str, Any], code: str, versions: Mapping[str, str], profile: Profile) -> str:
-    """What an arm's answer depends on: a recorded attempt with the same fingerprint need not be run again."""
+    """Hash what an arm's result depends on: a recorded attempt with the same fingerprint need not run again."""
     gpus = [gpu.name for gpu in profile.gpus]
     text = json.dumps([settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

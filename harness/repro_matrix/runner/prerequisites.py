@@ -23,10 +23,9 @@ from repro_matrix.environment.stacks import Stack, StackError, check, defined_st
 from repro_matrix.launch import extensions
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.fit import fitted
-from repro_matrix.planning.memory import Facts
+from repro_matrix.planning.memory import Facts, add_memory
 from repro_matrix.planning.plan import ArmPlan, CellPlan, Planner
-from repro_matrix.planning.skips import Skip
+from repro_matrix.planning.skips import skip
 from repro_matrix.results import provenance
 from repro_matrix.runner.attempts import imports_of
 
@@ -201,7 +200,7 @@ def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list
         if (arm.stack, model["hub"]) not in known:
             known[arm.stack, model["hub"]] = download(stacks[arm.stack], model["hub"])
         why = known[arm.stack, model["hub"]]
-        return replace(arm, skip=Skip("weights", why, (model["hub"],)) if why else None)
+        return replace(arm, skip=skip("weights", (model["hub"],), reason=why) if why else None)
 
     checked_plans = []
     for plan in plans:
@@ -319,6 +318,6 @@ def with_memory(
         return (model, base) if model and base else None
 
     return [
-        fitted(plan, catalogue, plan.profile, machine, partial(look_up, plan.cell.case), settings.deadline)
+        add_memory(plan, catalogue, plan.profile, machine, partial(look_up, plan.cell.case), settings.deadline)
         for plan in plans
     ], problems

@@ -23,7 +23,7 @@ from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, integrity
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.paths import cache_dir
-from repro_matrix.planning import placing
+from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import local, unshown
@@ -130,7 +130,7 @@ def prepare(
         profiles, machine, planned = profiles_module.settle_planned(request.hardware, catalogue.hardware, machine)
     else:
         profiles = profiles_module.settle_all(request.hardware, catalogue.hardware, machine)
-    placed = placing.place(catalogue, request.cells, profiles, auto=request.hardware == ["auto"])
+    placed = matrix.place(catalogue, request.cells, profiles, auto=request.hardware == ["auto"])
     cells = placed.cells
     for slug in sorted({cell.case for cell in cells}):
         check_syntax(catalogue.script(catalogue.cases[slug]))
