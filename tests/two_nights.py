@@ -2,8 +2,8 @@
 
 In a clean clone, with a real floating stack: the first night's index goes up to one release of transformers, the
 second's to a later one, with which a known failure no longer fires. The second night must find that out, search between
-the two locks, write the issue's text, and with a token open one issue at the host (tests/fake_host.py) and update it.
-Writes docs/examples/two-nights.md. A stack of torch 2.6 is built twice: minutes, and the index has to be reached.
+the two locks, and write the issue's text. Writes docs/examples/two-nights.md. A stack of torch 2.6 is built twice:
+minutes, and the index has to be reached.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import fake_host
 import yaml
+from repro_matrix.analysis.history import load_history
 from repro_matrix.paths import ROOT, cache_dir
-from repro_matrix.results import history as kept
 
 CASE, MODEL, ARM, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
 BASE = "torch2.6-tf4.51"  # whose packages stay
@@ -31,9 +30,8 @@ HEAD = """# Two nights, and what the second one said
 job](../nightly/github.yml) in a clean clone, `SELECTION="{selection}"`, `REPEAT=1`, with a floating stack
 of {base}'s packages whose transformers could not be newer than {first} the first night and {second} the second.
 
-- Exit code of the step "What changed": {first_code} the first night, {second_code} the second.
-- The host: {asked}.
-- The issue that stood there at the end, as it is on a host (without a token the same text is a file):
+- Exit code of the step "Compare with the last passing run": {first_code} the first night, {second_code} the second.
+- The issue's text, as `gh issue create` posts it:
 
 ---
 
@@ -69,11 +67,11 @@ def main() -> None:
     from test_nightly_jobs import steps
 
     listed = {name: text for name, text in steps().items() if not name.startswith("gitlab")}
-    last = next(name for name in listed if name.startswith("What changed"))
+    last = next(name for name in listed if name.startswith("Compare with"))
     selection = f"case={CASE} model={MODEL} arms=[{ARM}]"
     began = time.monotonic()
     codes: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as name, fake_host.serving() as host:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         clone, home = cloned(folder / "it"), folder / "home"
         home.mkdir()
@@ -95,24 +93,14 @@ def main() -> None:
         texts = list((home / "nightly-kept/cpu/results/tuesday/issues").glob("*.md"))
         assert [path.stem for path in texts] == [CASE], f"without a token the text is a file: {texts}"
         assert codes == {"monday": 0, "tuesday": 1}, codes
-        found = kept.ledger(home / "nightly-kept/cpu/nights", [])
-        assert [night.name for night in found] == list(NIGHTS)
-        token = {"GITHUB_TOKEN": "secret", "GITHUB_REPOSITORY": "me/it", "GITHUB_API_URL": host.base}
-        for page in ("7", "8"):  # the job run again: the issue is opened, then updated
-            more = token | {"NIGHT": "tuesday", "PAGE": f"https://ci.example.org/{page}"}
-            assert run(last, listed[last], clone, env | more) == 1
-        (issue,) = host.issues
-        told = {"POST": "opens one issue", "PATCH": "updates it"}
-        asked = ", then ".join(told[word] for word in (each.split()[0] for each in host.asked) if word in told)
-        assert asked == "opens one issue, then updates it", host.asked
+        runs = load_history(home / "nightly-kept/cpu/history", [])
+        assert [each.run_id for each in runs] == list(NIGHTS)
         head = HEAD.format(
             day=time.strftime("%Y-%m-%d", time.gmtime()), seconds=time.monotonic() - began, selection=selection,
             base=BASE, first=NIGHTS["monday"], second=NIGHTS["tuesday"], first_code=codes["monday"],
-            second_code=codes["tuesday"], asked=asked,
+            second_code=codes["tuesday"],
         )  # fmt: skip
-        body = f"**{issue['title']}**\n\n{issue['body']}".replace(str(folder), "/runner").replace(
-            str(cache_dir()), "/cache"
-        )
+        body = texts[0].read_text(encoding="utf-8").replace(str(folder), "/runner").replace(str(cache_dir()), "/cache")
         assert "transformers 4.44.0" in body, "the search between the two locks names the release"
         TOLD.write_text(head + re.sub(r"\n*<!--.*?-->\s*\Z", "\n", body, flags=re.S), encoding="utf-8")
     print(TOLD.read_text(encoding="utf-8"))

@@ -1,354 +1,416 @@
-"""The end of a night: what changed since the last green one, an issue for each case, a host on this machine."""
+"""Nightly runs: compared with the last passing one, missing results, quarantine, issues, bisections, the history."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_host import Fake, serving
 from hypothesis import given
-from repro_matrix.analysis import regressions as tonight
-from repro_matrix.analysis.brief import Brief, latest
-from repro_matrix.analysis.issue_host import Host, HostError, Issue
-from repro_matrix.analysis.night import Night, from_json, of_briefs, to_json
-from repro_matrix.cli import main as cli
-from repro_matrix.cli import nightly
-from repro_matrix.errors import ResultsError
-from repro_matrix.report.issue import issue
-from repro_matrix.results import history as kept
-from repro_matrix.results import quarantine as muted
-from test_diff import BOOM, FIRES, HOLDS, SIDES, arm, cell
-from test_nights import CLEAN, write
-from test_nights import FIRES as FIRED
-
-
-@pytest.fixture
-def fake() -> Iterator[Fake]:
-    with serving() as server:
-        yield server
-
-
-def host(fake: Fake, token: str = "secret", slept: list[float] | None = None) -> Host:
-    return Host(fake.base, "me/it", token, sleep=(slept if slept is not None else []).append, now=lambda: 1000.0)
-
-
-ISSUE = Issue("c", "abc123", "c: new failure", "text")
-
-
-def test_one_issue_a_case_is_opened_then_updated(fake: Fake) -> None:
-    assert host(fake).publish(ISSUE) == ("#1 is opened", False)
-    assert host(fake).publish(ISSUE) == ("#1 says so already", False), "told once more, nothing happens"
-    assert host(fake).publish(replace(ISSUE, digest="def456", body="more")) == ("#1 is updated", False)
-    assert host(fake).publish(replace(ISSUE, case="d")) == ("#2 is opened", False)
-    assert [one["state"] for one in fake.issues] == ["open", "open"] and "more" in fake.issues[0]["body"]
-
-
-def test_an_issue_that_a_person_closed_stays_closed_for_the_same_change(fake: Fake) -> None:
-    fake.add(ISSUE.marked, "closed")
-    for _ in range(150):
-        fake.add("somebody's own")  # it is on the second page
-    told, dealt = host(fake).publish(ISSUE)
-    assert dealt and told.startswith("#1 told of this very change") and fake.issues[0]["state"] == "closed"
-    assert host(fake).publish(replace(ISSUE, digest="def456")) == ("#152 is opened", False)
-
-
-def test_two_nights_at_once_leave_one_issue(fake: Fake) -> None:
-    fake.on_post = lambda: fake.issues or fake.add(ISSUE.marked)  # the other night is faster
-    assert host(fake).publish(ISSUE) == ("#1 was opened by another night at the same time", False)
-    assert [one["state"] for one in fake.issues] == ["open", "closed"]
-    assert host(fake).publish(ISSUE)[0] == "#1 says so already"
-
-
-def test_a_rate_limit_is_waited_for_and_a_long_one_is_not(fake: Fake) -> None:
-    slept: list[float] = []
-    fake.refuse = [
-        (403, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "1030"}),
-        (429, {"Retry-After": "7"}),
-    ]
-    assert host(fake, slept=slept).publish(ISSUE)[0] == "#1 is opened" and slept == [30.0, 7.0]
-    fake.refuse = [(403, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "9000"})]
-    with pytest.raises(HostError, match="rate limit: 8000 s more"):
-        host(fake).publish(ISSUE)
-
-
-@pytest.mark.parametrize(
-    ("status", "told"), [(403, "needs issues: write"), (404, "no such repository"), (302, "302"), (500, "500")]
+from repro_matrix.analysis import history, nightly
+from repro_matrix.analysis.history import NightlyRun, make_run
+from repro_matrix.analysis.inputs import ArmResult
+from repro_matrix.analysis.regressions import (
+    ChangedCase,
+    Requested,
+    check_one_commit,
+    compare_to_last_passing,
+    count_missing,
+    describe_missing,
+    find_missing,
 )
-def test_what_the_host_refuses_is_said(fake: Fake, status: int, told: str) -> None:
-    fake.refuse = [(status, {"Location": "http://127.0.0.1:1/"})]
-    with pytest.raises(HostError, match=told):
-        host(fake).publish(ISSUE)
-    assert len(fake.asked) == 1, "a redirect would take the token elsewhere"
+from repro_matrix.cli import main as cli
+from repro_matrix.errors import ResultsError
+from repro_matrix.report.history import make_strips
+from repro_matrix.report.issue import issue
+from repro_matrix.results import quarantine, runs
+from results_by_hand import BOOM, CLEAN, FIRED, FIRES, HOLDS, SIDES, SKIPPED, arm, cell, write
+
+Rows = list[ArmResult]
+A, B = cell({"broken": FIRES, "fix": HOLDS}), cell({"broken": FIRES}, key="c/n", axes=("model=n",))
+NOW = cell({"broken": FIRES, "fix": BOOM}, started=2.0)
+PASSING = make_run("passing", A, 0)
 
 
-def test_the_token_is_told_to_nobody(fake: Fake) -> None:
-    with pytest.raises(HostError, match="the token is not valid") as error:
-        host(fake, token="wrong-secret").publish(ISSUE)
-    assert "wrong-secret" not in str(error.value)
-    with pytest.raises(HostError, match="only https"):
-        Host("http://example.org", "me/it", "secret")
-    with pytest.raises(HostError, match="OWNER/NAME"):
-        Host("https://example.org", "it", "secret")
-    assert Host.of({}) is None and Host.of({"GITHUB_REPOSITORY": "me/it"}) is None
-    with pytest.raises(HostError, match="GITHUB_REPOSITORY=OWNER/NAME is not"):
-        Host.of({"GITHUB_TOKEN": "x"})
-    with pytest.raises(HostError, match=r"GET /issues: .*refused") as error:
-        Host("http://127.0.0.1:9", "me/it", "secret").publish(ISSUE)
-    assert "urlopen" not in str(error.value)
+def kinds(changed: Sequence[ChangedCase]) -> list[tuple[str, list[str]]]:
+    return [(each.passing.run_id, [change.kind for change in each.changes]) for each in changed]
 
 
-GREEN = of_briefs("green", [cell(broken=FIRES, fix=HOLDS)], 0)
+# -- compared with the last passing run
 
 
-def test_only_answers_that_changed_since_the_last_green_night_count() -> None:
-    now = [cell(2.0, broken=FIRES, fix=BOOM)]
-    red = replace(of_briefs("red", now, 1), started=5.0)
-    (found,) = tonight.since_green(now, [GREEN, red]).changed
-    assert (found.case, found.green.name, [c.kind for c in found.changes]) == ("c", "green", ["fix ceased"])
-    assert tonight.since_green(now, [GREEN, replace(red, code=0)]).changed == [], (
-        "that night somebody had dealt with it"
-    )
-    assert tonight.since_green(now, [GREEN], lambda key, arm: (key, arm) == ("c/m", "fix")).changed == []
-    slower = [cell(2.0, broken=FIRES, fix=HOLDS._replace(wall_s=(9.0,) * 3))]
-    assert tonight.since_green(slower, [GREEN]).changed == []
-    assert "no green night" in tonight.since_green(now, [red]).notes[0]
-    other = [replace(now[0], key="c/other")]
-    found_none = tonight.since_green(other, [GREEN])
-    assert found_none.changed == [] and "no cell in common with the last green night, green" in found_none.notes[0]
-
-
-SKIPPED = arm()._replace(kinds={}, skipped="needs 2 GPUs")
+def test_compare_to_last_passing_counts_only_result_changes() -> None:
+    failed = replace(make_run("failed", NOW, 1), started=5.0)
+    (changed,) = compare_to_last_passing(NOW, [PASSING, failed]).changed
+    assert (changed.case, kinds([changed])) == ("c", [("passing", ["fix_stopped_working"])])
+    assert compare_to_last_passing(NOW, [PASSING, replace(failed, exit_code=0)]).changed == []
+    slower = cell({"broken": FIRES, "fix": replace(HOLDS, wall_s=(9.0,) * 3)}, started=2.0)
+    assert compare_to_last_passing(slower, [PASSING]).changed == []
+    for rows, runs_ in ((NOW, [failed]), (cell({"broken": FIRES}, key="c/other"), [PASSING])):
+        result = compare_to_last_passing(rows, runs_)
+        assert result.changed == [] and len(result.notes) == 1
+    quarantined = compare_to_last_passing(NOW, [PASSING], lambda key, name: (key, name) == ("c/m", "fix"))
+    assert quarantined.changed == [] and quarantined.quarantined == {
+        ("c/m", "fix"): "fix_stopped_working since passing"
+    }
 
 
 @pytest.mark.parametrize(
     "between",
-    [cell(2.0, broken=SKIPPED, fix=SKIPPED), replace(cell(2.0, broken=FIRES, fix=HOLDS), key="c/o"),
-     cell(2.0, broken=FIRES), cell(2.0, broken=FIRES, fix=SKIPPED)],
-    ids=["skipped", "no room in the budget", "arm not asked", "fix skipped"],
-)  # fmt: skip
-def test_a_green_night_that_did_not_measure_it_hides_no_change(between: Brief) -> None:
-    now = [cell(3.0, broken=FIRES, fix=BOOM)]
-    (found,) = tonight.since_green(now, [GREEN, of_briefs("between", [between], 0)]).changed
-    assert (found.green.name, [c.kind for c in found.changes]) == ("green", ["fix ceased"])
-
-
-def test_a_change_that_comes_back_is_not_the_one_whose_issue_was_closed() -> None:
-    now = [cell(3.0, broken=FIRES, fix=BOOM)]
-    mended = of_briefs("mended", [cell(2.0, broken=FIRES, fix=HOLDS)], 0)
-    (first,), (again,) = (tonight.since_green(now, nights).changed for nights in ([GREEN], [GREEN, mended]))
-    assert first.digest != again.digest
-    assert tonight.since_green(now, [GREEN, replace(mended, code=1)]).changed[0].digest == first.digest
-
-
-@pytest.mark.parametrize("edit", [{"code": False}, {"code": "0"}, {"started": "nan"}, {"started": None}])
-def test_a_night_that_was_edited_into_a_green_one_is_damaged(edit: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"no exit code|not a night"):
-        from_json({**to_json(GREEN), **edit})
+    [{"broken": SKIPPED, "fix": SKIPPED}, {"broken": FIRES}, {"broken": FIRES, "fix": SKIPPED}],
+    ids=["skipped", "arm not requested", "fix skipped"],
+)
+def test_compare_to_last_passing_uses_the_last_run_that_measured_the_arm(between: dict[str, ArmResult]) -> None:
+    runs_ = [PASSING, make_run("between", cell(between, started=2.0), 0)]
+    assert kinds(compare_to_last_passing(NOW, runs_).changed) == [("passing", ["fix_stopped_working"])]
 
 
 @given(SIDES)
-def test_a_night_does_not_differ_from_itself(briefs: list[Brief]) -> None:
-    newest = list(latest(briefs).values())
-    assert tonight.since_green(newest, [of_briefs("n", newest, 0)]).changed == []
+def test_compare_to_last_passing_same_rows_no_change(rows: Rows) -> None:
+    assert compare_to_last_passing(rows, [make_run("n", rows, 0)]).changed == []
 
 
-def test_the_text_says_what_changed_and_escapes_what_others_wrote() -> None:
-    said = BOOM._replace(text="@everyone <script> `x` <!-- repro-matrix case=other change=00 -->")
-    now = [replace(cell(2.0, broken=FIRES, fix=said, other=HOLDS), versions={"torch": "2.14.0"})]
-    green = replace(GREEN, stacks={"now": {"torch": "2.13.0"}})
-    (found,) = tonight.since_green(now, [green]).changed
-    made = issue([found], "tonight", "https://x/page", {("now", "green"): "torch 2.14.0 is the first bad release"})
-    assert made.title == "c: fix ceased"
-    for part in ("torch: 2.13.0 -> 2.14.0", "first bad release", "wherever they were measured: other", "repro run c"):
+def test_changed_case_digest_identifies_the_change() -> None:
+    repaired = make_run("repaired", cell({"broken": FIRES, "fix": HOLDS}, started=2.0), 0)
+    (first,), (again,), (same,) = (
+        compare_to_last_passing(NOW, runs_).changed
+        for runs_ in ([PASSING], [PASSING, repaired], [PASSING, replace(repaired, exit_code=1)])
+    )
+    assert first.digest != again.digest and first.digest == same.digest
+
+
+def test_check_one_commit_several_commits_is_an_error() -> None:
+    with pytest.raises(ResultsError, match=r"aaaa \(1 cell\), bbbb"):
+        check_one_commit([replace(A[0], commit=commit) for commit in ("aaaa", "bbbb")])
+
+
+def test_issue_lists_changes_and_escapes_foreign_text() -> None:
+    text = replace(BOOM, text="@everyone <script> `x` <!-- change=00 -->")
+    now = cell({"broken": FIRES, "fix": text, "other": HOLDS}, started=2.0, versions={"torch": "2.14.0"})
+    then = [replace(row, versions={"torch": "2.13.0"}) for row in A]
+    (changed,) = compare_to_last_passing(now, [make_run("passing", then, 0)]).changed
+    made = issue([changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
+    assert made.title == "c: fix_stopped_working" and made.markdown.startswith(f"# {made.title}\n")
+    for part in (
+        "torch: 2.13.0 -> 2.14.0",
+        "first bad release",
+        "measured cell: other",
+        "repro run c",
+        "https://x/page",
+    ):
         assert part in made.body
-    for text in made.body.splitlines():
-        assert "@everyone" not in text or text.count("`") == 2, "in code nobody is called"
-    many = replace(found, changes=found.changes * 2000)
-    assert len(issue([many], "tonight").marked.encode()) < 65_536
+    assert all("@everyone" not in line or line.count("`") == 2 for line in made.body.splitlines())
+    assert made.markdown.rstrip().endswith(f"change={changed.digest} -->")
+    assert len(issue([replace(changed, changes=changed.changes * 2000)], "tonight").markdown.encode()) < 65_536
+
+
+# -- missing results
+
+ARMS = {"c": {"broken", "fix"}}
+ALL = Requested(ARMS, {"c/m": {"now"}, "c/n": {"now"}})
+BOTH = make_run("passing", [*A, *B], 0)
+
+
+def missing(tonight: Rows, requested: Requested = ALL, *history_: NightlyRun) -> list[tuple[str, str, str]]:
+    found = find_missing(tonight, history_ or [BOTH], [requested])
+    return list(dict.fromkeys((each.row.key, "" if each.whole_cell else each.row.arm, each.excuse) for each in found))
+
+
+@pytest.mark.parametrize(
+    ("tonight", "expected"),
+    [
+        ([*A, *B], []),
+        (A, [("c/n", "", "")]),
+        ([A[0], *B], [("c/m", "fix", "")]),
+        ([*cell({"broken": FIRES, "fix": arm(kinds={})}), *B], [("c/m", "fix", "")]),
+        ([*cell({"broken": FIRES, "fix": SKIPPED}), *B], []),
+        ([*cell({"broken": FIRES, "fix": arm(kinds={}, text="a GPU failed")}), *B], []),
+        ([*(replace(row, hardware="gpu1-shared") for row in A), *B], [("c/m", "", "")]),
+        ([*(replace(row, stack="other") for row in A), *B], [("c/m", "", "")]),
+    ],
+    ids=["nothing", "cell", "arm", "arm without result", "skipped", "infra", "other hardware", "other stack"],
+)
+def test_find_missing(tonight: Rows, expected: list[tuple[str, str, str]]) -> None:
+    assert missing(tonight) == expected
+
+
+@pytest.mark.parametrize(
+    ("requested", "excuse"),
+    [
+        (replace(ALL, cells={"c/m": {"now"}}), "not requested"),
+        (replace(ALL, cells={**dict(ALL.cells or {}), "c/n": {"later"}}), "not requested"),
+        (replace(ALL, hardware=("gpu*",)), "not requested"),
+        (replace(ALL, arms={}), "not requested"),
+        (replace(ALL, unstarted=("cpu now c/n",)), "no time left"),
+        (replace(ALL, unstarted=None), "no time left"),
+        (replace(ALL, shard={"c/m"}), "in another shard"),
+        (replace(ALL, cells={"c/m": {"now"}, "c/n": {"later"}}, stacks={"now"}), ""),
+        (replace(ALL, hardware=("c*",)), ""),
+        (replace(ALL, shard={"c/n"}), ""),
+        (Requested(ARMS), ""),
+        (Requested({}), "not requested"),
+    ],
+)
+def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse: str) -> None:
+    assert missing(A, requested) == [("c/n", "", excuse)]
+
+
+def test_find_missing_one_run_that_requested_it_is_enough() -> None:
+    assert [each.excuse for each in find_missing(A, [BOTH], [replace(ALL, cells={}), ALL])] == [""]
+    unreadable = find_missing(A, [BOTH], [ALL], ["/r/cpu/s/c/n.json: ignored: truncated"])
+    assert [bool(each.excuse) for each in unreadable] == [True]
+
+
+def test_find_missing_looks_further_back_than_the_last_run() -> None:
+    between = make_run("between", [replace(row, started=2.0) for row in A], 0)
+    assert missing(A, ALL, BOTH, between) == [("c/n", "", "")]
+    assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
+    assert missing(A, replace(ALL, shard={"c/m"}), BOTH, between) == []
+    assert missing(A, Requested(ARMS), BOTH, between) == [], "without a request: only the last run counts"
+
+
+def test_describe_missing_names_a_few_and_the_other_hardware() -> None:
+    many = [row for n in range(9) for row in cell({"broken": FIRES}, key=f"c/{n}")]
+    tonight = [replace(row, hardware="gpu1-shared") for row in many]
+    found = find_missing(tonight, [make_run("mon", many, 0)], [Requested(ARMS, {row.key: {"now"} for row in many})])
+    (text,) = describe_missing(found)
+    assert (
+        count_missing(found) == "9 cells" and "c/2" in text and "c/3" not in text and "on gpu1-shared instead" in text
+    )
+
+
+CASE = "ddp-ready-once"
+KEY = f"{CASE}/qwen1.5-0.5b-ddp"
+
+
+def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
+    runs.note(tmp_path, [f"case={CASE}", "arms=[non-*]", "hardware=cpu", "shard=1/2"], runs.ENDED, ["a b c"])
+    requested = nightly.load_requested(tmp_path, [])
+    assert requested.cells is not None and requested.cells[KEY] == {"current"} and requested.hardware == ("cpu",)
+    assert requested.arms == {CASE: {"broken", "non-reentrant"}} and requested.unstarted == ("a b c",)
+    assert requested.shard is None
+    written = {"schema": 1, "shard": 1, "of": 2, "selection": [], "repeat": {}, "cells": [["cpu", "current", KEY]]}
+    manifest = json.dumps({**written, "commit": "c", "changed": False, "stacks": {}})
+    (tmp_path / "shard-1-of-2.manifest").write_text(manifest)
+    assert nightly.load_requested(tmp_path, []).shard == {KEY}
+    for text in ("case=no-such-case", "case=[["):
+        runs.note(tmp_path, [text], runs.ENDED)
+        unknown = nightly.load_requested(tmp_path, [])
+        assert unknown.cells is None and CASE in unknown.arms
+
+
+# -- the history
+
+
+def stored(rows: Rows) -> Rows:
+    return [replace(row, wall_s=(), peak_mb=(), settings={}, path="") for row in rows]
+
+
+@given(one=SIDES, other=SIDES)
+def test_history_stores_runs_without_loss(one: Rows, other: Rows, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("history")
+    made = [make_run("a", stored(one), 0), replace(make_run("b", stored(other), None), started=2.0)]
+    made[1] = replace(made[1], rows=tuple(replace(row, started=2.0) for row in made[1].rows))
+    for run in [*made[::-1], made[0]]:  # one that comes late, and one that is stored again
+        history.store_run(folder, run)
+    assert history.load_history(folder, []) == sorted(made, key=lambda run: (run.started, run.run_id))
+    strips = make_strips(made)
+    assert all(len(strip.entries) == 2 for strip in strips)
+    assert {(s.case, s.arm) for s in strips} == {(row.case, row.arm) for run in made for row in run.rows}
+    for strip in strips:
+        assert all(strip.entries[t.before].result != strip.entries[t.night].result for t in strip.turns)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"exit_code": "green"}, {"started": "x"}, {"rows": 3}, {"schema": 9}, {"schema": None}, {"stacks": {}},
+     {"rows": [{"verdict": "FIX_HODLS"}]}, {"rows": [{"kinds": {"fired": 2}}]}, {"rows": [{"kinds": {"fires": -2}}]},
+     {"rows": [{"met": "norm"}]}, {"rows": [{"text": 5}]}, {"rows": [{"no_such": 1}]}],
+)  # fmt: skip
+def test_history_damaged_line_is_named(edit: dict[str, Any], tmp_path: Path) -> None:
+    history.store_run(tmp_path, PASSING)
+    line = json.loads((tmp_path / history.FILE).read_text())
+    if isinstance(edit.get("rows"), list):
+        edit = {"rows": [{**line["rows"][0], **edit["rows"][0]}]}
+    (tmp_path / history.FILE).write_text(json.dumps({**line, **edit}) + "\n")
+    with pytest.raises(ResultsError, match=r"nights\.jsonl:1: damaged"):
+        history.load_history(tmp_path, [])
+
+
+def test_history_truncated_last_line_is_a_note(tmp_path: Path) -> None:
+    history.store_run(tmp_path, PASSING)
+    text = (tmp_path / history.FILE).read_text()
+    (tmp_path / history.FILE).write_text(text + text[:-20])
+    notes: list[str] = []
+    assert history.load_history(tmp_path, notes) == [replace(PASSING, rows=tuple(stored(A)))] and len(notes) == 1
+
+
+# -- the command
 
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    for name in ("GITHUB_TOKEN", "GITHUB_REPOSITORY", "GITHUB_API_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(muted.read, "__defaults__", (tmp_path / "muted.yaml",))
+    monkeypatch.setattr("repro_matrix.config.project.published", list)  # grading compares with the baseline
+    monkeypatch.setattr(quarantine.read, "__defaults__", (tmp_path / "quarantine.yaml",))
     return tmp_path
 
 
-def test_nights_one_after_another(
-    results: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nights = results / "nights"
-
-    def run(name: str, *more: str) -> int:
-        words = ["nightly", str(results / name), "--nights", str(nights), "--name", name]
-        return cli.main([*words, *(more or ("--code", "0"))])
-
-    write(results / "mon", {"broken": FIRED}, 1.0)
-    write(results / "tue", {"broken": CLEAN}, 2.0)
-    assert run("mon") == 0 and "no green night is kept" in capsys.readouterr().err
-    assert run("tue") == 1, "without a token the same text is a file"
-    text = (nights / "issues" / "tue" / "some-case.md").read_text()
-    assert text.startswith("# some-case: ") and "before: `fires 2/2" in text
-    for name, value in (("TOKEN", "secret"), ("REPOSITORY", "me/it"), ("API_URL", fake.base)):
-        monkeypatch.setenv(f"GITHUB_{name}", value)
-    assert run("tue") == 1 and len(fake.issues) == 1, "the runner died before; told once more"
-    assert [n.name for n in kept.ledger(nights, [])] == ["mon", "tue"]
-    fake.refuse = [(403, {})]
-    write(results / "wed", {"broken": CLEAN}, 3.0)
-    assert run("wed") == 1, "it is still compared with monday"
-    assert "needs issues: write" in capsys.readouterr().err
-    fake.issues[0]["state"] = "closed"
-    assert run("wed") == 0, "a person has dealt with it"
-    write(results / "thu", {"broken": CLEAN}, 4.0)
-    assert run("thu") == 0 and run("thu", "--code", "3") == 3, "what could not be measured is not green"
-    assert [(n.name, n.code) for n in kept.ledger(nights, [])][-2:] == [("wed", 0), ("thu", 3)]
+Night = Callable[..., tuple[int, str]]
 
 
-def test_nights_that_bear_one_name_are_compared_all_the_same(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job whose --name is always the same was always green: the night before was replaced, and then not there."""
+@pytest.fixture
+def night(results: Path, capsys: pytest.CaptureFixture[str]) -> Night:
+    """Measure (where arms are given) and run `repro nightly`: exit code and output."""
 
-    def run(folder: str) -> int:
-        words = ["nightly", str(results / folder), "--nights", str(results / "nights"), "--name", "nightly"]
-        return cli.main([*words, "--code", "0"])
-
-    write(results / "mon", {"broken": FIRED}, 1.0)
-    write(results / "tue", {"broken": CLEAN}, 2.0)
-    assert run("mon") == 0 == run("mon"), "told once more"
-    capsys.readouterr()
-    assert run("tue") == 1
-    assert "a night nightly is kept, of other measurements: tonight is nightly.2" in capsys.readouterr().err
-    assert run("tue") == 1, "told once more"
-    nights = [(night.name, night.code) for night in kept.ledger(results / "nights", [])]
-    assert nights == [("nightly", 0), ("nightly.2", 1)]
-
-
-def test_what_is_muted_is_said_with_its_owner(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing told a green night in which an arm was muted from one in which nothing had changed."""
-    today = datetime.now(timezone.utc).date()
-
-    def told(name: str, began: float, arms: dict[str, Any], days: int = 1) -> tuple[int, str]:
-        write(results / name, arms, began, key="some-case/m-fsdp")
-        entry = muted.entry("some-case/m-fsdp", "broken", "ada", today + timedelta(days), "issue 12")
-        (results / "muted.yaml").write_text(muted.written([entry]))
-        words = ["nightly", str(results / name), "--nights", str(results / "nights"), "--name", name, "--code", "0"]
-        code = cli.main(words)
+    def run(name: str, arms: dict[str, Any] | None = None, started: float = 1.0, *words: str, **changes: Any) -> Any:
+        if arms:
+            write(results / name, arms, started, **changes)
+        more = words if "--run-exit-code" in words else ("--run-exit-code", "0", *words)
+        run_id = () if "--run-id" in words else ("--run-id", name)
+        code = cli.main(["nightly", str(results / name), "--history", str(results / "history"), *run_id, *more])
         out, err = capsys.readouterr()
         return code, " ".join((out + err).split())
 
-    until = today + timedelta(days=1)
-    mute = f"MUTED, known and owned (`repro mute`): some-case/m-fsdp arm broken, ada until {until}: issue 12"
-    code, said = told("mon", 1.0, {"broken": FIRED})
-    assert code == 0 and f"{mute} (it did not change)" in said
-    code, said = told("tue", 2.0, {"broken": CLEAN})
-    assert code == 0 and f"{mute} (arm broken: " in said and " since mon)" in said
-    assert "MUTED" not in told("wed", 3.0, {"broken": "needs 2 GPUs"})[1], "nothing was measured that it is about"
-    code, said = told("thu", 4.0, {"broken": FIRED}, days=-1)
-    assert code == 1 and "MUTED" not in said and "its day is over: some-case/m-fsdp arm broken, ada" in said
+    return run
 
 
-def test_a_runner_that_dies_between_upload_and_summary(
-    results: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its results are there, and its night was never told: the next one is compared with the night before it, and its
-    own is told as well as ever from what was uploaded, also when later nights are kept."""
-    nights = results / "nights"
-    for name, value in (("TOKEN", "secret"), ("REPOSITORY", "me/it"), ("API_URL", fake.base)):
-        monkeypatch.setenv(f"GITHUB_{name}", value)
-
-    def run(name: str) -> int:
-        return cli.main(["nightly", str(results / name), "--nights", str(nights), "--name", name, "--code", "0"])
-
-    write(results / "mon", {"broken": FIRED}, 1.0)
-    write(results / "tue", {"broken": CLEAN}, 2.0)
-    write(results / "wed", {"broken": FIRED}, 3.0)
-    assert run("mon") == 0
-    with monkeypatch.context() as dying:  # the issue is opened, the night not kept
-        dying.setattr(kept, "keep", lambda *told: (_ for _ in ()).throw(KeyboardInterrupt))
-        run("tue")
-    assert [night.name for night in kept.ledger(nights, [])] == ["mon"] and len(fake.issues) == 1
-    assert run("wed") == 0, "it is as on monday"
-    capsys.readouterr()
-    assert run("tue") == 1, "compared with monday, not with the night that came after it"
-    assert "against mon" in (nights / "issues" / "tue" / "some-case.md").read_text()
-    assert len(fake.issues) == 1 and "says so already" in capsys.readouterr().out, "and no second issue"
-    assert [(night.name, night.code) for night in kept.ledger(nights, [])] == [("mon", 0), ("tue", 1), ("wed", 0)]
+def codes(results: Path) -> list[tuple[str, int | None]]:
+    return [(run.run_id, run.exit_code) for run in history.load_history(results / "history", [])]
 
 
-def test_a_clock_that_went_back_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tonight was then told to have no green night before it, and nothing else."""
+def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) -> None:
+    assert night("mon", {"broken": FIRED}, 1.0)[0] == 0
+    assert night("tue", {"broken": CLEAN}, 2.0)[0] == 1
+    text = (results / "history" / "issues" / "tue" / "some-case.md").read_text()
+    assert text.startswith("# some-case: ") and "before: `fires 2/2" in text
+    assert night("tue")[0] == 1 and codes(results) == [("mon", 0), ("tue", 1)], "the same run again"
+    closed = results / "closed.txt"
+    closed.write_text(text)
+    assert night("wed", {"broken": CLEAN}, 3.0, "--acknowledged", str(closed), "--issues", str(results / "wed"))[0] == 0
+    assert not (results / "wed" / "some-case.md").exists()
+    assert night("thu", {"broken": CLEAN}, 4.0)[0] == 0, "compared with wed"
+    assert night("fri", {"broken": CLEAN}, 5.0, "--run-exit-code", "3")[0] == 3
+    assert codes(results)[-2:] == [("thu", 0), ("fri", 3)]
 
-    def told(name: str, started: float) -> str:
-        write(results / name, {"broken": FIRED}, started)
-        words = ["nightly", str(results / name), "--nights", str(results / "nights"), "--name", name, "--code", "0"]
-        assert cli.main(words) == 0
-        return capsys.readouterr().err
 
-    assert "measured 19" not in told("mon", 1_000_000.0) + told("tue", 2_000_000.0)
-    assert "measured 1970-01-06 22:40, before mon, tue: not compared with these" in told("wed", 513_600.0)
-    assert "measured 2100-01-01 00:00, which is still to come" in told("thu", 4_102_444_800.0)
+def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:
+    same = ("--run-id", "nightly")
+    assert night("mon", {"broken": FIRED}, 1.0, *same)[0] == 0 == night("mon", None, 1.0, *same)[0]
+    assert night("tue", {"broken": CLEAN}, 2.0, *same)[0] == 1 == night("tue", None, 2.0, *same)[0]
+    assert codes(results) == [("nightly", 0), ("nightly.2", 1)]
 
 
-def test_what_is_no_night_is_an_error(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nightly_quarantined_difference_passes_until_it_expires(results: Path, night: Night) -> None:
+    today = datetime.now(timezone.utc).date()
+
+    def run(name: str, started: float, arms: dict[str, Any], days: int = 1) -> tuple[int, str]:
+        entry = quarantine.entry("some-case/m-fsdp", "broken", "ada", today + timedelta(days), "issue 12")
+        (results / "quarantine.yaml").write_text(quarantine.written([entry]))
+        return night(name, arms, started)
+
+    code, text = run("mon", 1.0, {"broken": FIRED})
+    assert code == 0 and "quarantined: some-case/m-fsdp" in text and "ada" in text
+    code, text = run("tue", 2.0, {"broken": CLEAN})
+    assert code == 0 and "since mon" in text
+    assert "quarantined:" not in run("wed", 3.0, {"broken": "needs 2 GPUs"})[1]
+    code, text = run("thu", 4.0, {"broken": FIRED}, days=-1)
+    assert code == 1 and "quarantined:" not in text and "ada" in text
+
+
+def test_nightly_late_run_is_compared_with_the_runs_before_it(results: Path, night: Night) -> None:
+    assert night("mon", {"broken": FIRED}, 1.0)[0] == 0 == night("wed", {"broken": FIRED}, 3.0)[0]
+    code, text = night("tue", {"broken": CLEAN}, 2.0)
+    assert code == 1 and "before wed" in text
+    assert codes(results) == [("mon", 0), ("tue", 1), ("wed", 0)]
+    assert "in the future" in night("thu", {"broken": FIRED}, 4_102_444_800.0)[1]
+
+
+def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Path, night: Night) -> None:
+    at: dict[str, Any] = {"case": CASE, "key": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
+    other: dict[str, Any] = {"case": "fsdp-generate", "key": "fsdp-generate/qwen1.5-0.5b-fsdp"}
+    words = [f"case=fsdp-generate,{CASE}", "hardware=cpu"]
+
+    def run(name: str, started: float, *texts: str, also: bool = False, left: list[str] | None = None) -> Any:
+        if also:
+            write(results / name, {"broken": FIRED}, started, **at)
+        write(results / name, {"broken": FIRED}, started, **other)
+        if texts:
+            runs.note(results / name, texts, runs.ENDED, left)
+        return night(name)
+
+    assert run("mon", 1.0, *words, also=True)[0] == 0
+    code, text = run("tue", 2.0, *words)
+    assert code == 3 and "Missing: 1 cell measured in the last passing run (mon)" in text
+    assert codes(results) == [("mon", 0), ("tue", 3)]
+    assert run("wed", 3.0, *words, "time_limit=60m", left=[f"cpu current {KEY}"])[0] == 0
+    assert run("thu", 4.0, "case=fsdp-generate")[0] == 0
+    assert run("fri", 5.0)[0] == 0, "no request is known, and the last passing run did not have it"
+
+
+def test_nightly_unreadable_file_is_exit_3(results: Path, night: Night) -> None:
+    bad = write(results / "mon", {"broken": FIRED}) / "cpu" / "s" / "some-case" / "x.json"
+    bad.write_text("{")
+    code, text = night("mon")
+    assert code == 3 and "x.json" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--run-exit-code", "-1"], ["--run-exit-code", "green"], ["--lock", "newest=nowhere"], ["--run-id", "a/b"],
+     ["--acknowledged", "/no/such/file"], ["--bisect-time", "soon"]],
+)  # fmt: skip
+def test_nightly_bad_option_is_a_usage_error(results: Path, night: Night, words: list[str]) -> None:
+    assert night("a", {"broken": FIRED}, 1.0, *words)[0] == 2 and not (results / "history").exists()
+
+
+def test_nightly_no_results_or_no_exit_code_is_a_usage_error(results: Path, night: Night) -> None:
     (results / "empty").mkdir()
-    nights = ["--nights", str(results / "nights"), "--code", "0"]
-    assert cli.main(["nightly", str(results / "empty"), *nights]) == 2
-    assert "nothing was uploaded" in capsys.readouterr().err
-    assert cli.main(["nightly", str(results / "none"), *nights]) == 2
-    write(results / "a", {"broken": FIRED}, 1.0)
-    assert cli.main(["nightly", str(results / "a"), *nights, "--lock", "newest=nowhere"]) == 2
-    assert cli.main(["nightly", str(results / "a"), *nights, "--name", "a/b"]) == 2
-    with pytest.raises(ResultsError, match=r"several commits: aaaa \(1 cell\), bbbb"):
-        tonight.one_commit([replace(cell(a=arm()), commit=name) for name in ("aaaa", "bbbb")])
+    assert night("empty")[0] == 2 == night("none")[0]
+    assert cli.main(["nightly", str(results / "empty"), "--history", str(results / "history")]) == 2
 
 
-@pytest.mark.parametrize("words", [[], ["--code", "-1"], ["--code", "green"]])
-def test_the_runs_exit_code_is_never_assumed(
-    results: Path, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A step that forgets it would call a night green in which half was not measured."""
-    write(results / "a", {"broken": FIRED}, 1.0)
-    assert cli.main(["nightly", str(results / "a"), "--nights", str(results / "nights"), *words]) == 2
-    assert "--code" in capsys.readouterr().err and not (results / "nights").exists()
-
-
-def test_a_changed_floating_stack_is_searched_between_its_two_locks_within_the_time(results: Path) -> None:
-    now = [cell(2.0, broken=FIRES, fix=BOOM)]
-    (found,) = tonight.since_green(now, [GREEN]).changed
-    asked: list[list[str]] = []
+def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
+    (changed,) = compare_to_last_passing(NOW, [PASSING]).changed
+    commands: list[list[str]] = []
 
     def run(words: list[str], seconds: float) -> tuple[dict[str, Any] | None, str]:
-        asked.append(words)
+        commands.append(words)
         return {"report": "torch 2.14.0 is the first bad release"}, ""
 
-    search = nightly.Searches(results, "tonight", 60.0, run)
-    assert search.of(found) is None, "a pinned stack has no lock of the night"
-    green, later = (nightly.lock_at(results, "now", name) for name in ("green", "tonight"))
-    later.parent.mkdir()
-    later.write_text("torch==2.14.0\n")
-    assert "no lock of green is kept" in str(search.of(found))
-    green.write_text("torch==2.14.0\n")
-    assert "the same lock" in str(search.of(found)) and not asked
-    green.write_text("torch==2.13.0\n")
-    assert search.of(found) == "torch 2.14.0 is the first bad release"
-    (words,) = asked
-    assert words[:6] == ["bisect", "c", "--good", str(green), "--bad", str(later)] and "model=m" in words
+    bisections = nightly.Bisections(results, "tonight", 60.0, run)
+    assert bisections.report(changed) is None, "a pinned stack has no lock"
+    good, bad = (nightly.lock_path(results, "now", name) for name in ("passing", "tonight"))
+    good.parent.mkdir()
+    bad.write_text("torch==2.14.0\n")
+    assert "Not bisected" in str(bisections.report(changed))
+    good.write_text("torch==2.14.0\n")
+    assert "same lock" in str(bisections.report(changed)) and not commands
+    good.write_text("torch==2.13.0\n")
+    assert bisections.report(changed) == "torch 2.14.0 is the first bad release"
+    (words,) = commands
+    assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)] and "model=m" in words
     assert words[words.index("--arm") + 1] == "fix"
-    assert "no time was left" in str(nightly.Searches(results, "tonight", 0.0, run).of(found)) and len(asked) == 1
-    assert "goes on with `repro bisect c" in str(
-        nightly.Searches(results, "tonight", 9.0, lambda words, seconds: (None, "not over")).of(found)
+    assert (
+        "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed)) and len(commands) == 1
     )
+    failing = nightly.Bisections(results, "tonight", 9.0, lambda words, seconds: (None, "not finished"))
+    assert "Continue with `repro bisect c" in str(failing.report(changed))
 
 
-def test_a_search_that_ends_without_a_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, why = nightly.bisected(["bisect", "no-such-case", "--good", "1.0", "--bad", "2.0"], 120.0)
-    assert found is None and "exit code 2 and no report" in why
+def test_run_bisect_without_report_gives_reason() -> None:
+    data, reason = nightly.run_bisect(["bisect", "no-such-case", "--good", "1.0", "--bad", "2.0"], 120.0)
+    assert data is None and "exit code 2" in reason
 
 
-def test_a_green_night_is_kept_with_its_code() -> None:
-    assert Night("n", 1.0, code=0).green and not Night("n", 1.0).green and not Night("n", 1.0, code=3).green
+def test_report_page_shows_changes_over_runs(results: Path, night: Night) -> None:
+    night("mon", {"broken": FIRED}, 1.0)
+    night("tue", {"broken": CLEAN}, 2.0)
+    page = results / "page.html"
+    for words, shown in ((["--history", str(results / "history")], True), ([], False)):
+        assert cli.main(["report", str(results / "tue"), *words, "--output", str(page)]) == 0
+        assert ('id="nights"' in page.read_text()) == shown

@@ -99,12 +99,10 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("matrix", "flags.call=root", "flags.call=inner"), "flags.call= is given twice"),
         (("diff", "/no/such/folder", "current"), "/no/such/folder: no such folder of results"),
         (("diff", "current", "./nowhere"), "./nowhere: no such folder of results"),
-        (("diff", "nowhere", "current"), "more have packages replaced"),
-        (("agree", "~/nowhere-at-all", "current"), "~/nowhere-at-all: no such folder of results"),
+        (("diff", "nowhere", "current"), "neither a folder nor a stack"),
+        (("diff", "~/nowhere-at-all", "current"), "~/nowhere-at-all: no such folder of results"),
         (("accept", "results=/no/such/folder", "--reason", "x"), "/no/such/folder: no such folder of results"),
         (("accept", "--from", "/no/such/folder", "--reason", "x"), "/no/such/folder: no such folder of results"),
-        (("history", "results=/some/where"), "repro history CASE /some/where"),
-        (("history", "fsdp-generate", "results=/some/where"), "repro history fsdp-generate /some/where"),
     ],
 )
 def test_bad_input_is_exit_2_with_a_clear_line(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from junitparser import JUnitXml
+from repro_matrix.analysis.history import load_history
 from repro_matrix.paths import ROOT
-from repro_matrix.results import history as kept
 
 JOBS = ROOT / "docs" / "nightly"
 BIN = Path(sys.executable).parent
@@ -188,8 +188,9 @@ def test_every_step_runs_in_a_clean_clone(clone: Path, tmp_path: Path) -> None:
     out = clone / "nightly-out"
     assert (out / "page.html").stat().st_size > 10_000 and "fsdp-uniform-dtype" in summary.read_text()
     assert JUnitXml.fromfile(str(out / "junit.xml"))
-    (night,) = kept.ledger(home / "nightly-kept" / "cpu" / "nights", [])
-    assert night.name == "run-7" and night.cases == {"fsdp-uniform-dtype"} and night.code == 0
+    (night,) = load_history(home / "nightly-kept" / "cpu" / "history", [])
+    assert night.run_id == "run-7" and {row.case for row in night.rows} == {"fsdp-uniform-dtype"}
+    assert night.passed
     (document,) = (out / "pinned").rglob("*/*/*/*.json")
     before = json.loads(document.read_text())
 
@@ -199,7 +200,7 @@ def test_every_step_runs_in_a_clean_clone(clone: Path, tmp_path: Path) -> None:
         if name.startswith("gitlab"):
             run(text, clone, job)
     assert json.loads(document.read_text())["arms"] == before["arms"], "it went on; nothing was measured again"
-    assert len(kept.ledger(home / "nightly-kept" / "cpu" / "nights", [])) == 1
+    assert len(load_history(home / "nightly-kept" / "cpu" / "history", [])) == 1
 
 
 def test_the_citation_is_valid_and_names_this_release() -> None:

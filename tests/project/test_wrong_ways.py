@@ -255,9 +255,9 @@ def test_results_that_are_compared_with_themselves_say_so(
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(document({"broken": clean, "fix": clean}, {})))
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    told = "are the same results: that they agree says nothing"
+    told = "compared with themselves"
     for other, same in (("a", True), ("link", True), ("b", False)):
-        assert cli.main(["agree", str(tmp_path / "a"), str(tmp_path / other)]) == 0
+        assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / other), "--agreement"]) == 0
         assert (told in capsys.readouterr().err) is same
 
 

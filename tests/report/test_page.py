@@ -9,6 +9,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from hypothesis import strategies as st
 from judging import NORM, case, document, ended, exception, failed, observation, ok
 from junitparser import Error, Failure, JUnitXml, Skipped
 from repro_matrix.analysis.claims.ledger import ClaimRow
-from repro_matrix.analysis.night import Night
+from repro_matrix.analysis.history import NightlyRun
+from repro_matrix.analysis.inputs import ArmResult
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.vocabulary import VerdictName
@@ -90,21 +92,16 @@ def unpacked(pack: str) -> Any:
     return json.loads(gzip.decompress(base64.b64decode(unescape(pack))))
 
 
-def nights() -> list[Night]:
+def nights() -> list[NightlyRun]:
     """Two, in which a fix of the quiet case went on holding and another ceased to."""
-    told = {"broken": [None, {"fires": 3}, ["quiet/fires"], "boom", None, None]}
-    names = [("FIX_HOLDS", {"clean": 3}, []), ("FIX_BROKEN", {"fires": 2, "clean": 1}, ["quiet/fires"])]
-    made_ = []
-    for number, (verdict, kinds, met) in enumerate(names):
-        arms = {
-            **told,
-            "fix": [verdict, kinds, met, "", None, "expected"],
-            "also": [*names[0][:2], [], "", None, "expected"],
-        }
-        one = {"case": "quiet", "axes": ["model=m1", "strategy=fsdp"], "hardware": "cpu", "stack": "now"}
-        at = {"cpu now quiet/m1": {**one, "key": "quiet/m1", "control": False, "arms": arms}}
-        made_.append(Night(f"night {number}", float(number), None, 0, {"now": {}}, at))
-    return made_
+    fires = ArmResult("quiet", "quiet/m1", "broken", ("model=m1", "strategy=fsdp"), "cpu", "now", first=True,
+                      kinds={"fires": 3}, met=("quiet/fires",), text="boom")  # fmt: skip
+    holds = replace(fires, arm="also", first=False, verdict="FIX_HOLDS", kinds={"clean": 3}, met=(), text="")
+    ceased = replace(holds, arm="fix", verdict="FIX_BROKEN", kinds={"fires": 2, "clean": 1}, met=("quiet/fires",))
+    return [
+        NightlyRun(f"night {number}", float(number), None, 0, (fires, fix, holds))
+        for number, fix in enumerate((replace(holds, arm="fix"), ceased))
+    ]
 
 
 # -- texts
@@ -521,8 +518,8 @@ def test_nights_in_which_there_are_none_are_said(
     stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["report", str(stored), "--nights", str(tmp_path / "empty")]) == 0
-    assert "empty: no results in it: it counts as no night" in capsys.readouterr().err
+    assert main(["report", str(stored), "--history", str(tmp_path / "empty")]) == 0
+    assert "empty: contains no results" in capsys.readouterr().err
 
 
 def test_a_folder_may_be_called_anything(stored: Path, tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repro_matrix.analysis import inputs as sides
+from judging import document, failed, observation
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.grading.regrade import regrade, with_expectations
 from repro_matrix.paths import BASELINE
@@ -31,10 +30,11 @@ from repro_matrix.results import cache as kept
 from repro_matrix.results import quarantine as muted
 from repro_matrix.results.quarantine import Mute
 from repro_matrix.results.store import Store, write_json
-from test_diff import MADE
 from test_page import armed, cell, made, paged, unpacked, whole
 
 CASE = "fsdp-generate"
+
+MADE = document({"broken": [("fires", observation(failed(0), failed(1)))] * 2}, {})
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_case_that_is_read_in_divisions_says_what_it_says_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_again: list[str]
 ) -> None:
     known, root, case = catalogue.load(), tmp_path / "results", "lora-reentrant-checkpointing"
-    for document in Store(BASELINE).documents(cases=[case]):
+    for document in Store(BASELINE).documents(cases=[case]):  # noqa: F402
         at = root / document["hardware"]["profile"] / document["stack"]["label"] / f"{document['key']}.json"
         at.parent.mkdir(parents=True, exist_ok=True)
         write_json(at, document)
@@ -213,7 +213,6 @@ def judges_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractCont
     def nothing() -> Iterator[None]:
         with monkeypatch.context() as patched:
             patched.setattr(Stored, "made", lambda self: pytest.fail("judged for a report"))
-            patched.setattr(sides, "_chunk", lambda paths: pytest.fail("judged for a comparison"))
             yield
 
     return nothing
@@ -229,13 +228,11 @@ def test_a_runs_own_report_is_that_of_the_same_documents_copied_elsewhere(
     shown_at_its_end = html(take(documents, folder, known))
     with judges_nothing(), monkeypatch.context() as patched:
         patched.setattr(OfCase, "made", lambda self: pytest.fail("drawn for a report"))
-        own, briefs = html(views([folder], known)), sides.read(folder)
+        own = html(views([folder], known))
     assert own == shown_at_its_end
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "another"))
-    foreign, again = views([tmp_path / "elsewhere" / "results"], known), sides.read(tmp_path / "elsewhere" / "results")
+    foreign = views([tmp_path / "elsewhere" / "results"], known)
     assert html(foreign) == own and foreign.count == len(documents) > 9
-    assert [replace(one, path="") for one in again.briefs] == [replace(one, path="") for one in briefs.briefs]
-    assert again.notes == briefs.notes == []
 
 
 def test_who_reads_a_folder_is_told_what_is_in_it_and_not_what_its_run_knew_from_elsewhere(
@@ -250,10 +247,10 @@ def test_who_reads_a_folder_is_told_what_is_in_it_and_not_what_its_run_knew_from
     of_run = html(take([{**one, "verdicts": fixed} if each is one else each for each in documents], folder, known))
     assert "it fired elsewhere" in unpacked_all(of_run)
     with judges_nothing():
-        own, briefs = html(views([folder], known)), sides.read(folder).briefs
+        own = html(views([folder], known))
     assert "it fired elsewhere" not in unpacked_all(own)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "another"))
-    assert html(views([folder], known)) == own and sides.read(folder).briefs == briefs
+    assert html(views([folder], known)) == own
 
 
 def unpacked_all(text: str) -> str:

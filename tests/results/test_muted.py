@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import date, datetime, timedelta, timezone
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, observation, ok
 from repro_matrix.cli import main as cli
-from repro_matrix.config import catalog as catalogue
 from repro_matrix.errors import ConfigError
 from repro_matrix.report import formats, summary
 from repro_matrix.report.view import cell
@@ -84,40 +83,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "muted.yaml"
 
 
-def test_the_verb_writes_lists_and_removes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known = catalogue.load()
-    case = known.cases["fsdp-generate"]
-    key = f"fsdp-generate/{case.axes.model[0]}-{case.axes.strategy[0]}"
-    until = str(datetime.now(timezone.utc).date() + muted.LONGEST)
-    words = ["--owner", "Ada Ü", "--until", until, "--reason", "https://example.org/12: waits"]
-    assert cli.main(["mute", key, *words]) == 0
-    assert [m.owner for m in muted.read(file)] == ["Ada Ü"]
-    assert cli.main(["mute", f"{key}-ranks=4", *words, "--arm", "broken"]) == 0
-    capsys.readouterr()
-    assert cli.main(["mute"]) == 0 and "Ada Ü" in capsys.readouterr().out
-    assert cli.main(["mute", key, "--remove"]) == 0 and len(muted.read(file)) == 1
-    for wrong, told in (
-        (["mute", key[:-1], *words], f"did you mean {key!r}"),
-        (["mute", "nowhere/at-all", *words], " cells are known; `repro list --json` names them: key)"),
-        (["mute", "train-step/qwen1.5-0.5b-fsd", *words], "; did you mean 'train-step/qwen1.5-0.5b-fsdp'? Also near:"),
-        (["mute", key, *words, "--arm", "brokn"], "did you mean 'broken'"),
-        (["mute", key, *words[:2], "--until", "2001-01-01", *words[4:]], "that day is over"),
-        (["mute", key, *words[:2], "--until", "soon", *words[4:]], "a day, as"),
-        (["mute", key, *words[:2], "--until", "2999-01-01", *words[4:]], "at most 366 days from today"),
-        (["mute", key, "--owner", "x"], "--until, --reason missing"),
-        (["mute", key, "--remove"], "is not muted"),
-        (["mute", key, "--owner", " ", *words[2:]], "--owner: an empty value was given"),
-        (["mute", "--owner", "Ada", "--remove"], "--owner, --remove: of which cell?"),
-    ):
-        capsys.readouterr()
-        assert cli.main(wrong) == 2
-        said = capsys.readouterr().err
-        assert told in said and "muted.yaml" not in said, "what is wrong stands on the command line"
-        assert len(said) < 500, "the nearest few and how many there are, not all of them"
-    file.write_text(file.read_text().replace(until, "2001-01-01"))
-    assert cli.main(["mute"]) == 2 and "EXPIRED" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -139,23 +104,6 @@ def test_a_wrong_file_is_named_with_its_key(file: Path, text: str, told: str) ->
     with pytest.raises(ConfigError, match=r"muted\.yaml") as error:
         muted.read(file)
     assert told in str(error.value)
-
-
-def test_a_file_that_somebody_edited_obeys_no_terminal_and_is_made_where_there_is_none(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file.write_text(muted.written([mute(cell=KEY, reason="gone\x1b[2J\x1b]0;x\x07 \u202egnitset\u200b")]))
-    assert cli.main(["mute"]) in (0, 2)
-    told = capsys.readouterr()
-    assert not [c for c in told.out + told.err if not c.isprintable() and c != "\n"] and "gone" in told.out
-    monkeypatch.setattr(muted, "file", lambda: file.parent / "results" / "muted.yaml")
-    known = catalogue.load().cases["fsdp-generate"].axes
-    key = f"fsdp-generate/{known.model[0]}-{known.strategy[0]}"
-    until = str(datetime.now(timezone.utc).date())
-    words = ["--owner", "ada", "--until", until, "--reason", "r", "--json"]
-    file.unlink()
-    assert cli.main(["mute", key, *words]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["owner"] == "ada" and (file.parent / "results").is_dir()
 
 
 def test_a_cell_that_there_is_not_any_more_is_an_error_of_the_run(

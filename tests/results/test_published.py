@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, failed, observation, ok
-from repro_matrix.analysis.inputs import side
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import BASELINE
 from repro_matrix.records import paths as place
@@ -150,8 +149,6 @@ def test_a_document_is_named_so_that_it_can_be_opened_and_given_to_a_verb(tmp_pa
     assert (at.hardware, at.stack) == ("cpu", "torch2.13.0-tf5.23.0-abc")
     assert json.loads(Path(at.file).read_text().split("\n")[at.line - 1])["key"] == "some-case/b"
     assert [one.path for one in listed(Path(found["some-case/b"]))] == [found["some-case/b"]]
-    (one,) = side(found["some-case/b"]).briefs
-    assert one.key == "some-case/b" and len(side(at.file).briefs) == 2
     run = place.read("r/cpu/torch2.2/some-case/m.json")
     assert (run.hardware, run.stack, run.case, run.line) == ("cpu", "torch2.2", "some-case", None)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.errors import ConfigError
+from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.results import local as own_results
 from repro_matrix.results import runs
 from repro_matrix.runner import resume as going_on
@@ -190,14 +190,14 @@ def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
 
 
 def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
-    from repro_matrix.analysis import inputs as sides
+    from repro_matrix.analysis.inputs import load_folder, load_side
 
     run(scratch)
     last = run(scratch, cell="later")
-    told = sides.read(runs.of(scratch)).notes
+    told = load_folder(runs.of(scratch)).notes
     assert told and all("later.json" in note for note in told)
-    with pytest.raises(sides.ResultsError, match=r"later.json"):
-        sides.side(str(scratch))  # the document is empty: the file that is named is the last run's
+    with pytest.raises(ResultsError, match=r"later.json"):
+        load_side(str(scratch))  # the document is empty: the file that is named is the last run's
     assert {store.root for store in own_results.own_stores(RunSettings(results=str(last)))} == {
         last.resolve(), (scratch / runs.SEARCHES).resolve(), *(each.folder.resolve() for each in runs.listed(scratch))
     }  # fmt: skip

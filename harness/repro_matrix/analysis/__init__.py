@@ -1,2 +1,1 @@
-"""What differs between two sets of measurements: briefs of documents (brief.py, read by sides.py) are compared
-(compare.py, noise.py) and put into words (show.py)."""
+"""Compare results: two sets (diff), nightly runs (nightly), two stacks (upgrade); evaluate claims (claims)."""

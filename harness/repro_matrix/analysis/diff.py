@@ -1,241 +1,448 @@
-"""Two sets of briefs -> what differs between them. Pure; read backwards it says the opposite.
+"""Compare two sets of rows: results, flakiness, coverage, and times and memory beyond noise. Pure.
 
-An arm has at most one change of its answer, and may beside it be slower or need more memory. What follows from the
-broken arm alone (a fix whose verdict is another because the failure no longer fires) is said once, of the broken arm.
+An arm has at most one change of its result; a change of its time or memory is listed besides. Comparing B with A gives
+the opposite of comparing A with B. Where a fix has another verdict only because the failure itself appeared or
+disappeared, that change is listed for the broken arm alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
-from repro_matrix.analysis import noise
-from repro_matrix.analysis.brief import ArmBrief, Brief, Parts, latest, placed, unlike
+from repro_matrix.analysis.inputs import ArmResult
 from repro_matrix.errors import ConfigError
+from repro_matrix.grading.comparability import settings_difference
+from repro_matrix.grading.verdict import wilson
+from repro_matrix.records.observation import Settings
+from repro_matrix.text import counted
 
-# In the order in which a reader wants them; kind -> (what it is read backwards, in words).
-KINDS: dict[str, tuple[str, str]] = {
-    "new failure": ("gone failure", "a failure that was not there before"),
-    "fix ceased": ("fix began", "a fix that held meets a failure"),
-    "other failure": ("other failure", "it failed and fails, with another failure"),
-    "fires now": ("stopped firing", "the known failure fires, and did not before"),
-    "stopped firing": ("fires now", "a known failure no longer fires: news"),
-    "flaky now": ("steady now", "attempts that agreed no longer do"),
-    "gone failure": ("new failure", "a failure that was there before is gone"),
-    "fix began": ("fix ceased", "a fix that met a failure holds now"),
-    "steady now": ("flaky now", "attempts that disagreed agree now"),
-    "changed text": ("changed text", "the same failure in other words"),
-    "unmeasured": ("measured", "measured before, and not now"),
-    "vanished": ("appeared", "a cell that is not there any more"),
-    "measured": ("unmeasured", "not measured before"),
-    "appeared": ("vanished", "a cell that was not there before"),
-    "slower": ("faster", "slower beyond the noise of its attempts"),
-    "more memory": ("less memory", "more memory beyond the noise of its attempts"),
-    "faster": ("slower", "faster beyond the noise of its attempts"),
-    "less memory": ("more memory", "less memory beyond the noise of its attempts"),
+
+class Kind(NamedTuple):
+    opposite: str
+    meaning: str
+
+
+# In the order of importance to a reader.
+KINDS = {
+    "new_failure": Kind("failure_gone", "fails now, did not fail before"),
+    "fix_stopped_working": Kind("fix_works_now", "the fix worked and fails now"),
+    "different_failure": Kind("different_failure", "failed before and fails now, with another failure"),
+    "reproduces_now": Kind("no_longer_reproduces", "the known failure occurs now, did not occur before"),
+    "no_longer_reproduces": Kind("reproduces_now", "the known failure no longer occurs"),
+    "became_flaky": Kind("became_steady", "attempts agreed before and disagree now"),
+    "failure_gone": Kind("new_failure", "failed before, does not fail now"),
+    "fix_works_now": Kind("fix_stopped_working", "the fix failed and works now"),
+    "became_steady": Kind("became_flaky", "attempts disagreed before and agree now"),
+    "text_changed": Kind("text_changed", "the same failure with another text"),
+    "not_measured": Kind("newly_measured", "measured before, not measured now"),
+    "cell_removed": Kind("cell_added", "the cell has no result now"),
+    "newly_measured": Kind("not_measured", "not measured before"),
+    "cell_added": Kind("cell_removed", "the cell had no result before"),
+    "slower": Kind("faster", "slower, beyond the noise of its attempts"),
+    "more_memory": Kind("less_memory", "more memory, beyond the noise of its attempts"),
+    "faster": Kind("slower", "faster, beyond the noise of its attempts"),
+    "less_memory": Kind("more_memory", "less memory, beyond the noise of its attempts"),
 }
-ORDER = {kind: index for index, kind in enumerate(KINDS)}
-ANSWERS = frozenset(list(KINDS)[:10])  # the others say nothing of what happens, but of what was measured, and its cost
-LESS = ("unmeasured", "vanished")
+_ORDER = {kind: index for index, kind in enumerate(KINDS)}
+RESULTS = frozenset(list(KINDS)[:10])  # the other kinds concern coverage, time and memory
+LESS = frozenset({"not_measured", "cell_removed"})
+COST = frozenset({"slower", "faster", "more_memory", "less_memory"})
+MIN_ATTEMPTS = 2  # of each side; with fewer, the noise is unknown
+MIN_RATIO = math.log(1.1)  # smaller differences are never reported
 
 
 @dataclass(frozen=True)
 class Change:
-    """``before``, ``after``: the arm on both sides; None where a side has none. ``arm``: empty for a whole cell."""
+    """``arm`` is empty for a whole cell. ``factor``: of the time (without the common factor) or of the memory."""
 
     kind: str
-    case: str
-    axes: tuple[str, ...]
-    hardware: str
-    stack: str
     arm: str
-    before: ArmBrief | None
-    after: ArmBrief | None
-    factor: float | None = None  # of time (without the common factor) or memory
-    documents: tuple[str, str] = ("", "")  # where either side's cell is stored
+    before: ArmResult | None
+    after: ArmResult | None
+    factor: float | None = None
 
     @property
-    def where(self) -> str:
-        """The cell as a command line takes it."""
-        return placed(self.case, self.axes)
+    def row(self) -> ArmResult:
+        row = self.after or self.before
+        assert row is not None
+        return row
 
-    def backwards(self) -> Change:
+    def reversed(self) -> Change:
         factor = None if self.factor is None else 1 / self.factor
-        return replace(
-            self,
-            kind=KINDS[self.kind][0],
-            before=self.after,
-            after=self.before,
-            factor=factor,
-            documents=self.documents[::-1],
-        )
+        return Change(KINDS[self.kind].opposite, self.arm, self.after, self.before, factor)
 
 
 @dataclass(frozen=True)
 class Diff:
-    """``cells``, ``arms``: in both. ``slower``: by how much the second is slower as a whole. ``unknown_noise``: arms
-    whose time or memory cannot be compared. ``unlike``: cell and arm -> why it was not measured alike."""
+    """``cells``, ``arms``: present on both sides. ``time_ratio``: time of the second side relative to the first, over
+    all arms. ``noise_unknown``: arms with too few attempts to compare time. ``incomparable``: (row, reason).
+    ``across``: axis -> the two values, where each side has one value and they differ."""
 
     changes: tuple[Change, ...]
     cells: int
     arms: int
-    slower: float
-    unknown_noise: int
-    unlike: Mapping[str, str]
-    across: Mapping[str, tuple[str, str]]  # axis -> the two values that are compared: stack, hardware
+    time_ratio: float
+    noise_unknown: int
+    incomparable: tuple[tuple[ArmResult, str], ...]
+    across: Mapping[str, tuple[str, str]]
 
-    def of(self, *kinds: str) -> list[Change]:
+    def select(self, kinds: Iterable[str]) -> list[Change]:
         return [change for change in self.changes if change.kind in kinds]
 
     @property
-    def answers(self) -> list[Change]:
-        """The changes that are not only of what was measured, and its cost."""
-        return self.of(*ANSWERS)
-
-    @property
     def exit_code(self) -> int:
-        """1: an answer differs; else 3: the second lacks something that the first measured; else 0."""
-        kinds = {change.kind for change in self.changes}
-        return 1 if kinds & ANSWERS else 3 if kinds & set(LESS) else 0
+        """Return 1 where a result differs; else 3 where the second side lacks results of the first; else 0."""
+        return 1 if self.select(RESULTS) else 3 if self.select(LESS) else 0
 
 
-Identity = tuple[str, str, str]
+CellId = tuple[str, str, str]  # key, hardware, stack; "" where the comparison goes across it
+Cells = dict[CellId, dict[str, ArmResult]]  # each cell's arms
 
 
-def compare(one: Iterable[Brief], other: Iterable[Brief], parts: Parts, need_common: bool = True) -> Diff:
-    """What ``other`` says otherwise than ``one``. Raises ConfigError where they have no cell in common."""
-    mine, theirs, across = sides_by_cell(one, other, need_common)
-    both = sorted(mine.keys() & theirs.keys())
-    pairs = [(mine[at], theirs[at]) for at in both]
+def newest(rows: Iterable[ArmResult]) -> Cells:
+    """Group rows by cell; of a cell that was measured several times keep the newest result."""
+    cells: dict[CellId, dict[tuple[float, str], dict[str, ArmResult]]] = {}
+    for row in rows:
+        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault((row.started, row.path), {})[row.arm] = row
+    return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
+
+
+def pair_cells(
+    before: Iterable[ArmResult], after: Iterable[ArmResult], need_common: bool = True
+) -> tuple[Cells, Cells, dict[str, tuple[str, str]]]:
+    """Return both sides' cells under common ids, and the axes that the comparison goes across.
+
+    Raises ConfigError: no cell in common.
+    """
+    one, other = newest(before), newest(after)
+    across = {}
+    for index, axis in ((1, "hardware"), (2, "stack")):
+        left, right = ({cell_id[index] for cell_id in side} for side in (one, other))
+        if len(left) == len(right) == 1 and left != right:
+            across[axis] = (left.pop(), right.pop())
+
+    def common_ids(side: Cells) -> Cells:
+        return {
+            (key, "" if "hardware" in across else hardware, "" if "stack" in across else stack): arms
+            for (key, hardware, stack), arms in side.items()
+        }
+
+    one, other = common_ids(one), common_ids(other)
+    if need_common and not one.keys() & other.keys():
+        raise ConfigError(
+            f"nothing to compare: no cell in common. First: {_describe(one)}. Second: {_describe(other)}."
+        )
+    return one, other, across
+
+
+def _describe(cells: Cells) -> str:
+    rows = [next(iter(arms.values())) for arms in cells.values() if arms]
+    parts = [f"{len(rows)} cells"]
+    for axis in ("case", "hardware", "stack"):
+        names = sorted({str(getattr(row, axis)) for row in rows})
+        parts.append(f"{axis} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+    return "; ".join(parts)
+
+
+def not_comparable(before: ArmResult, after: ArmResult) -> str | None:
+    """Return why two rows were measured with different settings, or None."""
+    if before.settings == after.settings:
+        return None
+    return settings_difference(cast(Settings, before.settings), cast(Settings, after.settings))
+
+
+def compare(before: Iterable[ArmResult], after: Iterable[ArmResult], need_common: bool = True) -> Diff:
+    """Return what differs in ``after``. Raises ConfigError: no cell in common."""
+    one, other, across = pair_cells(before, after, need_common)
     changes: list[Change] = []
-    differing: dict[str, str] = {}
-    timed: list[tuple[Brief, str, ArmBrief, ArmBrief]] = []
+    incomparable: list[tuple[ArmResult, str]] = []
+    timed: list[tuple[ArmResult, ArmResult]] = []
     arms = 0
-    for before, after in pairs:
-        alike = before.arms.keys() == after.arms.keys()
-        for name in before.arms if alike else dict.fromkeys([*before.arms, *after.arms]):
-            was, now = before.arms.get(name), after.arms.get(name)
-            if was is None or now is None:
-                changes += _come_or_gone(after, name, was, now)
+    for cell_id in one.keys() & other.keys():
+        old_arms, new_arms = one[cell_id], other[cell_id]
+        for arm, row in {**old_arms, **new_arms}.items():
+            old, new = old_arms.get(arm), new_arms.get(arm)
+            if old is None or new is None:
+                if row.measured:
+                    changes.append(Change("newly_measured" if old is None else "not_measured", arm, old, new))
                 continue
             arms += 1
-            why = unlike(was, now, parts)
-            if why:
-                differing[f"{after.where} {name}"] = why
+            reason = not_comparable(old, new)
+            if reason:
+                incomparable.append((new, reason))
                 continue
-            kind = _answer(name == before.first == after.first and not (before.control or after.control), was, now)
+            kind = _result_change(old, new)
             if kind:
-                changes.append(_change(kind, after, name, was, now))
-            if was.steady and now.steady and was.kinds.keys() == now.kinds.keys() and "hang" not in was.kinds:
-                timed.append((after, name, was, now))
-    shift = noise.common((was.wall_s, now.wall_s) for _, _, was, now in timed)
-    unknown = 0
-    for cell, name, was, now in timed:
-        unknown += not noise.known(was.wall_s, now.wall_s)
-        if min(was.measured, now.measured) >= noise.LEAST:
-            changes += _cost(cell, name, was, now, shift)
-    for at in sorted(mine.keys() - theirs.keys()):
-        changes.append(_change("vanished", mine[at], "", None, None))
-    for at in sorted(theirs.keys() - mine.keys()):
-        changes.append(_change("appeared", theirs[at], "", None, None))
-    stored: dict[Any, tuple[str, str]] = {}
-    for at in mine.keys() | theirs.keys():
-        was_here, is_here = mine.get(at), theirs.get(at)
-        shown = is_here or mine[at]
-        places = was_here.path if was_here else "", is_here.path if is_here else ""
-        stored[shown.case, shown.axes, shown.hardware, shown.stack] = places
-    changes = [replace(c, documents=stored[c.case, c.axes, c.hardware, c.stack]) for c in changes]
-    changes.sort(key=lambda change: (ORDER[change.kind], change.case, change.where, change.stack, change.arm))
-    return Diff(tuple(changes), len(both), arms, math.exp(shift), unknown, differing, across)
-
-
-def sides_by_cell(
-    one: Iterable[Brief], other: Iterable[Brief], need_common: bool = True
-) -> tuple[dict[Identity, Brief], dict[Identity, Brief], dict[str, tuple[str, str]]]:
-    """(the first's newest cells, the second's, under the same identities; the axes that this goes across).
-    Raises ConfigError where they have no cell in common."""
-    left, right = latest(one), latest(other)
-    across = _across(left.values(), right.values())
-    mine, theirs = (_by_identity(side, across) for side in (left, right))
-    if need_common and not mine.keys() & theirs.keys():
-        raise ConfigError(
-            f"the two have no cell in common: the first has {_described(left.values())}; "
-            f"the second has {_described(right.values())}"
-        )
-    return mine, theirs, across
-
-
-def _change(kind: str, cell: Brief, arm: str, was: ArmBrief | None, now: ArmBrief | None) -> Change:
-    return Change(kind, cell.case, cell.axes, cell.hardware, cell.stack, arm, was, now)
-
-
-def _come_or_gone(cell: Brief, name: str, was: ArmBrief | None, now: ArmBrief | None) -> list[Change]:
-    """An arm that only one side's case has: news where it was measured."""
-    if was is not None and was.measured:
-        return [_change("unmeasured", cell, name, was, None)]
-    return [_change("measured", cell, name, None, now)] if now is not None and now.measured else []
-
-
-def _answer(broken: bool, was: ArmBrief, now: ArmBrief) -> str | None:
-    """The kind of an arm's change of answer, or None."""
-    if not was.measured or not now.measured:
-        return None if was.measured == now.measured else "unmeasured" if was.measured else "measured"
-    if was.met != now.met and (before := set(was.met)) != (after := set(now.met)):
-        if broken:
-            fired, fires = ("fires" in side.kinds for side in (was, now))
-            if fired != fires:
-                return "fires now" if fires else "stopped firing"
-        elif not before and was.verdict == "FIX_HOLDS":
-            return "fix ceased"
-        elif not after and now.verdict == "FIX_HOLDS":
-            return "fix began"
-        return "new failure" if before < after else "gone failure" if after < before else "other failure"
-    if was.steady != now.steady:
-        return "flaky now" if was.steady else "steady now"
-    return "changed text" if was.text != now.text else None
-
-
-def _cost(cell: Brief, name: str, was: ArmBrief, now: ArmBrief, shift: float) -> list[Change]:
-    found = []
-    for words, one, other, taken in (
-        (("slower", "faster"), was.wall_s, now.wall_s, shift),
-        (("more memory", "less memory"), was.peak_mb, now.peak_mb, 0.0),
+                changes.append(Change(kind, arm, old, new))
+            if old.steady and new.steady and old.kinds.keys() == new.kinds.keys() and "hang" not in old.kinds:
+                timed.append((old, new))
+    shift = _common_shift((old.wall_s, new.wall_s) for old, new in timed)
+    for old, new in timed:
+        changes += _cost_changes(old, new, shift)
+    for kind, cells in (
+        ("cell_removed", [arms for cell_id, arms in one.items() if cell_id not in other]),
+        ("cell_added", [arms for cell_id, arms in other.items() if cell_id not in one]),
     ):
-        told = noise.beyond(one, other, taken)
-        if told:
-            factor = math.exp(noise.common([(one, other)]) - taken)
-            found.append(replace(_change(words[told < 0], cell, name, was, now), factor=factor))
-    return found
+        for row in (next(iter(arms.values())) for arms in cells):
+            changes.append(Change(kind, "", row, None) if kind == "cell_removed" else Change(kind, "", None, row))
+    changes.sort(key=lambda c: (_ORDER[c.kind], c.row.case, c.row.key, c.row.hardware, c.row.stack, c.arm))
+    unknown = sum(min(old.measured, new.measured) < MIN_ATTEMPTS for old, new in timed)
+    common = len(one.keys() & other.keys())
+    return Diff(tuple(changes), common, arms, math.exp(shift), unknown, tuple(incomparable), across)
 
 
-def _across(one: Iterable[Brief], other: Iterable[Brief]) -> dict[str, tuple[str, str]]:
-    """The axes that the comparison goes across: each side has one value there, and they differ."""
-    left, right = list(one), list(other)
-    found = {}
-    for axis in ("hardware", "stack"):
-        mine, theirs = ({str(getattr(brief, axis)) for brief in side} for side in (left, right))
-        if len(mine) == len(theirs) == 1 and mine != theirs:
-            found[axis] = (mine.pop(), theirs.pop())
-    return found
+def _result_change(old: ArmResult, new: ArmResult) -> str | None:
+    if not old.measured or not new.measured:
+        return None if old.measured == new.measured else "not_measured" if old.measured else "newly_measured"
+    before, after = set(old.met), set(new.met)
+    if before != after:
+        if old.first and new.first and not (old.control or new.control):
+            reproduced = "fires" in new.kinds
+            if ("fires" in old.kinds) != reproduced:
+                return "reproduces_now" if reproduced else "no_longer_reproduces"
+        elif not before and old.verdict == "FIX_HOLDS":
+            return "fix_stopped_working"
+        elif not after and new.verdict == "FIX_HOLDS":
+            return "fix_works_now"
+        return "new_failure" if before < after else "failure_gone" if after < before else "different_failure"
+    if old.steady != new.steady:
+        return "became_flaky" if old.steady else "became_steady"
+    return "text_changed" if old.text != new.text else None
 
 
-def _by_identity(side: Mapping[Identity, Brief], across: Mapping[str, Any]) -> dict[Identity, Brief]:
-    def short(at: Identity) -> Identity:
-        key, hardware, stack = at
-        return key, "" if "hardware" in across else hardware, "" if "stack" in across else stack
+def _cost_changes(old: ArmResult, new: ArmResult, shift: float) -> list[Change]:
+    changes = []
+    for kinds, one, other, taken in (
+        (("slower", "faster"), old.wall_s, new.wall_s, shift),
+        (("more_memory", "less_memory"), old.peak_mb, new.peak_mb, 0.0),
+    ):
+        direction = beyond_noise(one, other, taken)
+        if direction:
+            factor = math.exp(_common_shift([(one, other)]) - taken)
+            changes.append(Change(kinds[direction < 0], new.arm, old, new, factor))
+    return changes
 
-    return {short(at): brief for at, brief in side.items()}
+
+def beyond_noise(one: Sequence[float], other: Sequence[float], shift: float = 0.0) -> int:
+    """Return 1 where ``other`` is larger beyond noise, -1 where it is smaller, 0 otherwise or where noise is unknown.
+
+    In logarithms, so that half and twice are equally far apart. The noise is the larger of the two sides' spreads
+    (largest over smallest attempt); a difference counts where the nearest attempts of both sides are further apart.
+    ``shift``: the factor that all arms have in common (a slower or busier machine), which is taken out.
+    """
+    if min(len(one), len(other)) < MIN_ATTEMPTS or min(*one, *other) <= 0:
+        return 0
+    noise = max(MIN_RATIO, *(math.log(max(side) / min(side)) for side in (one, other)))
+    if math.log(min(other) / max(one)) - shift > noise:
+        return 1
+    return -1 if math.log(min(one) / max(other)) + shift > noise else 0
 
 
-def _described(side: Iterable[Brief]) -> str:
-    found = list(side)
-    if not found:
-        return "none"
+def _common_shift(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
+    """Return the median of the logarithms of the ratios of medians; 0 without any pair."""
+    ratios = [_log_median(other) - _log_median(one) for one, other in pairs if one and other and min(*one, *other) > 0]
+    return statistics.median(ratios) if ratios else 0.0
 
-    def few(names: Sequence[str]) -> str:
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
-    axes = {axis: sorted({str(getattr(b, axis)) for b in found}) for axis in ("case", "hardware", "stack")}
-    return f"{len(found)} ({'; '.join(f'{axis} {few(names)}' for axis, names in axes.items())})"
+def _log_median(values: Sequence[float]) -> float:
+    return statistics.median(map(math.log, values))
+
+
+@dataclass
+class Agreement:
+    """How often one side's results predict the other's, for one case: ``agree`` of ``both`` arms that both sides
+    measured have the same verdict, failures and outcomes. ``disagreements``: (first, second)."""
+
+    case: str
+    agree: int = 0
+    both: int = 0
+    one_only: int = 0
+    other_settings: int = 0
+    disagreements: list[tuple[ArmResult, ArmResult]] = field(default_factory=list)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % Wilson interval of agree/both."""
+        low, high = wilson(self.agree, self.both)
+        return low, high
+
+
+def measure_agreement(one: Iterable[ArmResult], other: Iterable[ArmResult]) -> list[Agreement]:
+    """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides measured."""
+    left, right, _ = pair_cells(one, other)
+    cases: dict[str, Agreement] = {}
+    for cell_id in sorted(left.keys() & right.keys()):
+        for arm, row in {**left[cell_id], **right[cell_id]}.items():
+            first, second = left[cell_id].get(arm), right[cell_id].get(arm)
+            result = cases.setdefault(row.case, Agreement(row.case))
+            if first is None or second is None or not first.measured or not second.measured:
+                result.one_only += any(row is not None and row.measured for row in (first, second))
+            elif not_comparable(first, second):
+                result.other_settings += 1
+            else:
+                result.both += 1
+                if _summary(first) == _summary(second):
+                    result.agree += 1
+                else:
+                    result.disagreements.append((first, second))
+    if not any(each.both for each in cases.values()):
+        raise ConfigError("nothing to compare: no arm was measured on both sides with the same settings")
+    return sorted(cases.values(), key=lambda each: (each.agree / each.both if each.both else 2, each.case))
+
+
+def _summary(row: ArmResult) -> tuple[str | None, set[str], set[str]]:
+    return row.verdict, set(row.met), set(row.kinds)
+
+
+# -- as text and as JSON
+
+SHOWN = 12  # changes of a kind; all of them with --all
+
+
+def describe_side(name: str, rows: Iterable[ArmResult]) -> str:
+    """Return a line: how many cells, on which hardware, stacks and commit."""
+    cells = [next(iter(arms.values())) for arms in newest(rows).values()]
+    stacks: dict[str, str] = {}
+    for row in cells:
+        releases = [f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions]
+        stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
+    commits = sorted({(row.commit or "no commit")[:10] for row in cells})
+    hardware = ", ".join(sorted({row.hardware for row in cells}))
+    listed = list(stacks.values())[:3] + ([f"{len(stacks) - 3} more stacks"] if len(stacks) > 3 else [])
+    commit = commits[0] if len(commits) == 1 else f"{len(commits)} commits"
+    return f"{name}: {counted(len(cells), 'cell')}; {hardware}; {', '.join(listed)}; {commit}"
+
+
+def describe_row(row: ArmResult | None) -> str:
+    """Return verdict, outcomes, failure ids and text of an arm."""
+    if row is None:
+        return "no result is stored"
+    kinds = sorted(row.kinds.items(), key=lambda item: (-item[1], item[0]))
+    outcomes = ", ".join(f"{kind} {count}/{row.measured}" for kind, count in kinds)
+    parts = [f"{row.verdict}, " if row.verdict else "", outcomes or row.skipped or row.text or "not measured"]
+    parts += [f" ({', '.join(row.met)})"] if row.met else []
+    return "".join(parts) + (f": {row.text}" if row.met and row.text else "")
+
+
+def describe_cost(change: Change) -> str:
+    """Return ``1.80 times: 0.61-0.66 -> 1.10-1.21 s``."""
+    time = change.kind in ("slower", "faster")
+    sides = [row.wall_s if time else row.peak_mb for row in (change.before, change.after) if row]
+    unit, digits = ("s", 2) if time else ("MiB", 0)
+    ranges = [f"{min(side):.{digits}f}-{max(side):.{digits}f}" for side in sides]
+    return f"{change.factor or 1:.2f} times: {' -> '.join(ranges)} {unit}"
+
+
+def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
+    """Yield lines, the most important first. Changes of one case with the same text are listed together."""
+    for kind in KINDS:
+        groups: dict[tuple[str, ...], list[Change]] = {}
+        for change in diff.select([kind]):
+            texts = (
+                (describe_cost(change),) if kind in COST else (describe_row(change.before), describe_row(change.after))
+            )
+            groups.setdefault((change.row.case, *(texts if change.arm else ())), []).append(change)
+        if not groups:
+            continue
+        yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind].meaning})")
+        listed = list(groups.items())
+        labels = ("",) if kind in COST else ("before: ", "now:    ")
+        for key, group in listed if everything else listed[:SHOWN]:
+            yield f"  {key[0]} {_places(group, everything)}"
+            yield from (f"    {label}{text}" for label, text in zip(labels, key[1:]))
+        if len(listed) > SHOWN and not everything:
+            yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
+    reasons: dict[str, list[ArmResult]] = {}
+    for row, reason in diff.incomparable:
+        reasons.setdefault(reason, []).append(row)
+    if reasons:
+        yield from ("", f"NOT_COMPARED: {counted(len(diff.incomparable), 'arm')}, measured with other settings")
+    for reason, rows in reasons.items():
+        yield f"  {reason}: {rows[0].key} arm {rows[0].arm}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+    changed = len({(c.row.key, c.row.hardware, c.row.stack, c.arm) for c in diff.changes if c.before and c.after})
+    same = diff.arms - changed - len(diff.incomparable)
+    yield from ("", f"{counted(diff.cells, 'cell')} on both sides: {counted(same, 'arm')} unchanged, {changed} changed")
+    if abs(diff.time_ratio - 1) >= 0.1:
+        yield f"Overall the second side took {diff.time_ratio:.2f} times as long; times above are relative to that."
+    if diff.noise_unknown:
+        arms = counted(diff.noise_unknown, "arm")
+        yield f"Time and memory of {arms} not compared: with one attempt the noise is unknown. Use repeat=3."
+
+
+def _places(changes: Sequence[Change], everything: bool) -> str:
+    cells: dict[str, list[str]] = {}
+    for change in changes:
+        place = " ".join(change.row.axes) + ("" if change.arm else f" ({change.row.stack}, {change.row.hardware})")
+        cells.setdefault(place, []).append(change.arm)
+    places = [f"{place}: {', '.join(arms)}" if any(arms) else place for place, arms in cells.items()]
+    few = len(places) if everything else 3
+    return "; ".join(places[:few]) + (f"; and {len(places) - few} more cells" if len(places) > few else "")
+
+
+def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> Iterator[str]:
+    width = max(len(each.case) for each in cases)
+    for each in cases:
+        low, high = (100 * share for share in each.interval)
+        share = (
+            f"{each.agree} of {each.both} arms agree ({low:.0f} to {high:.0f} %)" if each.both else "nothing in common"
+        )
+        more = f"; {each.one_only} measured on one side only" if each.one_only else ""
+        more += f"; {each.other_settings} measured with other settings" if each.other_settings else ""
+        yield f"{each.case.ljust(width)}  {share}{more}"
+        few = len(each.disagreements) if everything else SHOWN
+        for first, second in each.disagreements[:few]:
+            yield from (f"    {' '.join(second.axes)} {second.arm}", f"      first:  {describe_row(first)}")
+            yield f"      second: {describe_row(second)}"
+        if len(each.disagreements) > few:
+            yield f"    and {len(each.disagreements) - few} more: --all"
+    agree, both = sum(each.agree for each in cases), sum(each.both for each in cases)
+    low, high = wilson(agree, both)
+    yield from ("", f"{agree} of {both} arms measured on both sides agree ({100 * low:.0f} to {100 * high:.0f} %)")
+
+
+def diff_to_json(diff: Diff) -> dict[str, Any]:
+    """Return the comparison under stable keys."""
+    return {
+        "schema": 1, "cells": diff.cells, "arms": diff.arms, "time_ratio": round(diff.time_ratio, 3),
+        "noise_unknown": diff.noise_unknown, "across": {axis: list(pair) for axis, pair in diff.across.items()},
+        "not_compared": [{**_place(row, row), "reason": reason} for row, reason in diff.incomparable],
+        "changes": [
+            {"kind": c.kind, **_place(c.before, c.after), "arm": c.arm or None, "before": _values(c.before, c.arm),
+             "after": _values(c.after, c.arm), "factor": None if c.factor is None else round(c.factor, 3)}
+            for c in diff.changes
+        ],
+        "exit_code": diff.exit_code,
+    }  # fmt: skip
+
+
+def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "cases": [
+            {"case": each.case, "agree": each.agree, "both": each.both, "interval": list(each.interval),
+             "one_only": each.one_only, "other_settings": each.other_settings,
+             "disagreements": [
+                 {**_place(*pair), "first": _values(pair[0]), "second": _values(pair[1])} for pair in each.disagreements
+             ]}
+            for each in cases
+        ],
+    }  # fmt: skip
+
+
+def _place(before: ArmResult | None, after: ArmResult | None) -> dict[str, Any]:
+    row = after or before
+    assert row is not None
+    documents = [each.path or None if each else None for each in (before, after)]
+    return {"case": row.case, "cell": row.key, "axes": list(row.axes), "hardware": row.hardware, "stack": row.stack,
+            "arm": row.arm, "documents": documents}  # fmt: skip
+
+
+def _values(row: ArmResult | None, arm: str = "any") -> dict[str, Any] | None:
+    if row is None or not arm:
+        return None
+    names = ("verdict", "expected", "kinds", "met", "text", "skipped", "error_at", "wall_s", "peak_mb")
+    return {name: dict(value) if name == "kinds" else value for name in names for value in [getattr(row, name)]}

@@ -1,138 +1,249 @@
-"""What tonight answers otherwise than the last green night that measured it, case by case. Pure.
+"""Compare a nightly run with the last passing one: changed results, and results that are missing. Pure.
 
-A change counts until somebody has dealt with it: a night with one that nobody has is not green, so that the next one is
-compared with the same green night again. Dealt with: muted, or a person has closed the issue that told of this very
-change.
+A change counts until somebody has acknowledged it: the run that has it does not pass, so that the next one is compared
+with the same passing run again. Acknowledged: quarantined, or listed by its digest (a person closed its issue).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
-from repro_matrix.analysis.brief import Brief, latest
-from repro_matrix.analysis.diff import ANSWERS, Change, compare
-from repro_matrix.analysis.night import Night, briefs_of
+from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
+from repro_matrix.analysis.history import NightlyRun
+from repro_matrix.analysis.inputs import ArmResult
 from repro_matrix.errors import ResultsError
 from repro_matrix.text import counted
 
-At = tuple[str, str]  # a cell's key, and its hardware
+SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Changed:
-    """A case whose answers changed on a stack since ``green``. ``versions``: package -> (then, now), where another."""
+class ChangedCase:
+    """A case whose results changed on a stack since ``passing``, the last passing run that measured them.
+
+    ``versions``: package -> (then, now), where they differ. ``working_fixes``: arms that pass in every measured cell.
+    """
 
     case: str
     stack: str
-    green: Night
+    passing: NightlyRun
     changes: tuple[Change, ...]
     versions: Mapping[str, tuple[str, str]]
-    holds: tuple[str, ...]  # arms that are clean tonight wherever they were measured on this stack
+    working_fixes: tuple[str, ...]
 
     @property
     def digest(self) -> str:
-        """Of what changed, and since when: the same change has the same one, whichever night meets it; one that comes
-        back after a green night without it is another (the issue of the first may be closed as mended)."""
-        said = sorted(
-            (c.where, c.hardware, c.stack, c.arm, c.kind, c.after.verdict if c.after else None,
-             list(c.after.met) if c.after else [])
+        """Identify the change: the same in each run that has it; another one after a passing run without it."""
+        changes = sorted(
+            (c.row.key, c.row.hardware, c.row.stack, c.arm, c.kind, c.row.verdict or "", *c.row.met)
             for c in self.changes
-        )  # fmt: skip
-        return hashlib.sha256(json.dumps([self.case, self.green.name, said]).encode()).hexdigest()[:12]
+        )
+        return hashlib.sha256(json.dumps([self.case, self.passing.run_id, changes]).encode()).hexdigest()[:12]
 
 
 @dataclass
-class Compared:
-    """``notes``: stacks that could not be compared, and why. ``muted``: (cell's key, arm) of answers that changed and
-    are muted -> what changed, since which night."""
+class Regressions:
+    """``notes``: stacks that could not be compared, with the reason. ``quarantined``: (cell id, arm) -> its change."""
 
-    changed: list[Changed] = field(default_factory=list)
-    muted: dict[tuple[str, str], str] = field(default_factory=dict)
+    changed: list[ChangedCase] = field(default_factory=list)
+    quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def one_commit(briefs: Iterable[Brief]) -> None:
-    """Raise ResultsError where a night's cells were measured at several commits: shards that do not belong together."""
-    found: dict[str, int] = {}
-    for brief in briefs:
-        name = (brief.commit or "no commit")[:12]
-        found[name] = found.get(name, 0) + 1
-    if len(found) > 1:
-        told = ", ".join(f"{name} ({counted(count, 'cell')})" for name, count in sorted(found.items()))
-        raise ResultsError(f"tonight's results are of several commits: {told} (`repro merge` says which shard)")
+def check_one_commit(rows: Iterable[ArmResult]) -> None:
+    """Raise ResultsError where the rows were measured at several commits: shards that do not belong together."""
+    cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
+    if len(cells) > 1:
+        commits = ", ".join(f"{commit} ({counted(count, 'cell')})" for commit, count in sorted(cells.items()))
+        raise ResultsError(f"results of several commits: {commits}. `repro merge` names the shard that differs.")
 
 
-def since_green(
-    tonight: Sequence[Brief], kept: Sequence[Night], muted: Callable[[str, str], bool] = lambda key, arm: False
-) -> Compared:
-    """Tonight's answers, each against the newest green night that measured the same arm of the same cell: a night in
-    which it was skipped, or had no room in the budget, says nothing of it. ``muted``: (cell's key, arm)."""
-    found = Compared()
-    for stack in sorted({brief.stack for brief in tonight}):
-        now = list(latest(brief for brief in tonight if brief.stack == stack).values())
-        greens = [night for night in reversed(kept) if night.green and stack in night.stacks]
-        if not greens:
-            found.notes.append(f"stack {stack}: no green night is kept: there is nothing to compare with yet")
+def compare_to_last_passing(
+    tonight: Iterable[ArmResult],
+    history: Sequence[NightlyRun],
+    quarantined: Callable[[str, str], bool] = lambda *_: False,
+) -> Regressions:
+    """Compare each arm with the last passing run that measured it. ``quarantined`` takes (cell id, arm)."""
+    result = Regressions()
+    by_stack: dict[str, list[ArmResult]] = {}
+    for arms in newest(tonight).values():
+        for row in arms.values():
+            by_stack.setdefault(row.stack, []).append(row)
+    for stack, rows in sorted(by_stack.items()):
+        passing = [run for run in reversed(history) if run.passed and stack in run.stacks]
+        if not passing:
+            result.notes.append(f"stack {stack}: no passing run in the history: nothing to compare with yet")
             continue
-        before = _before(now, greens)
-        new = len(now) - len({at for _, cells in before for at in cells})
-        if new == len(now):
-            last = greens[0].name
-            found.notes.append(f"stack {stack}: no cell in common with the last green night, {last}, nor an older one")
-        elif new:
-            of = counted(new, "cell")
-            found.notes.append(f"stack {stack}: {of} measured in no green night: nothing to compare with")
-        keys = {(brief.where, brief.hardware): brief.key for brief in now}
-        answers = []
-        for green, cells in before:
-            for change in compare(cells.values(), now, {}, need_common=False).changes:
-                at = keys.get((change.where, change.hardware), ""), change.arm
-                if change.kind in ANSWERS and muted(*at):
-                    found.muted[at] = f"{change.kind} since {green.name}"
-                elif change.kind in ANSWERS:
-                    answers.append((green, change))
-        for case, name in dict.fromkeys((change.case, green.name) for green, change in answers):
-            own = [(green, change) for green, change in answers if (change.case, green.name) == (case, name)]
-            green, changes = own[0][0], tuple(change for _, change in own)
-            found.changed.append(Changed(case, stack, green, changes, _versions(green, now), _holds(case, now)))
-    return found
+        measured = {_arm_id(row): row for row in rows if row.measured}
+        compared: set[ArmId] = set()
+        found: dict[tuple[str, str], list[Change]] = {}
+        runs = {run.run_id: run for run in passing}
+        for run in passing:
+            before = [row for row in run.rows if row.measured and _arm_id(row) in measured.keys() - compared]
+            compared |= set(map(_arm_id, before))
+            for change in compare(before, [measured[_arm_id(row)] for row in before], need_common=False).changes:
+                if change.kind not in RESULTS:
+                    continue
+                if quarantined(change.row.key, change.arm):
+                    result.quarantined[change.row.key, change.arm] = f"{change.kind} since {run.run_id}"
+                else:
+                    found.setdefault((change.row.case, run.run_id), []).append(change)
+        new = {row.key for row in measured.values()} - {cell_id[0] for cell_id, _ in compared}
+        if new:
+            cells = counted(len(new), "cell")
+            result.notes.append(f"stack {stack}: {cells} measured in no passing run: nothing to compare with yet")
+        for (case, run_id), changes in found.items():
+            run = runs[run_id]
+            versions = changed_versions(run.stacks[stack], rows[0].versions)
+            result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, working_fixes(case, rows)))
+    return result
 
 
-def _before(now: Sequence[Brief], greens: Iterable[Night]) -> list[tuple[Night, dict[At, Brief]]]:
-    """``greens``: the newest first. Each with those arms of tonight's cells that no newer one has measured."""
-    wanted = {(b.key, b.hardware): {name for name, arm in b.arms.items() if arm.measured} for b in now}
-    found = []
-    for green in greens:
-        cells: dict[At, Brief] = {}
-        for brief in briefs_of(green):
-            at = brief.key, brief.hardware
-            if brief.stack != now[0].stack or at not in wanted:
+ArmId = tuple[tuple[str, str, str], str]
+
+
+def _arm_id(row: ArmResult) -> ArmId:
+    return (row.key, row.hardware, row.stack), row.arm
+
+
+def changed_versions(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return package -> (then, now) of the packages whose versions differ."""
+    names = sorted(then.keys() | now.keys())
+    pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def working_fixes(case: str, rows: Iterable[ArmResult]) -> tuple[str, ...]:
+    """Return the arms that fix the failure in every cell in which they were measured."""
+    verdicts: dict[str, set[str | None]] = {}
+    for row in rows:
+        if row.case == case and row.measured and not row.first:
+            verdicts.setdefault(row.arm, set()).add(row.verdict)
+    return tuple(arm for arm, names in verdicts.items() if names == {"FIX_HOLDS"})
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What one of tonight's runs was asked to measure.
+
+    ``cells``: cell id -> stacks; None: unknown, so that every arm in ``arms`` (case -> arms) is taken as requested.
+    ``hardware``: patterns. ``unstarted``: "hardware stack cell-id" of cells for which there was no time; None: unknown.
+    ``shard``: the cell ids of the shard. ``stacks``: those that it measured (a stack may have several names).
+    """
+
+    arms: Mapping[str, Collection[str]]
+    cells: Mapping[str, Collection[str]] | None = None
+    hardware: Sequence[str] = ("auto",)
+    unstarted: Collection[str] | None = ()
+    shard: Collection[str] | None = None
+    stacks: Collection[str] = ()
+
+    def excuse(self, row: ArmResult) -> str:
+        """Return why this run need not have measured an arm; "" where it should have."""
+        if row.arm not in self.arms.get(row.case, ()):
+            return "not requested"
+        if self.cells is None:
+            return ""
+        stacks = self.cells.get(row.key)
+        if stacks is None or row.stack not in {*stacks, *self.stacks}:
+            return "not requested"
+        if self.hardware != ("auto",) and not any(fnmatchcase(row.hardware, pattern) for pattern in self.hardware):
+            return "not requested"
+        if self.shard is not None and row.key not in self.shard:
+            return "in another shard"
+        if self.unstarted is None or f"{row.hardware} {row.stack} {row.key}" in self.unstarted:
+            return "no time left"
+        return ""
+
+
+@dataclass(frozen=True)
+class MissingResult:
+    """An arm of the last passing run ``run_id`` without a result tonight. ``excuse``: why that is no error, or "".
+
+    ``whole_cell``: no arm of the cell has one. ``other_hardware``: where the cell was measured instead.
+    """
+
+    row: ArmResult
+    run_id: str
+    excuse: str
+    whole_cell: bool
+    other_hardware: str = ""
+
+
+def find_missing(
+    tonight: Iterable[ArmResult],
+    history: Sequence[NightlyRun],
+    requested: Sequence[Requested],
+    unreadable: Sequence[str] = (),
+) -> list[MissingResult]:
+    """Find arms that a passing run measured and tonight has no result for, by the last run that measured them.
+
+    An arm that was skipped, or lost to an infrastructure error, has a result. ``unreadable``: notes on files that
+    cannot be read; their cells are excused, because the file itself is reported. Excused arms are listed for the last
+    passing run only.
+    """
+    cells = newest(tonight)
+    passing = [run for run in reversed(history) if run.passed]
+    if any(each.cells is None for each in requested):  # the request is unknown: use the last run on this hardware
+        hardware = {cell_id[1] for cell_id in cells}
+        same = [run for run in passing if hardware & {row.hardware for row in run.rows}]
+        passing = (same or passing)[:1]
+    missing: list[MissingResult] = []
+    checked: set[ArmId] = set()
+    for run in passing:
+        for row in run.rows:
+            cell_id, arm = _arm_id(row)
+            if not row.measured or (cell_id, arm) in checked:
                 continue
-            arms = {name: arm for name, arm in brief.arms.items() if name in wanted[at] and arm.measured}
-            wanted[at] -= arms.keys()
-            if arms:
-                cells[at] = replace(brief, arms=arms)
-        if cells:
-            found.append((green, cells))
-    return found
+            checked.add((cell_id, arm))
+            now = cells.get(cell_id, {}).get(arm)
+            if now is not None and (now.measured or now.skipped or now.text):
+                continue
+            reasons = [each.excuse(row) for each in requested]
+            excuse = "" if "" in reasons or not reasons else reasons[0]
+            if any(f"/{row.key}.json" in note for note in unreadable):
+                excuse = "its result cannot be read"
+            if excuse and run is not passing[0]:
+                continue
+            others = sorted(other[1] for other in cells if (other[0], other[2]) == (row.key, row.stack))
+            whole = cell_id not in cells
+            missing.append(MissingResult(row, run.run_id, excuse, whole, others[0] if others and whole else ""))
+    return missing
 
 
-def _versions(green: Night, now: Sequence[Brief]) -> dict[str, tuple[str, str]]:
-    then, today = green.stacks.get(now[0].stack, {}), now[0].versions
-    return {
-        name: (then.get(name, "none"), today.get(name, "none"))
-        for name in sorted(then.keys() | today.keys())
-        if then.get(name) != today.get(name)
-    }
+def count_missing(missing: Iterable[MissingResult]) -> str:
+    """Return ``2 cells and 1 arm``."""
+    missing = list(missing)
+    cells = len({_arm_id(each.row)[0] for each in missing if each.whole_cell})
+    arms = sum(not each.whole_cell for each in missing)
+    return " and ".join(counted(count, what) for count, what in ((cells, "cell"), (arms, "arm")) if count)
 
 
-def _holds(case: str, now: Iterable[Brief]) -> tuple[str, ...]:
-    by_arm: dict[str, set[str]] = {}
-    for brief in now:
-        for name, arm in brief.arms.items():
-            if brief.case == case and arm.measured and name != brief.first:
-                by_arm.setdefault(name, set()).add(str(arm.verdict))
-    return tuple(name for name, verdicts in by_arm.items() if verdicts == {"FIX_HOLDS"})
+def describe_missing(missing: Sequence[MissingResult]) -> list[str]:
+    """Return a message for each excuse, and one for what is missing without any."""
+    messages = []
+    for excuse in dict.fromkeys(each.excuse for each in missing):
+        group = [each for each in missing if each.excuse == excuse]
+        names = [_name(each) for each in group]
+        listed = "; ".join(list(dict.fromkeys(names))[:SHOWN]) + ("; ..." if len(set(names)) > SHOWN else "")
+        runs = ", ".join(dict.fromkeys(each.run_id for each in group))
+        head = f"{count_missing(group)} measured in the last passing run ({runs})"
+        if excuse:
+            messages.append(f"{head} were not measured tonight ({excuse}): {listed}")
+            continue
+        hardware = sorted({each.other_hardware for each in group if each.other_hardware})
+        instead = f" Measured on {', '.join(hardware)} instead." if hardware else ""
+        hint = "If this is intentional, restrict the run explicitly, e.g. case=... or hardware=..."
+        messages.append(f"Missing: {head} have no result tonight: {listed}.{instead} {hint}")
+    return messages
+
+
+def _name(missing: MissingResult) -> str:
+    row = missing.row
+    arm = "" if missing.whole_cell else f" arm {row.arm}"
+    return f"{row.key}{arm} on {row.hardware}, stack {row.stack}"

@@ -11,10 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.analysis import inputs as sides
-from repro_matrix.analysis import show_diff as show
-from repro_matrix.analysis.diff import Diff, compare
-from repro_matrix.analysis.inputs import Side
+from repro_matrix.analysis import diff as diffs
+from repro_matrix.analysis.inputs import Side, load_side, side_of_run
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.records.document import Document
@@ -79,7 +77,7 @@ def measure(
     codes for `git bisect run`; ``page``: a run of the matrix, which measures planted cells first (running/canary.py)
     and writes its page beside its documents."""
     mutes = muted.read()
-    before = sides.side(args.against) if args.against else None  # what cannot be read is said before anything runs
+    before = load_side(args.against) if args.against else None  # what cannot be read is said before anything runs
     texts, resumed = going_on.resumed(texts) if args.resume else (list(texts), None)
     prepared = session.prepare(texts, build_stacks=not args.plan, overlap=True, probe=True)
     muted.check(mutes, prepared.catalogue)
@@ -137,7 +135,7 @@ def measure(
     totals["page"] = str(written) if written else None
     changed = _against(before, summary.documents) if before else None
     if args.json:
-        against = {"against": show.as_json(changed)} if changed else {}
+        against = {"against": diffs.diff_to_json(changed)} if changed else {}
         print_json({"rows": found, "summary": totals, **against})
     else:
         if every_arm:
@@ -164,8 +162,8 @@ def measure(
         print_wrapped(*(f"note: {text}" for text in [*prepared.changed(), *lost, *summary.cards]))
         if changed and before and not (summary.problem or summary.interrupted or for_git):
             print()
-            print_wrapped(f"against {show.described(before.name, before.briefs)}")
-            print_lines([*show.lines(changed, width=wide()), ""])
+            print_wrapped(f"compared with {diffs.describe_side(before.name, before.rows)}")
+            print_wrapped(*diffs.describe_diff(changed), "")
         print(f"documents: {totals['results']}")
         if written:
             print(f"page: {written}")
@@ -191,7 +189,7 @@ def measure(
     if not args.json:
         count = counted(len(summary.not_started), "cell")
         left = f"; not started within the time limit: {count}" if summary.not_started else ""
-        print(summaries.ending(code, found, len(changed.answers) if changed else 0) + left)
+        print(summaries.ending(code, found, len(changed.select(diffs.RESULTS)) if changed else 0) + left)
     return code
 
 
@@ -206,12 +204,11 @@ def _interrupted(prepared: session.Session, documents: Sequence[Document]) -> st
     return f"INTERRUPTED: {lacking} of {of} not measured, or not to the end: of these nothing is said"
 
 
-def _against(before: Side, documents: Sequence[Document]) -> Diff:
-    """What was measured now, against the same cells there: what was not selected has not vanished."""
-    now = sides.of_run("this run", documents)
-    asked = {brief.key for brief in now.briefs}
-    known = [brief for brief in before.briefs if brief.key in asked]
-    return compare(known, now.briefs, {**before.parts, **now.parts}, need_common=False)
+def _against(before: Side, documents: Sequence[Document]) -> diffs.Diff:
+    """Compare what was measured now with the same cells there: cells that were not selected are not missing."""
+    now = side_of_run("this run", documents).rows
+    selected = {row.key for row in now}
+    return diffs.compare([row for row in before.rows if row.key in selected], now, need_common=False)
 
 
 def _page(documents: list[Document], folder: Path) -> Path | None:

@@ -15,7 +15,7 @@ from repro_matrix.results import runs
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:
-    from repro_matrix.analysis.night import Night
+    from repro_matrix.analysis.history import NightlyRun
     from repro_matrix.config.catalog import Catalogue
     from repro_matrix.records.document import Document
 
@@ -31,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "strategy= stack= hardware= show a part of them",
     )  # fmt: skip
     parser.add_argument("--baseline", action="store_true", help="the published results, alone or beside the others")
-    told = "kept nights before these (nights.jsonl, or folders of results): the page shows what changed over them"
-    parser.add_argument("--nights", metavar="DIR", help=told)
+    told = "the history of nightly runs (nights.jsonl): the page shows what changed over them"
+    parser.add_argument("--history", metavar="DIR", help=told)
     parser.add_argument("--format", choices=FORMATS, default="html", help="default: html, one file that needs no other")
     parser.add_argument("--output", metavar="PATH", help="where to write it; - is stdout (the default but for html)")
     parser.add_argument("--site", metavar="DIR", help="write a static site there: an index, and a page for each case")
@@ -79,11 +79,11 @@ def main(args: argparse.Namespace) -> int:
     if isinstance(found, Views):
         view = of_views(
             found.views, title_of(folders), made, found.ledger, found.sources, found.notes,
-            _nights(folders, args.nights),
+            _nights(folders, args.history),
         )  # fmt: skip
         text = render.one_file(view, found.drawn)
     elif args.site:
-        over = _nights(folders, args.nights)
+        over = _nights(folders, args.history)
         view = page(
             found.cells, title_of(folders), made, catalogue.cases, found.ledger, found.sources, found.notes, over
         )
@@ -150,16 +150,17 @@ def _nothing_found(
         raise ResultsError(f"{named}: no results in it; a folder of your choice: --output PATH")
 
 
-def _nights(folders: list[Path], kept: str | None) -> list[Night]:
-    """What the page shows over time: the nights that are kept and these results, or three results and more."""
+def _nights(folders: list[Path], history: str | None) -> list[NightlyRun]:
+    """Return the runs that the page shows over time: the history and these results, or three results and more."""
+    from repro_matrix.analysis.history import load_runs
     from repro_matrix.report.terminal import print_notes
-    from repro_matrix.results.history import read
 
-    if kept is None and len(folders) < 3:  # two are beside each other on the page
+    if history is None and len(folders) < 3:  # two are beside each other on the page
         return []
-    found = read([*([Path(kept).expanduser()] if kept else []), *folders])
-    print_notes([note for note in found.notes if kept and note.startswith(kept)])  # of the others the page tells
-    return found.found
+    stored = [Path(history).expanduser()] if history else []
+    runs, notes = load_runs([*stored, *folders])
+    print_notes([note for note in notes if history and note.startswith(history)])  # the page has the others
+    return runs
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -1,59 +1,65 @@
-"""A changed case as an issue's text: what changed, since which release, which fixes hold, the command. Pure."""
+"""Write a changed case as an issue: what changed, since which release, which fixes work, the command. Pure."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from repro_matrix.analysis.diff import KINDS, Change
-from repro_matrix.analysis.issue_host import Issue
-from repro_matrix.analysis.regressions import Changed
-from repro_matrix.analysis.show_diff import told
+from repro_matrix.analysis.diff import KINDS, Change, describe_row
+from repro_matrix.analysis.regressions import ChangedCase
 from repro_matrix.report.formats import code, plain
 from repro_matrix.text import counted
 
 MOST = 40  # changes that are listed
-LONGEST = 60_000  # bytes of a body: hosts take 65,536
+LONGEST = 60_000  # bytes of a body: GitHub takes 65,536
+
+
+@dataclass(frozen=True)
+class Issue:
+    title: str
+    body: str
+    digest: str
+
+    @property
+    def markdown(self) -> str:
+        """Return title, body, and a last line by which a closed issue acknowledges the change."""
+        return f"# {self.title}\n\n{self.body}\n\n<!-- repro-matrix change={self.digest} -->\n"
 
 
 def issue(
-    found: Sequence[Changed], night: str, link: str = "", searches: Mapping[tuple[str, str], Any] | None = None
+    changed: Sequence[ChangedCase], run_id: str, link: str = "", bisections: Mapping[str, str] | None = None
 ) -> Issue:
-    """A case's changes on all stacks. ``searches``: (stack, green night) -> its bisection's report, or why not."""
-    first = found[0]
-    changes = [change for one in found for change in one.changes]
-    kinds = list(dict.fromkeys(change.kind for change in sorted(changes, key=lambda c: list(KINDS).index(c.kind))))
-    title = f"{first.case}: {kinds[0]}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
-    few = len(changes) == 1
-    about = f"Night {plain(night)}: {counted(len(changes), 'answer')} of **{plain(first.case)}**"
-    out = [f"{about} {'is' if few else 'are'} not {'that' if few else 'those'} of the last green night that has "
-           f"{'it' if few else 'them'}."]  # fmt: skip
-    out += [f"[The whole page]({link})"] if link else []
-    for one in found:
-        out.append(f"### Stack {plain(one.stack)}, against {plain(one.green.name)}")
-        moved = [f"- {plain(name)}: {plain(was)} -> {plain(now)}" for name, (was, now) in one.versions.items()]
-        out += ["Releases that changed:", "\n".join(moved)] if moved else ["No release of the stack changed."]
-        out.append("\n".join(_change(change) for change in one.changes[:MOST]))
-        out += [f"and {len(one.changes) - MOST} more"] if len(one.changes) > MOST else []
-        held = ", ".join(map(plain, one.holds))
-        out.append(f"Fixes that hold tonight wherever they were measured: {held or 'none'}.")
-        search = (searches or {}).get((one.stack, one.green.name))
-        if search:
-            out += ["#### Since which release", str(search)]
-        words = [one.case, *one.changes[0].axes]
-        words += [f"stack={one.stack}"] if one.stack != "current" else []
-        out.append(f"To see it: {code(shlex.join(['repro', 'run', *words, f'arms={one.changes[0].arm}']))}")
-    body = "\n\n".join(out)
-    cut = body.encode(errors="replace")[:LONGEST].decode(errors="ignore")
-    digest = first.digest if len(found) == 1 else "".join(one.digest[:6] for one in found)
-    return Issue(first.case, digest, title, cut + ("\n\n(cut off)" if cut != body else ""))
+    """Describe a case's changes on all stacks. ``bisections``: stack -> the report, or why there is none."""
+    case = changed[0].case
+    changes = sorted((change for each in changed for change in each.changes), key=lambda c: list(KINDS).index(c.kind))
+    title = f"{case}: {changes[0].kind}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
+    count = counted(len(changes), "result")
+    parts = [f"Nightly run {plain(run_id)}: {count} of **{plain(case)}** changed since the last passing run."]
+    parts += [f"[Full report]({link})"] if link else []
+    for each in changed:
+        row = each.changes[0].row
+        parts.append(f"### Stack {plain(each.stack)}, compared with {plain(each.passing.run_id)}")
+        moved = [f"- {plain(name)}: {plain(was)} -> {plain(now)}" for name, (was, now) in each.versions.items()]
+        parts += ["Releases that changed:", "\n".join(moved)] if moved else ["No release of the stack changed."]
+        parts.append("\n".join(map(_change, each.changes[:MOST])))
+        parts += [f"and {len(each.changes) - MOST} more"] if len(each.changes) > MOST else []
+        parts.append(f"Fixes that work in every measured cell: {', '.join(map(plain, each.working_fixes)) or 'none'}.")
+        if (bisections or {}).get(each.stack):
+            parts += ["#### Bisection", str((bisections or {})[each.stack])]
+        words = [case, *row.axes, *([f"stack={each.stack}"] if each.stack != "current" else [])]
+        parts.append(f"Reproduce: {code(shlex.join(['repro', 'run', *words, f'arms={each.changes[0].arm}']))}")
+    body = "\n\n".join(parts)
+    short = body.encode(errors="replace")[:LONGEST].decode(errors="ignore")
+    digests = [each.digest for each in changed]
+    return Issue(title, short + ("\n\n(truncated)" if short != body else ""), " change=".join(digests))
 
 
 def _change(change: Change) -> str:
-    where = f"{plain(' '.join(change.axes))} on {plain(change.hardware)}, arm **{plain(change.arm)}**"
+    row = change.row
     return (
-        f"- {where}: {change.kind} ({KINDS[change.kind][1]})\n"
-        f"  - before: {code(told(change.before))}\n"
-        f"  - now: {code(told(change.after))}"
+        f"- {plain(' '.join(row.axes))} on {plain(row.hardware)}, arm **{plain(change.arm)}**: {change.kind} "
+        f"({KINDS[change.kind].meaning})\n"
+        f"  - before: {code(describe_row(change.before))}\n"
+        f"  - now: {code(describe_row(change.after))}"
     )

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from repro_matrix.analysis.claims.ledger import ClaimRow, Evidence
-from repro_matrix.analysis.night import Night
+from repro_matrix.analysis.history import NightlyRun
 from repro_matrix.config.schema import Case
 from repro_matrix.report.case import MOST_NEWS, CaseView, Difference, News, case_view, in_order
 from repro_matrix.report.gpu_timeline import Timeline, timelines
-from repro_matrix.report.history import Strip, strips
+from repro_matrix.report.history import Strip, make_strips
 from repro_matrix.report.icons import Mark, mark
 from repro_matrix.report.sanitize import line
 from repro_matrix.report.view import Cell
@@ -93,7 +93,7 @@ def page(
     ledger: Sequence[ClaimRow] = (),
     sources: Sequence[str] = (),
     notes: Sequence[str] = (),
-    nights: Sequence[Night] = (),
+    nights: Sequence[NightlyRun] = (),
 ) -> Page:
     """``cases``: the catalogue's. ``sources``: names of the results that are compared, where there are several."""
     by_case: dict[str, list[Cell]] = {}
@@ -110,7 +110,7 @@ def of_views(
     ledger: Sequence[Said] = (),
     sources: Sequence[str] = (),
     notes: Sequence[str] = (),
-    nights: Sequence[Night] = (),
+    nights: Sequence[NightlyRun] = (),
 ) -> Page:
     """The page of these cases, in the order of attention."""
     views = sorted(views, key=lambda view: (-view.odd, view.kind == "control", bool(view.simulated), view.slug))
@@ -166,10 +166,10 @@ def _told(one: Said, ids: Mapping[str, str]) -> Told:
     return Told(row, mark(row.status), line(row.detail, 600), tuple(shown), one.measurements - len(shown))
 
 
-def _over(nights: Sequence[Night]) -> Over:
+def _over(nights: Sequence[NightlyRun]) -> Over:
     """The newest nights; arms that changed last come first."""
     drawn = nights[-MOST_NIGHTS:]
-    found = strips(drawn)
+    found = make_strips(drawn)
     told = [(strip, strip.turns) for strip in found]
     odd = [(turns[-1].night if turns else -1, strip) for strip, turns in told if turns or strip.flaky[0]]
     odd.sort(key=lambda item: -item[0])
@@ -178,7 +178,7 @@ def _over(nights: Sequence[Night]) -> Over:
     for strip in found:
         by_case.setdefault(strip.case, []).append(strip)
     return Over(
-        tuple(line(night.name, 60) for night in drawn), tuple(strip for _, strip in odd[:MOST_STRIPS]),
+        tuple(line(run.run_id, 60) for run in drawn), tuple(strip for _, strip in odd[:MOST_STRIPS]),
         {case: tuple(own[:MOST_STRIPS]) for case, own in by_case.items()},
         {name: ABSENT if name == "absent" else mark(name) for name in names}, len(found) - len(odd),
         max(0, len(odd) - MOST_STRIPS),

@@ -8,19 +8,21 @@ neither memory nor a second core need hold all of it, and one changed document h
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from repro_matrix.analysis.inputs import judge_key
+from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ResultsError
 from repro_matrix.grading.regrade import Regraded, regrade, with_expectations
+from repro_matrix.paths import EXPECTED, PACKAGE
 from repro_matrix.records import paths as place
 from repro_matrix.records.document import Arm, Document
 from repro_matrix.records.observation import Observation
@@ -28,7 +30,7 @@ from repro_matrix.report.view import Cell, cell
 from repro_matrix.results import cache as kept
 from repro_matrix.results import quarantine as muted
 from repro_matrix.results import store as stores
-from repro_matrix.results import twice
+from repro_matrix.results import twice, unshown
 from repro_matrix.results.quarantine import Mute
 from repro_matrix.results.store import Found, Store
 
@@ -244,3 +246,18 @@ def _is_wanted(document: Document, wanted: Mapping[str, Sequence[str]]) -> bool:
         "stack": document["stack"]["name"], "hardware": document["hardware"]["profile"],
     }  # fmt: skip
     return all(any(fnmatchcase(have[axis], one) for one in listed) for axis, listed in wanted.items())
+
+
+@lru_cache(maxsize=1)
+def judge_key() -> str:
+    """Return a digest of what grading depends on beside the results: the code, the cases, and the expectations."""
+    folders = [(PACKAGE, "*.py")]
+    folders += [(folder / "case", "*.yaml") for folder in project.conf_folders()]
+    folders += [(folder, "*.yaml") for folder in dict.fromkeys((EXPECTED, project.current().expected))]
+    digest = hashlib.sha256()
+    for folder, pattern in folders:
+        for path in sorted(folder.rglob(pattern)):
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    for path in unshown.files():
+        digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from repro_matrix.analysis import inputs as sides
 from repro_matrix.analysis.claims import ledger as claims
 from repro_matrix.analysis.claims.ledger import ClaimRow
 from repro_matrix.config import catalog as catalogues
@@ -137,7 +136,6 @@ def take(documents: Sequence[Document], folder: Path, catalogue: Catalogue) -> V
         by_case.setdefault(document["case"], []).append(document)
     cases, _ = _asked([folder], catalogue, {})
     took = {one.case: _took(one, by_case.get(one.case, [])) for one in cases}
-    sides.take(folder, [document for each in took.values() for one in each if one for document in one.documents])
     same = {case for case, found in took.items() if all(one is not None and one.same for one in found)}
     if same == by_case.keys() == took.keys():
         return views([folder], catalogue)

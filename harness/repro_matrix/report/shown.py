@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 
 from repro_matrix.analysis.claims import ledger as claims
 from repro_matrix.analysis.claims.support import Grounds
-from repro_matrix.analysis.inputs import SEVERAL
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.report import html as render
@@ -28,6 +27,7 @@ from repro_matrix.report.parts import Document, Stored, as_listed
 from repro_matrix.results import cache as kept
 
 T = TypeVar("T")
+SEVERAL = 256  # documents from which on several processes read them
 
 
 @dataclass(frozen=True)
