@@ -17,8 +17,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.launch.forkserver import WarmLauncher
-from repro_matrix.launch.server import Server
+from repro_matrix.launch.forkserver import Server, WarmLauncher
 from repro_matrix.paths import CONF, REPROS
 
 pytest_plugins = ["cpu"]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 from repro_matrix.grading.hangs import last_two, rank_progress
-from repro_matrix.launch import attempt_logs, observe, open_launcher, processes, sampling, shm, torchrun, watch
+from repro_matrix.launch import attempt_logs, observe, open_launcher, processes, sampling, torchrun, watch
 from repro_matrix.launch.attempt import Attempt, clean, environment, prepare, remove, tmp_of
 from repro_matrix.launch.command_line import torchrun_line
 from repro_matrix.launch.watch import Watched
@@ -40,14 +40,14 @@ def test_shm_clear_removes_only_files_of_the_attempt() -> None:
     names = [f"repro_a_{mine}_0", f"repro_b_{mine}0", f"repro_c_{mine}1"]
     try:
         for name in names:
-            (shm.SHM / name).touch()
-        with open(shm.SHM / names[2]):
-            assert shm.clear({names[2]}, {mine}, began) == [names[0]]  # c is open, b is a stranger
-        assert shm.clear({names[2]}, {mine}, began + 600) == []  # older than the attempt
-        assert shm.clear({names[2]}, {mine}, began) == [names[2]]
+            (processes.SHM / name).touch()
+        with open(processes.SHM / names[2]):
+            assert processes.clear_shared_memory({names[2]}, {mine}, began) == [names[0]]  # c is open, b is a stranger
+        assert processes.clear_shared_memory({names[2]}, {mine}, began + 600) == []  # older than the attempt
+        assert processes.clear_shared_memory({names[2]}, {mine}, began) == [names[2]]
     finally:
         for name in names:
-            (shm.SHM / name).unlink(missing_ok=True)
+            (processes.SHM / name).unlink(missing_ok=True)
 
 
 def test_end_kills_a_process_that_ignores_term() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from repro_matrix.launch.attempt import Attempt, Launcher
-from repro_matrix.launch.torchrun import ColdLauncher
+from typing import TYPE_CHECKING
 
-__all__ = ["Attempt", "ColdLauncher", "Launcher", "open_launcher"]
+if TYPE_CHECKING:
+    from repro_matrix.launch.attempt import Launcher
 
 
 def open_launcher(name: str) -> Launcher:
@@ -14,6 +14,8 @@ def open_launcher(name: str) -> Launcher:
     The latter hands an attempt that cannot be forked to torchrun and records the reason in the observation.
     """
     if name == "torchrun":
+        from repro_matrix.launch.torchrun import ColdLauncher
+
         return ColdLauncher()
     from repro_matrix.launch.forkserver import WarmLauncher
 

@@ -1,33 +1,90 @@
-"""DeepSpeed's CPU op, compiled once per stack ahead of the run.
+"""Compiled extensions: compile DeepSpeed's CPU op once per stack before the run, and remove stale locks.
 
-It is compiled at first use otherwise: by all ranks at once, inside an attempt's deadline.
+Without that all ranks would compile it at first use, inside an attempt's deadline.
+
+torch guards an extension with a lock file (torch.utils.file_baton). A rank holds it while it loads the op, even an op
+that was compiled long ago. When the rank is killed just then the file stays, and every later rank waits for it until
+its own deadline. A holder has the file open for as long as it holds it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 from filelock import FileLock
 
 from repro_matrix.config.env_allowlist import building
 from repro_matrix.environment.stacks.spec import Stack
-from repro_matrix.launch.stale_locks import StaleLocks
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 LIMIT_S = 600
-# Whoever else is in such a folder (a shell) is let alone. Linux cuts names after 15 characters.
+# Other processes in such a folder (a shell) are not touched. Linux cuts names after 15 characters.
 _COMPILER = re.compile(r"ninja|cc1plus|.*c\+\+.*|.*g\+\+.*|.*gcc.*|clang.*|collect2|ld(\..+)?|as|nvcc|cicc|ptxas")
+
+CHECK_S = 1.0  # a holder closes the file just before it removes it: only a file that is closed twice is stale
+
+Identity = tuple[int, int, int]
+
+
+class StaleLocks:
+    """The lock files below a folder of extensions: a file that no process has open at two checks in a row is stale."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._free: set[Identity] = set()
+
+    def check(self) -> list[Path]:
+        """Remove the files that were free at the last check, too; return them. Checks are to be CHECK_S apart."""
+        paths = {identity: path for path in self.folder.glob("**/lock") if (identity := _identity(path))}
+        free = set(paths) - _open(set(paths)) if paths else set()
+        removed = []
+        for identity in free & self._free:
+            if _identity(paths[identity]) == identity:  # else another process has created a new one
+                paths[identity].unlink(missing_ok=True)
+                removed.append(paths[identity])
+        self._free = free
+        return removed
+
+    def clear(self) -> list[Path]:
+        """Do both checks at once."""
+        removed = self.check()
+        if self._free:
+            time.sleep(CHECK_S)
+            removed += self.check()
+        return removed
+
+
+def _identity(path: Path) -> Identity | None:
+    """Tell a file from a later one of the same name, which may have the same inode."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_ctime_ns
+
+
+def _open(files: set[Identity]) -> set[Identity]:
+    """Return those of the files that some process has open."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found |= files & {_identity(Path(fd.path)) for fd in os.scandir(f"/proc/{pid}/fd")}
+        except OSError:
+            continue  # ended meanwhile, or another user's
+    return found
 
 
 def clear(folder: Path) -> None:
-    """Remove what a killed compile left: the lock that torch would wait for, and the compilers that went on without it.
+    """Remove what a killed compile left: the lock that torch would wait for, and compilers that still run.
 
     (Ninja's own `.ninja_lock` locks nothing: it tells ninja the file system's time; ninja-build/ninja#2770.)
     """
-    import psutil  # only here: what lists cells imports this module
+    import psutil  # only here: listing cells imports this module
 
     StaleLocks(folder).clear()
     orphans = [
@@ -42,13 +99,13 @@ def clear(folder: Path) -> None:
 
 
 def _orphan(cwd: str, folder: Path) -> bool:
-    """Whether a process works on an extension that nobody holds the lock of: whoever started it is dead."""
+    """Return whether a process works on an extension without a lock: the process that started it is dead."""
     inside = Path(cwd).is_relative_to(folder) and Path(cwd) != folder
     return inside and not (folder / Path(cwd).relative_to(folder).parts[0] / "lock").exists()
 
 
 def ready(stack: Stack) -> bool:
-    """Whether ``prepare`` has nothing to compile."""
+    """Return whether ``prepare`` has nothing to compile."""
     return "deepspeed" not in stack.versions or _done(stack).exists()
 
 
@@ -57,7 +114,7 @@ def _done(stack: Stack) -> Path:
 
 
 def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None:
-    """Compile what the stack's DeepSpeed needs on a CPU, once. None, or why it cannot be had."""
+    """Compile what the stack's DeepSpeed needs on a CPU, once. Return None, or the problem."""
     if "deepspeed" not in stack.versions:
         return None
     folder = Path(stack.extensions_dir)
@@ -75,7 +132,7 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
                 [stack.python, "-c", _BUILD], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            clear(folder)  # its Python alone has been killed
+            clear(folder)  # only its Python was killed
             return f"DeepSpeed's CPU op, which was not compiled within {LIMIT_S} s (the next run tries again)"
         except OSError as error:
             return f"DeepSpeed's CPU op cannot be compiled: {error}"

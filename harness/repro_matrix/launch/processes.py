@@ -1,24 +1,30 @@
-"""Finding every process of an attempt, and ending all of them.
+"""Find every process of an attempt and end all of them; remove shared memory that they leave behind.
 
-Three ways to find them, because each has a hole: the token in their environment (not seen in a process that was forked
-without exec by a server, nor where a script cleans its environment), the tree below known processes (lost when a parent
-dies), and what was seen in the tree before.
+There are three ways to find them, because each has a hole: the token in their environment (missing in a process that a
+server forked without exec, and where a script cleans its environment), the tree below known processes (lost when a
+parent dies), and processes found in the tree before.
+
+Shared memory (deepspeed's all-reduce buffers, NCCL, multiprocessing) is removed only if it certainly is the attempt's:
+new since it started, this user's, named after one of its processes or its port or used by one of them, and unused now.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import psutil
 
 TERM_S = 2.0  # how long a process may take to end by itself after TERM
+SHM = Path("/dev/shm")
 KILL_S = 10.0  # how long a killed process may take to vanish (it may be stuck in a driver)
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it still runs; a zombie has ended and holds nothing but its entry."""
+    """Return whether it still runs; a zombie has ended and holds nothing but its entry."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -26,7 +32,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def with_token(name: str, value: str) -> set[psutil.Process]:
-    """Processes of this user that were started with ``name=value`` in their environment."""
+    """Return the processes of this user that were started with ``name=value`` in their environment."""
     wanted = f"{name}={value}".encode()
     found = set()
     for pid in psutil.pids():
@@ -40,7 +46,7 @@ def with_token(name: str, value: str) -> set[psutil.Process]:
 
 
 def tree(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Living processes below ``roots``, and those themselves; one pass over /proc however many roots there are."""
+    """Return the living processes below ``roots``, and ``roots`` themselves, in one pass over /proc."""
     found = {root for root in roots if alive(root)}
     below: dict[int, list[int]] = {}
     for pid in psutil.pids() if found else ():
@@ -75,7 +81,7 @@ def name_of(target: psutil.Process) -> str:
 
 
 def end(find: Callable[[], set[psutil.Process]], term_s: float = TERM_S) -> list[str]:
-    """TERM, then KILL everything that ``find`` finds, until it finds nothing. Says what was ended, and what was not."""
+    """Send TERM, then KILL to all that ``find`` returns, until it returns nothing. Return what became of each."""
     ended: dict[psutil.Process, str] = {}
     for target in find():
         ended[target] = f"{name_of(target)} ended"
@@ -101,3 +107,53 @@ def _signal(send: Callable[[], None]) -> None:
         send()
     except psutil.Error:
         pass
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Return the names of the shared memory files that these processes have mapped or open."""
+    names = set()
+    for pid in pids:
+        try:
+            if _shares(pid):
+                with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+                    names |= {line.rstrip().split("/dev/shm/", 1)[1] for line in maps if "/dev/shm/" in line}
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                if target.startswith("/dev/shm/"):
+                    names.add(target.removeprefix("/dev/shm/"))
+        except OSError:
+            continue
+    return {name for name in names if not name.endswith(" (deleted)")}
+
+
+def _shares(pid: int) -> bool:
+    """Return whether the process has a page of shared memory: most have none, and reading ``maps`` is slow."""
+    with open(f"/proc/{pid}/status", "rb") as status:
+        lines = [line.split() for line in status if line.startswith(b"RssShmem:")]
+    return not lines or lines[0][1] != b"0"
+
+
+def clear_shared_memory(known: set[str], numbers: set[int], since: float) -> list[str]:
+    """Remove the attempt's files: ``known`` as used by it, or with one of ``numbers`` (pids, port) in the name."""
+    mine = set()
+    try:
+        entries = list(os.scandir(SHM))
+    except OSError:
+        return []
+    for entry in entries:
+        try:
+            info = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+        if info.st_uid != os.getuid() or info.st_ctime < since - 1:
+            continue
+        if entry.name in known or numbers & {int(number) for number in re.findall(r"\d+", entry.name)}:
+            mine.add(entry.name)
+    if mine:
+        mine -= shared_memory_of(int(name) for name in os.listdir("/proc") if name.isdigit())
+    for name in mine:
+        try:
+            (SHM / name).unlink()
+        except OSError:
+            pass
+    return sorted(mine)

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.grading.hangs import attempt_progress, find_deadlock
-from repro_matrix.launch import processes, sampling, shm
+from repro_matrix.launch import processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, STARTING, Attempt, environment
 from repro_matrix.launch.attempt_logs import cut, read_launch
+from repro_matrix.launch.extensions import StaleLocks
 from repro_matrix.launch.sampling import Sample
-from repro_matrix.launch.stale_locks import StaleLocks
 
 POLL_S = 0.05
 LOOK_S = 1.0  # how often the process tree, its memory files and the size of the logs are checked
@@ -223,7 +223,7 @@ class Watch:
             except psutil.Error:
                 continue
         self._note_quiet(sum(self._cpu.values()))
-        self.memory |= shm.in_use_by(target.pid for target in living)
+        self.memory |= processes.shared_memory_of(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
         self._locks.check()  # a rank of this attempt may wait for the lock of a dead one
@@ -279,7 +279,9 @@ class Watch:
         ended = processes.end(self._find, term_s=0.5)
         answer = read_launch(self.attempt.launch_file)
         pids = {target.pid for target in self.known} | {int(entry.get("pid") or 0) for entry in answer["ranks"]}
-        left = shm.clear(self.memory, (pids | {int(answer.get("port") or 0)}) - {0}, self.result.started)
+        left = processes.clear_shared_memory(
+            self.memory, (pids | {int(answer.get("port") or 0)}) - {0}, self.result.started
+        )
         if not early:
             removed = [f"/dev/shm/{name} removed" for name in left]
             self.result.leftover += [*ended, *answer.get("leftover", []), *removed]

@@ -22,7 +22,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, Seen, stranger, unseen
-from repro_matrix.launch import processes, shm
+from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import clear_directory
 from repro_matrix.launch.attempt_logs import read_launch
 
@@ -90,7 +90,7 @@ def _clear_run(state: Path, run_id: str) -> list[str]:
         numbers = {int(entry.get("pid") or 0) for entry in answer["ranks"]} | {int(answer.get("port") or 0)}
         with contextlib.suppress(OSError):
             since = (directory / "spec.json").stat().st_mtime
-            lines += [f"/dev/shm/{name} removed" for name in shm.clear(set(), numbers - {0}, since)]
+            lines += [f"/dev/shm/{name} removed" for name in processes.clear_shared_memory(set(), numbers - {0}, since)]
         clear_directory(directory)
         lines.append(f"files of attempt {directory.name} removed")
     with contextlib.suppress(OSError):

@@ -21,8 +21,7 @@ from repro_matrix.external.scripts.command_line import LAUNCHERS, Command
 from repro_matrix.external.scripts.failure import Failure
 from repro_matrix.external.scripts.launch import HOOKS, completed, environment
 from repro_matrix.launch.attempt import Attempt, Json, clean
-from repro_matrix.launch.forkserver import WarmLauncher
-from repro_matrix.launch.server import Refused
+from repro_matrix.launch.forkserver import Refused, WarmLauncher
 from repro_matrix.paths import cache_dir
 
 AGAIN = ("lost", "port")  # problems of a server that say nothing of the script

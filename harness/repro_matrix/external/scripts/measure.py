@@ -26,7 +26,7 @@ from repro_matrix.external.scripts.document import Document, read
 from repro_matrix.external.scripts.failure import Failure, judge
 from repro_matrix.external.scripts.forked import Forked
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.launch.server import Refused
+from repro_matrix.launch.forkserver import Refused
 from repro_matrix.paths import cache_dir
 from repro_matrix.records.document import Made
 from repro_matrix.records.observation import Observation
