@@ -54,7 +54,7 @@ def test_a_rank_says_the_frames_of_the_call_that_it_waits_in(
 
     monkeypatch.setattr(watch.sampling, "take", take_with_frames)
     seen = launched(warm, attempt_of(tmp_path / "a", "other_collective", "waits.py", deadline=FOREVER))
-    called = [[place.function for place in rank.called] for rank in Attempt(seen).ranks]
+    called = [[frame.function for frame in rank.collective_frames] for rank in Attempt(seen).ranks]
     assert "all_gather" in called[0] and "barrier" in called[1] and "other_collective" in called[1]
 
 
