@@ -134,12 +134,12 @@ def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_arms_may_be_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = call(capsys, "run", "qwen15-fsdp-norm-shard", "arms=[layer-wrap*]", "--plan", "--json")
+    _, out, _ = call(capsys, "run", "qwen15-fsdp-norm-shard", "arms=[layer-wrap*]", "--dry-run", "--json")
     assert [row["arm"] for row in json.loads(out)] == ["broken", "layer-wrap", "layer-wrap-root-call"]
 
 
 def test_plan_shows_what_would_run_and_why_the_rest_would_not(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "matrix", "case=qwen15-fsdp-norm-shard", "hardware=cpu", "--plan", "--json")
+    code, out, _ = call(capsys, "matrix", "case=qwen15-fsdp-norm-shard", "hardware=cpu", "--dry-run", "--json")
     rows = json.loads(out)
     assert code == 0 and rows[0]["arm"] == "broken" and rows[0]["skipped"] is None and rows[0]["world_size"] == 2
 

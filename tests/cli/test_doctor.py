@@ -71,7 +71,7 @@ def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) 
 def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path: Path) -> None:
     nvml = FakeNvml([Card() for _ in range(4)], driver="535.129.03", cuda=12020)
     old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
-    words = ("matrix", "--plan", *ONE)
+    words = ("matrix", "--dry-run", *ONE)
     done = repro(tmp_path, nvml, *words, f"stack=python:{old}")
     assert done.returncode == 3 and "needs driver 580 or newer" in done.stderr and not done.stdout
     python = python_that_says(tmp_path, *lines(gpus=2))
@@ -82,7 +82,7 @@ def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path
 
 
 def test_plan_notes_that_no_gpu_was_requested(repro: Repro, tmp_path: Path) -> None:
-    done = repro(tmp_path, FakeNvml([Card()]), "matrix", "--plan", *ONE, env={"CUDA_VISIBLE_DEVICES": ""})
+    done = repro(tmp_path, FakeNvml([Card()]), "matrix", "--dry-run", *ONE, env={"CUDA_VISIBLE_DEVICES": ""})
     first, second = done.stderr.splitlines()[:2]
     assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo")
     assert second == "note: CUDA_VISIBLE_DEVICES='' asks for no GPU"

@@ -129,7 +129,7 @@ def test_what_cfg_prints_is_a_matrix_of_the_same_cells(
 
 @pytest.mark.parametrize("words", [("--cfg",), ("--cfg", "job")])
 def test_cfg_prints_yaml_and_runs_nothing(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("matrix", "plan", "list"):
+    for verb in ("matrix", "list"):
         code, out, _ = said(capsys, verb, "+matrix=seeds", *words, "repeat=2", "model.config.num_hidden_layers=4")
         found = yaml.safe_load(out)
         assert code == 0 and found["repeat"] == 2

@@ -18,7 +18,7 @@ from repro_matrix.paths import ROOT
 from repro_matrix.runner import session
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SELECTS = ("run", "matrix", "list", "plan")
+SELECTS = ("run", "matrix", "list")
 SOMEBODYS = ("odd-batch", "my-case", "empty-list", "odd-*")  # cases that a page has its reader write
 
 

@@ -93,7 +93,7 @@ def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
     assert {"odd-batch", "train-step"} <= listed
     run("doctor")
     run("stack", "list")
-    run("matrix", "case=odd-batch,train-step", "model=our-head,qwen1.5-0.5b", "strategy=by-hand,ddp", "--plan")
+    run("matrix", "case=odd-batch,train-step", "model=our-head,qwen1.5-0.5b", "strategy=by-hand,ddp", "--dry-run")
     shown = json.loads(run("show", "odd-batch", "--json").stdout)
     line = shown["arms"][1]["torchrun"]
     assert f"PYTHONPATH={package}/data/repros" in line and "failures/scripts/odd_batch.py" in line

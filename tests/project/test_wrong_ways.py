@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from judging import document, failed, observation, ok
 from repro_matrix.cli import main as cli
-from repro_matrix.cli import matrix
 from repro_matrix.config.selection import parse
 from repro_matrix.config.settings import compose_run
 from repro_matrix.environment import system_checks as around
@@ -23,6 +22,7 @@ from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.external.scripts import command_line as command
 from repro_matrix.external.scripts import show
 from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.report import run_summary
 from repro_matrix.report import terminal as report
 from repro_matrix.results import local as own_results
 from repro_matrix.results import runs
@@ -69,13 +69,12 @@ def test_what_would_run_something_else_is_refused(
 
 
 def test_cells_that_waited_for_a_build_were_not_measured() -> None:
-    """An interrupted run that had measured all else said that it had measured all."""
     plans = [SimpleNamespace(cell=SimpleNamespace(hardware="cpu", stack="current", key=key)) for key in ("a", "b")]
     prepared: Any = SimpleNamespace(plans=plans, later=[SimpleNamespace(cells=range(14))])
-    done: Any = [{"complete": True}] * 2
-    assert matrix._interrupted(prepared, done).startswith("INTERRUPTED: 14 of 16 cells not measured")
+    done: Any = SimpleNamespace(documents=[{"complete": True}] * 2)
+    assert run_summary._interrupted(prepared, done).startswith("INTERRUPTED: 14 of 16 cells not measured")
     prepared.later = []
-    assert matrix._interrupted(prepared, done) == "INTERRUPTED, when all of it was measured"
+    assert run_summary._interrupted(prepared, done) == "INTERRUPTED, when all of it was measured"
 
 
 def test_a_closed_standard_output_is_no_defect() -> None:
@@ -93,7 +92,7 @@ def test_a_glob_that_only_a_wrong_file_matches_says_what_is_wrong_with_it(
 ) -> None:
     (more / "case").mkdir(parents=True)
     (more / "case" / "bad-one.yaml").write_text("slug: bad-one\nkind: failur\n")
-    for words in (["list", "case=bad-*"], ["matrix", "--plan", "case=bad-*"]):
+    for words in (["list", "case=bad-*"], ["matrix", "--dry-run", "case=bad-*"]):
         assert cli.main(words) == 2
         said = capsys.readouterr().err
         assert "bad-one.yaml: " in said and "'failur' is not valid; did you mean 'failure'" in said
@@ -278,7 +277,7 @@ def test_a_folded_table_is_never_wider_than_its_width_off_a_terminal(capsys: pyt
 
 
 def test_what_cannot_fit_goes_on_below_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    """`repro plan` printed lines of 141 columns: what may stand below a row was not what was wide."""
+    """`--memory` printed lines of 141 columns: what may stand below a row was not what was wide."""
     rows = [["somecase-" * 8, "otherarm-" * 8, "2", "why " * 40], ["other", "fix", "4", None]]
     report.print_table("", ["case", "arm", "ranks", "skipped"], rows, narrow=("skipped",), fold=True)
     out = capsys.readouterr().out
@@ -294,7 +293,7 @@ def test_what_cannot_fit_goes_on_below_itself(capsys: pytest.CaptureFixture[str]
 
 def test_a_plan_fits_its_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["case=fsdp-silently-untied,fsdp-optim-state-padding", "hardware=cpu", f"results={tmp_path}"]
-    assert cli.main(["plan", *words]) == 0
+    assert cli.main(["matrix", "--dry-run", "--memory", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= report.WIDE and len(lines) > 10
 

@@ -110,7 +110,7 @@ def test_a_cell_that_there_is_not_any_more_is_an_error_of_the_run(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(muted.written([mute(cell="fsdp-generate/nobody-fsdp")]))
-    words = ["matrix", "case=fsdp-generate", "hardware=cpu", "--plan", "--json"]
+    words = ["matrix", "case=fsdp-generate", "hardware=cpu", "--dry-run", "--json"]
     assert cli.main(words) == 2 and "no cell 'fsdp-generate/nobody-fsdp'; did you mean" in capsys.readouterr().err
     file.unlink()
     assert cli.main(words) == 0 and json.loads(capsys.readouterr().out)

@@ -21,7 +21,6 @@ VERBS = {
     "show": ("show", "one case: arms, signatures, claims, the command that reproduces each arm by hand"),
     "run": ("run", "one case, all its arms, live"),
     "matrix": ("matrix", "every cell of a selection; the final table says what fires, with and without each fix"),
-    "plan": ("plan", "memory of every cell, what does not fit, what runs when; also for hardware that is not here"),
     "versions": ("versions", "in which releases of a package each arm of a case fires, from measurement"),
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
     "shrink": ("shrink", "a smallest trigger of a failure: which settings it needs, how small a model, which lines"),

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     told = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
     parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=told)
     arguments.overrides(parser)
-    matrix.how(parser)
+    matrix.run_options(parser)
     told = "for git bisect run: of the broken arm, 0 clean, 1 fires, 125 neither; 128 and more: an error"
     parser.add_argument("--bisect-exit", action="store_true", help=told)
     options.add(parser)
@@ -56,7 +56,7 @@ def of_script(args: argparse.Namespace) -> int:
     script, spec, settings = options.script_of(args)
     if script.failure.kind == "metric" and not script.failure.op:
         raise ConfigError(f"--metric {script.failure.text!r}: write NAME > NUMBER; only a search compares by itself")
-    if args.plan:
+    if args.dry_run:
         print(f"{script.command.shown}: {script.command.nproc} ranks on stack {spec}, at most {script.limit_s:g} s")
         return 0
     stack = stacks.resolve(spec, say=_say)

@@ -118,7 +118,7 @@ def _say(text: str) -> None:
 
 
 def _measure(asked: Request, given: Mapping[str, Stack], stop: threading.Event) -> list[Document]:
-    from repro_matrix.runner.progress import Progress
+    from repro_matrix.report.progress import Progress
 
     prepared = session.prepare(asked.having({"stack": list(given)}), given=given)
     with Progress() as progress:

@@ -139,7 +139,7 @@ def _some(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-# -- matrix --plan
+# -- matrix --dry-run
 
 
 def planned(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:

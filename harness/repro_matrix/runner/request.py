@@ -93,7 +93,7 @@ class Request:
 
             shards.of(self.settings.shard)  # raises where it is none
             raise ConfigError(
-                "shard=: this is the whole selection; `repro matrix --plan shard=...` shows a part's cells"
+                "shard=: this is the whole selection; `repro matrix --dry-run shard=...` shows a part's cells"
             )
 
     @property

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 from repro_matrix.planning.plan import CellPlan
+from repro_matrix.report.progress import SHOWN, Progress
 from repro_matrix.runner.engine import Event
-from repro_matrix.runner.progress import SHOWN, Progress
 
 
 def plan(name: str) -> CellPlan:
@@ -40,7 +40,7 @@ def test_running_cells_are_shown_with_device_and_age_until_they_end() -> None:
 
 def test_the_time_left_follows_the_expected_seconds_not_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("repro_matrix.runner.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("repro_matrix.report.progress.time.monotonic", lambda: now)
     progress = Progress()
     progress.event(Event("cells", plan("long"), attempts=1, seconds=90.0))
     progress.event(Event("cells", plan("short"), attempts=1, seconds=10.0))
@@ -66,7 +66,7 @@ def test_without_a_terminal_a_long_silence_is_broken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("repro_matrix.runner.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("repro_matrix.report.progress.time.monotonic", lambda: now)
     progress: Any = Progress()
     progress.event(Event("cells", plan("slow"), attempts=1, seconds=90.0))
     start(progress, "slow", "cpu")

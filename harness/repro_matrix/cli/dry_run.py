@@ -1,0 +1,121 @@
+"""`repro matrix --dry-run [--memory]`: what would run, what it needs in memory, and why the rest would not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from repro_matrix.planning.memory import GIB, MemoryPlan, Phase
+from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.records.document import Document
+from repro_matrix.report import listing
+from repro_matrix.report.terminal import columns, named, print_json, print_lines, print_table
+from repro_matrix.results import local
+from repro_matrix.runner import durations, session
+from repro_matrix.runner.session import Session
+from repro_matrix.text import counted
+
+_HEADS = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
+_MEMORY_HEADS = ["case", "model", "strategy", "arm", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
+_LAST = "fullest moment, or why it is skipped"
+
+
+def show_plan(prepared: Session, as_json: bool, every_arm: bool) -> int:
+    """Print what would be launched. ``every_arm``: a line for each."""
+    items = [_item(prepared, plan, arm) for plan in prepared.plans for arm in plan.arms]
+    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys() | prepared.unusable):
+        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
+    if as_json:
+        print_json(items)
+        return 0
+    for item in items:
+        item["case"] = named(item["case"], item["simulated"])
+    if every_arm:
+        renamed = {"ranks": "world_size"}
+        table = [[item[renamed.get(head, head)] for head in _HEADS] for item in items]
+        print_table("", _HEADS, table, narrow=("skipped",), fold=True, whole=True)
+    else:
+        cells = [plan.cell for plan in prepared.plans for _ in plan.arms]
+        keys = [{"cell": repr((cell.hardware, cell.stack, cell.key))} for cell in cells]
+        print_lines(listing.planned([item | key for item, key in zip(items, keys)], columns()))
+    for why, count in prepared.elsewhere.items():
+        print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
+    return 0
+
+
+def _item(prepared: Session, plan: CellPlan, arm: ArmPlan) -> dict[str, Any]:
+    cell = plan.cell
+    return {
+        "case": cell.case, "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags),
+        "ranks": cell.ranks, "stack": arm.stack, "hardware": cell.hardware, "arm": arm.arm,
+        "world_size": arm.world_size, "devices": arm.gpus, "attempts": arm.repeat, "deadline_s": arm.deadline,
+        "skipped": arm.skipped, "simulated": prepared.catalogue.cases[cell.case].simulated,
+    }  # fmt: skip
+
+
+def show_memory(texts: list[str], as_json: bool, every_arm: bool) -> int:
+    """Print what each arm needs, beside the recorded peak; also for hardware that this machine does not have."""
+    prepared = session.prepare(texts, build_stacks=False, plan_only=True)
+    stored = local.history(local.own_stores(prepared.settings), {plan.cell.case for plan in prepared.plans})
+    rows = []
+    for plan in prepared.plans:
+        for arm in plan.arms:
+            planned = {
+                "planned": arm.memory.to_json() if arm.memory else None,
+                "reference": arm.settings.get("reference"),
+                "measured_mb": _measured(stored.get(plan.cell.key, []), arm),
+            }
+            rows.append((arm, _item(prepared, plan, arm) | planned))
+    if as_json:
+        cells = [row for _, row in rows]
+        print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": cells})
+    else:
+        _print_memory(prepared, rows, every_arm)
+    for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
+        print(f"repro: {note}", file=sys.stderr)
+    return 0
+
+
+def _measured(documents: Sequence[Document], arm: ArmPlan) -> float | None:
+    """Return the largest recorded peak of a rank (MiB) on the host, from the latest document of this stack."""
+    of_stack = [each for each in documents if each["stack"]["name"] == arm.stack and arm.arm in each["arms"]]
+    measured = [document for document in of_stack if document["arms"][arm.arm]["attempts"]]
+    if not measured:
+        return None
+    latest = max(measured, key=lambda document: document["provenance"]["started"])
+    return durations.peak_rss_mb(latest["arms"][arm.arm]["attempts"])
+
+
+def _print_memory(prepared: Session, rows: Sequence[tuple[ArmPlan, Mapping[str, Any]]], every_arm: bool) -> None:
+    profile, machine = prepared.profile, prepared.machine
+    gpus = f"{len(profile.gpus)} x {profile.gpus[0].name}, " if profile.gpus else ""
+    only = " (planned only: not this machine)" if prepared.planned else ""
+    print(f"hardware {profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
+    hidden = [row for arm, row in rows if row["skipped"] and arm.memory is None and not every_arm]
+    table = []
+    for arm, row in rows:
+        plan, measured = arm.memory, row["measured_mb"]
+        if row["skipped"] and plan is None and not every_arm:
+            continue
+        off = f" ({plan.host_rank / 2**20 / measured - 1:+.0%})" if measured and plan else ""
+        cells = [row["case"], row["model"], row["strategy"], row["arm"], str(arm.world_size), *_sizes(plan)]
+        cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
+        table.append([*cells, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
+    print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,), fold=True)
+    print_lines(listing.not_launched(hidden, columns()))
+    print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} arms skipped")
+
+
+def _sizes(plan: MemoryPlan | None) -> list[str]:
+    if plan is None:
+        return ["?", "?", "?"]
+    device = f"{plan.device_rank / GIB:.2f}" if plan.device else "-"
+    return [device, f"{plan.host_rank / GIB:.2f}", f"{plan.host_node / GIB:.2f}"]
+
+
+def _fullest(plan: MemoryPlan | None, simulated: bool) -> str:
+    if plan is None:
+        return "simulated: its tensors need no memory" if simulated else "not known: the stack cannot build the model"
+    full: Phase = max(plan.device or plan.host, key=Phase.rank)
+    return f"{full.name}: {full.describe()}"
