@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Iterable
 
@@ -49,3 +50,8 @@ def wrap(text: str, indent: str = "", hanging: int = 2, width: int = WIDTH) -> l
         text.lstrip(), width, initial_indent=indent + " " * head, subsequent_indent=" " * (len(indent) + hanging),
         break_on_hyphens=False, max_lines=MAX_LINES, placeholder=" ...",
     )  # fmt: skip
+
+
+def log(text: str) -> None:
+    """Print progress or a remark on stderr."""
+    print(printable(text), file=sys.stderr, flush=True)

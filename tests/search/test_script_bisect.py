@@ -281,7 +281,7 @@ def test_an_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: pyte
     words = ("upgrade", "--from", "base", "--to", "newer", "--script", "./train.py")
     data = found(lab, capsys, *words, "--releases", code=1)
     (change,) = data["changes"]
-    assert change["change"] == "enters" and change["cause"]["packages"] == ["transformers"]
+    assert change["change"] == "reproduces_now" and change["cause"]["packages"] == ["transformers"]
     assert change["cause"]["releases"]["transformers"]["first"] == "transformers 4.40.0"
     lab.observe = lambda versions: FINE
     assert found(lab, capsys, *words)["same"] == 1

@@ -1,47 +1,29 @@
-"""Two stacks' measurements of the same cells -> what an upgrade changes. Pure."""
+"""What going from one stack to another changes, and which package and release changed it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from repro_matrix.grading.comparability import settings_difference
+from repro_matrix.analysis.diff import RESULTS, Change, compare, describe_row, pair_cells
+from repro_matrix.analysis.inputs import ArmResult
+from repro_matrix.environment.stacks import Stack
 from repro_matrix.records.document import Document
-from repro_matrix.search.labels import CLEAN, FIRES, Answer, of_cell
+from repro_matrix.runner.request import Request
+from repro_matrix.search import culprits
+from repro_matrix.search.bisect import Hunt, Roles
+from repro_matrix.search.labels import CLEAN, FIRES, Answer
+from repro_matrix.search.prober import Prober, Target
 
-# For the worse, for the better, neither: in the order in which a reader wants them.
-WORSE = ("enters", "breaks", "stops working", "is needed now")
-KINDS = (*WORSE, "changes its text", "leaves", "heals", "starts working", "needless")
-MEANING = {
-    "enters": "the known failure fires now",
-    "breaks": "an error that is not the known failure",
-    "stops working": "the fix was clean and is no longer",
-    "is needed now": "the fix was clean and is now what keeps the failure away",
-    "changes its text": "it failed and fails, in other words",
-    "leaves": "the known failure no longer fires",
-    "heals": "the other error is gone",
-    "starts working": "the fix was not clean and is now",
-    "needless": "nothing fires without the fix any more",
-}
-CAUSED_ELSEWHERE = ("needless", "is needed now")  # by what changed in the broken arm
-
-
-@dataclass(frozen=True)
-class Change:
-    """One arm of one cell that answers otherwise."""
-
-    kind: str
-    case: str
-    key: str  # the cell
-    arm: str
-    before: Answer
-    after: Answer
-    documents: tuple[str | None, str | None] = (None, None)  # before and after
+WORSE = ("new_failure", "fix_stopped_working", "reproduces_now")
+NOT_SEARCHED = ("became_flaky", "became_steady")
 
 
 class Unknown(NamedTuple):
-    """An arm of which it is not known on both stacks. ``declared``: because something that it needs is not there."""
+    """An arm without a comparable result on both stacks. ``declared``: it was skipped because of a declared need."""
 
     cell: str
     arm: str
@@ -50,78 +32,137 @@ class Unknown(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compared:
+class Upgrade:
     changes: tuple[Change, ...]
     unknown: tuple[Unknown, ...]
     same: int
 
-
-def compare(before: Iterable[Document], after: Iterable[Document]) -> Compared:
-    """``before`` and ``after``: the documents of the two stacks. Arms on a stack of their own are left out."""
-    older = {document["key"]: document for document in before}
-    changes: list[Change] = []
-    unknown: list[Unknown] = []
-    same = 0
-    for document in after:
-        other = older.get(document["key"])
-        if other is None:
-            continue
-        found = _cell(other, document)
-        for item in found.values():
-            if isinstance(item, Change):
-                changes.append(item)
-            elif item is not None:
-                unknown.append(item)
-            else:
-                same += 1
-    changes.sort(key=lambda change: KINDS.index(change.kind))
-    return Compared(tuple(changes), tuple(unknown), same)
+    @property
+    def exit_code(self) -> int:
+        """Return 1 where something gets worse; else 3 where a result is missing without a declared need; else 0."""
+        if any(change.kind in WORSE for change in self.changes):
+            return 1
+        missing = any(not each.declared for each in self.unknown) or not (self.changes or self.same)
+        return 3 if missing else 0
 
 
-def _cell(before: Document, after: Document) -> dict[str, Change | Unknown | None]:
-    """Arm -> its change, None where it answers alike, or why that cannot be known."""
-    case, key = after["case"], after["key"]
-    out: dict[str, Change | Unknown | None] = {}
-    old, new = _answers(case, before), _answers(case, after)
-    first, paths = next(iter(after["arms"]), ""), (before.get("path"), after.get("path"))
-    for arm, (one, other) in {arm: (old[arm], new[arm]) for arm in new if arm in old}.items():
-        found: Change | Unknown | None = None
-        unlike = settings_difference(before["arms"][arm]["settings"], after["arms"][arm]["settings"])
-        if unlike:
-            found = Unknown(key, arm, f"not measured alike: {unlike}")
-        elif one.label is None or other.label is None:
-            sides = [f"{word}: {a.detail}" for word, a in (("from", one), ("to", other)) if a.label is None]
-            found = Unknown(key, arm, "; ".join(sides), one.skipped or other.skipped)
-        else:
-            broken = (old[first], new[first]) if arm != first and first in old else None
-            kind = kind_of(one, other) if broken is None else _fix_kind(one, other, *broken)
-            found = Change(kind, case, key, arm, one, other, paths) if kind else None
-        out[arm] = found
-    return out
+def compare_stacks(before: Sequence[ArmResult], after: Sequence[ArmResult]) -> Upgrade:
+    """Compare the same arms of the same cells on two stacks."""
+    diff = compare(before, after, need_common=False)
+    unknown = [Unknown(row.key, row.arm, f"measured with other settings: {why}") for row, why in diff.incomparable]
+    excluded = {(each.cell, each.arm) for each in unknown}
+    older, newer, _ = pair_cells(before, after, need_common=False)
+    measured = 0
+    for cell_id in older.keys() & newer.keys():
+        for arm in (arm for arm in newer[cell_id] if arm in older[cell_id]):
+            old, new = older[cell_id][arm], newer[cell_id][arm]
+            if old.measured and new.measured:
+                measured += (new.key, arm) not in excluded
+                continue
+            sides = [f"{side}: {describe_row(row)}" for side, row in (("from", old), ("to", new)) if not row.measured]
+            unknown.append(Unknown(new.key, arm, "; ".join(sides), bool(old.skipped or new.skipped)))
+    changes = tuple(diff.select(RESULTS))
+    return Upgrade(changes, tuple(sorted(unknown)), measured - len(changes))
 
 
-def _answers(case: str, document: Document) -> dict[str, Answer]:
-    stack = document["stack"]["name"]
-    return {name: of_cell(case, arm) for name, arm in document["arms"].items() if arm.get("stack", stack) == stack}
+def kind_of(before: Answer, after: Answer) -> str | None:
+    """Return the kind of change between two measured answers of a script, or None."""
+    if before.label == after.label:
+        return "text_changed" if before.label == FIRES and before.whole != after.whole else None
+    if FIRES in (before.label, after.label):
+        return "reproduces_now" if after.label == FIRES else "no_longer_reproduces"
+    if CLEAN in (before.label, after.label):
+        return "failure_gone" if after.label == CLEAN else "new_failure"
+    return "different_failure"
 
 
-def kind_of(one: Answer, other: Answer) -> str | None:
-    """Of the broken arm, or of a control."""
-    if one.label == other.label:
-        return None if one.whole == other.whole or one.label != FIRES else "changes its text"
-    if FIRES in (one.label, other.label):
-        return "enters" if other.label == FIRES else "leaves"
-    if CLEAN in (one.label, other.label):
-        return "heals" if other.label == CLEAN else "breaks"
-    return "changes its text"
+@dataclass
+class CauseSearch:
+    """Find the packages (and their releases) that caused each change. ``request``: None for a user's script."""
+
+    request: Request | None
+    specs: tuple[str, str]
+    ends: tuple[Stack, Stack]
+    stop: threading.Event
+    with_releases: bool
+    budget: int | None
+    log: Callable[[str], None]
+    causes: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # (cell, arm) -> cause
+
+    def run(self, changes: Iterable[Change], documents: Iterable[Document]) -> None:
+        """Search all changes, cell by cell. Raises Stopped; the causes found until then are kept."""
+        cells = {document["key"]: document for document in documents}
+        by_cell: dict[str, list[Change]] = {}
+        for change in changes:
+            if change.kind not in NOT_SEARCHED:
+                by_cell.setdefault(change.row.key, []).append(change)
+        assert self.request is not None
+        for key, group in by_cell.items():
+            arms = [change.arm for change in group]  # a probe measures every arm that is searched
+            with Prober(_one_cell(cells[key], self.request), self.log, self.stop, arms=arms) as prober:
+                for change in group:
+                    self.log(f"{key} {change.arm} {change.kind}: which package?")
+                    self.causes[key, change.arm] = self.cause(Hunt(prober, change.arm))
+
+    def cause(self, hunt: Hunt) -> dict[str, Any]:
+        """Search the packages that carry the second stack's answer into the first."""
+        before, after = (hunt.ask(Target(spec, spec)).arms[hunt.arm] for spec in self.specs)
+        exact = before.label == after.label  # the same failure with another text
+        good, bad = (answer.whole if exact else answer.label for answer in (before, after))
+        if good is None or bad is None or good == bad:
+            return {"packages": None, "note": "measured alone, the two stacks did not differ in this way again"}
+        roles = Roles(good, bad, exact)
+        found = culprits.blame(hunt, roles, self.specs[0], *self.ends)
+        cause: dict[str, Any] = {
+            "packages": list(found.members) if found.members is not None else None,
+            "unproven": list(found.unproven),
+            "note": "" if found.members else "; ".join(found.notes) or "no set of packages carries the change",
+            "tried": [list(item) for item in found.tried],
+        }
+        if self.with_releases:
+            cause["releases"] = {name: self._release(hunt, roles, found, name) for name in found.members or ()}
+        return cause
+
+    def _release(self, hunt: Hunt, roles: Roles, found: culprits.Blame, package: str) -> dict[str, Any]:
+        result = culprits.release_of(hunt, roles, self.specs[0], found, package, self.budget)
+        if isinstance(result, str):
+            return {"first": None, "last": None, "exact": False, "text": result}
+        if result.stopped:
+            raise result.stopped
+        first, last = result.bad.target.name, result.good.target.name  # ``first`` is like --to, ``last`` like --from
+        unknown = len(result.unknown) + len(result.unprobed)
+        text = f"{first} (not yet {last})" if result.exact else f"between {last} and {first} ({unknown} unknown)"
+        return {"first": first, "last": last, "exact": result.exact, "text": text}
 
 
-def _fix_kind(one: Answer, other: Answer, broken: Answer, broken_now: Answer) -> str | None:
-    was, now = one.label == CLEAN, other.label == CLEAN
-    if was and now:
-        if broken.label == FIRES and broken_now.label == CLEAN:
-            return "needless"
-        return "is needed now" if broken.label == CLEAN and broken_now.label == FIRES else None
-    if was or now:
-        return "stops working" if was else "starts working"
-    return "changes its text" if one.whole != other.whole else None
+def _one_cell(document: Document, request: Request) -> Request:
+    """Return the request for one cell, with the run's other settings."""
+    rest = request.less(lambda key: key in ("case", "model", "strategy", "arms", "ranks") or key.startswith("flags."))
+    axes: dict[str, Any] = {"case": document["case"], "model": document["model"], "strategy": document["strategy"]}
+    if request.selections[0].ranks:
+        axes["ranks"] = document["ranks"]
+    return rest.having({**axes, **{f"flags.{name}": value for name, value in document["flags"].items()}})
+
+
+def to_json(
+    specs: tuple[str, str], ends: tuple[Stack, Stack], changes: Sequence[dict[str, Any]],
+    unknown: Iterable[Unknown], same: int,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "from": specs[0], "to": specs[1],
+        "packages": {name: list(pair) for name, pair in culprits.differences(*ends).items()},
+        "changes": changes, "same": same, "counts": dict(Counter(change["change"] for change in changes)),
+        "unknown": [{"cell": each.cell, "arm": each.arm, "reason": each.reason} for each in unknown],
+    }  # fmt: skip
+
+
+def changes_to_json(changes: Iterable[Change], causes: Mapping[tuple[str, str], Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "change": c.kind, "case": c.row.case, "cell": c.row.key, "arm": c.arm, "before": describe_row(c.before),
+            "after": describe_row(c.after), "error_at": [row.error_at if row else None for row in (c.before, c.after)],
+            "documents": [row.path or None if row else None for row in (c.before, c.after)],
+            "cause": causes.get((c.row.key, c.arm)),
+        }
+        for c in changes
+    ]  # fmt: skip
