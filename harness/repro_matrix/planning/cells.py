@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from repro_kit.settings import first
 
@@ -16,9 +16,11 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.config.selection import Selection, expand
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.profiles import Profile
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.planning.skips import wrong_hardware
+
+if TYPE_CHECKING:
+    from repro_matrix.environment.profiles import Profile
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from packaging.requirements import Requirement
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Arm, Case
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning.cells import Cell, arms_of
 from repro_matrix.planning.skips import Skip, skip, unmet_requirement, unsuitable
 
 if TYPE_CHECKING:
+    from repro_matrix.environment.machine import Machine
+    from repro_matrix.environment.profiles import Profile
     from repro_matrix.planning.memory import MemoryPlan
 
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported; a bound against requests that cannot work

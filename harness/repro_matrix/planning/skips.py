@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from packaging.requirements import Requirement
-from packaging.version import InvalidVersion, Version
+from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config.axes import Strategy
 from repro_matrix.config.schema import Case
-from repro_matrix.environment.profiles import Profile
 from repro_matrix.records.base import SkipKind
 from repro_matrix.records.document import Skip as Stored
+
+if TYPE_CHECKING:
+    from repro_matrix.environment.profiles import Profile
 
 # One sentence per kind; {data} is filled in by ``skip``.
 SENTENCES: dict[SkipKind, str] = {
@@ -124,6 +123,9 @@ def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
 
 def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
     """Describe a requirement that the versions do not meet; None when they do."""
+    from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion, Version
+
     requirement = Requirement(text)
     have = versions.get(requirement.name) or versions.get(requirement.name.replace("_", "-"))
     if have is None:

@@ -22,10 +22,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING, Any
 
 from repro_matrix import paths
 from repro_matrix.config.axes import Stack as Definition
@@ -33,6 +30,9 @@ from repro_matrix.environment.stacks import integrity, spec
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.lock import Lock, run_uv
 from repro_matrix.environment.stacks.spec import HEAVY, Stack, StackError, canonical, short_hash
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 Log = Callable[[str], None]
 Json = dict[str, Any]
@@ -68,6 +68,8 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
 
 def once(name: str, key: str, make: Callable[[Path], Json], log: Log = quiet) -> Json:
     """Return what ``make(folder)`` returned, now or the first time; the folder is kept as long as it is complete."""
+    from filelock import FileLock, Timeout  # only here: what lists cells imports this module
+
     folder = stacks_dir() / key
     marker = complete(folder)
     if marker is None:
@@ -347,6 +349,8 @@ def _size(folder: Path) -> int:
 
 def prune(*, older_than_days: float = 30, everything: bool = False, names: tuple[str, ...] = ()) -> Pruned:
     """Remove stacks that were not used recently, never finished, named, or all; never one that is in use."""
+    from filelock import FileLock, Timeout
+
     removed, kept = [], []
     running = _running()
     for item in cached_stacks(names):
@@ -370,7 +374,7 @@ def prune(*, older_than_days: float = 30, everything: bool = False, names: tuple
 
 def _running() -> dict[int, str]:
     """Return each process with its program, arguments and module path, to know which stacks are in use."""
-    import psutil  # only here: what lists cells imports this module
+    import psutil
 
     out = {}
     for process in psutil.process_iter():

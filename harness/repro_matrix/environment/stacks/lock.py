@@ -16,14 +16,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from packaging.markers import Marker
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING
 
 from repro_matrix import paths
 from repro_matrix.config.axes import Stack as Definition
 from repro_matrix.environment.stacks.spec import HEAVY, Kind, StackError, canonical, replaced, short_hash
 from repro_matrix.errors import nearest
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DEFAULT_PYTHON = "3.11"  # for a definition without `python:`; has wheels from torch 2.0 to today
 DAY_S = 24 * 3600
@@ -120,6 +121,8 @@ class Lock:
     @property
     def pins(self) -> dict[str, str]:
         """Packages and their versions on this machine under the stack's Python."""
+        from packaging.markers import Marker
+
         here = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
         return {
             canonical(name): version

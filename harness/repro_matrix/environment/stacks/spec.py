@@ -20,16 +20,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
+from typing import TYPE_CHECKING, Any, Literal
 
 from repro_matrix import paths
 from repro_matrix.config import catalog, project
 from repro_matrix.config.axes import Stack as Definition
 from repro_matrix.config.packages import RELEVANT
 from repro_matrix.errors import ConfigError, Options, ReproError, nearest
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 Kind = Literal[
     "usage",  # the specification is wrong: no such stack, no such file
@@ -83,7 +83,7 @@ def short_hash(*parts: str) -> str:
 
 def canonical(name: str) -> str:
     """Return a package's name as the index compares it."""
-    return str(canonicalize_name(name))
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,8 @@ class Spec:
 
 def parse(text: str) -> Spec:
     """Parse a ``stack=`` value. Raises StackError."""
+    from packaging.requirements import InvalidRequirement, Requirement  # takes 20 ms
+
     base, *rest = _PLUS.split(text.strip())
     swaps = []
     for part in rest:
@@ -261,6 +263,8 @@ def lock_path(name: str, conf: Path | None = None) -> Path:
 
 def replaced(definition: Definition, swaps: tuple[Requirement, ...]) -> Definition:
     """Return the definition with these packages at other releases: where it pins them, else as further pins."""
+    from packaging.requirements import Requirement
+
     wanted = {canonical(swap.name): str(swap) for swap in swaps}
 
     def swap_in(items: list[str]) -> list[str]:
