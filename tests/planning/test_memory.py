@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -262,3 +263,13 @@ def test_model_facts_with_checkpointing_and_lora_need_less(worker: Any) -> None:
     pytest.importorskip("peft")
     lora = worker.facts(request("llama-2-7b", "tiny", dtype="float32", lora=True))
     assert 0 < lora["trainable"] < lora["parameters"] / 20
+
+
+@pytest.mark.ranks  # a process of the stack
+def test_model_facts_measure_a_rank_before_any_model() -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, str(root / "harness/repro_matrix/launch/worker/model_facts.py"), str(root / "repros")]
+    asked = json.dumps({"models": {}, "bases": [["transformers"], ["no_such_package"]]})
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300, check=True)
+    bases = json.loads(done.stdout.splitlines()[-1])["bases"]
+    assert 50 < bases["transformers"]["warm"] <= bases["transformers"]["cold"] and bases["no_such_package"] == {}
