@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -115,28 +113,6 @@ def test_a_deleted_or_changed_document_that_something_rests_on_is_missed() -> No
             missed = unbacked(case, others)
             assert bool(missed) == bool(unbacked(case, [*others, {**document, "verdicts": verdicts}])), document["path"]
             assert missed or not _ends(case, document), document["path"]
-
-
-def test_a_line_deleted_from_a_published_file_is_missed(tmp_path: Path) -> None:
-    """On disk: the file stays one that is read, and what the line stood for is named."""
-    of_case: dict[str, list[dict[str, Any]]] = {}
-    for document in judged().documents:
-        of_case.setdefault(document["case"], []).append(document)
-    slug, own = min(
-        ((slug, own) for slug, own in of_case.items() if CATALOGUE.cases[slug].expect), key=lambda item: len(item[1])
-    )
-    case = CATALOGUE.cases[slug]
-    at = next(n for n, d in enumerate(own) if unbacked(case, own[:n] + own[n + 1 :]))
-    gone, folder = own[at], tmp_path / own[at]["hardware"]["profile"]
-    shutil.copytree(BASELINE, tmp_path, dirs_exist_ok=True)
-    file = folder / f"{gone['stack']['label']}.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    (line,) = [n for n, text in enumerate(lines) if json.loads(text).get("key") == gone["key"]]
-    file.write_text("".join(lines[:line] + lines[line + 1 :]), encoding="utf-8")
-    store = Store(tmp_path)
-    left = regrade(list(store.documents(cases=[slug])), CATALOGUE.cases).documents
-    assert not store.damaged and len(left) == len(own) - 1
-    assert unbacked(case, left)
 
 
 def test_nothing_is_published_that_backs_nothing() -> None:

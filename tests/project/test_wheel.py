@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.paths import ROOT
+from repro_matrix.results.store import Store
 
 TEAM = Path(__file__).parents[1] / "team"
 pytestmark = pytest.mark.ranks
@@ -107,8 +108,8 @@ def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
 
     run("accept", "case=odd-batch", "--reason", "first measured")
     assert "FIX_HOLDS" in (team / "results/expected/odd-batch.yaml").read_text()
-    (published,) = (team / "results" / "baseline").rglob("*.json*")
-    assert published.suffix == ".jsonl" and '"key":"odd-batch/our-head-by-hand"' in published.read_text()
+    (published,) = (document["key"] for document in Store(team / "results" / "baseline").documents())
+    assert published == "odd-batch/our-head-by-hand"
     refused = run("accept", "case=train-step", "--reason", "none", code=2)
     assert "no complete measurement" in refused.stderr
 

@@ -479,10 +479,10 @@ def test_a_document_that_was_edited_is_named_in_every_format(stored: Path, capsy
         assert "arm control: it says HEALTHY, its outcomes INCONCLUSIVE" in said.err, name
         if name in ("junit", "json"):  # what a machine keeps
             assert "arm control: it says HEALTHY, its outcomes INCONCLUSIVE" in said.out, name
-    (stored / "torn.jsonl").write_text("<<<<<<< HEAD\n")
+    (stored / "torn.jsonl.zst").write_text("<<<<<<< HEAD\n")
     assert main(["report", str(stored), "--format", "junit"]) == 3
-    assert '<error message="' in (said := capsys.readouterr().out) and "torn.jsonl:1: damaged" in said
-    (stored / "torn.jsonl").unlink()
+    assert '<error message="' in (said := capsys.readouterr().out) and "torn.jsonl.zst: damaged" in said
+    (stored / "torn.jsonl.zst").unlink()
     write_json(path, {**honest, "arms": {"control": {**honest["arms"]["control"], "fingerprint": "edited"}}})
     assert main(["report", str(stored), "--format", "csv"]) == 0, "its attempts were made under none"
     assert "edited" not in capsys.readouterr().err

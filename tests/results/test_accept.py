@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from repro_matrix.cli import accept
-from repro_matrix.cli.accept import _portable, _usable
+from repro_matrix.cli.accept import _usable
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import BASELINE, ROOT, cache_dir
 from repro_matrix.results import provenance
 from repro_matrix.results.accept import place, publication
+from repro_matrix.results.baseline import portable
 from repro_matrix.results.store import Store
 
 SLUG = "fsdp2-mixed-dtensor"
@@ -31,7 +32,7 @@ def test_own_folders_are_not_published_and_all_else_is() -> None:
         ROOT / "repros" / "repro_kit" / "run.py",
     )
     text = f"saved in {saved}, log {log}, kit {kit}"
-    shown = _portable({"message": text, "number": 3})
+    shown = portable({"message": text, "number": 3})
     assert shown == {
         "message": "saved in /attempt/checkpoint, log /attempt/logs/rank-0.log, kit /checkout/repros/repro_kit/run.py",
         "number": 3,
@@ -61,7 +62,7 @@ def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was()
         "command": ["python", "/checkout/harness/repro_matrix/launch/worker/fork_server.py"],
         "file": "/checkout/repros/repro_kit/run.py",
     }
-    assert _portable(document) == shown
+    assert portable(document) == shown
 
 
 def test_a_failure_that_was_never_seen_is_refused_and_a_control_has_none() -> None:
@@ -78,10 +79,10 @@ def test_a_failure_that_was_never_seen_is_refused_and_a_control_has_none() -> No
 
 def test_a_table_of_which_nothing_is_left_goes(tmp_path: Path) -> None:
     own = SimpleNamespace(baseline=tmp_path / "baseline", expected=tmp_path / "deep" / "expected")
-    found = publication({}, [], [], "")
-    accept._publish(replace(found, tables={"gone": None, "kept": "case: kept\n"}), own)  # type: ignore[arg-type]
+    found, none = publication({}, [], [], ""), SimpleNamespace(cases={})
+    accept._publish(replace(found, tables={"gone": None, "kept": "case: kept\n"}), own, none)  # type: ignore[arg-type]
     assert [path.name for path in own.expected.iterdir()] == ["kept.yaml"]
-    accept._publish(replace(found, tables={"kept": None}), own)  # type: ignore[arg-type]
+    accept._publish(replace(found, tables={"kept": None}), own, none)  # type: ignore[arg-type]
     assert not list(own.expected.iterdir())
 
 
@@ -144,7 +145,7 @@ def test_what_is_accepted_and_what_is_refused(
     assert "left out" not in out
     put(tmp_path / "cut", complete=False)
     assert "holds no complete measurement" in accepted("cut")[2], "a run that was interrupted"
-    (written,) = own.baseline.rglob("*.jsonl")
+    (written,) = (file for file in own.baseline.rglob("*.zst") if not file.name.startswith("summary"))
     table = own.expected / f"{SLUG}.yaml"
     said = table.read_text(encoding="utf-8")
     assert f"case: {SLUG}" in said

@@ -7,16 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, Options, unknown
 from repro_matrix.paths import BASELINE, CONF, EXPECTED
 from repro_matrix.report import summary
-from repro_matrix.results import local as own_results
 from repro_matrix.results import provenance, unshown
 from repro_matrix.results.accept import place
 from repro_matrix.results.exit_code import TOO_LITTLE
@@ -199,30 +196,6 @@ def test_a_wrong_table_of_expectations_disables_its_case_only(
     assert said(capsys, "nightly", str(results), "--nights", str(checkout / "nights"), "--code", "0")[0] == 2
 
 
-def test_a_damaged_published_document_is_named_and_the_rest_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    baseline = tmp_path / "baseline"
-    of_it = '{"key":"train-step/'
-    source = next(path for path in sorted(BASELINE.rglob("*.jsonl")) if path.read_text().count(of_it) > 1)
-    copy = baseline / "cpu" / source.name
-    copy.parent.mkdir(parents=True)
-    lines = source.read_text().split("\n")
-    at, *rest = (number for number, line in enumerate(lines) if line.startswith(of_it))
-    lines[at] = lines[at].replace('"cell":{', '"cell":{"hardware":0,')
-    copy.write_text("\n".join(lines))
-    first = f"{copy}:{at + 1}"
-    monkeypatch.setattr(project, "published", lambda: [baseline])
-    told: list[str] = []
-    known = own_results.history([], {"train-step"}, told.append)
-    assert len(known) == len(rest) and len(told) == 1 and str(first) in told[0] and "hardware" in told[0]
-    code, out, err = said(capsys, "claims", "--json", f"results={tmp_path / 'none'}")
-    assert code == 0 and json.loads(out) and str(first) in err
-
-
-# --- a table of what is shipped that was written by hand
-
-
 def test_a_shipped_table_that_differs_from_the_commit_is_believed_where_measurements_show_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,41 +222,6 @@ def test_a_shipped_table_that_differs_from_the_commit_is_believed_where_measurem
     gone = EXPECTED / "no-table" / f"{slug}.yaml"
     monkeypatch.setattr(provenance, "changed", lambda *folders: [gone])
     assert unshown.dropped(known) == [f"{gone}: is gone since the commit: nothing is expected of {slug}"]
-
-
-def test_a_shipped_case_of_which_a_published_line_is_gone_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    slug = "ddp-ready-once"
-    gone = f'{{"key":"{slug}/qwen1.5-0.5b-ddp","cell":{{}}}}'
-    monkeypatch.setattr(provenance, "changed", lambda *folders: [BASELINE / "cpu" / "some.jsonl"])
-    monkeypatch.setattr(provenance, "differing", lambda folder: ['{"said":"0a","is":"x"}', gone, '{"key":"no-such/x"}'])
-    known = catalogue.load()
-    assert unshown.dropped(known) == [], "edited, and it shows the same"
-    held = unshown.Store
-
-    class Without(held):  # type: ignore[misc, valid-type]
-        def documents(self, *args: Any, **more: Any) -> Any:
-            return (found for found in super().documents(*args, **more) if found["key"] != f"{slug}/qwen1.5-0.5b-ddp")
-
-    monkeypatch.setattr(unshown, "Store", Without)
-    (said,) = unshown.dropped(known)
-    assert f"{slug}.yaml: not believed" in said and "expected, and no measurement of it is stored" in said
-    assert known.cases[slug].expect == []
-
-
-def test_which_lines_differ_from_the_commit(tmp_path: Path) -> None:
-    def git(*args: str) -> None:
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b", *args], check=True)
-
-    git("init", "-q")
-    file = tmp_path / "cpu" / "x.jsonl"
-    file.parent.mkdir()
-    file.write_text("".join(f'{{"key":"{name}/cell"}}\n' for name in ("same", "edited", "gone")))
-    git("add", ".")
-    git("commit", "-q", "-m", "one")
-    assert provenance.differing(tmp_path) == []
-    file.write_text('{"key":"same/cell"}\n{"key":"edited/cell","cell":1}\n')
-    found = {slug for line in provenance.differing(tmp_path) for slug in unshown._CASE.findall(line)}
-    assert found == {"edited", "gone"}
 
 
 def test_which_files_differ_from_the_commit(tmp_path: Path) -> None:

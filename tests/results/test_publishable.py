@@ -90,8 +90,8 @@ def test_the_verb_publishes_nothing_of_what_it_refuses(tmp_path: Path, capsys: p
     path.parent.mkdir(parents=True)
     stored["provenance"]["git_dirty"] = True
     path.write_text(json.dumps({key: value for key, value in stored.items() if key != "path"}))
-    before = {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.jsonl")}
+    before = {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.zst")}
     code = main(["accept", "case=ddp-unfinished-reduction", "--reason", "x", "--from", str(tmp_path)])
     said = capsys.readouterr().err
     assert code != 0 and "not published" in said and "changes that are not committed" in said
-    assert before == {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.jsonl")}
+    assert before == {file: file.stat().st_mtime_ns for file in BASELINE.rglob("*.zst")}

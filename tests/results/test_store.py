@@ -140,11 +140,6 @@ def test_a_document_of_a_newer_schema_is_named_and_never_overwritten(store: Stor
     store.close()
 
 
-def test_a_document_from_before_ranks_were_an_axis_is_brought_up(store: Store) -> None:
-    older = {key: value for key, value in document(1).items() if key not in ("ranks", "variant")}
-    assert stores.document_of(json.dumps(older)) == {**older, "ranks": 2, "variant": []}
-
-
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [

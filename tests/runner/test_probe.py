@@ -11,7 +11,6 @@ from judging import failed, observation
 from probing import CASE, World, world
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.selection import parse
-from repro_matrix.records.older import skip_of
 from repro_matrix.runner.request import ask
 from repro_matrix.search.labels import of_cell, plain
 from repro_matrix.search.prober import Prober, Stopped, Target, quoted
@@ -26,7 +25,9 @@ def attempt(name: str, message: str = "", **more: Any) -> dict[str, Any]:
 
 
 def arm(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]:
-    return {"skipped": skipped, "skip": skip_of(skipped) if skipped else None, "attempts": list(attempts)}
+    kind, needs = ("packages", ["torch>=2.6", "y>=1"]) if "torch>=2.6" in (skipped or "") else ("gpus", ["2 GPUs"])
+    skip = {"kind": kind, "needs": needs} if skipped else None
+    return {"skipped": skipped, "skip": skip, "attempts": list(attempts)}
 
 
 # -- labels

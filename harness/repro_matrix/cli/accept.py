@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,11 +24,11 @@ from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.grading.regrade import document_name, regrade
 from repro_matrix.grading.signature import overbroad_signature
-from repro_matrix.paths import ROOT, cache_dir
+from repro_matrix.paths import ROOT
 from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import print_json, print_notes, print_table
+from repro_matrix.results import baseline, provenance, runs, summary
 from repro_matrix.results import local as own_results
-from repro_matrix.results import provenance, published, runs
 from repro_matrix.results.accept import Publication, publication
 from repro_matrix.results.accept_checks import Refusal, refusals
 from repro_matrix.results.filters import chosen
@@ -101,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
     if refused:  # the plan is seen first: what would be new is the reason to measure once more
         raise ResultsError("\n  ".join([f"{source}: would not be published:", *_grouped(refused)]))
     if not args.plan:
-        _publish(found, own)
+        _publish(found, own, catalogue)
         if not args.json:
             print(f"review and commit: the documents in {own.baseline}, and the tables in {own.expected}")
     return 0
@@ -141,8 +139,9 @@ def _show(found: Publication) -> None:
             print(f"{counted(len(places), 'document')} {one if len(places) == 1 else several}")
 
 
-def _publish(found: Publication, own: Project) -> None:
-    published.write(own.baseline, {at: _portable(one) for at, one in found.written.items()}, found.dropped)
+def _publish(found: Publication, own: Project, catalogue: Catalogue) -> None:
+    baseline.write(own.baseline, found.written, found.dropped)
+    summary.write_baseline(own.baseline, catalogue.cases)
     own.expected.mkdir(parents=True, exist_ok=True)
     for slug, table in found.tables.items():
         path = own.expected / f"{slug}.yaml"
@@ -182,24 +181,6 @@ def _refuse(case: Case, documents: list[Document]) -> None:
         raise ResultsError(
             f"{case.slug}: its broken arm fired in none of {len(attempts)} attempts, here and in the baseline{last}"
         )
-
-
-_CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/worker/")  # what started the ranks lay in it
-# Where one attempt had its files; the same for all of them once it is published.
-_ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
-
-
-def _portable(document: Document) -> Document:
-    """The document without this machine's own paths: what is published says nothing of whose disk it was."""
-    text = json.dumps(document)
-    mine = project.current().folder
-    for measured_from in {*_CHECKOUT.findall(text)} - {str(ROOT)}:  # another checkout than the one that publishes
-        text = text.replace(f"{measured_from}/", "/checkout/")
-    for own, shown in ((ROOT, "/checkout"), (mine, "/project"), (cache_dir(), "/cache"), (Path.home(), "/home")):
-        text = text.replace(f"{own}/", f"{shown}/")
-    text = _ATTEMPT_FOLDER.sub("/attempt", text)
-    portable: Document = json.loads(text)
-    return portable
 
 
 def _usable(document: Document) -> bool:

@@ -1,7 +1,7 @@
-"""Where a cell's document lies, as it is named everywhere: made and read here only. Pure.
+"""Where a cell's document is stored, as it is named everywhere. Pure.
 
-A run writes a file a cell, ``<hardware>/<stack>/<case>/<cell>.json``; a published document is a line of its stack's
-file, ``<hardware>/<stack>.jsonl:<line>``, which editors and terminals open at that line.
+A run writes a file per cell, ``<hardware>/<stack>/<case>/<cell>.json``; a published document is a line of its stack's
+file, ``<hardware>/<stack>.jsonl.zst:<line>``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
-LINES = ".jsonl"
-_AT = re.compile(r"(?P<file>.+\.jsonl):(?P<line>[0-9]+)")
+LINES = ".jsonl.zst"
+_AT = re.compile(r"(?P<file>.+\.jsonl\.zst):(?P<line>[0-9]+)")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
-"""Results on disk: one JSON document per cell, written atomically; nothing recorded is ever lost. What is published is
-a line of its stack's file (harness/repro_matrix/results/sheet.py), and is read here too."""
+"""Results on disk: one JSON document per cell, written atomically; nothing that was recorded is ever lost.
+
+The baseline keeps a line per document in the file of its stack (results/baseline.py); it is read here, too.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,21 @@ from filelock import FileLock, Timeout
 from pydantic_core import from_json
 
 from repro_matrix.errors import ResultsError
-from repro_matrix.records import older
+from repro_matrix.files import write_bytes as write_bytes
+from repro_matrix.files import write_text as write_text
 from repro_matrix.records import paths as place
 from repro_matrix.records import validate as doubt
 from repro_matrix.records.document import Document
-from repro_matrix.results import sheet
-from repro_matrix.results.compact import expanded
-from repro_matrix.results.sheet import NewerSchema
+from repro_matrix.results import baseline
 
 SCHEMA = 1  # of a cell's document
 SCRIPTS = "scripts"  # in a results folder: measurements of somebody's own scripts (harness/script)
 SUMMARY = "summary.jsonl"  # made of the documents beside it (results/summary.py)
 State = tuple[int, int, int, int]  # of a file: another one whenever it was written, or is another file
+
+
+class NewerSchema(ValueError):
+    """A format that this version does not know."""
 
 
 def stack_label(versions: Mapping[str, str], key: str) -> str:
@@ -149,7 +154,7 @@ class Found(NamedTuple):
     cell: str = ""
 
 
-def listed(root: Path, history: bool = False) -> Iterator[Found]:
+def listed(root: Path, history: bool = False, lines: bool = True) -> Iterator[Found]:
     """The documents below a folder, in a fixed order; a file of them, or one document, lists itself. Older ones
     (``history``) and a script's measurements are left out. A link that leads to no document is listed as one: who reads
     it is told. Raises OSError."""
@@ -162,10 +167,10 @@ def listed(root: Path, history: bool = False) -> Iterator[Found]:
         case = os.path.basename(folder)
         yield from _lost(folder, [*names, *(name for name in files if "." not in name)], str(root))
         for name in sorted(files):
-            if name.endswith((".json", place.LINES)) and not name.startswith(".") and name != SUMMARY:
+            if name.endswith((".json", place.LINES)) and not name.startswith((".", SUMMARY)):
                 path = os.path.join(folder, name)
                 try:
-                    if name.endswith(place.LINES):
+                    if lines and name.endswith(place.LINES):
                         yield from _in_file(path, case)
                     else:  # nearly all of many thousand
                         yield Found(path, case, state_of(path), name)
@@ -194,12 +199,15 @@ def _in_file(path: str, case: str) -> Iterator[Found]:
     if not at.file.endswith(place.LINES):
         yield Found(path, case, state, os.path.basename(path))
         return
-    held = sheet.at(at.file, state)
-    if sheet.is_one(held):
-        for number, key in held.keys.items():
-            if at.line in (None, number):
-                case, _, cell = key.partition("/")
-                yield Found(str(place.Place(at.file, number)), case, state, f"{cell}.json")
+    try:
+        lines = baseline.read_lines(at.file, state)
+    except ValueError:
+        yield Found(path, "", state)  # who reads it is told
+        return
+    for number, line in enumerate(lines, 1):
+        if at.line in (None, number):
+            case, _, cell = baseline.key_of(line).partition("/")
+            yield Found(str(place.Place(at.file, number)), case, state, f"{cell}.json")
 
 
 def state_of(path: str) -> State:
@@ -218,18 +226,21 @@ def document_at(path: str) -> Document:
     """The document of this name. Raises ValueError as ``document_of``, and OSError."""
     at = place.read(path)
     if at.line is None:
+        if path.endswith(place.LINES):  # damaged, so that it has no lines to name
+            baseline.read_lines(path, state_of(path))
+            raise ValueError("a file of several documents")
         try:
-            written = Path(path).read_text(encoding="utf-8")
+            written: str | bytes = Path(path).read_text(encoding="utf-8")
         except (FileNotFoundError, IsADirectoryError):
             if not os.path.islink(path):
                 raise
             what = "a folder, and is not followed" if os.path.isdir(path) else "what is not there"
             raise ValueError(f"a link that leads to {what}: {os.readlink(path)}") from None
         return document_of(written)
-    try:
-        return _checked(sheet.at(at.file, state_of(at.file)).document(at.line))
-    except RecursionError:
-        raise ValueError("not a cell document: nested too deeply") from None
+    lines = baseline.read_lines(at.file, state_of(at.file))
+    if not 0 < at.line <= len(lines):
+        raise ValueError("there is no such line")
+    return document_of(lines[at.line - 1])
 
 
 def _is_newer(path: Path) -> bool:
@@ -240,7 +251,7 @@ def _is_newer(path: Path) -> bool:
     return False
 
 
-def document_of(written: str) -> Document:
+def document_of(written: str | bytes) -> Document:
     """The document that a file's text is, compared with its type (cell/document.py), so that nobody who reads it
     need ask for a key. Raises ValueError with what is wrong, and where in it; NewerSchema."""
     try:
@@ -249,7 +260,7 @@ def document_of(written: str) -> Document:
         raise ValueError("not a cell document: nested too deeply") from None
 
 
-def _loaded(written: str) -> Any:
+def _loaded(written: str | bytes) -> Any:
     """The text's JSON, in a third of the time that ``json`` takes, which says what is wrong with other texts and reads
     half a character (a lone surrogate), as logs have it."""
     try:
@@ -260,7 +271,7 @@ def _loaded(written: str) -> Any:
 
 def _checked(held: Any) -> Document:
     try:
-        found: Any = expanded(held)
+        found: Any = held
         if "$schema" in found:
             raise ValueError("a JSON Schema, no cell document")
         schema = found["schema"]
@@ -270,7 +281,7 @@ def _checked(held: Any) -> Document:
             raise ValueError(f"schema {schema}: older than any that this repro-matrix reads ({SCHEMA})")
         if schema != SCHEMA or not isinstance(found["arms"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
-        return older.filled(doubt.cell(older.with_ranks(found)))
+        return doubt.cell(found)
     except KeyError as error:
         raise ValueError(f"not a cell document: it has no {error}") from None
     except (TypeError, AttributeError) as error:
@@ -290,31 +301,6 @@ def _is_whole(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file in one step; of a link the file that it leads to. What is no file (a device, a pipe) is written
-    to: root would put a file in the place of /dev/null."""
-    if path.exists() and not path.is_file():
-        with open(path, "wb") as out:
-            out.write(content)
-        return
-    path = path.resolve() if path.is_symlink() and path.exists() else path
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _explained(error: OSError, path: Path) -> ResultsError:

@@ -25,6 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
+from repro_matrix.files import write_bytes
 from repro_matrix.grading import checks, verdict
 from repro_matrix.grading.expectations import comparison as compare_with_expectation
 from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
@@ -37,7 +38,7 @@ from repro_matrix.records.document import Arm, Document, Made
 from repro_matrix.records.observation import Observation, Rank
 from repro_matrix.records.outcome import Outcome as StoredOutcome
 from repro_matrix.results.rows import error_at, words_of
-from repro_matrix.results.store import SUMMARY, document_at, listed, write_bytes
+from repro_matrix.results.store import SUMMARY, document_at, listed
 
 FILE = SUMMARY
 COMPRESSED = f"{FILE}.zst"  # of the baseline
@@ -161,6 +162,7 @@ class Row:
 
     arm: str
     help: str
+    arms: int  # of the cell: a summary that was cut off has fewer rows
     first: bool  # the arm that the others are compared with: ``broken`` or ``control``
     changes: tuple[Change, ...]
     own_stack: str | None  # the stack of an arm that names one
@@ -272,18 +274,33 @@ def load_rows(
     """
     cases = catalog.load().cases if cases is None else cases
     notes = [] if notes is None else notes
-    evidence = {os.path.relpath(found.path, folder): found.state for found in listed(folder)}
     stored = _stored(folder, notes)
-    checker = _Freshness(folder, cases)
-    fresh = {path: rows for path, rows in stored.items() if path in evidence and checker.is_fresh(rows, evidence[path])}
-    stale = [path for path in evidence if path not in fresh]
+    current = _Current(folder, cases)
+    fresh: dict[str, list[Row]] = {}
+    stale: list[str] = []
+    for file, state in _files(folder):
+        rows = stored.pop(file, {})
+        whole = rows and current.is_content(next(iter(rows.values()))[0], state)
+        paths_of = list(rows) if whole else [os.path.relpath(each.path, folder) for each in listed(folder / file)]
+        for path in paths_of:
+            if whole and current.is_grading(rows[path]):
+                fresh[path] = rows[path]
+            else:
+                stale.append(path)
     if stale:
         fresh |= grade_cells(folder, stale, cases, [row for rows in fresh.values() for row in rows], notes)
-    found = [compared(row, cases) for path in evidence if path in fresh for row in fresh[path]]
-    if write and (stale or stored.keys() - evidence.keys()):
+    order = sorted(fresh, key=lambda path: ((place := paths.read(path)).file.split("/"), place.line or 0))
+    found = [compared(row, cases) for path in order for row in fresh[path]]
+    if write and (stale or stored):
         with suppress(OSError):
             write_rows(folder, found)
     return found
+
+
+def _files(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The files of evidence below a folder, each once, relative to it."""
+    for found in listed(folder, lines=False):
+        yield os.path.relpath(found.path, folder), found.state
 
 
 def write_rows(folder: Path, rows: Iterable[Row], name: str = FILE) -> None:
@@ -297,6 +314,20 @@ def rewrite(folder: Path, cases: Mapping[str, Case]) -> None:
     with suppress(OSError):
         if (folder / FILE).exists():
             write_rows(folder, load_rows(folder, cases))
+
+
+def write_baseline(root: Path, cases: Mapping[str, Case]) -> None:
+    """Write the summaries of a baseline, one for each hardware. A file's time says nothing in a checkout: it is 0."""
+    by_hardware: dict[str, list[Row]] = defaultdict(list)
+    if not root.is_dir():
+        return
+    for row in load_rows(root, cases):
+        by_hardware[row.evidence.split("/")[0]].append(replace(row, evidence_mtime_ns=0))
+    for path in root.glob(f"*/{COMPRESSED}"):
+        if path.parent.name not in by_hardware:
+            path.unlink()
+    for hardware, rows in sorted(by_hardware.items()):
+        write_rows(root / hardware, rows, COMPRESSED)
 
 
 def append_rows(folder: Path, rows: Iterable[Row]) -> None:
@@ -316,17 +347,16 @@ def append_cell(folder: Path, path: Path, document: Document, cases: Mapping[str
         append_rows(folder, rows_of(document, case, cases, relative, state, evidence_hash(content)))
 
 
-def _stored(folder: Path, notes: list[str]) -> dict[str, list[Row]]:
-    """Evidence -> its rows. The last rows of a cell win; a line that cannot be read is one that is missing."""
-    cells: dict[str, dict[str, Row]] = {}
+def _stored(folder: Path, notes: list[str]) -> dict[str, dict[str, list[Row]]]:
+    """File -> evidence -> its rows. The last rows of a cell win; a line that cannot be read is one that is missing."""
+    found: dict[str, dict[str, list[Row]]] = defaultdict(dict)
     for path in (folder / FILE, folder / COMPRESSED, *sorted(folder.glob(f"*/{COMPRESSED}"))):
         if not path.is_file():
             continue
         try:
             content = path.read_bytes()
-            content = (
-                zstandard.ZstdDecompressor().decompressobj().decompress(content) if path.suffix == ".zst" else content
-            )
+            if path.suffix == ".zst":
+                content = zstandard.ZstdDecompressor().decompressobj().decompress(content)
         except (OSError, zstandard.ZstdError) as error:
             notes.append(f"{path}: cannot be read: {error}. Its rows are computed from their evidence.")
             continue
@@ -334,39 +364,38 @@ def _stored(folder: Path, notes: list[str]) -> dict[str, list[Row]]:
             with suppress(ValueError):
                 if line:
                     row = from_json(line)
-                    rows = cells.setdefault(row.evidence, {})
+                    cells = found[paths.read(row.evidence).file]
                     if row.first:
-                        rows.clear()
-                    rows[row.arm] = row
-    return {path: list(rows.values()) for path, rows in cells.items()}
+                        cells[row.evidence] = []
+                    if row.evidence in cells:
+                        cells[row.evidence].append(row)
+    return dict(found)
 
 
-class _Freshness:
-    """Decides whether stored rows still say what their evidence says."""
+class _Current:
+    """Tells whether stored rows are still what their evidence, the grader and the case say."""
 
     def __init__(self, folder: Path, cases: Mapping[str, Case]) -> None:
         self.folder, self.cases = folder, cases
         self._case_hashes: dict[str, str] = {}
-        self._hashes: dict[str, str] = {}
 
-    def is_fresh(self, rows: Sequence[Row], state: tuple[int, ...]) -> bool:
-        row = rows[0]
-        if row.grader_hash != grader_hash() or not row.first:
-            return False
-        if row.case not in self._case_hashes:
-            self._case_hashes[row.case] = case_hash(row.case, self.cases)
-        if row.case_hash != self._case_hashes[row.case]:
-            return False
+    def is_content(self, row: Row, state: tuple[int, ...]) -> bool:
         if row.evidence_size != state[2]:
             return False
-        return row.evidence_mtime_ns == state[0] or row.evidence_hash == self._hash(row.evidence)
+        if row.evidence_mtime_ns == state[0]:
+            return True
+        try:  # a copy, or a checkout
+            return row.evidence_hash == evidence_hash((self.folder / paths.read(row.evidence).file).read_bytes())
+        except OSError:
+            return False
 
-    def _hash(self, evidence: str) -> str:
-        file = paths.read(evidence).file
-        if file not in self._hashes:
-            with suppress(OSError):
-                self._hashes[file] = evidence_hash((self.folder / file).read_bytes())
-        return self._hashes.get(file, "")
+    def is_grading(self, rows: Sequence[Row]) -> bool:
+        row = rows[0]
+        if row.case not in self._case_hashes:
+            self._case_hashes[row.case] = case_hash(row.case, self.cases)
+        return (row.grader_hash, row.case_hash, len(rows)) == (
+            grader_hash(), self._case_hashes[row.case], row.arms,
+        )  # fmt: skip
 
 
 def evidence_hash(content: bytes) -> str:
@@ -507,6 +536,7 @@ def rows_of(
             hardware["os"],
         ),
         "complete": document["complete"],
+        "arms": len(document["arms"]),
         "started": made["started"],
         "ended": made["ended"],
         "commit": made["git_commit"],

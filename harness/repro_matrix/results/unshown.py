@@ -6,7 +6,6 @@ the cases whose published measurements do: the others were looked at by a test (
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from repro_matrix.records.paths import LINES
 from repro_matrix.results import provenance
 from repro_matrix.results.store import Store
 from repro_matrix.results.supported import unbacked
-
-_CASE = re.compile(r'^\{"key":"([a-z0-9-]+)/')  # of a cell's line (harness/repro_matrix/results/sheet.py)
 
 
 def dropped(catalogue: Catalogue, cases: Iterable[str] | None = None) -> list[str]:
@@ -56,7 +53,7 @@ def files() -> list[Path]:
     own = project.current()
     if not _tables():
         return []
-    return [path for path in sorted(own.baseline.rglob("*")) if path.suffix in (".json", LINES)]
+    return [path for path in sorted(own.baseline.rglob("*")) if path.name.endswith((".json", LINES))]
 
 
 def _tables() -> list[Path]:
@@ -68,7 +65,4 @@ def _tables() -> list[Path]:
         return []
     changed = provenance.changed(EXPECTED, BASELINE)
     tables = {path for path in changed if path.is_relative_to(EXPECTED) and path.suffix == ".yaml"}
-    if any(path.is_relative_to(BASELINE) for path in changed):  # of which cases a line is gone, edited, or new
-        slugs = {slug for line in provenance.differing(BASELINE) for slug in _CASE.findall(line)}
-        tables |= {EXPECTED / f"{slug}.yaml" for slug in slugs} & {*EXPECTED.glob("*.yaml")}
     return sorted(tables)
