@@ -1,16 +1,26 @@
-"""Text for people: counts, wrapped lines, and foreign text without anything that a terminal would obey."""
+"""Text for people: counts, wrapped lines, and text of other programs made harmless and short.
+
+Text of other programs may hold escape sequences, invisible characters, and ten megabytes. Markup is not the business of
+this module: templates escape it.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Iterable
+from functools import lru_cache
 
 WIDTH = 120  # columns of a line where no terminal limits it
 # What a terminal obeys: CSI (colours, the cursor), OSC (its title, links), and sequences of two characters.
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 MAX_LINES = 8  # of a wrapped text
+
+# Characters that are not visible: control, format (zero-width, bidirectional), surrogates, private, unassigned,
+# separators of lines and paragraphs.
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def counted(number: int, what: str) -> str:
@@ -41,17 +51,43 @@ def printable(text: str) -> str:
     return "\n".join(map(one_line, text.split("\n")))
 
 
-def wrap(text: str, indent: str = "", hanging: int = 2, width: int = WIDTH) -> list[str]:
-    """Wrap a text to ``width`` columns, at most ``MAX_LINES`` lines. ``hanging``: columns by which later lines are
-    indented further. Spaces at the beginning of the text count for the first line only."""
+def wrap(text: str, indent: str = "", hanging: int = 2, width: int = WIDTH, most: int | None = MAX_LINES) -> list[str]:
+    """Wrap a text to ``width`` columns, at most ``most`` lines. ``hanging``: columns by which later lines are indented
+    further. Spaces at the beginning of the text count for the first line only."""
     text = one_line(text)
     head = len(text) - len(text.lstrip())
     return textwrap.wrap(
         text.lstrip(), width, initial_indent=indent + " " * head, subsequent_indent=" " * (len(indent) + hanging),
-        break_on_hyphens=False, max_lines=MAX_LINES, placeholder=" ...",
+        break_on_hyphens=False, max_lines=most, placeholder=" ...",
     )  # fmt: skip
 
 
 def log(text: str) -> None:
     """Print progress or a remark on stderr."""
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def block(text: str, limit: int = 2000) -> str:
+    """Return readable lines of about ``limit`` characters: the beginning and the end of a longer text."""
+    if len(text) > limit:  # before anything looks at every character
+        head, tail = limit // 3, limit - limit // 3
+        text = f"{text[:head]}\n[… {len(text) - limit} characters left out …]\n{text[-tail:]}"
+    text = ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").expandtabs(4)
+    return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_visible, text))
+
+
+@lru_cache(maxsize=1 << 14)  # many cells have the same texts
+def line(text: str, limit: int = 240) -> str:
+    """Return one line; a longer text ends with an ellipsis."""
+    flat = " ".join((text if _is_plain(text) else block(text[: 4 * limit], 4 * limit)).split())
+    return flat if len(flat) <= limit and len(text) <= 4 * limit else flat[: limit - 1] + "…"
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable()
+
+
+def _visible(character: str) -> str:
+    if character == "\n" or unicodedata.category(character) not in _INVISIBLE:
+        return character
+    return f"⟨U+{ord(character):04X}⟩"

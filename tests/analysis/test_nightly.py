@@ -25,8 +25,9 @@ from repro_matrix.analysis.regressions import (
 )
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ResultsError
-from repro_matrix.report.history import make_strips
 from repro_matrix.report.issue import issue
+from repro_matrix.report.strips import history as strips_of
+from repro_matrix.report.strips import run_of_history
 from repro_matrix.results import quarantine, runs
 from results_by_hand import BOOM, CLEAN, FIRED, FIRES, HOLDS, SIDES, SKIPPED, arm, cell, write
 
@@ -218,11 +219,9 @@ def test_history_stores_runs_without_loss(one: Rows, other: Rows, tmp_path_facto
     for run in [*made[::-1], made[0]]:  # one that comes late, and one that is stored again
         history.store_run(folder, run)
     assert history.load_history(folder, []) == sorted(made, key=lambda run: (run.started, run.run_id))
-    strips = make_strips(made)
-    assert all(len(strip.entries) == 2 for strip in strips)
-    assert {(s.case, s.arm) for s in strips} == {(row.case, row.arm) for run in made for row in run.rows}
-    for strip in strips:
-        assert all(strip.entries[t.before].result != strip.entries[t.night].result for t in strip.turns)
+    strips = strips_of([run_of_history(run) for run in made]).strips
+    assert all(len(strip.answers) == 2 for strip in strips)
+    assert {(s.key[0], s.key[4]) for s in strips} == {(row.case, row.arm) for run in made for row in run.rows}
 
 
 @pytest.mark.parametrize(
@@ -413,4 +412,4 @@ def test_report_page_shows_changes_over_runs(results: Path, night: Night) -> Non
     page = results / "page.html"
     for words, shown in ((["--history", str(results / "history")], True), ([], False)):
         assert cli.main(["report", str(results / "tue"), *words, "--output", str(page)]) == 0
-        assert ('id="nights"' in page.read_text()) == shown
+        assert ('id="history"' in page.read_text()) == shown

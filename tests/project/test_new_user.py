@@ -54,19 +54,6 @@ def test_one_is_not_several() -> None:
     assert [counted(number, "claim") for number in (0, 1, 2)] == ["0 claims", "1 claim", "2 claims"]
 
 
-def test_a_site_is_not_written_among_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from repro_matrix.cli.report import _refuse_foreign
-    from repro_matrix.errors import ResultsError
-
-    _refuse_foreign(tmp_path / "new")
-    _refuse_foreign(tmp_path)
-    (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(ResultsError, match="holds other files"):
-        _refuse_foreign(tmp_path)
-    (tmp_path / "index.html").write_text("<title>repro-matrix</title>")  # our own, written again
-    _refuse_foreign(tmp_path)
-
-
 # -- scripts
 
 

@@ -245,10 +245,12 @@ def test_a_cell_of_which_every_arm_fails_alike_shows_nothing_and_is_not_green() 
 def test_a_broken_arm_by_itself_is_compared_with_nothing_and_that_is_said() -> None:
     """Clean where it is known to fire, "nothing unexpected" was all that was said."""
     ran: list[Any] = [("clean", observation(ok(0)))]
-    told = "of 1 cell the broken arm alone was measured: what is expected is said of a fix beside it"
+    told = "1 cell: only the broken arm was measured, so there is no verdict"
     by_itself = arm_rows(document({"broken": ran}, {}))
     assert told in summary_line(by_itself)
     assert "2 cells" in summary_line([*by_itself, *({**row, "stack": "other"} for row in by_itself)])
     beside = arm_rows(document({"broken": ran, "fix": ran}, {"fix": "NOT_FIRING"}))
-    assert "alone" not in summary_line(beside)
-    assert "alone" not in summary_line([{**row, "attempts": 0} for row in by_itself]), "it was not measured"
+    assert "only the broken arm" not in summary_line(beside)
+    assert "only the broken arm" not in summary_line([{**row, "attempts": 0} for row in by_itself]), (
+        "it was not measured"
+    )

@@ -34,7 +34,7 @@ def show_plan(prepared: Session, as_json: bool, every_arm: bool) -> int:
     if every_arm:
         renamed = {"ranks": "world_size"}
         table = [[item[renamed.get(head, head)] for head in _HEADS] for item in items]
-        print_table("", _HEADS, table, narrow=("skipped",), fold=True, whole=True)
+        print_table("", _HEADS, table, narrow=("skipped",))
     else:
         cells = [plan.cell for plan in prepared.plans for _ in plan.arms]
         keys = [{"cell": repr((cell.hardware, cell.stack, cell.key))} for cell in cells]
@@ -102,7 +102,7 @@ def _print_memory(prepared: Session, rows: Sequence[tuple[ArmPlan, Mapping[str, 
         cells = [row["case"], row["model"], row["strategy"], row["arm"], str(arm.world_size), *_sizes(plan)]
         cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
         table.append([*cells, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
-    print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,), fold=True)
+    print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,))
     print_lines(listing.not_launched(hidden, columns()))
     print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} arms skipped")
 

@@ -86,7 +86,7 @@ def measure(
     applied = quarantine.applied(summary.documents, mutes, datetime.now(timezone.utc).date())
     summary.documents = applied.documents
     found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
-    written = _page(summary.documents, results_folder(prepared.settings)) if page else None
+    written = _page(results_folder(prepared.settings)) if page else None
     changed = _compare(before, summary.documents) if before else None
     expired = [mute.over() for mute in applied.expired]
     if args.json:
@@ -125,12 +125,12 @@ def _compare(before: Side, documents: Sequence[Document]) -> diffs.Diff:
     return diffs.compare([row for row in before.rows if row.key in selected], now, need_common=False)
 
 
-def _page(documents: list[Document], folder: Path) -> Path | None:
+def _page(folder: Path) -> Path | None:
     """Write the page of a run. An error is a note only, because the results are recorded."""
-    from repro_matrix.cli.report import of_run
+    from repro_matrix.report.load import write_run_page
 
     try:
-        return of_run(documents, folder)
+        return write_run_page(folder)
     except (ReproError, OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         print(f"note: no page of this run: {type(error).__name__}: {error}", file=sys.stderr)
         return None

@@ -59,7 +59,7 @@ def _list(args: argparse.Namespace) -> None:
         return
     rows = [[item.name, item.state, item.python or "", item.title, " ".join(item.pins)] for item in listed]
     columns = ["stack", "state", "python", "title", "pins"]
-    print_table("", columns, rows, narrow=("title", "pins"), fold=not args.all)
+    print_table("", columns, rows, narrow=("title", "pins"))
 
 
 def _require_cached(names: Sequence[str], cached: Sequence[stacks.CachedStack]) -> None:
@@ -85,7 +85,7 @@ def _show(args: argparse.Namespace) -> None:
         ]
         for item in sorted(cached, key=lambda item: item.name)
     ]
-    print_table("", ["stack", "key", "state", "size", "used", "versions"], rows, narrow=("versions",), fold=True)
+    print_table("", ["stack", "key", "state", "size", "used", "versions"], rows, narrow=("versions",))
 
 
 def _lock(args: argparse.Namespace) -> None:

@@ -1,96 +1,136 @@
-"""The same results for other programs: JUnit XML, Markdown, JSON (tables: page/tables.py). Pure: cells -> text."""
+"""The same results for other programs: JUnit XML, Markdown, JSON and CSV. Pure: cells -> text."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from repro_matrix.analysis.claims.ledger import ClaimRow
-from repro_matrix.report.icons import MARKS
-from repro_matrix.report.sanitize import harmless, line
-from repro_matrix.report.tables import arm_rows
-from repro_matrix.report.view import ArmView, Cell
+from repro_matrix.config.packages import UPSTREAM
+from repro_matrix.report.labels import Label, count_labels, label
+from repro_matrix.report.page_model import Cell, row_label
+from repro_matrix.results.summary import Row
+from repro_matrix.text import block, counted, line
 
 SCHEMA = 1
 MOST = 65_000  # bytes of Markdown: what a comment or a job's summary takes
-ODD = ("unexpected", "differs from cpu")
+PACKAGES = ("python", *UPSTREAM, "numpy")  # a column each in a table
 
 
-def as_json(
+@dataclass(frozen=True)
+class Remarks:
+    """What a report must say beside its rows. ``damaged``: evidence that cannot be read; ``incomplete``: runs that were
+    interrupted and cases that cannot be graded; ``expired``: entries of the quarantine whose date has passed;
+    ``notes``: everything else."""
+
+    damaged: Sequence[str] = ()
+    incomplete: Sequence[str] = ()
+    expired: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.expired, *self.incomplete, *self.damaged, *self.notes]
+
+
+NO_REMARKS = Remarks()
+
+
+# Rows as records
+
+
+def record(cell: Cell, row: Row) -> dict[str, Any]:
+    """Return an arm with stable keys; results/schema/report-v1.schema.json describes them."""
+    attempts = row.counts
+    return {
+        "results": cell.source, "case": row.case, "kind": row.kind, "simulated": bool(row.simulated),
+        "model": row.model, "strategy": row.strategy, "also": line(cell.flags), "ranks": row.ranks, "scale": row.scale,
+        "weights": row.weights, "hardware": row.hardware.profile, "stack": line(row.stack.name),
+        "versions": {name: row.stack.versions[name] for name in PACKAGES if name in row.stack.versions},
+        "arm": row.arm, "outcome": row.outcome, "verdict": row.verdict, "expected": row.state,
+        "expectation": row.expected_verdict, "attempts": len(row.attempts), "fires": attempts["fires"],
+        "clean": attempts["clean"], "wall_s": row.wall_s, "reason": line(row.reason, 1000), "started": row.started,
+        "commit": row.commit, "document": line(row.evidence, 400),
+        "error_at": line(row.error_at, 400) if row.error_at else None, "command": shlex.join(row.command),
+    }  # fmt: skip
+
+
+def to_json(
     cells: Sequence[Cell],
-    ledger: Sequence[ClaimRow],
-    sources: Sequence[str],
-    made: str,
-    unjudged: Mapping[str, str] = MappingProxyType({}),
-    notes: Sequence[str] = (),
-    unread: Sequence[str] = (),
+    claims: Sequence[ClaimRow],
+    folders: Sequence[str],
+    created: str,
+    remarks: Remarks = NO_REMARKS,
 ) -> str:
-    """By results/schema/report-v1.schema.json. ``unjudged``: case -> why none of its documents is judged. ``notes``:
-    what was left out of the results, or says another thing than it shows; ``unread``: documents that cannot be read."""
-    rows = list(arm_rows(cells))
-    claims = [
-        {"case": row.case, "id": row.id, "text": row.text, "source": row.source, "status": row.status,
-         "detail": line(row.detail, 1000), "measurements": len(row.evidence)}
-        for row in ledger
-    ]  # fmt: skip
-    counts = Counter(arm.mark.name for cell in cells for arm in cell.arms)
-    value = {"schema": SCHEMA, "made": made, "results": list(sources), "counts": dict(counts.most_common()),
-             "rows": rows, "claims": claims,
-             "unjudged": [{"case": case, "reason": reason} for case, reason in unjudged.items()],
-             "unread": [line(note, 1000) for note in unread],
-             "notes": [line(note, 1000) for note in notes]}  # fmt: skip
+    """Return the rows, the claims and the remarks as JSON."""
+    value = {
+        "schema": SCHEMA,
+        "made": created,
+        "results": list(folders),
+        "counts": dict(Counter(one.name for cell in cells for one in cell.labels).most_common()),
+        "rows": [record(cell, row) for cell in cells for row in cell.rows],
+        "claims": [
+            {"case": one.case, "id": one.id, "text": one.text, "source": one.source, "status": one.status,
+             "detail": line(one.detail, 1000), "measurements": len(one.evidence)}
+            for one in claims
+        ],
+        "unread": [line(text, 1000) for text in remarks.damaged],
+        "notes": [line(text, 1000) for text in remarks.all],
+    }  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
 
 
-def as_junit(
-    cells: Sequence[Cell],
-    unjudged: Mapping[str, str] = MappingProxyType({}),
-    notes: Sequence[str] = (),
-    damaged: Sequence[str] = (),
-) -> str:
-    """A suite for each case, a test case for each arm: unexpected is a failure, infrastructure an error, and so is a
-    case that nobody can judge (``unjudged``: case -> why), and evidence that cannot be read (``damaged``). ``notes``
-    stand in the output of the suite ``results``."""
-    from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
+def to_csv(cells: Sequence[Cell]) -> str:
+    """Return a line for each arm, with a column for each package. Text that a spreadsheet would compute begins with an
+    apostrophe."""
+    records = [record(cell, row) for cell in cells for row in cell.rows]
+    for one in records:
+        versions = one.pop("versions")
+        one |= {name: versions.get(name) for name in PACKAGES}
+    out = io.StringIO()
+    if records:
+        writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: _no_formula(value) for key, value in one.items()} for one in records)
+    return out.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """Spreadsheets compute what begins so, some also with the wide signs of East Asian keyboards."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r＝＋－＠") else value
+
+
+# JUnit
+
+
+def to_junit(cells: Sequence[Cell], remarks: Remarks = NO_REMARKS) -> str:
+    """Return a suite for each case and a test case for each arm.
+
+    An arm that differs from its expectation is a failure, infrastructure and evidence that cannot be read are errors,
+    what was not measured or is quarantined is skipped. Remarks stand in the suite ``results``.
+    """
+    from junitparser import Error, JUnitXml, TestCase, TestSuite
 
     suites: dict[str, Any] = {}
     for cell in cells:
-        suite = suites.setdefault(cell.case, TestSuite(cell.case))
-        for arm, row in zip(cell.arms, cell.rows):
-            where = " ".join(filter(None, (f"{cell.model}/{cell.strategy}", cell.also)))
-            test = TestCase(f"{where} {arm.name}", f"{cell.hardware}.{cell.stack}.{cell.case}", row["wall_s"] or 0.0)
-            found = _junit_result(cell, arm)
-            if found:
-                kind = {"failure": Failure, "error": Error, "skipped": Skipped}[found[0]]
-                result = kind(found[1], None if found[0] == "skipped" else arm.mark.name)
-                if found[2]:
-                    result.text = found[2]
-                test.result = [result]
-            said = [f"verdict: {arm.mark.name}", f"compared: {row['expected'] or 'nothing is expected of it'}"]
-            said += [f"reason: {arm.reason}", f"numbers: {arm.counts}; {arm.numbers}"]
-            said += [", ".join(filter(None, (
-                f"{proof.name}: {proof.state}", f"got {proof.got}", f"want {proof.want}",
-                proof.tolerance and f"tolerance {proof.tolerance}")))
-                for proof in arm.proofs]  # fmt: skip
-            test.system_out = "\n".join([*said, f"document: {cell.path}", f"command: {arm.command}"])
-            suite.add_testcase(test)
-    for case, reason in unjudged.items():
-        test = TestCase("judged", case)
-        test.result = [Error(reason, "unjudged")]
-        suites[case] = TestSuite(case)
-        suites[case].add_testcase(test)
-    if notes or damaged:
+        suite = suites.setdefault(cell.row.case, TestSuite(cell.row.case))
+        for row in cell.rows:
+            suite.add_testcase(_test_case(cell, row))
+    if remarks.all:
         suites["results"] = TestSuite("results")
-        for number, told in enumerate(damaged, 1):
+        for number, text in enumerate((*remarks.damaged, *remarks.incomplete), 1):
             test = TestCase(f"damaged {number}", "results")
-            test.result = [Error(line(told, 1000), "damaged")]
+            test.result = [Error(line(text, 1000), "damaged")]
             suites["results"].add_testcase(test)
         test = TestCase("notes", "results")
-        test.system_err = "\n".join(line(note, 1000) for note in notes)
+        test.system_err = "\n".join(line(text, 1000) for text in remarks.all)
         suites["results"].add_testcase(test)
     xml = JUnitXml("repro-matrix")
     for suite in suites.values():
@@ -99,98 +139,115 @@ def as_junit(
     return written.decode()
 
 
-def _junit_result(cell: Cell, arm: ArmView) -> tuple[str, str, str] | None:
-    """(kind, message, text)"""
-    if not arm.attempts:
-        return "skipped", arm.reason, ""
-    text = "\n\n".join(filter(None, (*(f"rank {s.ranks}: {s.how}\n{s.type}: {s.message}\n{s.log}" for s in arm.said),
-                                     arm.command)))  # fmt: skip
-    if arm.muted:
-        return "skipped", f"{arm.muted} (measured {arm.mark.name}: {arm.reason})", ""
-    if arm.expected and arm.expected.name == "unexpected":
-        wanted = arm.expectation.name if arm.expectation else "HEALTHY" if cell.kind == "control" else "something else"
-        return "failure", f"expected {wanted}, measured {arm.mark.name}: {arm.reason}", text
-    if arm.infra:
-        return "error", arm.reason, text
-    return None
+def _test_case(cell: Cell, row: Row) -> Any:
+    from junitparser import Error, Failure, Skipped, TestCase
+
+    name = f"{row.model}/{row.strategy} {cell.flags}".strip()
+    group = f"{row.hardware.profile}.{line(row.stack.name)}.{row.case}"
+    test = TestCase(f"{line(name)} {row.arm}", group, row.wall_s or 0.0)
+    verdict = row_label(row).name
+    reason = line(row.reason, 1000)
+    result: Any = None
+    if not row.attempts:
+        result = Skipped(reason)
+    elif row.state == "muted":
+        result = Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))
+    elif row.state == "unexpected":
+        expected = row.expected_verdict or ("HEALTHY" if row.kind == "control" else "another result")
+        result = Failure(f"expected {expected}, measured {verdict}: {reason}", verdict)
+    elif row.no_evidence:
+        result = Error(reason, verdict)
+    if result is not None:
+        if row.attempts and not isinstance(result, Skipped):
+            errors = [_error_text(row, index) for index in range(len(row.errors))]
+            result.text = "\n\n".join([*errors, block(shlex.join(row.command))])
+        test.result = [result]
+    checks = [
+        f"{line(one.name)}: {one.state}, actual {one.actual}, expected {one.expected}"
+        + (f", tolerance {one.tolerance}" if one.tolerance is not None else "")
+        for one in row.checks
+    ]
+    out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}", f"reason: {reason}",
+           f"attempts: {row.outcome}", *checks, f"evidence: {row.evidence}",
+           f"command: {shlex.join(row.command)}"]  # fmt: skip
+    test.system_out = "\n".join(block(text) for text in out)
+    return test
 
 
-def as_markdown(
-    cells: Sequence[Cell],
-    title: str = "repro-matrix",
-    link: str = "",
-    unjudged: Mapping[str, str] = MappingProxyType({}),
-    unfinished: Sequence[str] = (),
-    expired: Sequence[str] = (),
-    unread: Sequence[str] = (),
-) -> str:
-    """For a job's summary or a comment: what changed first, always under ``MOST`` bytes. ``link``: to the page.
-    ``unjudged``: case -> why none of its documents is judged. ``unfinished``: runs that did not get to their end.
-    ``expired``: mutes whose day is over. ``unread``: documents that cannot be read."""
-    out = _Short(MOST - 200)
-    found = [(cell, arm) for cell in cells for arm in cell.arms]
-    odd = {state: [item for item in found if item[1].expected == MARKS[state]] for state in (*ODD, "unset")}
-    out.add(f"## {plain(title)}\n")
-    worst = len(odd["unexpected"])
-    differ = (
-        f"**{worst} arms differ from what is expected.**" if worst > 1 else "**One arm differs from what is expected.**"
+def _error_text(row: Row, index: int) -> str:
+    error = row.errors[index]
+    head = f"ranks {', '.join(map(str, error.ranks))}: {error.ended}"
+    return block(
+        "\n".join(filter(None, (head, f"{error.type}: {error.message}" if error.type else "", error.log))), 4000
     )
-    if unjudged or unfinished or unread:
-        nothing = "Of what was measured nothing differs from what is expected." if cells else "No other cell is here."
-    elif cells:
-        nothing = "Nothing differs from what is expected."
+
+
+# Markdown
+
+
+def to_markdown(
+    cells: Sequence[Cell], title: str = "repro-matrix", link: str = "", remarks: Remarks = NO_REMARKS
+) -> str:
+    """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes. ``link``: the
+    address of the page."""
+    out = _Limited(MOST - 200)
+    rows = [(cell, row) for cell in cells for row in cell.rows]
+    by_state = {
+        name: [item for item in rows if item[1].state == name] for name in ("unexpected", "differs from cpu", "muted")
+    }
+    new = [item for item in rows if item[1].state == "unset" and item[1].attempts]
+    out.add(f"## {escape(title)}\n")
+    out.list([f"**{escape(text)}**\n" for text in (*remarks.incomplete, *remarks.expired)], "more")
+    if remarks.damaged:
+        out.add(f"**{counted(len(remarks.damaged), 'file')} of evidence cannot be read.**\n")
+        out.list([f"- {escape(text)}\n" for text in remarks.damaged], "more")
+    odd = len(by_state["unexpected"])
+    if not cells:
+        headline = "Nothing was measured: these results hold no cell."
+    elif odd:
+        differ = "arm differs from its expectation" if odd == 1 else "arms differ from their expectation"
+        headline = f"**{odd} {differ}.**"
     else:
-        nothing = "Nothing was measured: these results hold no cell."
-    out.each([f"**{plain(text)}**\n" for text in (*unfinished, *expired)], "more")
-    if unread:
-        many = "documents" if len(unread) > 1 else "document"
-        out.add(f"**Of {len(unread)} {many} nothing can be said: cannot be read.**\n")
-        out.each([f"- {plain(told)}\n" for told in unread], "more")
-    if unjudged:
-        out.add(f"**Nothing can be said of {', '.join(map(plain, list(unjudged)[:8]))}.**\n")
-        out.each([f"- {plain(reason)}" for reason in unjudged.values()], "more")
-    out.add(f"{differ if worst else nothing} {_tally(cells)}\n")
+        headline = "Nothing differs from its expectation."
+    out.add(f"{headline} {_numbers(cells)}\n")
     if link:
-        out.add(f"[The whole page]({link})\n")
+        out.add(f"[The page]({link})\n")
     for state, heading in (
-        ("unexpected", "Differs from what is expected"),
-        ("differs from cpu", "News: differs from what a CPU showed"),
+        ("unexpected", "Differs from its expectation"),
+        ("differs from cpu", "Differs from the CPU"),
     ):
-        if odd[state]:
+        if by_state[state]:
             out.add(f"### {heading}\n")
-            out.each([_detail(cell, arm) for cell, arm in odd[state]], "more such arms")
-    muted = [(cell, arm) for cell, arm in found if arm.muted]
-    if muted:
-        out.add("### Muted: known, and owned\n")
-        out.each([f"- {_place(cell, arm)}: {arm.mark.symbol} {arm.mark.name}; {plain(arm.muted)}"
-                  for cell, arm in muted], "more")  # fmt: skip
-    if odd["unset"]:
-        out.add("### New: nothing is expected of them yet\n")
-        out.each([f"- {_place(cell, arm)}: {arm.mark.symbol} {arm.mark.name}" for cell, arm in odd["unset"]], "more")
+            out.list([_details(*item) for item in by_state[state]], "more arms")
+    if by_state["muted"]:
+        out.add("### Quarantined\n")
+        out.list([f"{_bullet(*item)}; {escape(item[1].quarantine or '')}" for item in by_state["muted"]], "more")
+    if new:
+        out.add("### No expectation yet\n")
+        out.list([_bullet(*item) for item in new], "more")
     if cells:
         out.add("### Cases\n\n| case | cells | arms |\n|---|---|---|")
         by_case: dict[str, list[Cell]] = {}
         for cell in cells:
-            by_case.setdefault(cell.case, []).append(cell)
-        out.each(
-            [f"| {plain(case)} | {len(own)} | {_tally(own)} |" for case, own in by_case.items()], "more cases", "\n"
-        )
-    missing = Counter(arm.reason for _, arm in found if not arm.attempts)
+            by_case.setdefault(cell.row.case, []).append(cell)
+        lines = [f"| {escape(case)} | {len(members)} | {_numbers(members)} |" for case, members in by_case.items()]
+        out.list(lines, "more cases", "\n")
+    missing = Counter(row.reason for _, row in rows if not row.attempts)
     if missing:
         out.add("\n\n### Not measured\n")
-        out.each([f"- {count}: {code(reason)}" for reason, count in missing.most_common()], "more reasons")
+        out.list([f"- {count}: {code(reason)}" for reason, count in missing.most_common()], "more reasons")
     return out.text
 
 
-class _Short:
-    """Text that stays under a size: what does not fit is counted."""
+class _Limited:
+    """Text of a limited size: what does not fit is counted."""
 
     def __init__(self, most: int) -> None:
         self.text = ""
         self._left = most
 
     def add(self, part: str) -> bool:
-        """A heading stands apart from a list before it."""
+        """Add a part if it fits. A heading stands apart from a list before it."""
         part = "\n" + part if part.startswith("#") and self.text and not self.text.endswith("\n\n") else part
         size = len(part.encode(errors="surrogatepass")) + 1
         if size > self._left:
@@ -199,55 +256,51 @@ class _Short:
         self.text += part + "\n"
         return True
 
-    def each(self, parts: Sequence[str], rest: str, before: str = "") -> None:
-        """Of a long list no more than half of what is left, so that what follows is seen, too."""
+    def list(self, parts: Sequence[str], rest: str, before: str = "") -> None:
+        """Add parts to at most half of what is left, so that what follows fits too."""
+        if not parts:
+            return
         self.text = self.text.rstrip("\n") + "\n" + ("" if before else "\n")
-        keep, self._left = self._left - self._left // 2, self._left // 2
+        reserve, self._left = self._left - self._left // 2, self._left // 2
         for index, part in enumerate(parts):
             if not self.add(part):
-                self._left += keep
+                self._left += reserve
                 self.add(f"{before}… and {len(parts) - index} {rest}\n")
                 return
-        self._left += keep
+        self._left += reserve
 
 
-def _tally(cells: Iterable[Cell]) -> str:
-    counts = Counter(arm.mark for cell in cells for arm in cell.arms)
-    return ", ".join(f"{mark.symbol} {mark.counted(count)}" for mark, count in counts.most_common())
+def _numbers(cells: Iterable[Cell]) -> str:
+    return ", ".join(
+        f"{one.symbol} {one.count(n)}" for one, n in count_labels(one for cell in cells for one in cell.labels)
+    )
 
 
-def _place(cell: Cell, arm: ArmView) -> str:
-    where = " ".join(filter(None, (f"{cell.model}/{cell.strategy}", cell.also)))
-    on = f"({plain(cell.hardware)}, {plain(cell.stack)})"
-    return f"**{plain(cell.case)}** {plain(where)}, arm {plain(arm.name)} {on}"
+def _bullet(cell: Cell, row: Row) -> str:
+    place = " ".join(filter(None, (f"{row.model}/{row.strategy}", cell.flags)))
+    where = f"({escape(row.hardware.profile)}, {escape(row.stack.name)})"
+    return f"- **{escape(row.case)}** {escape(place)}, arm {escape(row.arm)} {where}: {_mark(row_label(row))}"
 
 
-def _detail(cell: Cell, arm: ArmView) -> str:
-    wanted = f"expected {arm.expectation.name}, " if arm.expectation else ""
-    parts = [f"- {_place(cell, arm)}: {wanted}measured {arm.mark.symbol} {arm.mark.name}\n"]
-    parts.append(f"  {code(arm.reason)}\n")
-    for said in arm.said[:1]:
-        shown = harmless("\n".join(filter(None, (f"{said.type}: {said.message}" if said.type else "", said.log))), 800)
-        fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=2) + 1)
-        parts.append(
-            "\n".join(
-                "  " + text
-                for text in [
-                    fence if len(fence) > 2 else "```",
-                    *shown.splitlines(),
-                    fence if len(fence) > 2 else "```",
-                ]
-            )
-            + "\n"
-        )
-    parts.append(f"  {code(arm.command)}\n")
-    return "\n".join(parts)
+def _mark(one: Label) -> str:
+    return f"{one.symbol} {one.text}"
+
+
+def _details(cell: Cell, row: Row) -> str:
+    expected = f"; expected {_mark(label(row.expected_verdict))}" if row.expected_verdict else ""
+    parts = [f"{_bullet(cell, row)}{expected}\n", f"  {code(row.reason)}\n"]
+    if row.errors:
+        text = block(_error_text(row, 0), 800)
+        fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+        parts.append("\n".join(f"  {one}" for one in (fence, *text.splitlines(), fence)) + "\n")
+    return "\n".join([*parts, f"  {code(shlex.join(row.command))}\n"])
 
 
 def code(text: str) -> str:
-    """In code nothing is a mark, a mention or a link."""
+    """Return a text as code, in which nothing is markup, a mention or a link."""
     return f"`{line(text, 500).replace('`', chr(39)).replace('|', chr(0xA6))}`" if text else ""
 
 
-def plain(text: str) -> str:
+def escape(text: str) -> str:
+    """Return a text in which nothing is Markdown."""
     return re.sub(r"([\\`*_{}\[\]<>|~#@!&])", r"\\\1", line(text, 200))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
 from repro_matrix.analysis.regressions import ChangedCase
-from repro_matrix.report.formats import code, plain
+from repro_matrix.report.formats import code, escape
 from repro_matrix.text import counted
 
 MOST = 40  # changes that are listed
@@ -35,16 +35,16 @@ def issue(
     changes = sorted((change for each in changed for change in each.changes), key=lambda c: list(KINDS).index(c.kind))
     title = f"{case}: {changes[0].kind}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
     count = counted(len(changes), "result")
-    parts = [f"Nightly run {plain(run_id)}: {count} of **{plain(case)}** changed since the last passing run."]
+    parts = [f"Nightly run {escape(run_id)}: {count} of **{escape(case)}** changed since the last passing run."]
     parts += [f"[Full report]({link})"] if link else []
     for each in changed:
         row = each.changes[0].row
-        parts.append(f"### Stack {plain(each.stack)}, compared with {plain(each.passing.run_id)}")
-        moved = [f"- {plain(name)}: {plain(was)} -> {plain(now)}" for name, (was, now) in each.versions.items()]
+        parts.append(f"### Stack {escape(each.stack)}, compared with {escape(each.passing.run_id)}")
+        moved = [f"- {escape(name)}: {escape(was)} -> {escape(now)}" for name, (was, now) in each.versions.items()]
         parts += ["Releases that changed:", "\n".join(moved)] if moved else ["No release of the stack changed."]
         parts.append("\n".join(map(_change, each.changes[:MOST])))
         parts += [f"and {len(each.changes) - MOST} more"] if len(each.changes) > MOST else []
-        parts.append(f"Fixes that work in every measured cell: {', '.join(map(plain, each.working_fixes)) or 'none'}.")
+        parts.append(f"Fixes that work in every measured cell: {', '.join(map(escape, each.working_fixes)) or 'none'}.")
         if (bisections or {}).get(each.stack):
             parts += ["#### Bisection", str((bisections or {})[each.stack])]
         words = [case, *row.axes, *([f"stack={each.stack}"] if each.stack != "current" else [])]
@@ -58,7 +58,7 @@ def issue(
 def _change(change: Change) -> str:
     row = change.row
     return (
-        f"- {plain(' '.join(row.axes))} on {plain(row.hardware)}, arm **{plain(change.arm)}**: {change.kind} "
+        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, arm **{escape(change.arm)}**: {change.kind} "
         f"({KINDS[change.kind].meaning})\n"
         f"  - before: {code(describe_row(change.before))}\n"
         f"  - now: {code(describe_row(change.after))}"

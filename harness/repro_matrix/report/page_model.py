@@ -1,185 +1,308 @@
-"""The whole page: cases (page/case.py), put together for a reader. Pure.
-
-What differs from its expectation first, then what stands of each known failure, the matrix, the cells of each case, the
-releases, the claims, where the time went.
-"""
+"""Summary rows -> what the page shows: cells, cases, the matrix, what needs attention, what was not measured. Pure."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from repro_matrix.analysis.claims.ledger import ClaimRow, Evidence
-from repro_matrix.analysis.history import NightlyRun
+from repro_matrix.analysis.claims.ledger import ClaimRow
 from repro_matrix.config.schema import Case
-from repro_matrix.report.case import MOST_NEWS, CaseView, Difference, News, case_view, in_order
-from repro_matrix.report.gpu_timeline import Timeline, timelines
-from repro_matrix.report.history import Strip, make_strips
-from repro_matrix.report.icons import Mark, mark
-from repro_matrix.report.sanitize import line
-from repro_matrix.report.view import Cell
+from repro_matrix.report.labels import LABELS, TONES, Label, count_labels, label_of
+from repro_matrix.report.strips import History, ReleaseAxis, Run, history, parse_version, release_axes
+from repro_matrix.results.summary import Row
 
-MOST_EVIDENCE = 12  # of one claim
-MOST_NIGHTS, MOST_STRIPS = 40, 200  # columns and rows of what went otherwise over the nights
-ABSENT = Mark("absent", "", "no such cell that night", "none")
+ATTENTION = ("unexpected", "differs from cpu")
+MOST_LISTED = 60  # arms that the page's headline lists
+_ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """The arms of one cell on one stack and machine. ``source``: which of several results it comes from."""
+
+    rows: tuple[Row, ...]
+    source: str = ""
+
+    @cached_property
+    def row(self) -> Row:
+        """The first arm's row, for what all of them share."""
+        return self.rows[0]
+
+    @cached_property
+    def id(self) -> str:
+        """The anchor: stable while the cell, its stack and its machine are the same."""
+        row = self.row
+        stack = row.stack.label or sorted(row.stack.versions.items())
+        key = repr((row.case, row.axes, stack, row.hardware.profile, self.source))
+        return "c" + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:10]
+
+    @cached_property
+    def flags(self) -> str:
+        """What differs from the usual cell of its model and strategy."""
+        return " ".join(self.row.axes[2:]).replace("flags.", "")
+
+    @cached_property
+    def labels(self) -> tuple[Label, ...]:
+        return tuple(row_label(row) for row in self.rows)
+
+    @cached_property
+    def arms(self) -> list[tuple[Row, Label]]:
+        return list(zip(self.rows, self.labels))
+
+    @cached_property
+    def groups(self) -> list[tuple[Label, list[str]]]:
+        """Names of arms by label, the worst first."""
+        found: dict[Label, list[str]] = {}
+        for row, one in self.arms:
+            found.setdefault(one, []).append(row.arm)
+        return sorted(found.items(), key=lambda item: TONES.index(item[0].tone))
+
+    @cached_property
+    def attention(self) -> list[Row]:
+        return [row for row in self.rows if row.state in ATTENTION]
+
+    @cached_property
+    def age(self) -> tuple[tuple[int, ...], ...]:
+        """The releases of torch and transformers, for sorting."""
+        versions = self.row.stack.versions
+        return tuple(parse_version(versions.get(name, "0")).release for name in ("torch", "transformers"))
+
+    @property
+    def states(self) -> str:
+        return "|".join(dict.fromkeys(row.state for row in self.rows if row.state))
+
+    @property
+    def machine(self) -> str:
+        machine = self.row.hardware
+        gpus = [f"{count} x {name}" for name, count in Counter(machine.gpus).items()]
+        parts = [*gpus, machine.cpu, f"{machine.cores} cores", f"{machine.memory_gb:g} GiB"]
+        parts += [f"driver {machine.driver}"] if machine.driver else []
+        return ", ".join(
+            [*parts, machine.os, *(f"changed since its installation: {n}" for n in self.row.stack.changed)]
+        )
 
 
 @dataclass(frozen=True)
-class Said:
-    """A claim with as much of its evidence as is shown; ``measurements``: all there are."""
+class Difference:
+    """An arm that the compared results do not agree on. ``labels``: of each of the results, with the cell's anchor."""
 
-    row: ClaimRow
-    measurements: int
-
-
-@dataclass(frozen=True)
-class Told:
-    """A claim and what measurement says of it."""
-
-    row: ClaimRow
-    mark: Mark
-    detail: str
-    evidence: tuple[tuple[Evidence, str], ...]  # with the id of the cell ("" where it is not on the page)
-    more: int
+    case: str
+    cell: str
+    arm: str
+    labels: tuple[tuple[Label, str] | None, ...]
 
 
 @dataclass(frozen=True)
-class Over:
-    """The nights: arms whose answer changed, or whose attempts did not agree. ``steady``: how many arms did neither."""
+class CaseView:
+    slug: str
+    title: str
+    summary: str
+    references: tuple[tuple[str, str], ...]  # text, address
+    cells: tuple[Cell, ...]  # those that need attention first, then those of the newest stack
+    status: str  # one sentence: what happens on the newest stack that was measured
+    label: Label
+    fixes: tuple[str, ...]  # that work in every cell of that stack
+    by_strategy: Mapping[str, list[tuple[Label, int]]]  # numbers of arms
+    axes: tuple[ReleaseAxis, ...]
+    claims: tuple[ClaimRow, ...] = ()
+    history: History | None = None
 
-    nights: tuple[str, ...]
-    strips: tuple[Strip, ...]
-    by_case: Mapping[str, tuple[Strip, ...]]  # all arms of a case, also those that never changed
-    marks: Mapping[str, Mark]  # of what entries name
-    steady: int
-    more: int
+    @property
+    def attention(self) -> int:
+        return sum(len(cell.attention) for cell in self.cells)
+
+    @property
+    def simulated(self) -> str:
+        return self.cells[0].row.simulated or ""
+
+    @property
+    def is_control(self) -> bool:
+        return self.cells[0].row.kind == "control"
 
 
 @dataclass(frozen=True)
 class Page:
+    """``listed``: what needs attention, as much as fits; ``more``: the rest. ``missing``: reason, arms, cases."""
+
     title: str
-    made: str
-    sources: tuple[str, ...]
+    created: str
     cases: tuple[CaseView, ...]
-    count: int  # of cells
-    measured: int  # arms
-    strategies: tuple[str, ...]
-    counts: tuple[tuple[Mark, int], ...]  # arms by verdict
-    unexpected: tuple[News, ...]
-    news: tuple[News, ...]
-    more: int  # of these that are not listed
-    unset: int
-    missing: tuple[tuple[str, int, tuple[str, ...]], ...]  # why arms were not measured, how many, of which cases
-    ledger: Mapping[str, tuple[Told, ...]]  # by source
-    timelines: tuple[Timeline, ...]
-    other_runs: int
-    differences: tuple[Difference, ...]
-    absent: int  # of them: arms that not all of the results have
-    same: int  # arms on which the results compared agree
+    sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    over: Over | None = None  # the nights, where there are several
+    history: History | None = None
+    differences: tuple[Difference, ...] = ()
+    same: int = 0  # arms on which the compared results agree
+    filters: Mapping[str, list[str]] = field(default_factory=dict)
 
-    def claims(self, case: str) -> list[Told]:
-        return [one for listed in self.ledger.values() for one in listed if one.row.case == case]
+    @cached_property
+    def cells(self) -> list[Cell]:
+        return [cell for case in self.cases for cell in case.cells]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return [row for cell in self.cells for row in cell.rows]
+
+    @cached_property
+    def attention(self) -> list[tuple[Cell, Row]]:
+        """Arms that differ from their expectation, then those that differ from a CPU."""
+        found = [(cell, row) for cell in self.cells for row in cell.attention]
+        return sorted(found, key=lambda item: ATTENTION.index(str(item[1].state)))
+
+    @cached_property
+    def counts(self) -> list[tuple[Label, int]]:
+        return count_labels(one for cell in self.cells for one in cell.labels)
+
+    @cached_property
+    def strategies(self) -> list[str]:
+        return sorted({name for case in self.cases for name in case.by_strategy})
+
+    @cached_property
+    def new(self) -> int:
+        return sum(row.state == "unset" and bool(row.attempts) for row in self.rows)
+
+    @cached_property
+    def missing(self) -> list[tuple[str, int, list[str]]]:
+        """Why arms were not measured, how many, and of which cases."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if not row.attempts:
+                found.setdefault(row.reason or "not run", []).append(row.case)
+        ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+        return [(reason, len(cases), list(dict.fromkeys(cases))) for reason, cases in ordered]
+
+    def with_label(self, *names: str) -> list[CaseView]:
+        return [case for case in self.cases if case.label.name in names]
 
 
-def page(
+def row_label(row: Row) -> Label:
+    """Return how a row's verdict looks; of an arm without one, its outcome."""
+    if not row.attempts:
+        return LABELS["skipped"]
+    kinds = [name for name, _ in row.counts.most_common()]
+    return label_of(row.verdict, kinds, row.outcome)
+
+
+def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
+    """Group rows by cell, in their order."""
+    found: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault(
+            (row.hardware.profile, row.stack.label, row.stack.name, row.evidence or row.cell_id), []
+        ).append(row)
+    return [Cell(tuple(members), source) for members in found.values()]
+
+
+def build_page(
     cells: Iterable[Cell],
     title: str,
-    made: str,
+    created: str,
     cases: Mapping[str, Case],
-    ledger: Sequence[ClaimRow] = (),
+    *,
     sources: Sequence[str] = (),
     notes: Sequence[str] = (),
-    nights: Sequence[NightlyRun] = (),
+    claims: Sequence[ClaimRow] = (),
+    runs: Sequence[Run] = (),
 ) -> Page:
-    """``cases``: the catalogue's. ``sources``: names of the results that are compared, where there are several."""
+    """Build the page of these cells. ``cases``: the catalogue's. ``sources``: names of the results that are compared,
+    where there are several. ``runs``: earlier runs and this one, the oldest first."""
+    cells = list(cells)
+    past = history(runs) if len(runs) > 1 else None
     by_case: dict[str, list[Cell]] = {}
     for cell in cells:
-        by_case.setdefault(cell.case, []).append(cell)
-    views = [case_view(found, cases.get(slug), sources) for slug, found in by_case.items()]
-    return of_views(views, title, made, [said(row) for row in ledger], sources, notes, nights)
+        by_case.setdefault(cell.row.case, []).append(cell)
+    views = [
+        case_view(members, cases.get(slug), [claim for claim in claims if claim.case == slug],
+                  past.of_case(slug) if past else None)
+        for slug, members in by_case.items()
+    ]  # fmt: skip
+    views.sort(key=lambda view: (-view.attention, view.is_control, bool(view.simulated), view.slug))
+    differences, same = _compare(cells, sources) if len(sources) > 1 else ([], 0)
+    return Page(title, created, tuple(views), tuple(sources), tuple(notes), past.changed() if past else None,
+                tuple(differences), same, filters([cell for view in views for cell in view.cells]))  # fmt: skip
 
 
-def of_views(
-    views: Iterable[CaseView],
-    title: str,
-    made: str,
-    ledger: Sequence[Said] = (),
-    sources: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    nights: Sequence[NightlyRun] = (),
-) -> Page:
-    """The page of these cases, in the order of attention."""
-    views = sorted(views, key=lambda view: (-view.odd, view.kind == "control", bool(view.simulated), view.slug))
-    ids = {path: name for view in views for path, name in view.ids.items()}
-    by_source: dict[str, list[Told]] = {}
-    for one in sorted((_told(one, ids) for one in ledger), key=lambda one: one.row.source or "~"):
-        by_source.setdefault(one.row.source or "tried beside them", []).append(one)
-    unexpected = [one for view in views for one in view.unexpected]
-    news = [one for view in views for one in view.news]
-    drawn, others = timelines(views)
-    differences = sorted((one for view in views for one in view.differences), key=lambda one: None in one.marks)
-    counts = Counter({found: 0 for view in views for found, _ in view.counts})
-    for view in views:
-        counts.update(dict(view.counts))
-    offered = {
-        name: {one for view in views for one in view.facets[name]} for name in (views[0].facets if views else ())
-    }
-    return Page(
-        title=title, made=made, sources=tuple(sources), cases=tuple(views),
-        count=sum(view.count for view in views), measured=sum(view.measured for view in views),
-        strategies=tuple(sorted({name for view in views for name in view.strategies})), counts=in_order(counts),
-        unexpected=tuple(unexpected[:MOST_NEWS]), news=tuple(news[:MOST_NEWS]),
-        more=sum(view.more for view in views) + max(0, len(unexpected) - MOST_NEWS) + max(0, len(news) - MOST_NEWS),
-        unset=sum(view.unset for view in views), missing=tuple(_missing(views)),
-        ledger={source: tuple(rows) for source, rows in by_source.items()}, timelines=tuple(drawn),
-        other_runs=others, differences=tuple(differences), absent=sum(None in one.marks for one in differences),
-        same=sum(view.same for view in views),
-        notes=tuple(line(note, 300) for note in notes),
-        facets={"case": tuple(view.slug for view in views), **{name: tuple(sorted(v)) for name, v in offered.items()},
-                "verdict": tuple(found.name for found, _ in in_order(counts))},
-        over=_over(nights) if len(nights) > 1 else None,
+def case_view(
+    cells: Sequence[Cell], case: Case | None, claims: Sequence[ClaimRow] = (), past: History | None = None
+) -> CaseView:
+    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalogue."""
+    ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
+    ordered = sorted(ordered, key=lambda cell: cell.age, reverse=True)
+    newest = [cell for cell in ordered if cell.age == ordered[0].age]
+    by_strategy: dict[str, list[Label]] = {}
+    for cell in ordered:
+        by_strategy.setdefault(cell.row.strategy, []).extend(cell.labels)
+    status, shown, fixes = _status(newest)
+    first = cells[0].row
+    references = case.references if case else first.references
+    return CaseView(
+        first.case, case.title if case else first.title, case.summary if case else "",
+        tuple(map(link, references)), tuple(sorted(ordered, key=lambda cell: -len(cell.attention))), status, shown,
+        fixes, {name: count_labels(found) for name, found in by_strategy.items()}, tuple(release_axes(cells)),
+        tuple(claims), past,
     )  # fmt: skip
 
 
-def said(row: ClaimRow) -> Said:
-    """What decides stands first, and what speaks against it before what bears it out."""
-    ordered = sorted(row.evidence, key=lambda item: (item.holds is None, item.holds is True))
-    return Said(replace(row, evidence=tuple(ordered[:MOST_EVIDENCE])), len(ordered))
+def _status(cells: Sequence[Cell]) -> tuple[str, Label, tuple[str, ...]]:
+    """What happens on the newest stack: a sentence, its label, and the fixes that work in all of these cells."""
+    versions = cells[0].row.stack.versions
+    names = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+    on = f" with {', '.join(names)}" if names else ""
+    measured = [row for cell in cells for row in cell.rows if row.attempts]
+    if cells[0].row.kind == "control":
+        passed = sum(row.verdict == "HEALTHY" for row in measured)
+        name = "skipped" if not measured else "HEALTHY" if passed == len(measured) else "UNHEALTHY"
+        return f"{passed} of {len(measured)} cells pass{on}", LABELS[name], ()
+    broken = [row for row in measured if row.first]
+    verdicts: dict[str, set[str | None]] = {}
+    for row in measured:
+        if not row.first:
+            verdicts.setdefault(row.arm, set()).add(row.verdict)
+    fixes = tuple(arm for arm, found in verdicts.items() if found == {"FIX_HOLDS"})
+    if not broken:
+        return f"not measured{on}", LABELS["skipped"], ()
+    reproduced = sum(row.counts.most_common(1)[0][0] == "fires" for row in broken)
+    if not reproduced:
+        usual = Counter(map(row_label, broken)).most_common(1)[0][0]
+        if usual.name == "clean":
+            return f"does not occur{on}", LABELS["NOT_FIRING"], ()
+        return f"does not occur ({usual.text}){on}", usual, ()
+    where = "" if reproduced == len(broken) else f" in {reproduced} of {len(broken)} cells"
+    return f"occurs{where}{on}; {len(fixes)} of {len(verdicts)} other arms work", LABELS["fires"], fixes
 
 
-def _missing(views: Sequence[CaseView]) -> Iterable[tuple[str, int, tuple[str, ...]]]:
-    found: dict[str, dict[str, int]] = {}
-    for view in views:
-        for reason, count in view.missing.items():
-            found.setdefault(reason, {})[view.slug] = count
-    for reason, by_case in sorted(found.items(), key=lambda item: -sum(item[1].values())):
-        yield reason, sum(by_case.values()), tuple(by_case)
+def filters(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """Return the choices of each filter that has more than one."""
+    found = {
+        "case": {cell.row.case for cell in cells}, "model": {cell.row.model for cell in cells},
+        "strategy": {cell.row.strategy for cell in cells}, "stack": {cell.row.stack.name for cell in cells},
+        "hardware": {cell.row.hardware.profile for cell in cells}, "results": {cell.source for cell in cells},
+        "verdict": {one.name for cell in cells for one in cell.labels},
+        "compared": {row.state for cell in cells for row in cell.rows if row.state},
+    }  # fmt: skip
+    return {name: sorted(values) for name, values in found.items() if len(values) > 1}
 
 
-def _told(one: Said, ids: Mapping[str, str]) -> Told:
-    row = one.row
-    shown = [(item, ids.get(item.document.partition("/results/")[2] or item.document, "")) for item in row.evidence]
-    return Told(row, mark(row.status), line(row.detail, 600), tuple(shown), one.measurements - len(shown))
+def link(reference: str) -> tuple[str, str]:
+    """Return a reference with its address, which is "" unless it reads owner/repository#number."""
+    found = _ISSUE.fullmatch(reference)
+    return reference, f"https://github.com/{found[1]}/issues/{found[2]}" if found else ""
 
 
-def _over(nights: Sequence[NightlyRun]) -> Over:
-    """The newest nights; arms that changed last come first."""
-    drawn = nights[-MOST_NIGHTS:]
-    found = make_strips(drawn)
-    told = [(strip, strip.turns) for strip in found]
-    odd = [(turns[-1].night if turns else -1, strip) for strip, turns in told if turns or strip.flaky[0]]
-    odd.sort(key=lambda item: -item[0])
-    names = {entry.name for strip in found for entry in strip.entries}
-    by_case: dict[str, list[Strip]] = {}
-    for strip in found:
-        by_case.setdefault(strip.case, []).append(strip)
-    return Over(
-        tuple(line(run.run_id, 60) for run in drawn), tuple(strip for _, strip in odd[:MOST_STRIPS]),
-        {case: tuple(own[:MOST_STRIPS]) for case, own in by_case.items()},
-        {name: ABSENT if name == "absent" else mark(name) for name in names}, len(found) - len(odd),
-        max(0, len(odd) - MOST_STRIPS),
-    )  # fmt: skip
+def _compare(cells: Sequence[Cell], sources: Sequence[str]) -> tuple[list[Difference], int]:
+    """Put the same arms of several results side by side; of each results the newest measurement counts."""
+    found: dict[tuple[str, str, str], dict[str, tuple[Label, str]]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.row.started):
+        for row, one in cell.arms:
+            found.setdefault((row.case, " ".join(row.axes), row.arm), {})[cell.source] = (one, cell.id)
+    differences, same = [], 0
+    for (case, axes, arm), by_source in found.items():
+        entries = tuple(by_source.get(source) for source in sources)
+        if None not in entries and len({entry[0] for entry in entries if entry}) == 1:
+            same += 1
+        else:
+            differences.append(Difference(case, axes, arm, entries))
+    return sorted(differences, key=lambda one: None in one.labels), same

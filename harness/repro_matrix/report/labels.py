@@ -1,0 +1,92 @@
+"""How results look to people: a symbol, a text and a tone for each verdict, outcome, comparison and claim status. Pure.
+
+No state is shown by colour alone: the symbols differ, and the text stands beside them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TONES = ("bad", "warn", "fire", "good", "info", "none")  # the worst first; classes of the style sheet
+# Colours of a terminal. Those that are unreadable on some background (yellow, cyan, blue, dim) are not used.
+STYLES = {"bad": "red", "warn": "magenta", "fire": "bold", "good": "green", "info": "", "none": ""}
+
+
+@dataclass(frozen=True)
+class Label:
+    name: str  # as it is stored
+    symbol: str
+    text: str
+    tone: str
+    several: str = ""  # the text after a number above 1, where it differs
+    meaning: str = ""  # one sentence for the legend
+
+    def count(self, number: int) -> str:
+        """``2 fixes work``."""
+        return f"{number} {self.several or self.text if number != 1 else self.text}"
+
+
+_LABELS = (
+    Label("FIX_HOLDS", "✔", "fix works", "good", "fixes work", "The failure occurs without this fix and not with it."),
+    Label("HEALTHY", "✔", "passed", "good", meaning="The control trains and agrees with a single process."),
+    Label("FIX_BROKEN", "✖", "not fixed", "bad", meaning="The same failure occurs with this arm."),
+    Label("FIX_HARMFUL", "‼", "fix breaks it", "bad", "fixes break it", "It works without this fix and fails with it."),
+    Label("UNHEALTHY", "✖", "failed", "bad", meaning="The control does not train as a single process does."),
+    Label("FIX_UNMASKS", "↷", "different failure", "warn", "different failures",
+          "This failure does not occur, another one does."),
+    Label("CHANGED", "≠", "unexpected error", "warn", "unexpected errors",
+          "It fails, but not with the known error."),
+    Label("FLAKY", "≈", "flaky", "warn", meaning="Attempts disagree."),
+    Label("INCONCLUSIVE", "?", "inconclusive", "none",
+          meaning="No answer: infrastructure, an unknown hang, or skipped. The reason is given."),
+    Label("NOT_FIRING", "○", "not reproduced", "info", meaning="The failure does not occur here."),
+    Label("UPSTREAM_FIXED", "◆", "fixed upstream", "info",
+          meaning="The failure does not occur here; it did in an older stored measurement."),
+    Label("fires", "●", "reproduces", "fire", "reproduce", "The known failure occurs."),
+    Label("clean", "◌", "passed", "info", meaning="Every check passed."),
+    Label("other_error", "△", "other failure", "warn", "other failures", "It fails, but not with the known error."),
+    Label("hang", "⧖", "hang", "warn", "hangs"),
+    Label("infra", "?", "infrastructure error", "none", "infrastructure errors"),
+    Label("skipped", "–", "not measured", "none"),
+    Label("absent", "", "no such cell in that run", "none"),
+    Label("upheld", "✔", "supported", "good"),
+    Label("refuted", "✖", "refuted", "bad"),
+    Label("conditional", "◐", "mixed", "warn"),
+    Label("untested", "–", "untested", "none"),
+    Label("unexpected", "!", "differs from expectation", "bad", "differ from expectation"),
+    Label("differs from cpu", "!", "differs from CPU", "warn", "differ from CPU"),
+    Label("muted", "⊘", "quarantined", "info"),
+    Label("unset", "+", "no expectation yet", "info"),
+    Label("expected", "=", "as expected", "good"),
+    Label("as predicted", "=", "as on CPU", "good"),
+)  # fmt: skip
+LABELS = {label.name: label for label in _LABELS}
+VERDICTS = frozenset(label.name for label in _LABELS if label.name.isupper())
+
+
+def label(name: str) -> Label:
+    """Return the label of a stored name; an unknown one (of a later release) shows its name."""
+    return LABELS.get(name) or Label(name, "·", name, "none")
+
+
+def label_of(verdict: str | None, kinds: Iterable[str], outcome: str) -> Label:
+    """Return the label of a row: its verdict, else the outcome of its attempts (``kinds``, the most frequent first)."""
+    if verdict:
+        return label(verdict)
+    names = list(kinds)
+    if not names:
+        return LABELS["skipped"]
+    usual = label(names[0])
+    return usual if len(names) == 1 else Label(usual.name, "≈", outcome, "warn")
+
+
+def count_labels(labels: Iterable[Label]) -> list[tuple[Label, int]]:
+    """Return each label with its number, the worst first."""
+    return sorted(Counter(labels).items(), key=lambda item: (TONES.index(item[0].tone), -item[1]))
+
+
+def style(text: str) -> str:
+    """Return the terminal style of a text that begins with a stored name."""
+    return STYLES[label(text.split(" (")[0].split(",")[0].strip()).tone]

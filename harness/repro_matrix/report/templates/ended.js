@@ -1,1 +1,0 @@
-document.dispatchEvent(new Event("cells-are-there"));

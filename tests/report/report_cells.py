@@ -1,0 +1,41 @@
+"""Cells made by hand, for the tests of reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from judging import document, exception, failed, observation, ok
+from repro_matrix.report.page_model import Cell, cells_of
+from repro_matrix.results.summary import Row, rows_of
+
+
+def stored_cell(
+    verdict: str = "FIX_HOLDS", state: str = "expected", error: str = "boom", **changes: Any
+) -> dict[str, Any]:
+    """The stored result of a cell: ``broken`` fails with ``error``, ``fix`` has the verdict."""
+    failing = observation(failed(0, exception("RuntimeError", error)), failed(1, exception("RuntimeError", error)))
+    passing = observation(ok(0), ok(1))
+    works = verdict in ("FIX_HOLDS", "HEALTHY")
+    result = document(
+        {"broken": [("fires", failing)], "fix": [("clean", passing) if works else ("other_error", failing)]},
+        {"fix": verdict},
+        **changes,
+    )
+    result["verdicts"]["fix"] |= {"expected": state, "expectation": "FIX_HOLDS"}
+    for arm, call in (("broken", "inner"), ("fix", "root")):
+        result["arms"][arm]["settings"] = {"flags": {"call": call}, "model": {"slug": "m"}}
+    return result
+
+
+def rows(stored: dict[str, Any]) -> list[Row]:
+    return rows_of(stored, None, {}, "cpu/stack/cell.json")  # type: ignore[arg-type]
+
+
+def cell(*args: Any, source: str = "", **changes: Any) -> Cell:
+    (only,) = cells_of(rows(stored_cell(*args, **changes)), source)
+    return only
+
+
+def skipped_cell(reason: str = "needs 2 GPUs", **changes: Any) -> Cell:
+    (only,) = cells_of(rows(document({"broken": reason, "fix": reason}, {}, **changes)))
+    return only

@@ -1,0 +1,85 @@
+"""JUnit, Markdown, JSON and CSV: fields that other programs read, and one snapshot of the text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from junitparser import Error, Failure, JUnitXml, Skipped
+from report_cells import cell, skipped_cell
+from repro_matrix.analysis.claims.ledger import ClaimRow
+from repro_matrix.paths import RESULTS
+from repro_matrix.report.formats import MOST, Remarks, to_csv, to_json, to_junit, to_markdown
+from repro_matrix.report.page_model import Cell
+
+REMARKS = Remarks(["x.json: damaged"], ["run: interrupted"], ["entry expired"], ["a note"])
+
+
+def mixed() -> list[Cell]:
+    return [cell(), cell("FIX_BROKEN", "unexpected", case="loud"), cell("CHANGED", "differs from cpu", case="news"),
+            cell("CHANGED", "unset", case="new", flags={"call": "root"}), skipped_cell(case="away")]  # fmt: skip
+
+
+def test_junit_has_a_failure_a_skip_and_errors_for_what_is_no_evidence() -> None:
+    xml = JUnitXml.fromstring(to_junit(mixed(), REMARKS).encode())
+    kinds = {f"{test.classname.rpartition('.')[2]} {test.name}": [type(one) for one in test.result]
+             for suite in xml for test in suite}  # fmt: skip
+    assert kinds["some-case m/fsdp fix"] == kinds["news m/fsdp fix"] == []
+    assert kinds["loud m/fsdp fix"] == [Failure] and kinds["away m/fsdp fix"] == [Skipped]
+    assert kinds["results damaged 1"] == kinds["results damaged 2"] == [Error]
+    assert (xml.failures, xml.errors, xml.skipped) == (1, 2, 2)
+    assert all(one.time > 0 for suite in xml for one in suite if one.name == "m/fsdp fix" and suite.name != "away")
+
+
+def test_junit_names_the_checks_with_a_tolerance_only_where_there_is_one() -> None:
+    text = to_junit([cell()])
+    assert "logits: passed, actual 0.0, expected 0.0, tolerance 0.0001" in text and "tolerance None" not in text
+
+
+def test_every_format_reads_hostile_text(hostile: str) -> None:
+    cells = [cell("FIX_UNMASKS", "unexpected", hostile, model=hostile, title=hostile), skipped_cell(hostile)]
+    remarks = Remarks([hostile], [hostile], [hostile], [hostile])
+    assert JUnitXml.fromstring(to_junit(cells, remarks).encode())
+    assert json.loads(to_json(cells, (), (), "now", remarks))["rows"]
+    assert len(list(csv.DictReader(io.StringIO(to_csv(cells))))) == 4
+    markdown = to_markdown(cells, hostile, "", remarks)
+    assert (
+        "\x1b" not in markdown and "<img" not in markdown.replace("\\<", "").replace("`", "")
+    ) or "\\<img" in markdown
+
+
+def test_json_is_valid_by_its_schema() -> None:
+    claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "upheld", "2 measurements")
+    value = json.loads(to_json(mixed(), [claim], ["results/x"], "now", REMARKS))
+    jsonschema.validate(value, json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")))
+    assert value["unread"] == ["x.json: damaged"] and "a note" in value["notes"] and value["counts"]["fires"] == 4
+    odd = next(row for row in value["rows"] if row["expected"] == "unexpected")
+    assert odd["command"] == "repro run loud model=m strategy=fsdp arms=fix" and odd["expectation"] == "FIX_HOLDS"
+
+
+def test_csv_has_a_column_for_each_package_and_no_formula() -> None:
+    (broken, fix) = csv.DictReader(io.StringIO(to_csv([cell(model="=1+1")])))
+    assert (broken["model"], fix["verdict"], fix["torch"], fix["deepspeed"]) == ("'=1+1", "FIX_HOLDS", "2.13.0", "")
+
+
+def test_markdown_of_each_kind_of_result(snapshot: Callable[[str, str], None]) -> None:
+    snapshot("report.md", to_markdown(mixed(), "repro-matrix: a run", "https://host/page", REMARKS))
+
+
+@pytest.mark.parametrize("cells", [[], [cell()]])
+def test_markdown_headline_when_nothing_differs(cells: list[Cell]) -> None:
+    assert ("Nothing differs" if cells else "Nothing was measured") in to_markdown(cells)
+
+
+@given(st.integers(0, 300), st.text(max_size=400))
+@settings(max_examples=10)
+def test_markdown_stays_under_its_limit_and_keeps_every_section(count: int, text: str) -> None:
+    odd = cell("FIX_BROKEN", "unexpected", error=text)
+    markdown = to_markdown([*[odd] * count, skipped_cell()])
+    assert len(markdown.encode(errors="replace")) <= MOST and "### Not measured" in markdown

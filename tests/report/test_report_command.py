@@ -1,0 +1,143 @@
+"""`repro report`: folders in, files out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from junitparser import JUnitXml
+from report_cells import stored_cell
+from repro_matrix.cli.main import main
+from repro_matrix.config import catalog as catalogs
+from repro_matrix.config import project
+from repro_matrix.errors import ResultsError
+from repro_matrix.report.load import source_names, write_site
+from repro_matrix.results import runs
+from repro_matrix.results.store import write_json
+
+SLUG = "fsdp-generate"
+
+
+def store(folder: Path, name: str = "cell", **changes: Any) -> Path:
+    path = folder / "cpu" / "stack" / SLUG / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, stored_cell(case=SLUG, **changes) | {"key": f"{SLUG}/{name}"})
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New results are graded beside the published ones, which takes seconds."""
+    monkeypatch.setattr(project, "published", list)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store(tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+def test_report_writes_a_page_a_site_and_the_formats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    site = folder.parent / "site"
+    assert main(["report", str(folder), "--site", str(site)]) == 0
+    assert {path.name for path in site.iterdir()} == {"index.html", f"{SLUG}.html"}
+    capsys.readouterr()
+    assert main(["report", str(folder), "--format", "json"]) == 0
+    assert {row["case"] for row in json.loads(capsys.readouterr().out)["rows"]} == {SLUG}
+    for name in ("junit", "markdown", "csv"):
+        assert main(["report", str(folder), "--format", name, "--output", str(folder.parent / name)]) == 0
+        assert (folder.parent / name).stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [(["case=fsdp-generat"], "did you mean"), (["cas=x"], "did you mean 'case'"),
+     (["--output", "{here}"], "is a folder"),
+     (["--output", "{here}/no/such"], "no such folder"), (["--output", "{here}/x.json"], "read as evidence"),
+     (["--site", "{here}/site", "--format", "csv"], "--site"), (["--history", "{here}/no"], "no such folder")],
+)  # fmt: skip
+def test_report_names_bad_input(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    given = [one.format(here=folder) for one in arguments]
+    assert main(["report", str(folder), *given]) == 2 and part in capsys.readouterr().err
+
+
+def test_report_of_a_folder_without_results_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2 and "no results" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "missing")]) == 2
+
+
+def test_report_of_damaged_evidence_reports_the_rest_and_is_not_green(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(folder, "other", model="n").write_text("{", encoding="utf-8")
+    assert main(["report", str(folder), "--format", "junit"]) == 3
+    captured = capsys.readouterr()
+    assert "other.json" in captured.err
+    xml = JUnitXml.fromstring(captured.out.encode())
+    assert xml.errors == 1 and {suite.name for suite in xml} == {SLUG, "results"}
+    assert main(["report", str(folder)]) == 3
+    assert "other.json" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_report_names_a_case_that_the_catalogue_does_not_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "cpu" / "stack" / "of-another-team" / "cell.json"
+    path.parent.mkdir()
+    write_json(path, stored_cell(case="of-another-team") | {"key": "of-another-team/cell"})
+    assert main(["report", str(folder), "--format", "markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "of-another-team" in out and "| of-another-team" not in out
+
+
+def test_report_of_an_interrupted_run_says_how_to_continue(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.UNFINISHED}))
+    assert main(["report", str(folder), "--format", "markdown"]) == 0
+    assert "repro matrix --resume results=" in capsys.readouterr().out.replace("\\", "")
+
+
+def test_report_of_several_folders_compares_them_and_three_are_a_history(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for number, one in enumerate(folders):
+        store(one, model="m" if number < 2 else "n")
+    target = tmp_path / "page.html"
+    assert main(["report", *map(str, folders[:2]), "--output", str(target)]) == 0
+    text = target.read_text(encoding="utf-8")
+    assert 'id="compared"' in text and 'id="history"' not in text
+    assert main(["report", *map(str, folders), "--output", str(target)]) == 0
+    assert 'id="history"' in target.read_text(encoding="utf-8")
+
+
+def test_report_takes_earlier_runs_from_a_folder(folder: Path, tmp_path: Path) -> None:
+    store(tmp_path / "nights" / "monday")
+    assert main(["report", str(folder), "--history", str(tmp_path / "nights")]) == 0
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "monday" in text and "these results" in text
+
+
+def test_page_shows_the_help_of_the_catalogues_arms(tmp_path: Path) -> None:
+    case = catalogs.load().cases[SLUG]
+    arm = next(name for name, one in case.arms.items() if one.help and name != "broken")
+    path = store(tmp_path / "mine")
+    stored = json.loads(path.read_text())
+    stored["arms"][arm], stored["verdicts"][arm] = stored["arms"].pop("fix"), stored["verdicts"].pop("fix")
+    write_json(path, stored)
+    assert main(["report", str(tmp_path / "mine"), "--format", "html", "--output", str(tmp_path / "p.html")]) == 0
+    assert case.arms[arm].help.split()[0] in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
+def test_a_site_is_not_written_among_other_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ResultsError, match="other files"):
+        write_site(tmp_path, {"index.html": "repro-matrix"})
+    write_site(tmp_path / "new", {"index.html": "repro-matrix"})
+    write_site(tmp_path / "new", {"index.html": "repro-matrix, again"})
+    assert "again" in (tmp_path / "new" / "index.html").read_text()
+
+
+def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
+    assert source_names([tmp_path / "a" / "x", tmp_path / "b" / "x", tmp_path / "y"]) == ["a/x", "b/x", "y"]
