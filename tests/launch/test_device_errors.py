@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from repro_matrix.launch.device_errors import of_device
+from repro_matrix.launch.device_errors import classify_device_error
 
 INIT, BODY = "init_process_group", "body"
 SET, LAZY, TRAIN = ("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.nn.modules.linear", "forward")
@@ -75,5 +75,5 @@ ALL = {"device": DEVICE, "card": CARD, "card or program": CARD_OR_PROGRAM, None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, errors in ALL.items() for name in errors])
-def test_whose_failure_it_is(kind: str | None, name: str) -> None:
-    assert of_device(*ALL[kind][name]) == kind
+def test_classify_device_error(kind: str | None, name: str) -> None:
+    assert classify_device_error(*ALL[kind][name]) == kind

@@ -28,7 +28,7 @@ def seen_of(warm: WarmLauncher, folder: Path, wanted: dict[str, dict[str, Any]])
         return dict(zip(wanted, pool.map(one, wanted.items())))
 
 
-def test_ranks_that_can_never_meet_are_ended_before_the_deadline(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_deadlocked_ranks_end_before_the_deadline(tmp_path: Path, warm: WarmLauncher) -> None:
     wanted = {"other_collective": {"deadline": FOREVER}, "crossed_groups": {"deadline": FOREVER, "world_size": 3}}
     seen = seen_of(warm, tmp_path, wanted)
     for name, words in (("other_collective", "rank 0 in all_gather"), ("crossed_groups", "did not enter it")):
@@ -43,7 +43,7 @@ def test_ranks_that_can_never_meet_are_ended_before_the_deadline(tmp_path: Path,
     assert group["groups"]["0"] == [0, 1] and group["collectives"][-1]["waits"]
 
 
-def test_a_rank_says_the_frames_of_the_call_that_it_waits_in(
+def test_waiting_rank_reports_the_frames_of_its_collective(
     tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the host has gone on from there, so that the backtrace does not show it."""
@@ -59,7 +59,7 @@ def test_a_rank_says_the_frames_of_the_call_that_it_waits_in(
 
 
 @pytest.mark.slow
-def test_ranks_that_are_only_slow_are_never_ended_early(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_slow_ranks_are_not_ended_early(tmp_path: Path, warm: WarmLauncher) -> None:
     """Asleep, at work, waiting for a compiler, connecting: each for longer than two looks take."""
     slow = {"deadline": FOREVER, "seconds": 9}
     wanted = {"sleeps": slow, "connects": slow, "computes": slow, "compiles": {**slow, "seconds": 3}}
@@ -68,7 +68,7 @@ def test_ranks_that_are_only_slow_are_never_ended_early(tmp_path: Path, warm: Wa
         assert all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in seen["ranks"]), name
 
 
-def test_what_moves_at_the_deadline_is_too_slow_and_what_does_not_hangs(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_deadline_separates_slow_from_hanging_ranks(tmp_path: Path, warm: WarmLauncher) -> None:
     wanted = {"computes": {"deadline": 2, "seconds": FOREVER}, "leaves": {"deadline": 2}, "sleeps": {"deadline": 2,
               "seconds": FOREVER}}  # fmt: skip
     seen = seen_of(warm, tmp_path, wanted)
@@ -80,7 +80,7 @@ def test_what_moves_at_the_deadline_is_too_slow_and_what_does_not_hangs(tmp_path
     assert seen["leaves"]["ranks"][0]["looks"][-1]["ended"] and seen["leaves"]["ranks"][0]["exit_code"] == 0
 
 
-def test_ranks_that_do_not_get_started_are_no_hang(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_ranks_stuck_in_imports_are_infra(tmp_path: Path, warm: WarmLauncher) -> None:
     attempt = attempt_of(tmp_path / "a", "nobody", "never_starts.py")
     seen = launched_until(warm, replace(attempt, start_limit_s=200.0), 2, start_limit_s=0.0)
     assert seen["infra"]["kind"] == "start-up too slow" and seen["attempt"]["working_s"] is None

@@ -43,7 +43,7 @@ def table(out: str) -> list[tuple[Any, ...]]:
     return sorted((row["case"], row["arm"], row["outcome"], row["verdict"]) for row in json.loads(out)["rows"])
 
 
-def test_killed_at_any_moment_and_resumed_it_ends_as_an_undisturbed_run(
+def test_killed_run_resumes_to_the_result_of_an_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "temporary").mkdir()

@@ -16,7 +16,7 @@ from repro_matrix.environment.gpus import Gpu, Seen
 from repro_matrix.environment.nvml import Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.launch.device_errors import EITHER, of_device
+from repro_matrix.launch.device_errors import EITHER, classify_device_error
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.retry import again, lost, settled
@@ -214,7 +214,7 @@ def on_a_bad_card(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) 
         made = observation(attempt, {**PEER})
         rank = made["ranks"][attempt.gpus.index(bad)]
         rank["record"].update(exception=error, phase="body")
-        kind = of_device(error, "body")
+        kind = classify_device_error(error, "body")
         return {**made, "infra": {"kind": kind, "message": f"rank {rank['rank']}: {error['message']}"}}
 
     return fail

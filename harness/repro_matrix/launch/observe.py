@@ -18,7 +18,7 @@ from repro_matrix.grading.root_cause import portable_path
 from repro_matrix.launch.attempt import Attempt, Json, describe_exit
 from repro_matrix.launch.attempt_logs import read_launch, read_record, tail
 from repro_matrix.launch.command_line import torchrun_line
-from repro_matrix.launch.device_errors import of_device
+from repro_matrix.launch.device_errors import classify_device_error
 from repro_matrix.launch.watch import Watched
 from repro_matrix.records.observation import Observation
 
@@ -183,7 +183,7 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
     first = f"{kind}: {message.splitlines()[0] if message else ''}"
     if _DISK.search(message):
         return "disk", first
-    failed = of_device(error, phase) if device == "cuda" else None
+    failed = classify_device_error(error, phase) if device == "cuda" else None
     if failed:
         return failed, first
     if phase == "init_process_group" and _PORT.search(message):

@@ -19,7 +19,7 @@ from repro_matrix.config.packages import RELEVANT
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.launch.attempt import Attempt, Launcher
-from repro_matrix.launch.device_errors import of_device
+from repro_matrix.launch.device_errors import classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import ArmPlan, CellPlan
 from repro_matrix.records.base import InfraKind
@@ -109,7 +109,7 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
     for rank in observation["ranks"]:
         record = rank["record"]
         error = record["exception"] if record else None
-        if record and error and of_device(error, record["phase"]) == "card":
+        if record and error and classify_device_error(error, record["phase"]) == "card":
             message = (error["message"].splitlines() or ["?"])[0]
             found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", f"rank {rank['rank']}: {message}")
     return found

@@ -1,9 +1,10 @@
-"""Run by a stack's own python: what torch is, and whether it can use the devices that it is given.
+"""Report, in a stack's own python, what torch is and whether it can use the devices that it is given.
 
-    device_probe.py cpu          what torch says of itself
-    device_probe.py 0,2          the same, and of CUDA: initialise it, count, compute on devices 0 and 2
+    device_probe.py cpu          torch's version and backends
+    device_probe.py 0,2          the same, and CUDA: initialise it, count, compute on devices 0 and 2
 
-One JSON object a line, so that a hang or a crash tells how far it got: ``stage`` names what comes next, at last "done".
+It prints one JSON object a line, so that a hang or a crash shows how far it got: ``stage`` names the next step, at
+last "done".
 Standard library and torch; Python 3.9 and torch 2.2, too.
 """
 
@@ -14,16 +15,16 @@ import sys
 from typing import Any, Callable
 
 
-def say(**found: Any) -> None:
-    print(json.dumps(found), flush=True)
+def report(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
 
 
-def said(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:600]
 
 
-def asked(question: Callable[[], Any]) -> Any:
+def attempt(question: Callable[[], Any]) -> Any:
     try:
         return question()
     except Exception:
@@ -31,47 +32,47 @@ def asked(question: Callable[[], Any]) -> Any:
 
 
 def main(wanted: str) -> None:
-    say(stage="import torch")
+    report(stage="import torch")
     try:
         import torch
         import torch.distributed as dist
     except BaseException as error:
-        say(import_error=said(error))
+        report(import_error=describe(error))
         return
-    say(
+    report(
         torch=torch.__version__,
         cuda=torch.version.cuda,
         hip=getattr(torch.version, "hip", None),
-        gloo=asked(dist.is_gloo_available),
-        nccl=asked(dist.is_nccl_available),
+        gloo=attempt(dist.is_gloo_available),
+        nccl=attempt(dist.is_nccl_available),
     )
     if wanted != "cpu":
         devices(torch, {int(part) for part in wanted.split(",") if part})
-    say(stage="done")
+    report(stage="done")
 
 
 def devices(torch: Any, touch: set[int]) -> None:
-    say(stage="initialise CUDA")
+    report(stage="initialise CUDA")
     try:
         torch.cuda.init()  # is_available() would keep the reason to itself
     except BaseException as error:
-        say(init_error=said(error), gpus=0)
+        report(init_error=describe(error), gpus=0)
         return
     count = torch.cuda.device_count()
-    say(gpus=count, arch_list=torch.cuda.get_arch_list())
-    version = asked(torch.cuda.nccl.version)
-    say(nccl_version=".".join(map(str, version)) if isinstance(version, tuple) else version)
+    report(gpus=count, arch_list=torch.cuda.get_arch_list())
+    version = attempt(torch.cuda.nccl.version)
+    report(nccl_version=".".join(map(str, version)) if isinstance(version, tuple) else version)
     for index in range(count):
-        say(stage=f"use device {index}")
-        found: Any = {"index": index, "touched": index in touch, "error": None}
+        report(stage=f"use device {index}")
+        result: Any = {"index": index, "touched": index in touch, "error": None}
         try:
-            found["name"] = torch.cuda.get_device_name(index)
-            found["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(index))
+            result["name"] = torch.cuda.get_device_name(index)
+            result["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(index))
             if index in touch:
                 compute(torch, index)
         except BaseException as error:
-            found["error"] = said(error)
-        say(device=found)
+            result["error"] = describe(error)
+        report(device=result)
 
 
 def compute(torch: Any, index: int) -> None:

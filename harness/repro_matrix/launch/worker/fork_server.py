@@ -42,39 +42,24 @@ sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLD
 # What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); parts that an
 # older torch lacks are left out. A case whose failure depends on the order of imports has to start with torchrun.
 BASE = [
-    "torch",
-    "torch.nn.parallel",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.state_dict",
-    "torch._dynamo",
-]
+    "torch", "torch.nn.parallel", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch._dynamo",
+]  # fmt: skip
 # Packages that load their parts at first use: the parts that the scripts use.
 LAZY = {
     "transformers": [
-        "transformers.modeling_utils",
-        "transformers.models.auto",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.qwen2.modeling_qwen2",
-        "transformers.models.llama.modeling_llama",
+        "transformers.modeling_utils", "transformers.models.auto", "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama",
         "transformers.integrations.deepspeed",
     ],
     # What deepspeed.initialize imports; the first of them compiles at import, which loads all of inductor (2 CPU s).
     "deepspeed": [
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.ops.op_builder.all_ops",
-        "deepspeed.module_inject.auto_ep_layer",
-        "deepspeed.runtime.superoffload.superoffload_stage3",
-        "deepspeed.comm.mori",
-        "torch.utils.cpp_extension",
-        "distutils.ccompiler",
-        "distutils.sysconfig",
-        "distutils.compilers.C.unix",
-        "torch._subclasses.schema_check_mode",
+        "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops",
+        "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
+        "deepspeed.comm.mori", "torch.utils.cpp_extension", "distutils.ccompiler", "distutils.sysconfig",
+        "distutils.compilers.C.unix", "torch._subclasses.schema_check_mode",
     ],
-}
+}  # fmt: skip
 # Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what transformers costs.
 # Accelerator.prepare and Trainer import deepspeed wherever it is installed.
 LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]

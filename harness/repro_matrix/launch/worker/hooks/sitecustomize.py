@@ -1,10 +1,9 @@
-"""What every Python process of somebody's own script begins with: this folder stands first on PYTHONPATH.
+"""Hooks for every Python process of a user's script: this folder comes first on PYTHONPATH.
 
-A rank gets a record like a case's (repro_kit/record.py): its exception with frames, what it warned and logged; its
-output goes to a log of its own. A launcher (torchrun, accelerate, deepspeed) gets a Popen that writes down how its
-ranks ended. Nothing else is changed: sys.path, argv, __main__ and warning filters are what they would have been,
-another sitecustomize is imported after this one, and hooks that the script sets are called. Standard library,
-Python 3.9.
+A rank gets a record like a case's (repro_kit/record.py): its exception with frames, its warnings and log messages; its
+output goes to its own log. A launcher (torchrun, accelerate, deepspeed) gets a Popen that records how its ranks ended.
+Nothing else changes: sys.path, argv, __main__ and warning filters are as without it, another sitecustomize is imported
+after this one, and hooks that the script sets are called. Standard library, Python 3.9.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def next_sitecustomize() -> None:
-    """The environment's own, which this file stands before."""
+    """Import the environment's own sitecustomize, which this file hides."""
     mine = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # noqa: F401
@@ -30,7 +29,7 @@ def next_sitecustomize() -> None:
 
 
 def claimed(folder: str, rank: int) -> bool:
-    """Whether this process is the rank: the first of its number. What the rank starts inherits its environment."""
+    """Return whether this process is the rank: the first with its number. Its children inherit its environment."""
     try:
         file = os.open(os.path.join(folder, f"claim-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -41,7 +40,7 @@ def claimed(folder: str, rank: int) -> bool:
 
 
 def load_recording() -> Any:
-    """The kit's record and place, without leaving the kit's name or folder to the script."""
+    """Import the kit's record module; leave neither the kit's name nor its folder visible to the script."""
     package = os.path.dirname(
         os.path.dirname(os.path.dirname(HERE))
     )  # in a checkout repros/ stands beside it, in a wheel in its data/
@@ -89,8 +88,7 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     record = recording.Record(Path(folder, f"rank-{rank}.json"), rank, world_size)
     record.data["phase"] = "script"
     record.capture.install(every=False)
-    said = sys.excepthook
-    said_in_thread = threading.excepthook
+    excepthook, thread_excepthook = sys.excepthook, threading.excepthook
 
     def failed(error: BaseException) -> None:
         if os.getpid() == mine and record.data["exception"] is None:
@@ -100,16 +98,16 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
 
     def on_exception(kind: Any, error: BaseException, tb: Any) -> None:
         failed(error)
-        said(kind, error, tb)
+        excepthook(kind, error, tb)
 
     def on_thread(args: Any) -> None:
         if os.getpid() == mine and args.exc_type is not SystemExit:
-            told = recording.describe_exception(args.exc_value)
+            described = recording.describe_exception(args.exc_value)
             record.capture.logs.append(
-                {"logger": "threading", "level": "ERROR", "message": f"{told['type']}: {told['message']}",
-                 "file": "", "function": "", "place": "", "exception": told}
+                {"logger": "threading", "level": "ERROR", "message": f"{described['type']}: {described['message']}",
+                 "file": "", "function": "", "place": "", "exception": described}
             )  # fmt: skip
-        said_in_thread(args)
+        thread_excepthook(args)
 
     def at_end() -> None:  # registered first, so it is called last
         if os.getpid() != mine:
@@ -121,12 +119,12 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
         record.data["finished"] = True
         record.write()
 
-    def heard(event: str, args: tuple[Any, ...]) -> None:
-        """Before any excepthook: one that the script has set may end the process."""
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        """Record the error before any excepthook: one that the script has set may end the process."""
         if event == "sys.excepthook" and isinstance(args[2], BaseException):
             failed(args[2])
 
-    sys.addaudithook(heard)
+    sys.addaudithook(audit)
     sys.excepthook, threading.excepthook = on_exception, on_thread
     atexit.register(at_end)
     with open(os.path.join(folder, f"phases-{rank}.txt"), "a") as phases:
@@ -135,13 +133,13 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
 
 
 def watch_launcher(folder: str) -> None:
-    """Write down how the ranks end that this process starts, and which of them it was that ended them."""
+    """Record how the ranks end that this process starts, and which of them this process ended."""
     import json
     import subprocess
 
     signalled: set[int] = set()
 
-    def noted(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
         def wrapper(pid: int, number: int) -> None:
             if number:
                 signalled.add(pid)
@@ -149,7 +147,7 @@ def watch_launcher(folder: str) -> None:
 
         return wrapper
 
-    os.kill, os.killpg = noted(os.kill), noted(os.killpg)
+    os.kill, os.killpg = record_signals(os.kill), record_signals(os.killpg)
 
     class Popen(subprocess.Popen):
         @property
@@ -159,7 +157,7 @@ def watch_launcher(folder: str) -> None:
         @returncode.setter
         def returncode(self, code: int | None) -> None:
             self._code = code
-            # sys.maxsize: somebody else has waited for it (DeepSpeed's launcher), and how it ended is not known here.
+            # sys.maxsize: another waiter has reaped it (DeepSpeed's launcher); how it ended is not known here.
             if code is None or code == sys.maxsize:
                 return
             path = os.path.join(folder, f"exit-{self.pid}.json")
@@ -171,8 +169,8 @@ def watch_launcher(folder: str) -> None:
 
 
 def is_launcher() -> bool:
-    with open("/proc/self/cmdline", "rb") as said:
-        words = said.read().decode("utf-8", "replace").split("\0")
+    with open("/proc/self/cmdline", "rb") as file:
+        words = file.read().decode("utf-8", "replace").split("\0")
     return any(word.startswith(("torch.distributed.", "accelerate.commands.", "deepspeed.launcher.")) for word in words)
 
 
@@ -191,11 +189,11 @@ def begin() -> None:
 
 
 def first() -> None:
-    """At the interpreter's start."""
+    """Run the hooks at the interpreter's start."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
     try:
         begin()
-    except Exception as error:  # never in the script's way; without its record a rank is known by its end and its log
+    except Exception as error:  # never stop the script: without a record a rank is known by its exit code and its log
         print(f"repro: no record of this process: {type(error).__name__}: {error}", file=sys.stderr)
     next_sitecustomize()
 

@@ -46,11 +46,9 @@ def kept(before: dict[str, Any], at: Any = None, now: dict[str, Any] | None = No
     return {name: len(arm["attempts"]) for name, arm in new["arms"].items()}, new["provenance"]["started"]
 
 
-def test_what_is_gone_on_with_is_of_the_case_and_does_not_contradict_itself() -> None:
+def test_believed_rejects_a_document_of_another_case() -> None:
     assert documents.believed(older(), CASE)  # type: ignore[arg-type]
     assert not documents.believed(older(case="another"), CASE), "and in order"  # type: ignore[arg-type]
-    wrong = older(verdicts={"gone": {}})
-    assert not documents.believed(wrong, CASE)  # type: ignore[arg-type]
 
 
 def test_what_is_still_the_answer_is_kept_judged_again_and_infra_is_not() -> None:

@@ -63,7 +63,7 @@ def in_a_clean_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-def says_as_recorded(done: subprocess.CompletedProcess[str], ranks: list[dict[str, Any]]) -> bool:
+def prints_recorded_errors(done: subprocess.CompletedProcess[str], ranks: list[dict[str, Any]]) -> bool:
     """The beginning of each error: a set may follow, in any order. By hand no rank waits for the other's last words:
     torchrun may end one that has not said them yet. How a rank is told that another is gone (closed, reset, by which
     read) is chance: what counts are the errors of those that failed by themselves."""
@@ -75,7 +75,7 @@ def says_as_recorded(done: subprocess.CompletedProcess[str], ranks: list[dict[st
     return all(said) or (any(said) and "closing signal SIGTERM" in done.stderr)
 
 
-def test_the_line_has_all_that_a_run_gives_the_ranks(show: Show, overlay: Path, tmp_path: Path) -> None:
+def test_torchrun_line_contains_the_stacks_environment(show: Show, overlay: Path, tmp_path: Path) -> None:
     """It had no PYTHONPATH: of `stack=current+transformers@X` it ran another release than the one that was asked for;
     and no PATH: a shell that had not activated .venv found no torchrun."""
     lines = show(BY_HAND, "model=llama-2-7b")
@@ -94,7 +94,7 @@ def test_the_line_has_all_that_a_run_gives_the_ranks(show: Show, overlay: Path, 
 
 
 @pytest.mark.ranks
-def test_a_case_and_the_line_that_does_the_same_by_hand(show: Show, warm: WarmLauncher, tmp_path: Path) -> None:
+def test_torchrun_line_gives_the_errors_of_the_run(show: Show, warm: WarmLauncher, tmp_path: Path) -> None:
     """A case that needs torch alone: from cold the line imports a stack three times."""
     case = "fsdp-optim-state-padding"
     prepared = session.prepare([f"case={case}", "arms=[broken]", "hardware=cpu"])
@@ -103,21 +103,19 @@ def test_a_case_and_the_line_that_does_the_same_by_hand(show: Show, warm: WarmLa
     seen = launched(warm, dataclasses.replace(attempt, run_id="test-run"))
     assert any(rank["record"]["exception"] for rank in seen["ranks"]), seen
     done = in_a_clean_shell(show(case)["broken"], tmp_path)
-    assert says_as_recorded(done, seen["ranks"]), done
+    assert prints_recorded_errors(done, seen["ranks"]), done
 
 
 @pytest.mark.ranks
 @pytest.mark.slow  # the gate runs a plain line, and looks at what the others give
-def test_a_release_that_is_laid_over_is_the_one_that_runs_by_hand(show: Show, overlay: Path, tmp_path: Path) -> None:
+def test_torchrun_line_uses_the_overlay(show: Show, overlay: Path, tmp_path: Path) -> None:
     done = in_a_clean_shell(show("qwen15-fsdp-norm-shard")["broken"], tmp_path)
     assert done.returncode and "RuntimeError: the release that was laid over" in done.stdout + done.stderr, done
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_an_arm_with_a_variable_and_a_trainer_in_another_python_says_by_hand_what_is_stored(
-    show: Show, tmp_path: Path
-) -> None:
+def test_torchrun_line_in_another_python_gives_the_stored_errors(show: Show, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -127,4 +125,4 @@ def test_an_arm_with_a_variable_and_a_trainer_in_another_python_says_by_hand_wha
     )  # fmt: skip
     line = show(BY_HAND, "model=llama-2-7b", "strategy=ddp", f"stack=python:{python}")["bypass"]
     done = in_a_clean_shell(line, tmp_path)
-    assert says_as_recorded(done, stored["arms"]["bypass"]["attempts"][0]["observation"]["ranks"]), done
+    assert prints_recorded_errors(done, stored["arms"]["bypass"]["attempts"][0]["observation"]["ranks"]), done
