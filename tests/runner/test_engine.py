@@ -144,7 +144,7 @@ def verdicts(summary: Summary) -> dict[str, str]:
     return {arm: verdict["name"] for arm, verdict in summary.documents[0]["verdicts"].items()}
 
 
-def test_a_cell_from_launch_to_document(tmp_path: Path) -> None:
+def test_run_stores_a_graded_document(tmp_path: Path) -> None:
     events: list[Event] = []
     summary = run(tmp_path, Fake(), events=events)
     assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
@@ -156,9 +156,7 @@ def test_a_cell_from_launch_to_document(tmp_path: Path) -> None:
     assert [row["arm"] for row in arm_rows(stored[0])] == ["broken", "root-call", "summon"]
 
 
-def test_a_script_that_is_saved_in_the_middle_of_a_run_is_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_script_changed_during_the_run_is_infra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran then was stored under the commit and the fingerprint of what had been planned, and was published."""
     folder = tmp_path / "repros"
     shutil.copytree(CATALOGUE.repros, folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -183,7 +181,7 @@ def test_a_script_that_is_saved_in_the_middle_of_a_run_is_no_answer(
     assert "cannot be read" in summary.documents[0]["arms"]["broken"]["attempts"][0]["outcome"]["reason"]
 
 
-def test_repeat_counts_k_of_n(tmp_path: Path) -> None:
+def test_repeat_with_mixed_outcomes_is_flaky(tmp_path: Path) -> None:
     def one_in_three(attempt: Attempt, stop: threading.Event) -> Any:
         if attempt.settings["arm"] == "summon":
             seen.append(attempt.id)
@@ -197,7 +195,7 @@ def test_repeat_counts_k_of_n(tmp_path: Path) -> None:
     assert summary.attempts == 9
 
 
-def test_a_launcher_that_raises_never_stops_the_matrix(tmp_path: Path) -> None:
+def test_launcher_that_raises_does_not_stop_the_run(tmp_path: Path) -> None:
     def explode(attempt: Attempt, stop: threading.Event) -> Any:
         if attempt.settings["arm"] == "root-call":
             raise ValueError("a fault of ours")
@@ -209,7 +207,7 @@ def test_a_launcher_that_raises_never_stops_the_matrix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_a_newer_version_wrote_is_refused_before_anything_is_launched(tmp_path: Path, resume: bool) -> None:
+def test_newer_schema_is_refused_before_anything_is_launched(tmp_path: Path, resume: bool) -> None:
     """It was measured first, and then there was no place for it."""
     run(tmp_path, fake := Fake())
     path, document = stored_of(tmp_path)
@@ -233,7 +231,7 @@ def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
     assert before == [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]  # nothing to write
 
 
-def test_what_is_resumed_is_judged_by_the_case_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_grades_by_the_case_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, Fake())
     slug = "qwen15-fsdp-norm-shard"
     case = CATALOGUE.cases[slug]
@@ -246,7 +244,7 @@ def test_what_is_resumed_is_judged_by_the_case_as_it_is_now(tmp_path: Path, monk
     assert next(Store(tmp_path / "results").documents())["verdicts"]["root-call"]["name"] == "CHANGED"
 
 
-def test_resuming_with_fewer_arms_loses_none(tmp_path: Path) -> None:
+def test_resume_with_fewer_arms_keeps_the_others(tmp_path: Path) -> None:
     run(tmp_path, Fake())
     run(tmp_path, Fake(), arms=("root-call",), resume=True)
     stored = next(Store(tmp_path / "results").documents())
@@ -258,9 +256,7 @@ def stored_of(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return path, json.loads(path.read_text())
 
 
-def test_an_arm_that_was_not_asked_for_stays_only_while_it_would_be_launched_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_drops_an_unselected_arm_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, Fake())
     slug = "qwen15-fsdp-norm-shard"
     case, raw = CATALOGUE.cases[slug], CATALOGUE.raw["case"][slug]
@@ -277,9 +273,7 @@ def test_an_arm_that_was_not_asked_for_stays_only_while_it_would_be_launched_ali
 
 
 @pytest.mark.parametrize("edited", ["fingerprint", "attempt", "machine"])
-def test_what_is_resumed_was_made_under_the_fingerprint_that_stands_there_and_on_this_machine(
-    tmp_path: Path, edited: str
-) -> None:
+def test_resume_runs_again_what_has_another_fingerprint_or_machine(tmp_path: Path, edited: str) -> None:
     run(tmp_path, Fake())
     path, document = stored_of(tmp_path)
     arm = document["arms"]["summon"]
@@ -295,7 +289,7 @@ def test_what_is_resumed_was_made_under_the_fingerprint_that_stands_there_and_on
     assert again.launched == (["broken", "root-call", "summon"] if edited == "machine" else ["summon"])
 
 
-def test_interrupted_attempts_are_no_answers(tmp_path: Path) -> None:
+def test_interrupted_attempt_is_no_result(tmp_path: Path) -> None:
     pressed = threading.Event()  # Ctrl-C
 
     def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
@@ -312,7 +306,7 @@ def test_interrupted_attempts_are_no_answers(tmp_path: Path) -> None:
     assert again.launched == ["root-call", "summon"]
 
 
-def test_a_full_disk_stops_the_run_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_stops_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Store, path: Path, document: Any) -> None:
         raise ResultsError("the disk is full")
 
@@ -322,7 +316,7 @@ def test_a_full_disk_stops_the_run_and_is_said(tmp_path: Path, monkeypatch: pyte
     assert summary.problem == "the disk is full" and len(launcher.launched) == 1
 
 
-def test_attempts_side_by_side(tmp_path: Path) -> None:
+def test_jobs_attempts_run_side_by_side(tmp_path: Path) -> None:
     both = threading.Barrier(2, timeout=200)
 
     def together(attempt: Attempt, stop: threading.Event) -> Any:
@@ -332,7 +326,7 @@ def test_attempts_side_by_side(tmp_path: Path) -> None:
     assert verdicts(run(tmp_path, Fake(together), jobs=2)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
 
 
-def test_gpus_that_another_run_holds_are_waited_for_and_it_is_said(tmp_path: Path) -> None:
+def test_gpus_of_another_run_are_waited_for(tmp_path: Path) -> None:
     gpus = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 143771) for index in range(2))
     texts: list[str] = []
     settings = RunSettings(arms=["root-call"])
@@ -353,7 +347,7 @@ def test_gpus_that_another_run_holds_are_waited_for_and_it_is_said(tmp_path: Pat
     assert "waiting for GPUs that another run holds" in texts and not texts[-1]
 
 
-def test_upstream_fixed_needs_an_older_measurement_that_fired(tmp_path: Path) -> None:
+def test_upstream_fixed_needs_an_older_failure(tmp_path: Path) -> None:
     older = run(tmp_path / "old", Fake()).documents[0]
     older = json.loads(json.dumps(older).replace("2.13.0", "2.2.2").replace("5.23.0", "4.39.3"))
 
@@ -379,7 +373,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert bisect_exit(documents) == 1 and bisect_exit([]) == 125
 
 
-def test_cells_that_wait_for_a_build_are_measured_after_it_and_the_others_meanwhile(tmp_path: Path) -> None:
+def test_cells_that_wait_for_a_build_run_after_it(tmp_path: Path) -> None:
     measured = threading.Event()
     order: list[str] = []
 
@@ -398,7 +392,7 @@ def test_cells_that_wait_for_a_build_are_measured_after_it_and_the_others_meanwh
     assert order == [first.cell.model] * len(first.arms) + [others.cell.model] * len(others.arms)
 
 
-def test_an_interrupted_build_adds_nothing(tmp_path: Path) -> None:
+def test_interrupted_build_adds_no_cells(tmp_path: Path) -> None:
     stop = threading.Event()
 
     def build() -> list[Any]:

@@ -16,16 +16,18 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import place
 from repro_matrix.planning.plan import Planner
-from repro_matrix.runner.durations import UNKNOWN_S, expect, recorded
 from repro_matrix.runner.schedule import (
     MOST_PER_CORE,
     OTHER_USER_S,
+    UNKNOWN_S,
     Capacity,
     Schedule,
     Task,
+    expect,
     in_order,
     neighbours,
     pick,
+    recorded,
 )
 
 CPU = Capacity(cores=2, gpus=0, memory_gb=20)

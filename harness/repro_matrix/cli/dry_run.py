@@ -12,7 +12,7 @@ from repro_matrix.records.document import Document
 from repro_matrix.report import listing
 from repro_matrix.report.terminal import columns, named, print_json, print_lines, print_table
 from repro_matrix.results import local
-from repro_matrix.runner import durations, session
+from repro_matrix.runner import schedule, session
 from repro_matrix.runner.session import Session
 from repro_matrix.text import counted
 
@@ -84,7 +84,7 @@ def _measured(documents: Sequence[Document], arm: ArmPlan) -> float | None:
     if not measured:
         return None
     latest = max(measured, key=lambda document: document["provenance"]["started"])
-    return durations.peak_rss_mb(latest["arms"][arm.arm]["attempts"])
+    return schedule.peak_rss_mb(latest["arms"][arm.arm]["attempts"])
 
 
 def _print_memory(prepared: Session, rows: Sequence[tuple[ArmPlan, Mapping[str, Any]]], every_arm: bool) -> None:

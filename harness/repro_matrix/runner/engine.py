@@ -36,10 +36,9 @@ from repro_matrix.results import document as documents
 from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
 from repro_matrix.runner.attempts import Attempts, EndedAttempt, arm_of, fault
-from repro_matrix.runner.durations import expect, recorded
 from repro_matrix.runner.gpu_pool import Driver, GpuPool
 from repro_matrix.runner.retry import again, lost, of_other_code, settled, told
-from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, Capacity, CpuLoad, Schedule, Task
+from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, Capacity, CpuLoad, Schedule, Task, expect, recorded
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,23 @@ other half of their time, and a hang all of it: more are started for as long as 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import psutil
 
+from repro_matrix.planning.memory import GIB
+from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, ArmPlan
+from repro_matrix.records.document import Document, Made
 from repro_matrix.records.observation import Again
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together
 OTHER_USER_S = 60.0  # when nothing else is left to do: how long another user's process is waited for
 LOAD_S = 0.15  # between two measurements of the load: an attempt that has just started needs that long to show
+UNKNOWN_S = 10.0  # expected of an attempt of which nothing was ever measured
 IDLE_PERCENT = 6.25  # of the machine's cores: so much is left when one more attempt is started
 
 
@@ -173,3 +178,61 @@ class CpuLoad:
         """Measure again before the next attempt: this one does not show yet."""
         psutil.cpu_percent()
         self._measured, self._idle = time.monotonic(), False
+
+
+# -- what attempts took when they were last measured: what to expect of the next ones
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds and GiB of one attempt, all its ranks together."""
+
+    seconds: float
+    memory_gb: float | None
+    scale: str = "tiny"
+
+
+Recorded = Mapping[tuple[str, str], Took]
+
+
+def recorded(documents: Iterable[Document]) -> dict[tuple[str, str], Took]:
+    """Return what attempts took, by (cell key, arm), from the latest of the documents."""
+    found: dict[tuple[str, str], Took] = {}
+    for document in sorted(documents, key=lambda document: document["provenance"]["started"]):
+        for name, arm in document["arms"].items():
+            if arm["attempts"]:
+                seconds = statistics.median(made["observation"]["attempt"]["wall_s"] for made in arm["attempts"])
+                found[document["key"], name] = Took(seconds, _memory(arm["attempts"]), document["scale"])
+    return found
+
+
+def peak_rss_mb(attempts: Iterable[Made]) -> float | None:
+    """Return the largest peak of a rank (MiB) over these attempts of an arm."""
+    return max((peak for made in attempts for peak in _peaks(made)), default=0.0) or None
+
+
+def _peaks(made: Made) -> list[float]:
+    """Return the peak of each rank that reported it (MiB)."""
+    return [rank["record"].get("peak_rss_mb", 0.0) for rank in made["observation"]["ranks"] if rank["record"]]
+
+
+def _memory(attempts: Sequence[Made]) -> float | None:
+    return max(sum(_peaks(made)) / 1024 for made in attempts) or None
+
+
+def expect(known: Recorded, key: str, arm: ArmPlan) -> Took:
+    """Return what to expect of one attempt. One that was never measured takes what its case takes at that size; where
+    nothing of the case is known, assume that it is long, so that it does not start last."""
+    took = known.get((key, arm.arm))
+    seconds = took.seconds if took else arm.expected_s or _usual(known, key, arm) or UNKNOWN_S
+    planned = arm.memory.host_node / GIB if arm.memory else MEMORY_PER_RANK_GB * arm.world_size
+    memory = (took.memory_gb if took else None) or planned
+    return Took(min(seconds, arm.deadline), memory)
+
+
+def _usual(known: Recorded, key: str, arm: ArmPlan) -> float | None:
+    case, scale = key.partition("/")[0], arm.settings["model"]["scale"]
+    same_size = [
+        each.seconds for (other, _), each in known.items() if other.partition("/")[0] == case and each.scale == scale
+    ]
+    return statistics.median(same_size) if same_size else None

@@ -21,7 +21,7 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.planning.cells import Cell, arms_of
 from repro_matrix.results.store import Document, Store, document_of, write_text
-from repro_matrix.runner.durations import UNKNOWN_S, Recorded, recorded
+from repro_matrix.runner.schedule import UNKNOWN_S, Recorded, recorded
 
 # What may differ between the parts of one run: where the results go, and how a machine works.
 OF_THE_MACHINE = ("shard", "results", "jobs", "keep", "launcher", "order", "min_measured")

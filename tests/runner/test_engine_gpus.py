@@ -1,4 +1,4 @@
-"""The engine on GPUs that a stand-in for NVML tells of: cards that fail or are in use, contexts that stay behind."""
+"""The engine on fake GPUs: some fail, some are in use, and contexts stay behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_nvml import Card, FakeNvml, Process
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.gpus import Gpu, Seen
+from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.nvml import Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
@@ -25,7 +25,7 @@ from test_engine import Fake, engine_of, observation, verdicts
 ON_CPU = Profile("cpu", "cpu", "gloo", ())
 
 
-def on_cards(
+def run_on_gpus(
     tmp_path: Path,
     nvml: FakeNvml,
     launcher: Fake,
@@ -50,7 +50,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repro_matrix.runner.schedule.OTHER_USER_S", 0.3)
 
 
-def test_attempts_side_by_side_each_on_cards_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_run_side_by_side_on_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card() for _ in range(4)])
     nvml.install(monkeypatch)
     both = threading.Barrier(2, timeout=200)
@@ -60,15 +60,13 @@ def test_attempts_side_by_side_each_on_cards_of_their_own(tmp_path: Path, monkey
         seen.append(attempt.gpus)
         both.wait()
 
-    summary = on_cards(tmp_path, nvml, Fake(together))
+    summary = run_on_gpus(tmp_path, nvml, Fake(together))
     assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
     first, second = (set(gpus) for gpus in seen)
     assert len(first) == len(second) == 2 and not first & second
 
 
-def test_a_card_that_falls_off_ends_its_attempt_which_is_made_once_more_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card() for _ in range(3)])
     nvml.install(monkeypatch)
     used: list[tuple[str, ...]] = []
@@ -80,7 +78,7 @@ def test_a_card_that_falls_off_ends_its_attempt_which_is_made_once_more_elsewher
             assert stop.wait(200)  # its ranks would hang in a collective until the deadline
             return observation(attempt, None, interrupted=True)
 
-    summary = on_cards(tmp_path, nvml, Fake(fall_off))
+    summary = run_on_gpus(tmp_path, nvml, Fake(fall_off))
     assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
     document = summary.documents[0]
     made = [attempt for arm in document["arms"].values() for attempt in arm["attempts"]]
@@ -96,7 +94,7 @@ def test_a_card_that_falls_off_ends_its_attempt_which_is_made_once_more_elsewher
 
 
 @pytest.mark.parametrize("fault", ["lost", "ecc", "mig"])
-def test_a_card_found_broken_when_its_attempt_has_ended(
+def test_gpu_with_a_problem_after_its_attempt_is_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     nvml = FakeNvml([Card(ecc_uncorrected=5) for _ in range(3)])  # errors of before this run are none of it
@@ -112,13 +110,13 @@ def test_a_card_found_broken_when_its_attempt_has_ended(
         elif len(used) == 1:
             nvml.cards[1].ecc_uncorrected = 7
 
-    summary = on_cards(tmp_path, nvml, Fake(break_it))
+    summary = run_on_gpus(tmp_path, nvml, Fake(break_it))
     assert len(used) == 3 and nvml.cards[1].uuid in used[0] and all(nvml.cards[1].uuid not in gpus for gpus in used[1:])
     words = {"lost": "GPU is lost", "ecc": "ECC: 2 uncorrected memory errors", "mig": "it is in MIG mode"}[fault]
     assert words in summary.cards[0] and verdicts(summary) == {"root-call": "FIX_HOLDS"}
 
 
-def test_too_few_cards_left_is_infra_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_left_is_infra_and_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card(), Card()])
     nvml.install(monkeypatch)
 
@@ -126,38 +124,34 @@ def test_too_few_cards_left_is_infra_with_their_names(tmp_path: Path, monkeypatc
         nvml.cards[1].lost = True
 
     launcher = Fake(fall_off)
-    summary = on_cards(tmp_path, nvml, launcher)
+    summary = run_on_gpus(tmp_path, nvml, launcher)
     assert launcher.launched == ["broken"] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
     reason = summary.documents[0]["verdicts"]["root-call"]["reason"]
     assert "needs 2 GPUs; 1 can be used (gpu1: NVML: GPU is lost)" in reason
     assert exit_code(summary.documents, 1) == 3
 
 
-def test_a_card_in_use_by_somebody_else_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_of_another_user_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card(), Card(processes=[Process(4711, 30211)]), Card()])
     nvml.install(monkeypatch)
     used: set[str] = set()
-    summary = on_cards(tmp_path, nvml, Fake(lambda attempt, stop: used.update(attempt.gpus)))
+    summary = run_on_gpus(tmp_path, nvml, Fake(lambda attempt, stop: used.update(attempt.gpus)))
     assert used == {nvml.cards[0].uuid, nvml.cards[2].uuid} and verdicts(summary) == {"root-call": "FIX_HOLDS"}
     assert "gpu1" in summary.cards[0] and "process 4711 (30211 MiB)" in summary.cards[0]
 
 
-def test_nobody_waits_for_ever_for_a_card_that_somebody_else_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_does_not_wait_for_ever_for_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card(), Card(processes=[Process(4711, 30211)])])
     nvml.install(monkeypatch)
     texts: list[str] = []
     launcher = Fake()
-    summary = on_cards(tmp_path, nvml, launcher, on_event=lambda event: texts.append(event.text))
+    summary = run_on_gpus(tmp_path, nvml, launcher, on_event=lambda event: texts.append(event.text))
     assert launcher.launched == [] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
     assert any("gpu1 is in use: process 4711" in text for text in texts)  # said while it waits
     assert exit_code(summary.documents, 1) == 3
 
 
-def test_a_context_that_stays_behind_takes_its_card_out_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card() for _ in range(3)])
     nvml.install(monkeypatch)
     monkeypatch.setattr(
@@ -170,13 +164,13 @@ def test_a_context_that_stays_behind_takes_its_card_out_of_the_run(
         if len(used) == 1:
             nvml.cards[0].processes.append(Process(os.getpid(), 512))
 
-    summary = on_cards(tmp_path, nvml, Fake(stay), arms=("root-call", "summon"))
+    summary = run_on_gpus(tmp_path, nvml, Fake(stay), arms=("root-call", "summon"))
     assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
     assert f"process {os.getpid()} of an ended attempt is still on it (512 MiB)" in summary.cards[0]
     assert set(verdicts(summary).values()) == {"FIX_HOLDS"}  # what the attempt showed stands
 
 
-def test_gpu_and_cpu_cells_in_one_run_each_under_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_and_cpu_cells_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card(), Card()])
     nvml.install(monkeypatch)
     both = threading.Barrier(2, timeout=200)
@@ -201,10 +195,10 @@ def test_gpu_and_cpu_cells_in_one_run_each_under_its_profile(tmp_path: Path, mon
     assert sorted(map(len, launched)) == [0, 0, 2, 2]
 
 
-# --- what only a rank's error tells
+# -- reported by a rank's error only
 
 
-def on_a_bad_card(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) -> Callable[..., Any]:
+def failing_on(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) -> Callable[..., Any]:
     """A launcher's fault: what runs on this card fails with this error, its peer with NCCL's; NVML knows nothing."""
 
     def fail(attempt: Attempt, stop: threading.Event) -> Any:
@@ -233,13 +227,13 @@ LAUNCH = {**ECC, "message": "CUDA error: unspecified launch failure", "error_cod
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_card_that_a_rank_says_has_failed_is_not_used_again(
+def test_gpu_failed_by_a_ranks_error_is_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     nvml = FakeNvml([Card() for _ in range(3)])
     nvml.install(monkeypatch)
     bad, used = nvml.cards[place].uuid, []  # type: ignore[var-annotated]
-    summary = on_cards(tmp_path, nvml, Fake(on_a_bad_card(bad, ECC, used)))
+    summary = run_on_gpus(tmp_path, nvml, Fake(failing_on(bad, ECC, used)))
     assert [bad in gpus for gpus in used].count(True) == 1 and len(used) == 3
     assert verdicts(summary) == {"root-call": "FIX_HOLDS"}
     rank = next(gpus for gpus in used if bad in gpus).index(bad)
@@ -249,12 +243,14 @@ def test_a_card_that_a_rank_says_has_failed_is_not_used_again(
     assert [attempt["outcome"]["outcome"] for attempt in made].count("infra") == 1, "kept"
 
 
-def test_what_may_be_the_cards_is_made_once_more_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_gpu_error_is_repeated_on_other_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([Card() for _ in range(4)])
     nvml.install(monkeypatch)
     used: list[tuple[str, ...]] = []
-    fault = on_a_bad_card(nvml.cards[1].uuid, LAUNCH, used)
-    summary = on_cards(tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["arm"] == "broken" else None))
+    fault = failing_on(nvml.cards[1].uuid, LAUNCH, used)
+    summary = run_on_gpus(
+        tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["arm"] == "broken" else None)
+    )
     assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
     made = summary.documents[0]["arms"]["broken"]["attempts"]
     assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "fires"]
@@ -263,46 +259,22 @@ def test_what_may_be_the_cards_is_made_once_more_on_others(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("cards", [2, 4])
-def test_what_comes_again_is_the_attempts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int) -> None:
+def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int) -> None:
     nvml = FakeNvml([Card() for _ in range(cards)])
     nvml.install(monkeypatch)
 
     def fault(attempt: Attempt, stop: threading.Event) -> Any:
         if attempt.settings["arm"] == "broken":
             return None
-        return on_a_bad_card(attempt.gpus[0], LAUNCH, [])(attempt, stop)
+        return failing_on(attempt.gpus[0], LAUNCH, [])(attempt, stop)
 
-    summary = on_cards(tmp_path, nvml, Fake(fault))
+    summary = run_on_gpus(tmp_path, nvml, Fake(fault))
     made = summary.documents[0]["arms"]["root-call"]["attempts"]
     assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "other_error"]
     assert verdicts(summary) == {"root-call": "FIX_UNMASKS"} and not summary.cards
 
 
-# --- what is asked of NVML, and what is made once more
-
-
-def test_errors_of_a_program_do_not_take_its_card_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card(xids=[31, 43]), Card(xids=[13, 48])])
-    nvml.install(monkeypatch)
-    with Nvml(card.uuid for card in nvml.cards) as driver:
-        assert driver.broken() == {nvml.cards[1].uuid: "Xid 48"}
-        assert driver.broken() == {nvml.cards[1].uuid: "Xid 48"}, "told once, and true ever after"
-
-
-def test_what_cannot_be_asked_counts_as_nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeNvml([Card()], init_error=9).install(monkeypatch)
-    with Nvml(["GPU-0"]) as driver:
-        assert driver.look("GPU-0") == Seen() and driver.broken() == {}
-    nvml = FakeNvml([Card(ecc_uncorrected=None, processes=[Process(7, None)])])
-    nvml.install(monkeypatch)
-    with Nvml([nvml.cards[0].uuid]) as driver:
-        seen = driver.look(nvml.cards[0].uuid)
-        assert seen == Seen({7: None}, 0) and seen.size(7) == "memory unknown"
-        nvml.error = 4  # no permission is not a broken card
-        assert driver.look(nvml.cards[0].uuid).problem is None
-
-
-def test_only_a_failed_card_is_a_reason_for_one_more_attempt() -> None:
+def test_retry_only_after_a_gpu_failure_and_only_once() -> None:
     fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra": None, "ranks": []}
     failed = lost(fine, "gpu3 (GPU-3): Xid 79")
     assert failed["infra"] == {"kind": "card", "message": "gpu3 (GPU-3): Xid 79"}
