@@ -79,13 +79,9 @@ def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path
     first, second = done.stderr.splitlines()[:2]
     assert done.returncode == 0 and first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl")
     assert second == "note: CUDA_VISIBLE_DEVICES=1,3,9,0: CUDA reads it up to '9', which is no GPU (there are 4)"
-
-
-def test_plan_notes_that_no_gpu_was_requested(repro: Repro, tmp_path: Path) -> None:
-    done = repro(tmp_path, FakeNvml([Card()]), "matrix", "--dry-run", *ONE, env={"CUDA_VISIBLE_DEVICES": ""})
+    done = repro(tmp_path, nvml, *words, env={"CUDA_VISIBLE_DEVICES": ""})
     first, second = done.stderr.splitlines()[:2]
-    assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo")
-    assert second == "note: CUDA_VISIBLE_DEVICES='' asks for no GPU"
+    assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo") and "no GPU" in second
 
 
 def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -> None:

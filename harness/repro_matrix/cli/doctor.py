@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.environment import nvml, probe, system_checks
-from repro_matrix.environment.gpus import GpuState
+from repro_matrix.environment.gpus import GpuState, describe_gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import HardwareError, Profile
 from repro_matrix.environment.stacks import Stack
@@ -74,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
     versions = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print_wrapped(
         f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if no_ptrace else 'py-spy'}",
-        f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {_describe_torch(torch)}",
+        f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {probe.describe(torch)}",
         f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(versions)}",
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
@@ -104,33 +103,14 @@ def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Ma
     return [text for text in found if text]
 
 
-def _describe_torch(answer: Mapping[str, Any]) -> str:
-    parts = [("CUDA", answer.get("cuda")), ("HIP", answer.get("hip")), ("NCCL", answer.get("nccl_version"))]
-    built = ", ".join(f"{name} {version}" for name, version in parts if version) or "no CUDA"
-    devices = answer.get("devices") or []
-    working = sum(bool(one.get("touched")) and not one.get("error") for one in devices)
-    errors = "".join(f"; GPU {one['index']}: {one['error']}" for one in devices if one.get("error"))
-    gpus = f": it computes on {working} of {len(devices)} GPUs{errors}" if devices else ""
-    return f"torch {answer.get('torch') or 'unknown'} ({built}){gpus}"
-
-
 def _print_gpus(machine: Machine, states: dict[str, GpuState], apart: list[tuple[str, str]]) -> None:
     """Print one line per GPU, and one per other user's process on it."""
     cuda = f", CUDA up to {machine.cuda}" if machine.cuda else ""
     driver = f"; driver {machine.driver}{cuda}" if machine.driver else ""
     lines = [f"GPUs: {len(machine.gpus) or 'none'}{driver}"]
     for gpu in machine.gpus:
-        state = states[gpu.uuid]
-        persistence = {None: "unknown", True: "on", False: "off"}[gpu.persistence]
-        ecc = "no ECC" if state.ecc_uncorrected is None else f"{state.ecc_uncorrected} uncorrected ECC errors"
-        free = "?" if state.free_mb is None else state.free_mb
-        lines.append(
-            f"  GPU {gpu.index}: {gpu.name} {gpu.uuid}, {free} of {gpu.memory_mb} MiB free, compute capability "
-            f"{gpu.capability or '?'}, mode {gpu.mode}, persistence {persistence}, MIG off, {ecc}"
-            + (", rows to be remapped at the next reset" if state.remap_pending else "")
-            + (f", NOT USABLE: {state.sick}" if state.sick else "")
-        )
-        lines += [f"    in use by {process}" for process in state.foreign]
+        lines.append(f"  {describe_gpu(gpu, states[gpu.uuid])}")
+        lines += [f"    in use by {process}" for process in states[gpu.uuid].foreign]
     lines += [f"  {gpu}" for gpu in machine.left_out]
     index = {gpu.uuid: gpu.index for gpu in machine.gpus}
     if len(machine.gpus) > 1:

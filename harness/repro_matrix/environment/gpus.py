@@ -74,6 +74,17 @@ class GpuState:
         return "its memory has faulty rows that could not be replaced" if self.remap_failed else None
 
 
+def describe_gpu(gpu: Gpu, state: GpuState) -> str:
+    persistence = {None: "unknown", True: "on", False: "off"}[gpu.persistence]
+    ecc = "no ECC" if state.ecc_uncorrected is None else f"{state.ecc_uncorrected} uncorrected ECC errors"
+    return (
+        f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {'?' if state.free_mb is None else state.free_mb} of {gpu.memory_mb} "
+        f"MiB free, compute capability {gpu.capability or '?'}, mode {gpu.mode}, persistence {persistence}, MIG off, {ecc}"
+        + (", rows to be remapped at the next reset" if state.remap_pending else "")
+        + (f", NOT USABLE: {state.sick}" if state.sick else "")
+    )
+
+
 @dataclass(frozen=True)
 class UnusableGpu:
     """A GPU that is here and cannot be used. ``name``, ``uuid`` "": unknown."""

@@ -43,7 +43,7 @@ class DriverError(Exception):
 
 
 class GpuDriver(Protocol):
-    """What is asked of NVML. Sizes in MiB. Raises DriverError; what is not supported is None or the default."""
+    """The questions to NVML. Sizes in MiB. Raises DriverError; an unsupported question gives None or the default."""
 
     def versions(self) -> tuple[str, str | None]:
         """Return the driver's version and the newest CUDA that it supports."""

@@ -70,6 +70,17 @@ def record(answer: Mapping[str, Any]) -> Json:
     return {**{name: answer.get(name) for name in RECORDED}, "devices": devices}
 
 
+def describe(answer: Mapping[str, Any]) -> str:
+    """Describe torch and its build, and on how many GPUs it computes."""
+    parts = [("CUDA", answer.get("cuda")), ("HIP", answer.get("hip")), ("NCCL", answer.get("nccl_version"))]
+    built = ", ".join(f"{name} {version}" for name, version in parts if version) or "no CUDA"
+    devices = answer.get("devices") or []
+    working = sum(bool(one.get("touched")) and not one.get("error") for one in devices)
+    errors = "".join(f"; GPU {one['index']}: {one['error']}" for one in devices if one.get("error"))
+    gpus = f": it computes on {working} of {len(devices)} GPUs{errors}" if devices else ""
+    return f"torch {answer.get('torch') or 'unknown'} ({built}){gpus}"
+
+
 def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine) -> str | None:
     """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can."""
     found = _problem(answer, profile, machine)

@@ -80,7 +80,7 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
         raise HardwareError(
             f"hardware={name} needs {spec.gpus} {kind}GPU{'s' if spec.gpus != 1 else ''}; this machine has: {have}. "
             + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
-            + "hardware=auto uses what is here; hardware=cpu runs with gloo on any machine."
+            + "hardware=auto uses the GPUs of this machine; hardware=cpu runs with gloo on any machine."
         )
     order = {gpu.uuid: place for place, gpu in enumerate(machine.gpus)}
     chosen = sorted(fitting[: spec.gpus], key=lambda gpu: order[gpu.uuid])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cell:
-    """case x model x strategy x flags x ranks x stack x hardware, and whatever else differs from the case's file."""
+    """case x model x strategy x flags x ranks x stack x hardware, and what else differs from the case's file."""
 
     case: str
     model: str
@@ -34,14 +34,13 @@ class Cell:
     stack: str
     hardware: str
     ranks: int = 2
-    # What makes it another measurement than the one of this name: a number of ranks that is not the case's own, the
-    # scale, the steps, a key of the model ...; "name=value".
+    # What differs from the case's file: the number of ranks, the scale, the steps, a model's key ...: "name=value".
     variant: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """The cell's name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as a path."""
-        parts = [f"{self.model}-{self.strategy}", *self.variant, *_words(self.flags)]
+        """Its name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as a path."""
+        parts = [f"{self.model}-{self.strategy}", *self.variant, *_assignments(self.flags)]
         plain = "-".join(parts).replace('"', "")
         tail = re.sub(r"[^\w.=,+-]+", "_", plain)
         if len(tail) > LONGEST or tail != plain:  # else two cells might share a name
@@ -50,18 +49,17 @@ class Cell:
 
     @property
     def where(self) -> str:
-        """The cell's axes as an expectation names them: ``model/strategy[/name=value...]``."""
-        return "/".join([self.model, self.strategy, *self.variant, *_words(self.flags)])
+        """Its axes as expectations name them: ``model/strategy[/name=value...]``."""
+        return "/".join([self.model, self.strategy, *self.variant, *_assignments(self.flags)])
 
 
-# How this machine's ranks reach each other: some must be given where nothing runs without them, and what is measured is
-# compared with what was measured elsewhere without.
+# How this machine's ranks reach each other: needed on some machines, and results are compared across machines.
 TRANSPORT = ("NCCL_", "GLOO_")
-_PLAIN = re.compile(r"[\w./:-]+")  # a value that an override takes without quotes
-LONGEST = 150  # characters of a file's name
+_PLAIN = re.compile(r"[\w./:-]+")  # a value that needs no quotes in an override
+LONGEST = 150  # characters of a file name
 
 
-def _words(flags: Iterable[tuple[str, Any]]) -> list[str]:
+def _assignments(flags: Iterable[tuple[str, Any]]) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in flags]
 
 
@@ -78,7 +76,7 @@ def with_case(catalogue: Catalogue, case: Case) -> Catalogue:
 
 
 def enumerate_cells(catalogue: Catalogue, selection: Selection, variant: tuple[str, ...] = ()) -> list[Cell]:
-    """Every cell of one selection, in the catalogue's order."""
+    """Return every cell of one selection, in the catalogue's order."""
     return enumerate_all(catalogue, [selection], variant)
 
 
@@ -88,12 +86,12 @@ def enumerate_all(
     variant: tuple[str, ...] = (),
     known: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Cell]:
-    """Every cell of these selections, each once. Where each is measured ``place`` says.
+    """Return every cell of these selections, each once, without its hardware (``place``).
 
-    A case's file lists the models and strategies it is for. With ``case`` left out or a glob, a selection narrows those
-    lists; with a case named outright the selection replaces them (a user may try any combination). ``variant``: what
-    the run's settings change in all of them (``variant_of``). ``known``: case -> stacks, for ``stack=known``. Raises
-    ConfigError on an unknown name, a flag that no selected case declares, or a value that a flag does not take.
+    A case's file lists its models and strategies. With ``case`` left out or a glob, a selection narrows those lists; if
+    it names the case, it replaces them (a user may try any combination). ``variant``: what the run's settings change
+    in all of them (``variant_of``). ``known``: case -> stacks, for ``stack=known``. Raises ConfigError for an unknown
+    name, a flag that no selected case declares, or a value that a flag does not take.
     """
     chosen = [
         [catalogue.cases[name] for name in expand("case", each.case, catalogue.cases, each.source)]
@@ -107,8 +105,8 @@ def enumerate_all(
         cells |= dict.fromkeys(_cells_of(catalogue, selection, cases, variant, known or {}))
     if not cells:
         raise ConfigError(
-            "the selection has no cell: no selected case lists that model and strategy "
-            "(name the case outright, without *, to try any combination)"
+            "the selection has no cell: no selected case lists that model and strategy. "
+            "Name the case, without *, to try any combination."
         )
     return list(cells)
 
@@ -130,8 +128,8 @@ def _cells_of(
     )
     for case in cases:
         outright = case.slug in named
-        own_models = _axis(case.axes.model, models, outright and "model" not in selection.narrows)
-        own_strategies = _axis(case.axes.strategy, strategies, outright and "strategy" not in selection.narrows)
+        case_models = _axis(case.axes.model, models, outright and "model" not in selection.narrows)
+        case_strategies = _axis(case.axes.strategy, strategies, outright and "strategy" not in selection.narrows)
         if any(name not in case.flags for name in selection.flags):
             continue  # another case's flag was swept: this case has no such cell
         names = sorted(selection.flags)
@@ -139,7 +137,7 @@ def _cells_of(
         own = case.launch.world_size
         stacks = [name for each in selection.stack for name in (known[case.slug] if each == KNOWN else [each])]
         for model, strategy, ranks, stack in itertools.product(
-            own_models, own_strategies, selection.ranks or [own], dict.fromkeys(stacks)
+            case_models, case_strategies, selection.ranks or [own], dict.fromkeys(stacks)
         ):
             changed = (*([f"ranks={ranks}"] if ranks != own else []), *variant)
             for values in itertools.product(*sweeps):
@@ -148,7 +146,7 @@ def _cells_of(
 
 
 def variant_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:
-    """What a run's settings change in what is measured: such a measurement never replaces the usual one."""
+    """Return what a run's settings change in a measurement: its results never replace the usual ones."""
     usual = RunSettings()
     words = []
     for name in ("scale", "weights", "steps", "seed", "tp_size"):
@@ -181,7 +179,7 @@ def _check_flags(cases: list[Case], selection: Selection) -> None:
 
 
 def arms_of(case: Case, asked: list[str] | None) -> list[str]:
-    """The arms to run; the broken arm always is among them, for without it a fix proves nothing."""
+    """Return the arms to run; always with the broken arm, without which a fix proves nothing."""
     if not asked:
         return list(case.arms)
     first = next(iter(case.arms))

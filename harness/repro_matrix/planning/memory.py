@@ -9,7 +9,7 @@ gradients    of the trainable ones, all or its shard
 optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps float32 copies of its shard)
 buckets      where reductions are gathered: DDP's are as large as the gradients
 units        parameters that are whole for a moment: the layers at work under FSDP and ZeRO-3, what is compared
-activations  what the backward needs, and the largest temporary beside it
+activations  what the backward needs, and the largest temporary
 copies       further whole models that a case's script keeps
 """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from repro_matrix.environment.profiles import Profile
     from repro_matrix.planning.memory import MemoryPlan
 
-MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported; a bound against requests that cannot work
+MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported: the least that it needs
 
 
 class StackLike(Protocol):
@@ -73,16 +73,16 @@ class CellPlan:
 
     @property
     def skipped(self) -> str | None:
-        """The reason when nothing of the cell runs: its first arm proves the rest, so that arm's reason."""
+        """The reason when nothing of the cell runs: that of its first arm, without which the rest proves nothing."""
         return self.arms[0].skipped
 
 
 @dataclass(frozen=True)
 class Planner:
-    """What all cells of a run are planned with.
+    """Plans all cells of a run.
 
-    ``profiles``: by the name that the cells use (``Cell.hardware``). ``stacks``: name -> the stack, or the reason it is
-    not there. ``code``: case -> hash of its script and the kit.
+    ``profiles``: by ``Cell.hardware``. ``stacks``: name -> the stack, or the reason why it is not available. ``code``:
+    case -> hash of its script and the kit.
     """
 
     catalogue: Catalogue
@@ -93,7 +93,7 @@ class Planner:
     code: Mapping[str, str]
 
     def plan(self, cells: Iterable[Cell]) -> list[CellPlan]:
-        """Raises ConfigError for a number of ranks that this machine cannot hold whatever else there is."""
+        """Plan each cell. Raises ConfigError for more ranks than this machine can ever hold."""
         return [self._cell(cell) for cell in cells]
 
     def _cell(self, cell: Cell) -> CellPlan:

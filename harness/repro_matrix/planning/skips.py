@@ -82,7 +82,7 @@ def wrong_tp_size(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | Non
 
 
 def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, profile: Profile) -> Skip | None:
-    """Return why an arm on so many devices with so many ranks cannot run on this hardware, or None."""
+    """Return why an arm with these devices and ranks cannot run on this hardware, or None."""
     have = {"profile": profile.name, "count": len(profile.gpus) or "none"}
     if case.needs.gpus > len(profile.gpus) or (case.needs.gpus and profile.shared):
         why = f" ({case.needs.why})" if case.needs.why else ""
@@ -112,7 +112,7 @@ def wrong_flags(case: Case, settings: Mapping[str, Any]) -> Skip | None:
 
 
 def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
-    """Return why tensor parallelism over so many ranks does not exist for the model, or None."""
+    """Return why the model cannot be split over ``tp_size`` ranks, or None."""
     size, config = settings["tp_size"], settings["model"]["config"]
     for key in strategy.divides:
         if config.get(key, 0) % size:

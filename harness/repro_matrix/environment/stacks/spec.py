@@ -88,7 +88,7 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Stack:
-    """A set of package versions that can be run: an interpreter, and the folders laid over its own packages."""
+    """A set of package versions that can be run: an interpreter, and the overlay folders in front of its packages."""
 
     name: str  # as the user wrote it
     python: str  # the interpreter's path
