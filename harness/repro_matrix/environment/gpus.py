@@ -79,7 +79,8 @@ def describe_gpu(gpu: Gpu, state: GpuState) -> str:
     ecc = "no ECC" if state.ecc_uncorrected is None else f"{state.ecc_uncorrected} uncorrected ECC errors"
     return (
         f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {'?' if state.free_mb is None else state.free_mb} of {gpu.memory_mb} "
-        f"MiB free, compute capability {gpu.capability or '?'}, mode {gpu.mode}, persistence {persistence}, MIG off, {ecc}"
+        f"MiB free, compute capability {gpu.capability or '?'}, mode {gpu.mode}, persistence {persistence}, MIG off"
+        f", {ecc}"
         + (", rows to be remapped at the next reset" if state.remap_pending else "")
         + (f", NOT USABLE: {state.sick}" if state.sick else "")
     )
