@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import textwrap
@@ -14,9 +13,11 @@ from typing import Any
 import pytest
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import integrity
-from repro_matrix.external.scripts import command_line as command
-from repro_matrix.external.scripts import failure, measure, show
-from repro_matrix.external.scripts.failure import Failure
+from repro_matrix.external import adhoc_case as failure
+from repro_matrix.external import command_line as command
+from repro_matrix.external import script_report
+from repro_matrix.external.adhoc_case import Failure, Script, in_shell
+from repro_matrix.runner import session, workspace
 
 pytestmark = pytest.mark.ranks
 
@@ -31,11 +32,14 @@ class Bench:
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         return path
 
+    def document(self, made: command.Command, wanted: Failure = Failure(), **how: Any) -> Any:  # noqa: B008
+        self.script = Script(made, wanted, self.folder / "results", **how)
+        prepared = session.prepare(self.script.request(), given={"current": in_shell(self.stack)})
+        return workspace.execute(prepared, lambda event: None, threading.Event()).documents[0]
+
     def run(self, made: command.Command, wanted: Failure = Failure(), **how: Any) -> dict[str, Any]:  # noqa: B008
-        script = measure.Script(made, wanted, self.folder / "results", **how)
-        document, launched = measure.measure(script, self.stack, 1, threading.Event())
-        assert launched == 1 and json.loads(script.path(self.stack).read_text())["attempts"]
-        return dict(document["attempts"][0])
+        (attempt,) = self.document(made, wanted, **how)["arms"]["broken"]["attempts"]
+        return dict(attempt)
 
     def plain(self, text: str, wanted: Failure = Failure(), *args: str, **how: Any) -> dict[str, Any]:  # noqa: B008
         """Started as `python train.py`: the cheapest launch, with the same hooks."""
@@ -66,7 +70,7 @@ def test_two_ranks_of_torchrun_without_a_line_changed(bench: Bench) -> None:
     """)
     wanted = failure.error("IndexError: list index")
     made = command.of_script(str(script), 2, "'a b'")
-    attempt = bench.run(made, wanted, env={"PWD_WAS": str(bench.folder)}, deadline_s=300.0)
+    attempt = bench.run(made, wanted, env=(("PWD_WAS", str(bench.folder)),), deadline_s=300.0)
     assert attempt["outcome"]["outcome"] == "fires", attempt["outcome"]
     zero, one = attempt["observation"]["ranks"]
     assert (one["exit_code"], one["ended_by"], zero["ended_by"], zero["signal"]) == (1, "self", "launcher", "SIGTERM")
@@ -81,15 +85,15 @@ def test_two_ranks_of_torchrun_without_a_line_changed(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("text", "outcome", "said"),
     [
-        ("import sys; sys.exit(3)", "fires", "exit code 3"),
+        ("import sys; sys.exit(3)", "other_error", "exit code 3"),
         ("import os; os._exit(0)", "clean", "exit code 0"),
-        ("print(input())", "fires", "EOFError"),
+        ("print(input())", "other_error", "EOFError"),
         ("import threading, sys; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", "clean", ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "fires", "SIGSEGV"),
-        ("import no_such_module_at_all", "fires", "No module named"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "other_error", "SIGSEGV"),
+        ("import no_such_module_at_all", "other_error", "No module named"),
         (
             "import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()",
-            "fires",
+            "other_error",
             "exit code 2",
         ),
     ],
@@ -124,30 +128,27 @@ def test_an_excepthook_that_ends_the_process_hides_nothing(bench: Bench) -> None
 def test_the_environments_own_sitecustomize_is_imported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.write("import builtins; builtins.was_here = 7", "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(bench.folder))
-    found = bench.plain(
-        "import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)", Failure("exit", code=7)
-    )
+    found = bench.plain("import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)", failure.exit_code(7))
     assert found["outcome"]["outcome"] == "fires"
 
 
-def test_a_package_of_the_shells_pythonpath_is_named_and_is_another_measurement(
+def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script is launched with the shell's environment: the stack's label would say what was not measured."""
-    text = "import transformers, sys; sys.exit(getattr(transformers, 'patched', 0))"
-    script = measure.Script(command.of_words(["python", str(bench.write(text))]), Failure(), bench.folder / "results")
-    before = script.path(bench.stack)
+    made = command.of_words(["python", str(bench.write("import transformers, sys; sys.exit(transformers.patched)"))])
     (bench.folder / "mine" / "transformers").mkdir(parents=True)
     patched = bench.write("patched = 7", "mine/transformers/__init__.py")
     monkeypatch.setenv("PYTHONPATH", f"{bench.folder / 'other'}:mine")
-    document, _ = measure.measure(script, bench.stack, 1, threading.Event())
+    document = bench.document(made)
     note = f"transformers is {patched} (the shell's PYTHONPATH), not the stack's"
-    assert document["attempts"][0]["outcome"]["outcome"] == "fires"
-    assert document["stack"]["changed"] == [note] and f"  note: {note}" in list(show.lines(document))
-    with_it = script.path(bench.stack)
+    assert document["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == "other_error"
+    assert document["stack"]["changed"] == [note]
+    assert f"  note: {note}" in list(script_report.lines(bench.script.case(), document))
+    key = in_shell(bench.stack).key
     patched.write_text("patched = 0", encoding="utf-8")
     os.utime(patched, (1, 1))
-    assert len({before, with_it, script.path(bench.stack)}) == 3
+    assert len({bench.stack.key, key, in_shell(bench.stack).key}) == 3
     layered = dataclasses.replace(bench.stack, moved={"transformers": ("5.23.0", "5.24.0")})
     assert integrity.shadowed(layered, "mine") == {}, "a layer of the stack comes before it"
 
@@ -169,9 +170,7 @@ def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPa
     assert found["outcome"]["outcome"] == "fires" and found["observation"]["printed"]["cut"]
 
 
-def test_a_script_that_puts_itself_in_the_background_is_ended_and_said(bench: Bench) -> None:
-    from repro_matrix.external.scripts.show import lines
-
+def test_script_that_puts_itself_in_the_background_is_ended(bench: Bench) -> None:
     found = bench.plain("""
         import os, sys, time
         if os.fork():
@@ -180,8 +179,6 @@ def test_a_script_that_puts_itself_in_the_background_is_ended_and_said(bench: Be
         time.sleep(600)
     """)
     assert any("killed" in each for each in found["observation"]["attempt"]["leftover"])
-    shown = "\n".join(lines({"command": "x", "failure": {}, "stack": {}, "attempts": [found]}))
-    assert "left processes behind" in shown and "os._exit" in shown
 
 
 @pytest.mark.slow
@@ -207,7 +204,7 @@ def test_a_hang_has_its_stack(bench: Bench) -> None:
             threading.Event().wait()
         waits_for_ever()
         """,
-        Failure("hang", "3 s", seconds=3.0),
+        failure.hang(3.0),
     )
     assert found["outcome"]["outcome"] == "fires"
     assert "waits_for_ever" in found["observation"]["ranks"][0]["stack"]
@@ -225,5 +222,5 @@ def test_what_accelerate_launches_without_a_rank(bench: Bench) -> None:
 def test_a_command_that_starts_no_rank(bench: Bench) -> None:
     bench.write("print(1)")
     found = bench.run(command.of_words(["torchrun", "--no-such-option", "--nproc-per-node", "2", "train.py"]))
-    assert found["outcome"]["outcome"] == "infra" and "no-such-option" in found["outcome"]["reason"]
+    assert found["outcome"]["outcome"] == "infra" and "no-such-option" in found["observation"]["infra"]["message"]
     assert sys.executable in found["observation"]["attempt"]["command"][0]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from judging import observation, ok, record
 from repro_matrix.cli import main as cli
 from repro_matrix.config.settings import compose_run
-from repro_matrix.external.scripts import failure, show
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.text import counted
 
 
@@ -26,7 +22,7 @@ from repro_matrix.text import counted
         ("matrix --dry-run model.config.num_hidden_layers=four", "'four' is not of type int"),
         ("matrix --dry-run model.config.num_hidden_layers=true", "True is not of type int"),
         ("show", "arguments are required: CASE (`repro show"),
-        ("run", "what is to be run? A case (`repro list` shows them), ./train.py, or a command line after --"),
+        ("run", "Nothing to run. Name a case (`repro list`), a script (./train.py), or a command after --"),
         ("matrix fsdp-generate", "'fsdp-generate' is not NAME=VALUE; is case=fsdp-generate meant?"),
         ("list case=train-step --config-dir", "--config-dir"),
         ("report --baseline --output /nowhere/at/all/x.html", "/nowhere/at/all: there is no such folder"),
@@ -55,69 +51,6 @@ def test_one_is_not_several() -> None:
 
 
 # -- scripts
-
-
-def observed(*ranks: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What a script's ranks showed: none has a check."""
-    made = [
-        {**ok(number), **rank, "record": record(number, checks=[], finished=True, **rank["record"])}
-        if rank.get("record", {}) is not None and "record" in rank
-        else {**ok(number, record=record(number, checks=[], finished=True)), **rank}
-        for number, rank in enumerate(ranks)
-    ]
-    return {**observation(*made), "command_exit": 0, "printed": {}, **more}
-
-
-def notes(observation: dict[str, Any]) -> str:
-    return "\n".join(show._notes(observation))
-
-
-def test_an_error_in_a_thread_is_the_failure_that_was_asked_for() -> None:
-    log = {"logger": "threading", "level": "ERROR", "message": "ValueError: bad batch 7", "file": ""}
-    seen = observed({"record": {"logs": [log]}}, {})
-    asked = failure.judge(failure.error("ValueError: bad batch"), seen, "x")
-    assert asked.outcome == "fires" and "in a thread" in asked.reason and asked.recognised[0].ranks == (0,)
-    for other in ("KeyError: bad batch", "ValueError: good batch"):
-        assert failure.judge(failure.error(other), seen, "x").outcome == "clean"
-
-
-def test_a_traceback_of_a_rank_that_ended_well_is_said() -> None:
-    tail = 'Traceback (most recent call last):\n  File "x.py", line 3, in <module>\n    f()\nKeyError: 7\n'
-    assert "rank 1 printed a traceback of KeyError: 7 and ended with exit code 0" in notes(
-        observed({}, {"log_tail": tail})
-    )
-    assert "traceback" not in notes(observed({}, {}))
-    for ranks, said in ((({}, {"log_tail": tail}), True), (({}, {}), False)):
-        made = {
-            "observation": observed(*ranks),
-            "outcome": Outcome("clean", "every rank ended with exit code 0").to_json(),
-        }
-        document: Any = {"attempts": [made], "failure": {"text": "KeyError"}, "command": "train.py", "stack": {}}
-        assert ("a traceback" in list(show.lines(document))[1]) == said, "beside the answer, not only at the end"
-
-
-def test_ranks_that_disagree_on_a_metric_are_said(tmp_path: Path) -> None:
-    from repro_matrix.external.scripts.launch import printed
-
-    for rank, values in enumerate((("1.0", "2.5"), ("2.5",), ("3.5",))):
-        (tmp_path / f"{rank}.log").write_text("".join(f"loss: {value}\n" for value in values))
-    logs = [(rank, tmp_path / f"{rank}.log") for rank in range(3)]
-    found = printed(logs, failure.metric("loss > 9"))
-    assert [item["value"] for item in found["metric"]] == [1.0, 2.5]  # the first rank's
-    told = notes(observed({}, {}, {}, printed=found))
-    assert "the ranks do not agree on the metric: rank 0: 2.5, rank 1: 2.5, rank 2: 3.5" in told
-    assert "agree" not in notes(observed({}, {}, printed=printed(logs[:2], failure.metric("loss > 9"))))
-
-
-def test_a_rank_without_a_record_may_have_deleted_it() -> None:
-    assert "or deleted it" in notes(observed({"record": None}))
-
-
-def test_a_hang_says_where_the_ranks_stood() -> None:
-    stack = 'Thread 12 (idle): "MainThread"\n    wait (threading.py:320)\n    main (train.py:7)\n'
-    told = "\n".join(show._stood(observed({"stack": stack}, {"stack": stack}, {"stack": None})))
-    assert "ranks 0, 1 stood in:" in told and "main (train.py:7)" in told
-    assert "rank 2 stood in: not known" in told
 
 
 def test_json_calls_a_case_a_case_and_names_the_document(capsys: pytest.CaptureFixture[str]) -> None:

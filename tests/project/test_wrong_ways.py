@@ -13,14 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from judging import document, failed, observation, ok
+from judging import document, observation, ok
 from repro_matrix.cli import main as cli
 from repro_matrix.config.selection import parse
 from repro_matrix.config.settings import compose_run
 from repro_matrix.environment import system_checks as around
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.external.scripts import command_line as command
-from repro_matrix.external.scripts import show
+from repro_matrix.external import command_line as command
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.report import run_summary
 from repro_matrix.results import local as own_results
@@ -55,9 +54,9 @@ def more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["show", "ddp*"], "ddp*: `repro show` takes one case, and these are 4: ddp-module-bypass, ddp-ready-once, "),
         (["run", "train-step", "results="], "results=: which folder? A value is missing"),
-        (["run", "--module"], "--module: of which? `repro run --module my.train`"),
-        (["run", "--module", ""], "--module: of which?"),
-        (["versions", "train-step", "--budget", "0"], "'0' is not a number of at least 1"),
+        (["run", "--module"], "--module: a module's name is missing"),
+        (["run", "--module", ""], "--module: a module's name is missing"),
+        (["versions", "train-step", "--max-probes", "0"], "'0' is not a number of at least 1"),
     ],
 )
 def test_what_would_run_something_else_is_refused(
@@ -269,21 +268,12 @@ def test_dry_run_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(lines) > 10
 
 
-def test_the_text_of_a_scripts_error_is_no_order_to_a_terminal() -> None:
-    said = "a \x1b[31mred\x1b[0m \u202eturned\u202c\x07 <b> word"
-    primary = {"rank": 0, "type": "ValueError", "message": said, "where": "f"}
-    outcome = {"outcome": "fires", "reason": f"ValueError: {said}", "primary": primary}
-    attempts = [{"observation": observation(failed(0)), "outcome": outcome}]
-    script: Any = {"command": "torchrun x.py", "attempts": attempts, "failure": {"text": said}, "stack": {}}
-    lines = list(show.lines(script))
-    assert all(line.isprintable() for line in lines)
-    assert sum("a red  turned   <b> word" in line for line in lines) == 3, "the failure, the reason, the first rank"
 
 
 def test_a_report_to_paste_is_no_html_and_mentions_nobody() -> None:
     said = "ValueError: <img src=x> @ada \x1b[1m\u202e | `x`"
-    assert bisect_report.harmless(said).startswith("ValueError: \\<img src=x> \\@ada")
-    data = bisect_report._without_control({"said": [said], "probes": ({"n": 1, "text": "a\nb\x07"},)})
+    assert bisect_report._inert(said).startswith("ValueError: \\<img src=x> \\@ada")
+    data = bisect_report._printable({"said": [said], "probes": ({"n": 1, "text": "a\nb\x07"},)})
     assert data == {"said": ["ValueError: <img src=x> @ada   | `x`"], "probes": [{"n": 1, "text": "a\nb "}]}
 
 

@@ -17,7 +17,7 @@ from repro_matrix.config import project
 from repro_matrix.results import local as own_results
 from repro_matrix.runner.request import ask
 from repro_matrix.search.prober import Prober, Target
-from repro_matrix.search.version_map import maps
+from repro_matrix.search.releases import maps
 
 __all__ = ["world"]
 REAL_HISTORY = own_results.history
@@ -25,7 +25,7 @@ LABELS = st.sampled_from(["clean", "fires", "other error: KeyError", None])
 
 
 def drawn(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    got = world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--between", "..", *words, "--json")
+    got = world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--range", "..", *words, "--json")
     out = capsys.readouterr()
     assert got == code, out.err
     return dict(json.loads(out.out))
@@ -60,7 +60,7 @@ def test_maps_of_two_arms_say_only_what_was_probed(history: list[tuple[str | Non
 def test_one_flip_costs_the_spread_and_a_narrowing(case: tuple[int, int]) -> None:
     count, flip = case
     known: dict[int, Mapping[str, Any]] = {}
-    found = maps(count, ["a"], lambda i: {"a": "fires" if i >= flip else "clean"}, known, spread=8)
+    found = maps(count, ["a"], lambda i: {"a": "fires" if i >= flip else "clean"}, known, samples=8)
     if found["a"].boundaries:
         assert [(b.before, b.after) for b in found["a"].boundaries] == [(flip - 1, flip)]
     assert len(known) <= 8 + math.ceil(math.log2(count / 8))
@@ -68,13 +68,13 @@ def test_one_flip_costs_the_spread_and_a_narrowing(case: tuple[int, int]) -> Non
 
 def test_an_arm_that_never_answers_costs_nothing() -> None:
     known: dict[int, Mapping[str, Any]] = {}
-    maps(100, ["a", "b"], lambda i: {"a": "clean", "b": None}, known, spread=4)
+    maps(100, ["a", "b"], lambda i: {"a": "clean", "b": None}, known, samples=4)
     assert len(known) == 4
 
 
 def test_the_budget_is_for_all_arms_together() -> None:
     known: dict[int, Mapping[str, Any]] = {}
-    maps(200, ["a", "b"], lambda i: {"a": i // 7 % 2, "b": i // 5 % 2}, known, budget=12)
+    maps(200, ["a", "b"], lambda i: {"a": i // 7 % 2, "b": i // 5 % 2}, known, max_probes=12)
     assert len(known) == 12
 
 
@@ -82,15 +82,15 @@ def test_the_budget_is_for_all_arms_together() -> None:
 
 
 def test_a_line_per_stretch_of_releases(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--between", "4.37..4.45") == 0
+    assert world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--range", "4.37..4.45") == 0
     out = capsys.readouterr().out
     assert "4.37.0–4.39.3" in out and "4.40.0–4.45.0" in out
-    assert "every change that was seen lies between two neighbouring releases" in out
+    assert "Every change lies between two neighbouring releases" in out
     assert "root-call" in out and "not probed" in out
 
 
 def test_every_boundary_has_a_stored_probe_on_each_side(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    data = drawn(world, capsys, "--spread", "4")
+    data = drawn(world, capsys, "--samples", "4")
     (edge,) = data["arms"]["broken"]["boundaries"]
     for side, answer in (("before", "clean"), ("after", "fires")):
         with open(edge[side]["document"], encoding="utf-8") as stored:
@@ -111,7 +111,10 @@ def test_a_history_that_goes_back_and_forth(world: World, capsys: pytest.Capture
 def test_another_error_is_an_answer_of_its_own(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, arm: "clean" if before(versions, "4.40") else "no such key"
     data = drawn(world, capsys)
-    assert [s["answer"] for s in data["arms"]["broken"]["segments"]] == ["clean", "other error: KeyError: no such key"]
+    assert [s["answer"] for s in data["arms"]["broken"]["segments"]] == [
+        "clean",
+        "other error: KeyError in transformers.models.qwen2.modeling_qwen2.forward",
+    ]
 
 
 def test_unknown_releases_are_said_and_widen_the_boundary(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,13 +176,13 @@ def test_the_index_out_of_reach_keeps_what_is_known(
     ("words", "said"),
     [
         (("--package", "transformes"), "did you mean 'transformers'"),
-        (("betwen=4.37..4.40",), "did you mean '--between'"),
-        (("--between", "4.36"), "write FIRST..LAST"),
-        (("--between", "6..7"), "no release between"),
-        (("--spread", "none"), "--spread: 'none' is not a number of at least 1"),
+        (("rang=4.37..4.40",), "did you mean '--range'"),
+        (("--range", "4.36"), "write FIRST..LAST"),
+        (("--range", "6..7"), "no release between"),
+        (("--samples", "none"), "--samples: 'none' is not a number of at least 1"),
         (("--exhaustiv",), "did you mean '--exhaustive'"),
         (("arms=[rot-call]",), "did you mean 'root-call'"),
-        (("model=*",), "choose one by model="),
+        (("model=*",), "Choose one by model="),
         (("stack=bse",), "no stack named 'bse'"),
     ],
 )

@@ -13,8 +13,7 @@ from repro_matrix.analysis.inputs import ArmResult
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.records.document import Document
 from repro_matrix.runner.request import Request
-from repro_matrix.search import culprits
-from repro_matrix.search.bisect import Hunt, Roles
+from repro_matrix.search.bisect import Bisector, Culprits, Roles, changed_packages
 from repro_matrix.search.labels import CLEAN, FIRES, Answer
 from repro_matrix.search.prober import Prober, Target
 
@@ -102,17 +101,17 @@ class CauseSearch:
             with Prober(_one_cell(cells[key], self.request), self.log, self.stop, arms=arms) as prober:
                 for change in group:
                     self.log(f"{key} {change.arm} {change.kind}: which package?")
-                    self.causes[key, change.arm] = self.cause(Hunt(prober, change.arm))
+                    self.causes[key, change.arm] = self.cause(Bisector(prober, change.arm))
 
-    def cause(self, hunt: Hunt) -> dict[str, Any]:
+    def cause(self, bisector: Bisector) -> dict[str, Any]:
         """Search the packages that carry the second stack's answer into the first."""
-        before, after = (hunt.ask(Target(spec, spec)).arms[hunt.arm] for spec in self.specs)
+        before, after = (bisector.ask(Target(spec, spec)).arms[bisector.arm] for spec in self.specs)
         exact = before.label == after.label  # the same failure with another text
         good, bad = (answer.whole if exact else answer.label for answer in (before, after))
         if good is None or bad is None or good == bad:
             return {"packages": None, "note": "measured alone, the two stacks did not differ in this way again"}
         roles = Roles(good, bad, exact)
-        found = culprits.blame(hunt, roles, self.specs[0], *self.ends)
+        found = bisector.culprits(roles, self.specs[0], *self.ends)
         cause: dict[str, Any] = {
             "packages": list(found.members) if found.members is not None else None,
             "unproven": list(found.unproven),
@@ -120,11 +119,11 @@ class CauseSearch:
             "tried": [list(item) for item in found.tried],
         }
         if self.with_releases:
-            cause["releases"] = {name: self._release(hunt, roles, found, name) for name in found.members or ()}
+            cause["releases"] = {name: self._release(bisector, roles, found, name) for name in found.members or ()}
         return cause
 
-    def _release(self, hunt: Hunt, roles: Roles, found: culprits.Blame, package: str) -> dict[str, Any]:
-        result = culprits.release_of(hunt, roles, self.specs[0], found, package, self.budget)
+    def _release(self, bisector: Bisector, roles: Roles, found: Culprits, package: str) -> dict[str, Any]:
+        result = bisector.release_of(roles, self.specs[0], found, package, self.budget)
         if isinstance(result, str):
             return {"first": None, "last": None, "exact": False, "text": result}
         if result.stopped:
@@ -150,7 +149,7 @@ def to_json(
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "from": specs[0], "to": specs[1],
-        "packages": {name: list(pair) for name, pair in culprits.differences(*ends).items()},
+        "packages": {name: list(pair) for name, pair in changed_packages(*ends).items()},
         "changes": changes, "same": same, "counts": dict(Counter(change["change"] for change in changes)),
         "unknown": [{"cell": each.cell, "arm": each.arm, "reason": each.reason} for each in unknown],
     }  # fmt: skip

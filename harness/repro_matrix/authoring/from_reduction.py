@@ -1,4 +1,4 @@
-"""The first files of a case from what `repro shrink --json` found: of a script, or of another case."""
+"""The first files of a case from what `repro reduce --json` found: of a script, or of another case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Files:
 
 
 def read(path: str) -> Json:
-    """Raises ConfigError: no file, or not what `repro shrink --json` prints."""
+    """Raises ConfigError: no file, or not what `repro reduce --json` prints."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -40,8 +40,8 @@ def read(path: str) -> Json:
     keys = ("failure", "what", "command") + (
         ("case", "overrides") if isinstance(found, dict) and "case" in found else ("script", "nproc", "args")
     )
-    if not isinstance(found, dict) or found.get("kind") != "shrunk" or not all(key in found for key in keys):
-        raise ConfigError(f"--from-shrink {path}: not what `repro shrink ... --json > {Path(path).name}` writes")
+    if not isinstance(found, dict) or found.get("kind") != "reduced" or not all(key in found for key in keys):
+        raise ConfigError(f"--from-shrink {path}: not what `repro reduce ... --json > {Path(path).name}` writes")
     return found
 
 
@@ -86,7 +86,7 @@ def _signature(found: Json) -> Json:
 
 def _primary(document: Any) -> Mapping[str, Any] | None:
     try:
-        attempts = json.loads(Path(str(document)).read_text(encoding="utf-8"))["attempts"]
+        attempts = json.loads(Path(str(document)).read_text(encoding="utf-8"))["arms"]["broken"]["attempts"]
         return next((a["outcome"]["primary"] for a in attempts if a["outcome"]["outcome"] == "fires"), None)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -23,7 +23,7 @@ VERBS = {
     "matrix": ("matrix", "every cell of a selection; the final table says what fires, with and without each fix"),
     "versions": ("versions", "in which releases of a package each arm of a case fires, from measurement"),
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
-    "shrink": ("shrink", "a smallest trigger of a failure: which settings it needs, how small a model, which lines"),
+    "reduce": ("reduce", "the smallest trigger of a failure: settings, model size, ranks, a script's statements"),
     "diff": ("diff", "compare two runs, stacks or machines: failures, fixes, error text, coverage, time, memory"),
     "nightly": ("nightly", "compare a nightly run with the last passing one; an issue for each changed case"),
     "merge": ("merge", "the results of all shards of a run in one folder; says which is missing"),

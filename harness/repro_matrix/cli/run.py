@@ -1,4 +1,4 @@
-"""`repro run CASE`: one case, all its arms, live. `repro run ./train.py`: a script of somebody's own, as it is."""
+"""`repro run CASE`: one case, all its arms, live. `repro run ./train.py`: a user's script as it is."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ import argparse
 import sys
 import threading
 
-from repro_matrix.cli import matrix
+from repro_matrix.cli import matrix, script_options
 from repro_matrix.cli import options as arguments
-from repro_matrix.config import catalog as catalogue
+from repro_matrix.config import catalog
+from repro_matrix.config.adhoc import ARM, AdhocCase
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
-from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.external.scripts import options
+from repro_matrix.errors import ConfigError, ReproError, unknown
 from repro_matrix.report.terminal import print_json
-from repro_matrix.runner import workspace as workplace
+from repro_matrix.results.rows import error_at
+from repro_matrix.runner import session, workspace
 from repro_matrix.text import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    told = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
-    parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=told)
+    text = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
+    parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=text)
     arguments.overrides(parser)
     matrix.run_options(parser)
-    told = "for git bisect run: of the broken arm, 0 clean, 1 fires, 125 neither; 128 and more: an error"
-    parser.add_argument("--bisect-exit", action="store_true", help=told)
-    options.add(parser)
+    text = "for git bisect run: of the first arm, 0 clean, 1 the failure, 125 neither; 128 and more: an error"
+    parser.add_argument("--bisect-exit", action="store_true", help=text)
+    script_options.add(parser)
     parser.set_defaults(command=())
     parser.epilog = (
         "repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.\n"
-        "A script's exit codes: 0 clean, 1 the failure or another one, 3 it could not be told."
+        "A script's exit codes: 0 clean, 1 the failure or another one, 3 the outcome is unknown."
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    if options.asked(args):
-        return of_script(args)
-    options.refuse(args)
-    known = catalogue.load().cases
+    if script_options.is_script(args):
+        return run_script(args)
+    script_options.refuse(args)
+    known = catalog.load().cases
     if not args.case:
-        raise ConfigError("what is to be run? A case (`repro list` shows them), ./train.py, or a command line after --")
+        raise ConfigError("Nothing to run. Name a case (`repro list`), a script (./train.py), or a command after --.")
     if "=" in args.case:
         raise unknown("case", args.case or "", known, "the first argument of `repro run` is a case or a script")
     arguments.one_case(args.case, args.overrides)
@@ -48,39 +49,47 @@ def main(args: argparse.Namespace) -> int:
     return matrix.measure(args, texts, every_arm=True, live=True, for_git=args.bisect_exit)
 
 
-def of_script(args: argparse.Namespace) -> int:
-    from repro_matrix.external.scripts import known_failures as known
-    from repro_matrix.external.scripts import measure, show
-    from repro_matrix.results import rows
+def run_script(args: argparse.Namespace) -> int:
+    from repro_matrix.external import script_report
+    from repro_matrix.external.adhoc_case import in_shell, known_failures
 
-    script, spec, settings = options.script_of(args)
-    if script.failure.kind == "metric" and not script.failure.op:
-        raise ConfigError(f"--metric {script.failure.text!r}: write NAME > NUMBER; only a search compares by itself")
+    script, spec, settings = script_options.script_of(args, "only a search compares by itself")
+    request = script.request(spec, settings.repeat)
+    case = request.catalogue.cases[script.slug]
+    assert isinstance(case, AdhocCase)
     if args.dry_run:
-        print(f"{script.command.shown}: {script.command.nproc} ranks on stack {spec}, at most {script.limit_s:g} s")
+        print(f"{case.title}: {case.launch.world_size} ranks on stack {spec}, at most {case.launch.deadline:g} s")
         return 0
-    stack = stacks.resolve(spec, say=_say)
+    prepared = session.prepare(request, given={spec: in_shell(stacks.resolve(spec, say=_log))})
+    plan = prepared.plans[0].arms[0]
+    if plan.skipped:
+        raise ConfigError(f"{case.title} cannot run here: {plan.skipped}")
     stop = threading.Event()
-    with workplace.interruptible(stop, _say, workplace.RESUMED):
-        document, _ = measure.measure(script, stack, settings.repeat or 1, stop, fresh=not args.resume)
-    outcomes = [attempt["outcome"]["outcome"] for attempt in document["attempts"]]
-    shipped = catalogue.load().cases if set(outcomes) - {"clean", "infra"} else {}
-    seen = known.cases(document["attempts"], shipped.values())
+    with workspace.interruptible(stop, _log, workspace.RESUMED):
+        summary = workspace.execute(prepared, lambda event: None, stop, resume=args.resume, on_warning=_log)
+    if summary.problem:
+        raise ReproError(summary.problem)
+    document = summary.documents[0]
+    attempts = document["arms"][ARM]["attempts"]
+    outcomes = {made["outcome"]["outcome"] for made in attempts}
+    shipped = catalog.load().cases if outcomes - {"clean", "infra"} else {}
+    known = known_failures(attempts, shipped.values())
     if args.json:
-        at = rows.error_at(document["attempts"])
-        print_json({**document, "error_at": at, "known": seen, "document": str(script.path(stack))})
+        print_json({**document, "attempts": attempts, "error_at": error_at(attempts), "known": known,
+                    "document": document["path"]})  # fmt: skip
     else:
-        print("\n".join(show.lines(document)))
-        for slug in seen:
+        print("\n".join(script_report.lines(case, document)))
+        for slug in known:
             print(f"a known failure: {slug}, {shipped[slug].title}")
-            print(f"  what helps: `repro show {slug}`; live: `repro run {slug}`")
-        print(f"on stack {spec}; document: {script.path(stack)}")
-    if stop.is_set():
+            print(f"  its fixes: `repro show {slug}`; live: `repro run {slug}`")
+        print(f"on stack {spec}; result: {document['path']}")
+    if summary.interrupted:
         return 130
+    failed = {"fires"} if case.failure else {"other_error"}
     if args.bisect_exit:
-        return 1 if "fires" in outcomes else 0 if set(outcomes) == {"clean"} else 125
-    return 0 if set(outcomes) == {"clean"} else 3 if set(outcomes) <= {"infra"} else 1
+        return 1 if outcomes & failed else 0 if outcomes == {"clean"} else 125
+    return 0 if outcomes == {"clean"} else 3 if outcomes <= {"infra"} else 1
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)

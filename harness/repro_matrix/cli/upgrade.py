@@ -11,10 +11,10 @@ from repro_matrix.analysis import upgrade
 from repro_matrix.analysis.diff import KINDS
 from repro_matrix.analysis.inputs import side_of_run
 from repro_matrix.cli import options as arguments
+from repro_matrix.cli import script_options as options
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
-from repro_matrix.external.scripts import options
 from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import print_json, print_table
 from repro_matrix.runner import session
@@ -85,15 +85,16 @@ def _resolve(specs: tuple[str, str]) -> tuple[Stack, Stack]:
 
 
 def _upgrade_script(args: argparse.Namespace) -> int:
-    from repro_matrix.external.scripts.endpoints import ends_of
-    from repro_matrix.external.scripts.prober import ARM, ScriptProber
-    from repro_matrix.search.bisect import Hunt
+    from repro_matrix.config.adhoc import ARM
+    from repro_matrix.external.lockfiles import endpoints
+    from repro_matrix.external.script_prober import ScriptProber
+    from repro_matrix.search.bisect import Bisector
 
-    script, _, settings = options.script_of(args, search=True)
-    source, target, notes = ends_of(args.source, args.target, script.results)
+    script, _, settings = options.script_of(args)
+    source, target, notes = endpoints(args.source, args.target, script.results)
     specs, stop = (source, target), threading.Event()
     ends = _resolve(specs)
-    prober = ScriptProber(script, log, stop, settings.repeat or 1, launcher=settings.launcher.value)
+    prober = ScriptProber(script, log, stop, settings.repeat)
     search = upgrade.CauseSearch(None, specs, ends, stop, args.releases, args.budget, log)
     with workplace.interruptible(stop, log), prober:
         try:
@@ -101,7 +102,7 @@ def _upgrade_script(args: argparse.Namespace) -> int:
             before, after = (prober.probe(Target(spec, spec)).arms[ARM] for spec in specs)
             known = before.label is not None and after.label is not None
             kind = upgrade.kind_of(before, after) if known else None
-            cause = search.cause(Hunt(prober, ARM)) if kind and _searched(args, kind) else None
+            cause = search.cause(Bisector(prober, ARM)) if kind and _searched(args, kind) else None
         except Stopped as error:
             log(f"stopped: {error}. {RESUME}")
             return error.exit_code

@@ -24,9 +24,11 @@ A log record of another case's signature is recognised but does not make an atte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from repro_matrix.config.adhoc import INFINITE, AdhocCase
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import OutcomeName
 from repro_matrix.grading.consistency import foreign_record, version_mismatch
@@ -39,6 +41,8 @@ from repro_matrix.grading.signature import match_attempt, near_misses, possible_
 from repro_matrix.records.observation import Observation
 from repro_matrix.text import first_line, list_ranks
 
+# Of a user's script: infrastructure problems that may be the very failure that was described.
+MACHINE = {"memory", "disk", "port", "import", "device", "card", "card or program", "too slow", "unknown"}
 MAX_MESSAGE = 500  # characters of a message kept in an outcome; the observation has all of it
 
 
@@ -72,7 +76,12 @@ def grade(
     first = failures.first
     primary = Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.where, first.kind) if first else None
     recognised = _recognise(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
-    finding = _infra(attempt, planned or {}) or _script(attempt, failures)
+    finding = _infra(attempt, planned or {})
+    if isinstance(case, AdhocCase):  # what the user looks for may be just that: no memory, an import that fails
+        described = recognised or (not case.failure and primary)
+        finding = None if finding and finding.infra in MACHINE and described else finding
+    else:
+        finding = finding or _script(attempt, failures)
     if finding:
         return _outcome(finding, recognised, primary)
     finding = _judge(case, arm, attempt, failures, recognised)
@@ -80,6 +89,8 @@ def grade(
         near = near_misses(case.signatures, attempt, failures)
         finding = finding._replace(reason=f"{finding.reason} (nearly {near})") if near else finding
     failed = failed_checks(case, attempt) if finding.outcome == "other_error" and primary is None else ()
+    if isinstance(case, AdhocCase):
+        failed = (finding.check,) if finding.check else ()
     otherwise = None
     matching = [item for item in recognised if item.case == case.slug]
     if finding.outcome == "fires" and all(item.kind == "log" for item in matching):
@@ -132,7 +143,7 @@ def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
     found = []
     others = (other for other in cases if other.slug != case.slug)
     possible = [other for other in others if not attempt.strategy or attempt.strategy in other.axes.strategy]
-    kinds = possible_kinds(attempt, failures)
+    kinds = possible_kinds(attempt, failures) | ({"hang"} if isinstance(case, AdhocCase) else set())
     for known in [case, *possible]:
         # A check's name and a bare signal mean something within one script only.
         unrelated = known.slug != case.slug and known.script_name != case.script_name
@@ -151,7 +162,7 @@ def _judge(case: Case, arm: str, attempt: Attempt, failures: Failures, recognise
     matching = [item for item in recognised if item.case == case.slug]
     others = [item for item in recognised if item.case != case.slug and item.kind != "log"]
     if matching:
-        unread = unread_change(case, arm, attempt)
+        unread = None if isinstance(case, AdhocCase) else unread_change(case, arm, attempt)
         if unread:  # the arm is the broken one by another name
             return _no_evidence("not-in-force", first_line(unread))
         also = "".join(f"; also {item.case}" for item in others)
@@ -163,6 +174,8 @@ def _judge(case: Case, arm: str, attempt: Attempt, failures: Failures, recognise
     if others:
         reason = f"known failure {others[0].case}: {first_line(others[0].message)}"
         return Finding("other_error", reason, others[0].ranks)
+    if isinstance(case, AdhocCase):
+        return _failed(attempt, failures.first) or _printed(case, attempt)
     return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, arm, attempt)
 
 
@@ -210,6 +223,32 @@ def _unfinished(rank: Rank) -> str | None:
     end = fatal_signal(rank) or (f"exit code {rank.exit_code}" if rank.exit_code is not None else "unknown end")
     how = "finished, but" if rank.done else "did not finish, and"
     return f"{how} was ended by the {rank.ended_by} ({end})" if rank.ended_by != "self" else f"{how} {end}"
+
+
+# -- 6. to 9. of a user's script
+
+
+def _printed(case: AdhocCase, attempt: Attempt) -> Finding:
+    """Every rank of a user's script ended with exit code 0: does the number that it printed show the failure?"""
+    metric, printed = case.metric, attempt.printed
+    if attempt.command_exit:
+        return Finding("other_error", f"the command ended with exit code {attempt.command_exit}")
+    cut = bool(printed.get("cut"))
+    if metric is None:
+        if case.log and cut:
+            return _no_evidence("no-proof", "a log was cut, and the line may have been in the missing part")
+        return Finding("clean", "every rank ended with exit code 0")
+    values = printed.get("metric", [])
+    if not values or (cut and values[-1]["rank"] != 0):
+        reason = "a log was cut" if cut else f"no rank printed a number for {metric.name!r}"
+        return _no_evidence("no-proof", reason)
+    value, rank = float(values[-1]["value"]), int(values[-1]["rank"])
+    infinite = abs(value) >= INFINITE
+    reason = f"{metric.name} is {math.copysign(math.inf, value) if infinite else value:g}"
+    if metric.violated_by(value):
+        return Finding("fires", reason, (rank,), metric.name)
+    finite = math.isfinite(value) and not infinite
+    return Finding("clean", reason) if finite else Finding("other_error", reason, (rank,), metric.name)
 
 
 # -- 6. to 9. every rank finished: is there the evidence that the case asks for?

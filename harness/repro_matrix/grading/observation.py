@@ -350,6 +350,9 @@ class Attempt:
         self.recent = "versions" in attempt or "fingerprint" in attempt
         self.accelerator = self.settings.get("device", "")
         self.infra = observation["infra"]
+        self.command_exit = observation.get("command_exit")  # of a user's script
+        self.working_s = number(attempt.get("working_s"))  # from the start until all ranks were at work
+        self.printed: Mapping[str, Any] = mapping(observation.get("printed"))  # of a user's script, from its logs
         self.ranks = sorted((Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank)
         self.world_size = attempt["world_size"]
         self.missing = sorted(set(range(min(self.world_size, 4096))) - {rank.rank for rank in self.ranks})

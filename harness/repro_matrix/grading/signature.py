@@ -20,6 +20,7 @@ packages under test and of Python, one a line (collected by tests/data/collect_f
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -132,7 +133,9 @@ def _is_raised(signature: Signature, raised: RaisedException, patterns: Patterns
 def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
     for pattern in patterns:
         for entry in rank.log_entries:
-            if not pattern.search(entry.message) or not entry.comes_from(signature.package or ""):
+            if not pattern.search(entry.message):
+                continue
+            if signature.package is not None and not entry.comes_from(signature.package):
                 continue
             if not signature.logger or _compiled(signature.logger).search(entry.name):
                 return entry.message
@@ -147,6 +150,8 @@ def _check(signature: Signature, rank: Rank, patterns: Patterns, failures: Failu
 
 
 def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
+    if rank.exit_code and rank.ended_by == "self" and signature.signal == f"exit code {rank.exit_code}":
+        return signature.signal  # of a user's script: ``--exit CODE``
     if not _died(rank, failures) or fatal_signal(rank) != signature.signal:
         return None
     # Any bug can end in SIGSEGV; declared frames tell which one it was.
@@ -178,6 +183,9 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
 
     A rank that waits for another one which failed is not a hang of its own.
     """
+    if not signature.frames and not signature.collective:  # of a user's script: it has not ended by then
+        late = attempt.timed_out or _work_s(attempt) > (attempt.deadline or math.inf)
+        return {rank.rank: f"did not end within {attempt.deadline:g} s" for rank in attempt.ranks if late}
     failed = any(f.kind in ("exception", "signal", "exit") and not f.secondary for f in failures.primary)
     if not attempt.timed_out or failed:
         return {}
@@ -197,6 +205,12 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
             inner = next(f for f in (*rank.stack_frames, *rank.collective_frames) if _has_frame(wanted, [f]))
             messages.setdefault(rank.rank, f"stuck in {inner}")
     return messages
+
+
+def _work_s(attempt: Attempt) -> float:
+    """Return how long the ranks worked by their records: one that ends while it is sampled was not ended by anyone."""
+    began = (attempt.started or 0.0) + (attempt.working_s or 0.0)
+    return max((rank.ended_at - began for rank in attempt.ranks if rank.ended_at is not None), default=0.0)
 
 
 def _is_mismatch(wanted: Collective, mismatch: Mismatch) -> bool:

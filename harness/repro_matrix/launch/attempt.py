@@ -64,6 +64,18 @@ COSTS = {"cpu": Costs(60, 20, 0, 0), "cuda": Costs(120, 20, 20, 5)}
 
 
 @dataclass(frozen=True)
+class UserCommand:
+    """A user's own command line (launch/command.py), and what to read from its logs."""
+
+    argv: tuple[str, ...]  # what follows the stack's interpreter
+    plain: bool = False  # no launcher: the command's one process is rank 0
+    single: bool = False  # it may be one process without a rank
+    log: str = ""  # regular expression of lines to keep
+    metric: str = ""  # regular expression whose group 1 is the number
+    metric_name: str = ""  # the key in a line of JSON
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One launch of one arm of one cell. ``settings`` come from repro_kit.settings.resolve."""
 
@@ -84,6 +96,7 @@ class Attempt:
     start_limit_s: float | None = None  # for starting; None: as COSTS says
     kit: Path | None = None  # the kit's folder, when that is not beside the script
     files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
+    command: UserCommand | None = None  # instead of the script
     by_hand: str | None = None  # the command that does the same manually, where the settings do not describe it
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
     references: Path | None = None  # where attempts of this run share their references (repro_kit/reference.py)

@@ -14,11 +14,13 @@ from typing import cast
 
 from packaging.requirements import Requirement
 
+from repro_matrix.config.adhoc import AdhocCase
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.packages import RELEVANT
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
-from repro_matrix.launch.attempt import Attempt, Launcher
+from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
+from repro_matrix.launch.command import CommandLauncher
 from repro_matrix.launch.device_errors import classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import ArmPlan, CellPlan
@@ -55,7 +57,8 @@ class Attempts:
         try:
             attempt = recipe(self.catalogue, plan, self.stacks[plan.stack], self.run_dir, gpus)
             attempt = replace(attempt, keep=self.keep, references=self.run_dir / REFERENCES)
-            observation = cast(Observation, self.launcher.launch(attempt, stop))
+            launcher = CommandLauncher() if attempt.command else self.launcher
+            observation = cast(Observation, launcher.launch(attempt, stop))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
             text = "".join(traceback.format_exception_only(type(error), error)).strip()
             observation = fault(plan, "launch", f"the harness could not launch it: {text}")
@@ -78,6 +81,10 @@ def recipe(
     script = catalogue.script(case)
     identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
     teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
+    command = None
+    if isinstance(case, AdhocCase):
+        number = (case.metric.pattern, case.metric.name) if case.metric else ("", "")
+        command = UserCommand(case.argv, case.plain, case.single, case.log, *number)
     # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py); later ones win.
     env = {**(stack.environment({}) if stack else {}), **case.launch.env, **plan.settings.get("env", {})}
     return Attempt(
@@ -93,10 +100,12 @@ def recipe(
         deadline_s=plan.deadline,
         env={**env, **case.arms[plan.arm].env},
         gpus=tuple(gpus),
-        imports=imports_of(catalogue, case, plan),
+        imports=() if command else imports_of(catalogue, case, plan),
         overlay=stack.path if stack else (),
         cold=case.launch.cold or teardown,
-        stack_cache=cache_dir() / "stack-caches" / stack.key if stack else None,
+        stack_cache=cache_dir() / "stack-caches" / stack.key if stack and not command else None,
+        command=command,
+        by_hand=case.title if command else None,
     )
 
 

@@ -1,24 +1,31 @@
-"""Between a good and a bad point, the two neighbours where the answer changes. Probing is the prober's.
+"""Between a good and a bad point, the two neighbours where the answer changes; between two stacks, the packages.
 
-Which answer is good and which is bad is what the two endpoints answer, verified first. Everything else that a point
-in between answers (another error, a hang, a release that cannot be installed) is Unknown: it is skipped over, and the
-range that remains is said.
+Which answer is good and which is bad is what the two endpoints answer, verified first. Anything else that a point in
+between answers (another error, a hang, a release that cannot be installed) is unknown: it is skipped, and reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import reduce
+from typing import Any, Literal
 
-from repro_matrix.errors import ConfigError, MeasureError
-from repro_matrix.search import releases as search
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.config.packages import RELEVANT, UPSTREAM
+from repro_matrix.environment import stacks
+from repro_matrix.environment.stacks import Stack, StackError, differences, index
+from repro_matrix.environment.stacks.build import too_heavy
+from repro_matrix.environment.stacks.spec import parse
+from repro_matrix.errors import ConfigError, MeasureError, ReproError
+from repro_matrix.search import releases, report
+from repro_matrix.search.commits import Clone
 from repro_matrix.search.labels import CLEAN, FIRES, Answer
-from repro_matrix.search.prober import Point, Probing, Stopped, Target
+from repro_matrix.search.prober import Point, Prober, Stopped, Target
 from repro_matrix.search.releases import NO, YES, Bisection
 
 Find = Literal["failure", "fix", "change"]
-FINDS = ("failure", "fix", "change")
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,10 @@ class Roles:
 
     good: str
     bad: str
-    exact: bool = False  # --find change: only these two texts, and not every clean run
+    exact: bool = False  # any change: only these two texts, and not every clean run
 
-    def of(self, answer: Answer) -> search.Label | None:
-        """YES: bad. NO: good. None: it cannot be known."""
+    def of(self, answer: Answer) -> releases.Label | None:
+        """Return YES (bad), NO (good), or None: it cannot be known."""
         label = answer.whole if self.exact else answer.label
         if label is None:
             return None
@@ -40,7 +47,7 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Hunted:
+class BisectionResult:
     """``targets`` from the good end to the bad one; ``points`` by their index."""
 
     arm: str
@@ -60,7 +67,6 @@ class Hunted:
 
     @property
     def unknown(self) -> list[Point]:
-        """Between the two, probed without an answer that counts."""
         return [self.points[i] for i in (self.result.boundary.unknown if self.result.boundary else ())]
 
     @property
@@ -72,27 +78,36 @@ class Hunted:
         return self.result.boundary is not None and self.result.boundary.exact
 
 
-class Hunt:
-    """Asks points of one arm, a flaky one as often as its firing rate calls for."""
+@dataclass(frozen=True)
+class Culprits:
+    """``members`` at the bad stack's versions carry the bad answer into the good stack. None: no set was seen to."""
 
-    def __init__(self, prober: Probing, arm: str) -> None:
+    members: tuple[str, ...] | None
+    unproven: tuple[str, ...]  # members of which it could not be known if they can be left out
+    changed: dict[str, tuple[str, str]]  # every package that both stacks have: (good, bad)
+    notes: tuple[str, ...]  # what else differs between the two and was not tried
+    tried: tuple[tuple[str, str], ...]  # (packages taken over, answer)
+
+
+class Bisector:
+    """Asks points of one arm, a flaky one as often as its failure rate calls for."""
+
+    def __init__(self, prober: Prober, arm: str) -> None:
         self.prober, self.arm = prober, arm
         self.repeats = prober.repeat
 
     def ask(self, target: Target) -> Point:
         point = self.prober.probe(target)
         answer = point.arms[self.arm]
-        if answer.flaky:
-            self.repeats = max(self.repeats, search.repeats_for(answer.fired, answer.counted))
-        elif answer.label is not None and answer.label != FIRES and answer.counted < self.repeats:
-            point = self.prober.probe(target, self.repeats)  # once clean is no proof where the failure is flaky
+        if not answer.flaky and answer.label not in (None, FIRES) and answer.counted < self.repeats:
+            point = self.prober.probe(target, self.repeats)  # one clean attempt is no proof where the failure is flaky
             answer = point.arms[self.arm]
-            if answer.flaky:
-                self.repeats = max(self.repeats, search.repeats_for(answer.fired, answer.counted))
+        if answer.flaky:
+            self.repeats = max(self.repeats, releases.repeats_for(answer.fired, answer.counted))
         return point
 
     def endpoints(self, good: Target, bad: Target, find: Find, bad_is_older: bool | None) -> tuple[Roles, bool]:
-        """The roles of the two endpoints, and whether they have to change places. Raises what is wrong with them.
+        """Return the roles of the two endpoints, and whether they have to change places. Raises what is wrong.
 
         ``bad_is_older``: None where there is no order (two stacks).
         """
@@ -101,65 +116,278 @@ class Hunt:
             if answer.label is None:
                 raise MeasureError(f"{side} ({target.name}) gives no answer for arm {self.arm}: {answer.detail}")
         exact = find == "change"
+        ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
         if (worse.whole == better.whole) if exact else (worse.label == better.label):
-            alike = shown(better) == shown(worse)
-            both = shown(better) if alike else f"good {shown(better)}; bad {shown(worse)}"
             raise ConfigError(
-                f"good ({good.name}) and bad ({bad.name}) answer alike ({both}): there is no change "
-                "between them to find. `repro versions` shows where the answers of more releases lie"
-                + ("" if alike else ", and a narrower description of the failure would part these two")
+                f"Cannot bisect: both ends give the same result ({ends}). `repro versions` shows the result of every "
+                "release; a narrower description of the failure may tell the two apart."
             )
         if exact:
             return Roles(str(better.whole), str(worse.whole), True), False
         if FIRES not in (worse.label, better.label):
             raise ConfigError(
-                f"the failure fires at neither end: {good.name} (good): {shown(better)}; "
-                f"{bad.name} (bad): {shown(worse)}. "
-                "--find change finds where one answer turns into the other"
+                f"Cannot bisect: the failure occurs at neither end ({ends}). --any-change finds where one result turns "
+                "into the other."
             )
         swapped = better.label == FIRES
         fixing = bad_is_older if not swapped else (None if bad_is_older is None else not bad_is_older)
         if swapped and find != "fix":
-            raise ConfigError(
-                f"good and bad are swapped: {good.name} (good): {shown(better)}; {bad.name} (bad): {shown(worse)}. "
-                + ("Swap them" if fixing is False else "That is a search for the fix: say --find fix, or swap them")
-            )
+            how = "Swap them." if fixing is False else "Search for the fix with --find-fix, or swap them."
+            raise ConfigError(f"Good and bad are swapped: {ends}. {how}")
         if find == "fix" and fixing is False:
-            raise ConfigError(
-                f"--find fix: the failure comes in between {good.name} and {bad.name} and does not go; leave --find out"
-            )
+            raise ConfigError(f"--find-fix: the failure begins between {good.name} and {bad.name}. Leave it out.")
         firing, other = (better, worse) if swapped else (worse, better)
         return Roles(str(other.label), str(firing.label)), swapped
 
-    def search(self, targets: Sequence[Target], roles: Roles, budget: int | None = None) -> Hunted:
+    def search(self, targets: Sequence[Target], roles: Roles, max_probes: int | None = None) -> BisectionResult:
         """``targets`` from the good end to the bad one; both have been asked."""
         points: dict[int, Point] = {}
         last = len(targets) - 1
 
-        def probe(index: int) -> search.Label | None:
-            points[index] = self.ask(targets[index])
-            return roles.of(points[index].arms[self.arm])
+        def probe(at: int) -> releases.Label | None:
+            points[at] = self.ask(targets[at])
+            return roles.of(points[at].arms[self.arm])
 
         known = {last: probe(last), 0: probe(0)}
-        left = None if budget is None else max(0, budget - 2)
+        left = None if max_probes is None else max(0, max_probes - 2)
         try:
-            result = search.bisect(len(targets), probe, known=known, budget=left, confirm=probe)
-            if result.status == "found":
-                found = Hunted(self.arm, roles, tuple(targets), result, points)
-                if self.prober.confirmed(found.good.target, found.bad.target):
-                    return found
-                return self.search(targets, roles, budget)  # each of its probes is launched another way now
-            ends = "; ".join(f"{targets[i].name}: {shown(points[i].arms[self.arm])}" for i in (0, last))
-            raise ConfigError(f"asked more often, the endpoints no longer differ as they did ({ends})")
+            result = releases.bisect(len(targets), probe, known=known, max_probes=left, confirm=probe)
         except Stopped as stopped:
-            known = {i: roles.of(point.arms[self.arm]) for i, point in points.items()}
-            result = search.bisect(len(targets), probe, known=known, budget=0)
-            return Hunted(self.arm, roles, tuple(targets), result, points, stopped)
+            known = {at: roles.of(point.arms[self.arm]) for at, point in points.items()}
+            result = releases.bisect(len(targets), probe, known=known, max_probes=0)
+            return BisectionResult(self.arm, roles, tuple(targets), result, points, stopped)
+        if result.status != "found":
+            ends = "; ".join(f"{targets[at].name}: {points[at].arms[self.arm]}" for at in (0, last))
+            raise ConfigError(f"Cannot bisect: asked more often, the endpoints no longer differ as they did ({ends}).")
+        return BisectionResult(self.arm, roles, tuple(targets), result, points)
+
+    # -- which packages
+
+    def culprits(self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()) -> Culprits:
+        """Return the smallest set of packages that has to be taken over from ``bad`` into ``good`` (whose specification
+        is ``spec``) for it to answer as the bad one does."""
+        changed = changed_packages(good, bad)
+        tried: dict[str, str] = {}
+
+        def probe(taken: frozenset[str]) -> releases.Label | None:
+            chosen = [name for name in changed if name in taken]
+            words = [f"{name} {changed[name][1]}" for name in chosen]
+            replaced = with_versions(spec, ((name, changed[name][1]) for name in chosen))
+            answer = self.ask(Target(" + ".join(["the good stack", *words]), replaced, held=_held(chosen))).arms[
+                self.arm
+            ]
+            tried[" + ".join(words) or "nothing"] = str(answer)
+            return roles.of(answer)
+
+        found = releases.Culprits(None)
+        for items in _candidates(list(changed), only):
+            found = releases.find_culprits(items, probe)
+            if found.members is not None:
+                break
+        return Culprits(found.members, found.unproven, changed, _notes(good, bad), tuple(tried.items()))
+
+    def release_of(
+        self, roles: Roles, spec: str, culprits: Culprits, package: str, max_probes: int | None = None
+    ) -> BisectionResult | str:
+        """Return in which release the culprit package changed the answer (the other members stay as in the bad stack),
+        or why that could not be found."""
+        others = [(name, culprits.changed[name][1]) for name in culprits.members or () if name != package]
+        try:
+            held = _held([package, *(name for name, _ in others)])
+            base = with_versions(spec, others)
+            targets = release_line(package, base, *culprits.changed[package], unchanged=True, held=held)
+            return self.search(targets, roles, max_probes)
+        except (StackError, InvalidVersion, ReproError) as error:
+            return f"The release of {package} could not be found: {error}"
 
 
-def shown(answer: Answer) -> str:
-    """An answer in a report's words."""
-    if answer.label is None:
-        return f"unknown: {answer.detail}"
-    times = f" {answer.fired}/{answer.counted}" if answer.counted > 1 and answer.label == FIRES else ""
-    return f"{FIRES}{times}: {answer.detail}" if answer.label == FIRES else answer.label
+def changed_packages(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
+    """Return the packages that both have at other versions; those that failures usually come from first."""
+    pairs = {name: pair for name, pair in differences(good.versions, bad.versions).items() if all(pair)}
+    rank = {name: at for at, name in enumerate(RELEVANT)}
+    return dict(sorted(pairs.items(), key=lambda item: rank.get(item[0], len(rank))))
+
+
+def with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
+    """Return the stack's specification with these packages replaced."""
+    return reduce(lambda text, item: stacks.with_release(text, *item), versions, spec)
+
+
+def _held(names: Iterable[str]) -> frozenset[str]:
+    """Return the packages that a probe of these is about: they, and the others of which failures usually come. The rest
+    (tokenizers ...) moves with them, where a lock file pins it at a release that they do not take."""
+    return frozenset([*names, *UPSTREAM])
+
+
+def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
+    """Return the sets of packages to search in, the cheapest first: those that can be installed on top of a torch that
+    stays, all of those that failures usually come from, then whatever differs."""
+    if only:
+        return [[name for name in changed if name in only]]
+    usual = [name for name in changed if name in RELEVANT]
+    light = [name for name in usual if not too_heavy(parse(f"x+{name}==0").swaps)]
+    tries = [light, usual, changed]
+    return [items for at, items in enumerate(tries) if items and items not in tries[:at]]
+
+
+def _notes(good: Stack, bad: Stack) -> tuple[str, ...]:
+    pythons = good.versions.get("python", ""), bad.versions.get("python", "")
+    notes = [f"Python differs, too: {pythons[0]} and {pythons[1]}"] if pythons[0] != pythons[1] else []
+    for one, other, word in ((good, bad, "good"), (bad, good, "bad")):
+        alone = [name for name in RELEVANT if name in one.versions and name not in other.versions]
+        notes += [f"only the {word} stack has {', '.join(alone)}"] if alone else []
+    return tuple(notes)
+
+
+def release_line(
+    package: str, spec: str, good: str, bad: str, *, yanked: bool = False, pre: bool = False, unchanged: bool = False,
+    held: frozenset[str] = frozenset(),
+) -> list[Target]:  # fmt: skip
+    """Return the releases of a package from the good version to the bad one, on top of a stack; both ends included.
+
+    ``unchanged``: the stack itself is the good end. ``held``: Target.held of all of them.
+    """
+    ends = {Version(good): good, Version(bad): bad}
+    known = {release.parsed: release.version for release in index.releases(package, yanked=yanked, pre=pre)}
+    inside = {version: text for version, text in known.items() if min(ends) < version < max(ends)}
+    line = sorted({**inside, **ends}.items(), reverse=Version(good) > Version(bad))
+
+    def target(text: str) -> Target:
+        at = spec if unchanged and text == good else stacks.with_release(spec, package, text)
+        return Target(f"{package} {text}", at, held=held)
+
+    return [target(text) for _, text in line]
+
+
+@dataclass
+class Search:
+    """One bisection: its searches one after another, each a stage of the report."""
+
+    prober: Prober
+    arm: str
+    find: Find = "failure"
+    clone: Clone | None = None
+    max_probes: int | None = None
+    yanked: bool = False
+    pre: bool = False
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    culprits: Culprits | None = None
+    notes: list[str] = field(default_factory=list)
+    stopped: Stopped | None = None
+
+    def run(self, good: str, bad: str, package: str | None, base: str) -> None:
+        """Search between two releases of the package, or between two stacks. Raises Stopped before any result."""
+        if is_release(good):
+            self._releases(good, bad, package or "transformers", base)
+        else:
+            self._stacks(good, bad, [package] if package else [])
+
+    def _releases(self, good: str, bad: str, package: str, base: str) -> None:
+        everything = index.releases(package, yanked=True, pre=True)
+        one, other = (everything[index.exact(package, everything, text)].version for text in (good, bad))
+        if Version(one) == Version(other):
+            raise ConfigError(f"Good and bad are the same release, {package} {one}.")
+        self.prober.base(base)
+        targets = release_line(package, base, one, other, yanked=self.yanked, pre=self.pre)
+        older_is_good = Version(one) < Version(other)
+        self.prober.learn(targets[0], targets[-1])
+        bisector = Bisector(self.prober, self.arm)
+        roles, swapped = bisector.endpoints(targets[0], targets[-1], self.find, bad_is_older=not older_is_good)
+        if swapped:
+            targets, older_is_good = targets[::-1], not older_is_good
+        self.prober.say(f"both ends verified: {len(targets)} releases of {package}, {_most(len(targets))}")
+        self._add("release", package, bisector.search(targets, roles, self.max_probes), older_is_good, bisector)
+
+    def _stacks(self, good: str, bad: str, only: list[str]) -> None:
+        one, other = self.prober.base(good), self.prober.base(bad)
+        if good == bad or one.key == other.key:
+            raise ConfigError(f"Good and bad are the same stack, {good}.")
+        ends = Target("the good stack", good), Target("the bad stack", bad)
+        self.prober.learn(*ends)
+        bisector = Bisector(self.prober, self.arm)
+        roles, swapped = bisector.endpoints(*ends, self.find, bad_is_older=None)
+        if swapped:
+            good, bad, one, other = bad, good, other, one
+        self.prober.say("both stacks verified; now the packages in which they differ")
+        self.culprits = bisector.culprits(roles, good, one, other, only)
+        members = self.culprits.members or ()
+        for package in members:
+            found = bisector.release_of(roles, good, self.culprits, package, self.max_probes)
+            if isinstance(found, str):
+                self.notes.append(found)
+                continue
+            older, newer = (Version(version) for version in self.culprits.changed[package])
+            self._add("release", package, found, older < newer, bisector)
+        if self.clone is not None and self.clone.package not in members:
+            self.notes.append(f"--repo {self.clone.path} was not used: {self.clone.package} is not the culprit.")
+
+    def _add(self, kind: str, what: str, found: BisectionResult, older_is_good: bool, bisector: Bisector) -> None:
+        stage = report.stage(kind, what, found, self.prober, older_is_good)
+        self.stages.append(stage)
+        stage["yanked"] = [] if kind != "release" or self.yanked else _yanked(what, found)
+        self.stopped = self.stopped or found.stopped
+        if kind == "release" and self.clone is not None and what == self.clone.package:
+            self._commits(self.clone, found, older_is_good, bisector)
+
+    def _commits(self, clone: Clone, found: BisectionResult, older_is_good: bool, bisector: Bisector) -> None:
+        """Go on to the commits between two releases."""
+        if self.stopped is not None or found.result.boundary is None:
+            return
+        ends = found.good, found.bad
+        good, bad = (clone.commit_of(point.versions[clone.package]) for point in ends)
+        line = clone.between(good, bad)
+        # The releases' requirements may differ: on top of the one, and if that does not answer, on top of the other.
+        reasons = []
+        for point in sorted(ends, key=lambda end: Version(end.versions[clone.package]), reverse=True):
+            targets = [self._commit(clone, commit, point.target.spec) for commit in line]
+            try:
+                first, last = (bisector.ask(target).arms[self.arm] for target in (targets[0], targets[-1]))
+            except Stopped as stopped:
+                self.stopped = stopped
+                return
+            if (found.roles.of(first), found.roles.of(last)) == (NO, YES):
+                break
+            reasons.append(f"on top of {point.target.name}: {first}; {last}")
+        else:
+            self.notes.append(
+                "No search over commits: the tagged commits, on top of the releases' stacks, do not answer as the "
+                f"releases do ({' | '.join(reasons)})."
+            )
+            return
+        self.prober.say(f"{len(line)} commits touch {clone.package} between the two tags, {_most(len(line))}")
+        commits = bisector.search(targets, found.roles, self.max_probes)
+        self._add("commit", clone.package, commits, older_is_good, bisector)
+        if commits.result.boundary is not None and commits.exact:
+            pair = line[commits.result.boundary.before], line[commits.result.boundary.after]
+            child = pair[1] if clone.is_ancestor(*pair) else pair[0]
+            merged = clone.merged(child)
+            self.stages[-1]["title"] = clone.title(child)
+            self.stages[-1]["sentence"] = f"The answer changes with commit {child[:12]}" + (
+                f", a merge of {merged} commits" if merged else ""
+            )
+
+    def _commit(self, clone: Clone, commit: str, spec: str) -> Target:
+        name = f"{spec}#{clone.package}@{commit[:12]}"
+
+        def make() -> Stack:
+            return clone.laid_over(self.prober.base(spec), commit, name)
+
+        return Target(f"commit {commit[:12]}", name, make, base=spec)
+
+
+def is_release(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+def _yanked(package: str, found: BisectionResult) -> list[str]:
+    """Return the yanked releases between the two neighbours: the change may have come with one of them."""
+    low, high = sorted(Version(point.versions[package]) for point in (found.good, found.bad))
+    return [each.version for each in index.releases(package, yanked=True) if each.yanked and low < each.parsed < high]
+
+
+def _most(count: int) -> str:
+    return f"at most {max(0, count - 2).bit_length()} more probes"

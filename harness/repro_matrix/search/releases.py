@@ -1,35 +1,36 @@
-"""A search over releases for where an answer changes. Pure: probing is the caller's.
+"""Searches over an ordered range of releases, and delta debugging over sets. Pure: the caller makes the probes.
 
-A probe answers with a label (``fires``, ``clean``, ``other error: ...``), or with None when it cannot be known: an
-uninstallable release, a hang, another error. History is never assumed to be monotone. A boundary is always a pair of
-probed points with different labels; what lies between them was probed too and could not be known (or was left out
-because the budget was spent, which is said). So a boundary can be wide, but it is never in the wrong place.
+A probe answers with a label, or with None when it cannot be known: an uninstallable release, a hang, another error.
+History is never assumed to be monotone. A boundary is always a pair of probed points with different labels; whatever
+lies between them was probed without an answer, or was left out because the probes were used up. So a boundary can be
+wide, but never wrong.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 Label = Hashable
 Probe = Callable[[int], Label | None]
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass
 class Trail:
-    """Every answer so far. The same point is never asked twice; answers known beforehand cost nothing."""
+    """Every answer so far. No point is asked twice; answers that are known in advance cost nothing."""
 
     probe: Probe
     answers: dict[int, Label | None] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
-    budget: int | None = None  # most points to ask
+    max_probes: int | None = None
 
     @property
     def spent(self) -> bool:
-        return self.budget is not None and len(self.asked) >= self.budget
+        return self.max_probes is not None and len(self.asked) >= self.max_probes
 
     def ask(self, index: int) -> Label | None:
         if index not in self.answers:
@@ -45,23 +46,22 @@ class Trail:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The answer changes somewhere after ``before`` and not later than ``after``; both were probed."""
+    """The answer changes after ``before`` and not later than ``after``; both were probed."""
 
     before: int
     after: int
     unknown: tuple[int, ...] = ()  # between them, probed without an answer
-    unprobed: tuple[int, ...] = ()  # between them, not probed: the budget was spent
+    unprobed: tuple[int, ...] = ()  # between them, not probed
 
     @property
     def exact(self) -> bool:
         return self.after == self.before + 1
 
 
-def _next(trail: Trail, low: int, high: int) -> int | None:
-    """The point to ask next between two points that differ: the middle of the longest stretch not asked yet.
+def _middle(trail: Trail, low: int, high: int) -> int | None:
+    """Return the middle of the longest stretch between two points that was not asked yet.
 
-    Unknown points come in blocks (a series of releases that cannot be installed), so the search leaps out of a block
-    and does not walk along it.
+    Unknown points come in blocks (a series of releases that cannot be installed): the search leaps out of a block.
     """
     best: range | None = None
     start = low + 1
@@ -74,18 +74,18 @@ def _next(trail: Trail, low: int, high: int) -> int | None:
 
 
 def narrow(trail: Trail, low: int, high: int) -> None:
-    """Ask between two points with different labels until every change seen lies between neighbours.
+    """Probe between two points with different labels until every change lies between neighbours.
 
-    A label other than the two ends' makes two changes of one, and both are followed.
+    A third label in between makes two changes, and both are followed.
     """
     pending = [(low, high)]
     while pending:
         low, high = pending.pop()
         known = [low, *(i for i in trail.known() if low < i < high), high]
-        if len(known) > 2:  # answers known beforehand, or found on the way
+        if len(known) > 2:
             pending.extend((a, b) for a, b in pairwise(known) if trail.answers[a] != trail.answers[b])
             continue
-        point = _next(trail, low, high)
+        point = _middle(trail, low, high)
         if point is None or (trail.spent and point not in trail.answers):
             continue
         trail.ask(point)
@@ -93,26 +93,19 @@ def narrow(trail: Trail, low: int, high: int) -> None:
 
 
 def boundaries(trail: Trail) -> list[Boundary]:
-    known = trail.known()
-    out = []
-    for before, after in pairwise(known):
+    found = []
+    for before, after in pairwise(trail.known()):
         if trail.answers[before] != trail.answers[after]:
             between = range(before + 1, after)
-            out.append(
-                Boundary(
-                    before,
-                    after,
-                    tuple(i for i in between if i in trail.answers),
-                    tuple(i for i in between if i not in trail.answers),
-                )
-            )
-    return out
+            probed = tuple(i for i in between if i in trail.answers)
+            found.append(Boundary(before, after, probed, tuple(i for i in between if i not in trail.answers)))
+    return found
 
 
-# -- bisection --------------------------------------------------------------------------------------------------------
+# -- bisection
 
 YES, NO = "yes", "no"
-Status = Literal["found", "alike", "swapped", "endpoint-unknown", "too-few"]
+Status = Literal["found", "identical", "swapped", "endpoint-unknown", "too-few"]
 
 
 @dataclass(frozen=True)
@@ -124,29 +117,21 @@ class Bisection:
     answers: Mapping[int, Label | None]
     asked: tuple[int, ...]  # in the order of asking
 
-    @property
-    def last_good(self) -> int | None:
-        return self.boundary.before if self.boundary else None
-
-    @property
-    def first_bad(self) -> int | None:
-        return self.boundary.after if self.boundary else None
-
 
 def bisect(
     count: int,
     probe: Probe,
     *,
     known: Mapping[int, Label | None] | None = None,
-    budget: int | None = None,
+    max_probes: int | None = None,
     confirm: Callable[[int], Label | None] | None = None,
 ) -> Bisection:
-    """Between candidate 0 (must answer NO) and the last one (must answer YES), one change from NO to YES.
+    """Find one change from NO to YES between candidate 0 (must answer NO) and the last one (must answer YES).
 
     Asks at most ceil(log2(count)) + 2 points when all of them answer. ``confirm`` is asked about the last good point
-    once the search has ended (a flaky point may have looked good): when it answers YES after all, the search goes on.
+    once the search has ended (a flaky point may have looked good): when it answers YES, the search goes on.
     """
-    trail = Trail(probe, dict(known or {}), [], budget)
+    trail = Trail(probe, dict(known or {}), [], max_probes)
 
     def ended(status: Status, boundary: Boundary | None = None) -> Bisection:
         return Bisection(status, boundary, dict(trail.answers), tuple(trail.asked))
@@ -157,19 +142,19 @@ def bisect(
     if bad is None or good is None:
         return ended("endpoint-unknown")
     if good == bad:
-        return ended("alike")
+        return ended("identical")
     if (good, bad) == (YES, NO):
         return ended("swapped")
     confirmed: set[int] = set()
-    low, high = 0, count - 1
+    high = count - 1
     while True:
         low = max(i for i in trail.known() if i < high and trail.answers[i] == NO)
         high = min(i for i in trail.known() if i > low and trail.answers[i] == YES)
-        point = None if trail.spent else _next(trail, low, high)
+        point = None if trail.spent else _middle(trail, low, high)
         if point is not None:
             if trail.ask(point) not in (YES, NO, None):
                 raise ValueError(f"a bisection's probe answers {YES!r}, {NO!r} or None, not {trail.answers[point]!r}")
-            # The point nearest to the middle decides; on a history that goes back and forth, any change found is real.
+            # The point nearest to the middle decides; in a history that goes back and forth, any change found is real.
             if trail.answers[point] == YES:
                 high = point
             continue
@@ -179,24 +164,214 @@ def bisect(
         if confirm(low) == YES:
             trail.answers[low] = YES
             if low == 0:
-                return ended("alike")
+                return ended("identical")
             high = low
-    found = next(b for b in boundaries(trail) if (b.before, b.after) == (low, high))
-    return ended("found", found)
-
-
-# -- flaky points -----------------------------------------------------------------------------------------------------
+    return ended("found", next(b for b in boundaries(trail) if (b.before, b.after) == (low, high)))
 
 
 def repeats_for(fired: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
-    """How often to launch a point before it counts as clean, when a known bad point fired ``fired`` of ``launches``.
+    """Return how often to launch a point before it counts as clean, when a bad one fired ``fired`` of ``launches``.
 
-    A firing is proof; a clean launch is not, where the failure is flaky: repeat until a bad point would have stayed
-    clean with probability ``miss`` at most. A point that always fired is not known to be flaky: once is enough.
+    One failure is proof; one clean launch is not, where the failure is flaky: repeat until a bad point would have
+    stayed clean with probability ``miss`` at most. A point that always fired is not known to be flaky: once is enough.
     """
     if not 0 < fired <= launches:
         raise ValueError(f"fired {fired} of {launches} launches: a known bad point has fired at least once")
     if fired == launches:
         return 1
-    rate = fired / (launches + 1)  # on the careful side: few launches say little
+    rate = fired / (launches + 1)  # on the careful side: few launches prove little
     return min(most, max(2, math.ceil(math.log(miss) / math.log(1 - rate))))
+
+
+# -- version maps
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Probed points in a row with one label, ``first`` and ``last`` among them; none inside has another one."""
+
+    first: int
+    last: int
+    label: Label
+    probed: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class VersionMap:
+    segments: tuple[Segment, ...]
+    boundaries: tuple[Boundary, ...]
+    unknown: tuple[int, ...]  # probed without an answer
+    unprobed: tuple[int, ...]
+    answers: Mapping[int, Label | None]
+    asked: tuple[int, ...]
+
+
+def sample(count: int, samples: int) -> list[int]:
+    """Return at most ``samples`` of ``count`` points, evenly, so that narrowing one change takes
+    ceil(log2(count/samples)) more. Both ends are among them whenever the gaps may be wide enough for that."""
+    if count <= 0:
+        return []
+    samples = max(1, samples)
+    if samples >= count:
+        return list(range(count))
+    gap = 2 ** math.ceil(math.log2(count / samples))
+    if samples > 1 and (samples - 1) * gap >= count - 1:
+        return [round(step * (count - 1) / (samples - 1)) for step in range(samples)]
+    return sorted(count - 1 - step * gap for step in range(samples) if count - 1 - step * gap >= 0)
+
+
+def default_samples(count: int, least: int = 8) -> int:
+    """Return the smallest number of at least ``least`` samples that includes both ends."""
+    return next((s for s in range(least, count) if sample(count, s)[0] == 0), count)
+
+
+def version_map(
+    count: int,
+    probe: Probe,
+    *,
+    samples: int | None = None,
+    exhaustive: bool = False,
+    known: Mapping[int, Label | None] | None = None,
+    max_probes: int | None = None,
+) -> VersionMap:
+    """Probe samples and narrow every change to neighbours; or probe all points.
+
+    Asks at most s + k * ceil(log2(count / s)) points for k changes when all of them answer.
+    """
+    trail = Trail(probe, dict(known or {}), [], max_probes)
+    for point in range(count) if exhaustive else sample(count, samples or default_samples(count)):
+        # A sample without an answer is replaced by a neighbour, so that a gap does not double.
+        for other in (point,) if exhaustive else (point, point + 1, point - 1):
+            if 0 <= other < count and trail.ask(other) is not None:
+                break
+    for low, high in pairwise(trail.known()):
+        if trail.answers[low] != trail.answers[high]:
+            narrow(trail, low, high)
+    unknown = tuple(i for i in sorted(trail.answers) if trail.answers[i] is None)
+    unprobed = tuple(i for i in range(count) if i not in trail.answers)
+    found = tuple(boundaries(trail))
+    return VersionMap(_segments(trail), found, unknown, unprobed, dict(trail.answers), tuple(trail.asked))
+
+
+def _segments(trail: Trail) -> tuple[Segment, ...]:
+    runs: list[list[int]] = []
+    for index in trail.known():
+        if runs and trail.answers[index] == trail.answers[runs[-1][0]]:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return tuple(Segment(run[0], run[-1], trail.answers[run[0]], tuple(run)) for run in runs)
+
+
+Answers = Mapping[str, Label | None]  # arm -> label
+
+
+def maps(
+    count: int,
+    arms: Sequence[str],
+    ask: Callable[[int], Answers],
+    known: dict[int, Answers],
+    *,
+    samples: int | None = None,
+    exhaustive: bool = False,
+    max_probes: int | None = None,
+) -> dict[str, VersionMap]:
+    """Return the map of each arm; one probe answers for all of them. ``known`` is filled as answers come in, so that
+    it holds them when ``ask`` raises.
+
+    The first arm has the samples; the others only narrow the changes that they see, until no arm sees anything new.
+    ``max_probes=0`` shows what is known and asks nothing.
+    """
+    began = len(known)
+
+    def probe_of(arm: str) -> Probe:
+        def probe(index: int) -> Label | None:
+            known[index] = ask(index)
+            return known[index][arm]
+
+        return probe
+
+    found: dict[str, VersionMap] = {}
+    first = True
+    while True:
+        before = len(known)
+        for arm in arms:
+            answers = {index: by_arm[arm] for index, by_arm in known.items()}
+            samples_here = first and arm == arms[0]
+            # An arm without any answer (it needs another stack) is no reason to probe its neighbours.
+            silent = not samples_here and all(label is None for label in answers.values())
+            left = None if max_probes is None else max(0, max_probes - (len(known) - began))
+            found[arm] = version_map(
+                count,
+                probe_of(arm),
+                samples=samples if samples_here else 1,
+                exhaustive=exhaustive and samples_here,
+                known=answers,
+                max_probes=0 if silent else left,
+            )
+        if len(known) == before and not first:
+            return found
+        first = False
+
+
+# -- delta debugging
+
+
+def ddmin(
+    things: Sequence[T],
+    fires: Callable[[tuple[T, ...]], bool],
+    closed: Callable[[tuple[T, ...]], tuple[T, ...]] = tuple,
+) -> tuple[T, ...]:
+    """Return a subset with which it fires, of which no single thing can be left out (Zeller's ddmin by complements).
+
+    With all things it is known to fire.
+    """
+    kept = tuple(things)
+    if not kept or fires(()):
+        return ()
+    parts, next_chunk = 2, 0  # the chunks before ``next_chunk`` were tried with this ``kept``
+    while len(kept) > 1:
+        parts = min(parts, len(kept))
+        bounds = [len(kept) * number // parts for number in range(parts + 1)]
+        for _ in range(parts):
+            chunk = next_chunk % parts
+            rest = kept[: bounds[chunk]] + kept[bounds[chunk + 1] :]
+            if fires(rest):
+                kept, parts, next_chunk = rest, max(parts - 1, 2), chunk
+                break
+            next_chunk += 1
+        else:
+            if parts == len(kept):
+                break
+            parts, next_chunk = parts * 2, 0
+    return kept
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """``members`` taken over from the bad stack make the good one fail. None: even all of them together do not."""
+
+    members: tuple[str, ...] | None
+    unproven: tuple[str, ...] = ()  # members of which it could not be known if they can be left out
+
+
+def find_culprits(items: Sequence[str], probe: Callable[[frozenset[str]], Label | None]) -> Culprits:
+    """Return a smallest set of packages that carries the failure from the bad stack into the good one.
+
+    ``probe(taken)``: the good stack with these packages as in the bad one. A combination that cannot be installed is
+    unknown and never counts as clean; so this holds for packages that depend on each other, too.
+    """
+    answers: dict[frozenset[str], Label | None] = {}
+
+    def fires(taken: tuple[str, ...]) -> bool:
+        chosen = frozenset(taken)
+        if chosen not in answers:
+            answers[chosen] = probe(chosen)
+        return answers[chosen] == YES
+
+    everything = tuple(dict.fromkeys(items))
+    if not fires(everything):
+        return Culprits(None)
+    members = ddmin(everything, fires)
+    unproven = tuple(item for item in members if answers.get(frozenset(members) - {item}) != NO)
+    return Culprits(members, unproven)

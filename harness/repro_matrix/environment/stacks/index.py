@@ -99,10 +99,10 @@ def parse_between(text: str) -> tuple[str | None, str | None]:
     """Parse ``4.36..5.23``; either side may be left out. Raises StackError."""
     first, dots, last = text.partition("..")
     if not dots:
-        raise StackError("usage", f"--between {text}: write FIRST..LAST, such as 4.36..5.23")
+        raise StackError("usage", f"--range {text}: write FIRST..LAST, such as 4.36..5.23")
     low, high = (_version(side) if side.strip() else None for side in (first, last))
     if low and high and low > high and not _up_to(low, high):
-        raise StackError("usage", f"--between {text}: {low} comes after {high}; write the older release first")
+        raise StackError("usage", f"--range {text}: {low} comes after {high}; write the older release first")
     return first.strip() or None, last.strip() or None
 
 

@@ -9,9 +9,18 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from repro_matrix.search.packages import guilty
-from repro_matrix.search.releases import NO, YES, Label, bisect, repeats_for
-from repro_matrix.search.version_map import default_spread, spread_points, version_map
+from repro_matrix.search.releases import (
+    NO,
+    YES,
+    Boundary,
+    Label,
+    bisect,
+    default_samples,
+    find_culprits,
+    repeats_for,
+    sample,
+    version_map,
+)
 
 LABELS = st.sampled_from(["clean", "fires", "other error: KeyError"])
 MAYBE = st.sampled_from([NO, YES, None])
@@ -28,7 +37,7 @@ def log2(value: float) -> int:
 def test_monotone_history_is_found_within_its_probes(case: tuple[int, int]) -> None:
     count, first_bad = case
     found = bisect(count, lambda i: YES if i >= first_bad else NO)
-    assert (found.status, found.last_good, found.first_bad) == ("found", first_bad - 1, first_bad)
+    assert (found.status, found.boundary) == ("found", Boundary(first_bad - 1, first_bad))
     assert found.boundary is not None and found.boundary.exact
     assert len(found.asked) <= log2(count) + 2
     assert len(set(found.asked)) == len(found.asked)
@@ -66,7 +75,7 @@ def test_a_block_of_unknown_releases_at_the_edge_leaves_an_honest_range(count: i
 @given(st.lists(MAYBE, min_size=5, max_size=80), st.integers(2, 12))
 def test_a_spent_budget_is_said(middle: list[str | None], budget: int) -> None:
     history = [NO, *middle, YES]
-    found = bisect(len(history), history.__getitem__, budget=budget)
+    found = bisect(len(history), history.__getitem__, max_probes=budget)
     assert len(found.asked) <= budget
     edge = found.boundary
     assert edge is not None and (history[edge.before], history[edge.after]) == (NO, YES)
@@ -87,8 +96,8 @@ def test_an_interrupted_bisection_resumes_and_asks_nothing_twice(middle: list[st
     ("history", "status"),
     [
         ([NO], "too-few"),
-        ([NO, NO, NO], "alike"),
-        ([YES, NO, YES], "alike"),
+        ([NO, NO, NO], "identical"),
+        ([YES, NO, YES], "identical"),
         ([YES, NO, NO], "swapped"),
         ([None, NO, YES], "endpoint-unknown"),
         ([NO, NO, None], "endpoint-unknown"),
@@ -114,7 +123,7 @@ def test_flaky_errors_are_as_rare_as_promised() -> None:
             return YES if index >= bad and any(rng.random() < rate for _ in range(repeats)) else NO
 
         found = bisect(count, probe, confirm=probe)
-        wrong += found.first_bad != first_bad
+        wrong += found.boundary is None or found.boundary.after != first_bad
     assert wrong <= 20  # about six points on a path, each missed with about 1 %
 
 
@@ -127,7 +136,7 @@ def test_a_good_point_that_fires_when_confirmed_sends_the_search_back() -> None:
         return NO if index == 3 and seen.count(3) == 1 else history[index]
 
     found = bisect(len(history), probe, confirm=probe)
-    assert (found.last_good, found.first_bad) == (1, 2)
+    assert found.boundary == Boundary(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ def test_repeats_need_a_firing() -> None:
 @given(st.lists(LABELS, min_size=1, max_size=150), st.integers(1, 40))
 def test_a_map_stays_within_its_probes_and_says_the_rest(history: list[str], spread: int) -> None:
     count = len(history)
-    found = version_map(count, history.__getitem__, spread=spread)
+    found = version_map(count, history.__getitem__, samples=spread)
     assert len(found.asked) <= spread + len(found.boundaries) * log2(count / min(spread, count))
     assert sorted([*found.answers, *found.unprobed]) == list(range(count))
     for edge in found.boundaries:
@@ -160,7 +169,7 @@ def test_a_map_stays_within_its_probes_and_says_the_rest(history: list[str], spr
 
 @given(st.lists(st.one_of(LABELS, st.none()), min_size=1, max_size=120), st.integers(1, 30))
 def test_a_map_riddled_with_unknowns_is_never_wrong(history: list[str | None], spread: int) -> None:
-    found = version_map(len(history), history.__getitem__, spread=spread)
+    found = version_map(len(history), history.__getitem__, samples=spread)
     for edge in found.boundaries:
         assert None not in (history[edge.before], history[edge.after])
         assert history[edge.before] != history[edge.after]
@@ -187,21 +196,21 @@ def test_one_change_is_always_found_when_both_ends_are_probed(count: int, data: 
 
 @given(st.lists(LABELS, min_size=2, max_size=80), st.integers(2, 10), st.integers(0, 30))
 def test_a_stored_probe_is_never_repeated(history: list[str], spread: int, stop: int) -> None:
-    whole = version_map(len(history), history.__getitem__, spread=spread)
+    whole = version_map(len(history), history.__getitem__, samples=spread)
     stored = {i: history[i] for i in whole.asked[:stop]}
-    again = version_map(len(history), history.__getitem__, spread=spread, known=stored)
+    again = version_map(len(history), history.__getitem__, samples=spread, known=stored)
     assert not set(again.asked) & set(stored)
     assert set(again.boundaries) >= set(whole.boundaries)
 
 
 @given(st.integers(1, 500), st.integers(1, 60))
 def test_spread_points_are_few_even_and_hold_the_newest(count: int, spread: int) -> None:
-    points = spread_points(count, spread)
+    points = sample(count, spread)
     assert points == sorted(set(points)) and len(points) <= spread and points[-1] == count - 1
     widest = 2 ** log2(count / min(spread, count))
     assert all(after - before <= widest for before, after in pairwise(points))
     assert points[0] < widest
-    assert spread_points(count, default_spread(count))[0] == 0
+    assert sample(count, default_samples(count))[0] == 0
 
 
 # -- guilty packages
@@ -214,28 +223,28 @@ def test_the_guilty_set_of_a_monotone_cause_is_exact(case: tuple[int, set[int]])
     count, cause = case
     items = [f"p{i}" for i in range(count)]
     wanted = {f"p{i}" for i in cause}
-    found = guilty(items, lambda taken: YES if wanted <= taken else NO)
-    assert set(found.members or ()) == wanted == set(found.needed) and found.unproven == ()
+    asked: list[frozenset[str]] = []
+    found = find_culprits(items, lambda taken: asked.append(taken) or (YES if wanted <= taken else NO))  # type: ignore[func-returns-value]
+    assert set(found.members or ()) == wanted and found.unproven == ()
     if len(cause) == 1:
-        assert len(found.asked) <= 2 * log2(count) + 3
+        assert len(asked) == len(set(asked)) <= 2 * log2(count) + 3
 
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False))
 def test_a_guilty_set_always_fires_and_what_is_unproven_is_said(count: int, rng: random.Random) -> None:
     items = [f"p{i}" for i in range(count)]
     answers: dict[frozenset[str], Label | None] = {frozenset(items): YES, frozenset(): NO}
-    found = guilty(items, lambda taken: answers.setdefault(taken, rng.choice([YES, NO, None])))
+    found = find_culprits(items, lambda taken: answers.setdefault(taken, rng.choice([YES, NO, None])))
     assert found.members is not None
     members = frozenset(found.members)
     assert answers[members] == YES
-    assert all(answers[members - {item}] == NO for item in found.needed)
+    assert all(answers[members - {item}] == NO for item in members - set(found.unproven))
     assert all(answers.get(members - {item}) is None for item in found.unproven)
-    assert len(dict(found.asked)) == len(found.asked)
 
 
 def test_no_set_is_guilty_when_all_packages_together_do_not_fail() -> None:
-    assert guilty(["a", "b"], lambda taken: NO).members is None
+    assert find_culprits(["a", "b"], lambda taken: NO).members is None
 
 
 def test_the_good_stack_failing_by_itself_has_no_guilty_package() -> None:
-    assert guilty(["a", "b"], lambda taken: YES).members == ()
+    assert find_culprits(["a", "b"], lambda taken: YES).members == ()

@@ -1,0 +1,88 @@
+"""`repro reduce CASE|SCRIPT`: a smallest trigger of a failure, and what of it the failure needs."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import threading
+from typing import Any
+
+from repro_matrix.cli import options as arguments
+from repro_matrix.cli import script_options
+from repro_matrix.errors import ConfigError
+from repro_matrix.external.adhoc_case import in_shell
+from repro_matrix.report.terminal import print_json, print_lines
+from repro_matrix.runner import workspace
+from repro_matrix.runner.request import ask
+from repro_matrix.search import reduce
+from repro_matrix.search.prober import one_case
+from repro_matrix.text import printable
+
+EPILOG = (
+    "and model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=... as for `repro run`;\n"
+    "stack=: where it fails (default: the stack on which the case is known to fail; of a script: current).\n"
+    "Every probe is a launched attempt, graded by the case's signature or by the failure that you describe;\n"
+    "the probes are stored, and the same command continues from them.\n"
+    "Exit code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left."
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    script_options.case_or_script(parser, EPILOG)
+    add = parser.add_argument
+    add("--arm", help="of a case: which arm is reduced (default: the first)")
+    add("--max-probes", type=arguments.number(1), metavar="N", help="launch at most so many attempts")
+    add("--out", metavar="FILE", help="of a script: the reduced file (default: beside it, train.reduced.py)")
+    script_options.add(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    stop = threading.Event()
+    if script_options.is_script(args):
+        search, data = _script(args, stop)
+    else:
+        search, data = _case(args, stop)
+    data["command_line"] = shlex.join(["repro", "reduce", *args.words])
+    print_json(data) if args.json else print_lines(list(reduce.lines(data)))
+    if search.stopped:
+        _log(f"stopped: {search.stopped}. The probes are stored; the same command continues.")
+        return search.stopped.exit_code
+    if data["unsure"]:
+        _log(f"unknown if these can be left out: {', '.join(data['unsure'])}. The same command asks again.")
+    elif not data["done"]:
+        _log("No attempts are left: the probes are stored; the same command with a larger --max-probes continues.")
+    return 0 if data["done"] else 3
+
+
+def _case(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Search, dict[str, Any]]:
+    script_options.refuse(args)
+    if args.out:
+        raise ConfigError("--out is for a script of your own; the smallest cell of a case is a command.")
+    spec, texts = arguments.one_stack(args, {"arms": "one arm is reduced: --arm NAME"})
+    case = one_case(args.case)
+    stack = reduce.resolve_stack(spec or case.needs.stack or "current", _log)
+    request = ask([f"case={args.case}", *texts])
+    asker = reduce.open_case(args.arm, request, stack, _log, stop)
+    search = reduce.Search(asker, args.max_probes, request.settings.repeat or case.repeat)
+    with workspace.interruptible(stop, _log):
+        return search, reduce.reduce_case(asker, search, args.arm or asker.first)
+
+
+def _script(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Search, dict[str, Any]]:
+    if args.arm:
+        raise ConfigError(f"--arm {args.arm}: a script has no arms.")
+    if getattr(args, "command", None):
+        raise ConfigError("Name the script and its --args: repro reduce ./train.py --nproc 2 --args '...'")
+    script, spec, settings = script_options.script_of(args, "only a bisection compares its ends")
+    file = script.command.script
+    out = reduce.output_path(file, args.out) if file else None
+    stack = in_shell(reduce.resolve_stack(spec, _log))
+    asker = reduce.open_script(script, args.case, args.module, args.script_args, stack, _log, stop)
+    search = reduce.Search(asker, args.max_probes, settings.repeat or 1)
+    with workspace.interruptible(stop, _log):
+        return search, reduce.reduce_script(asker, search, out)
+
+
+def _log(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""A user's script as a case: one arm, and a signature made from the command line's options. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+
+from repro_matrix.config.schema import Arm, Axes, Case, Launch, Proof
+from repro_matrix.config.signatures import Signature
+from repro_matrix.config.strict import Strict
+
+ARM = "broken"
+MODEL = "own"  # slug of the model axis: the script brings its own
+INFINITE = 1e308  # stands for infinity, which JSON does not have
+
+
+class Metric(Strict):
+    """A number that the script prints. It shows the failure when it compares so with the limit; without ``op`` a
+    search finds the limit between its two ends."""
+
+    name: str
+    pattern: str  # group 1 is the number
+    op: Literal["", "<", "<=", ">", ">="] = ""
+    limit: float = 0.0
+
+    def violated_by(self, value: float) -> bool:
+        comparisons = {"<": value < self.limit, "<=": value <= self.limit,
+                       ">": value > self.limit, ">=": value >= self.limit}  # fmt: skip
+        return comparisons.get(self.op, False)
+
+
+class AdhocCase(Case):
+    """``argv`` follows the stack's interpreter; ``title`` is the command as a person writes it."""
+
+    argv: tuple[str, ...]
+    path: Path | None = None  # the script; None: a module
+    plain: bool = False  # no launcher: the command's one process is rank 0
+    single: bool = False  # it may be one process without a rank
+    failure: str = ""  # the failure as the user wrote it; "": any failure
+    log: str = ""  # the lines to keep from the ranks' logs
+    metric: Metric | None = None
+
+    @model_validator(mode="after")
+    def _coherent(self) -> AdhocCase:
+        return self  # one arm is enough, and the failure may be any
+
+
+def adhoc_case(
+    slug: str,
+    title: str,
+    argv: tuple[str, ...],
+    *,
+    nproc: int,
+    signatures: tuple[Signature, ...] = (),
+    env: dict[str, str] | None = None,
+    deadline: float,
+    **values: object,
+) -> AdhocCase:
+    """Build the case. Signatures are taken as they are: a user's script may raise its failure itself."""
+    launch = Launch(world_size=nproc, deadline=deadline, env=env or {}, cold="a user's script", process_group=False)
+    case = AdhocCase(
+        slug=slug,
+        title=title,
+        argv=argv,
+        proof=Proof(kind="training", checks=["exit code"]),
+        min_ranks=1,
+        shared=True,
+        launch=launch,
+        axes=Axes(model=[MODEL], strategy=["script"]),
+        arms={ARM: Arm()},
+        **values,
+    )
+    return case.model_copy(update={"signatures": list(signatures)})

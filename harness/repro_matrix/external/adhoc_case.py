@@ -1,0 +1,300 @@
+"""A user's script as an ad-hoc case: its failure made from the command line's options, and a request for its cell.
+
+The request goes through the planner, the launcher, the grader, the store and the searches as every case's does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from repro_matrix.config import project
+from repro_matrix.config.adhoc import ARM, MODEL, AdhocCase, Metric, adhoc_case
+from repro_matrix.config.axes import Model, Promises, Strategy
+from repro_matrix.config.catalog import Catalogue, load
+from repro_matrix.config.schema import Case
+from repro_matrix.config.selection import Selection
+from repro_matrix.config.settings import RunSettings
+from repro_matrix.config.signatures import Signature
+from repro_matrix.environment.stacks import Stack, integrity
+from repro_matrix.environment.stacks.spec import short_hash
+from repro_matrix.errors import ConfigError
+from repro_matrix.external.command_line import Command
+from repro_matrix.external.logs.match import Catalogue as KnownFailures
+from repro_matrix.external.logs.match import completed, recognise
+from repro_matrix.external.logs.scan import Texts, scan
+from repro_matrix.grading.observation import Attempt, RaisedException, raised_chain
+from repro_matrix.grading.outcome import Outcome
+from repro_matrix.grading.root_cause import find_failures
+from repro_matrix.grading.signature import match_attempt
+from repro_matrix.planning.cells import Cell
+from repro_matrix.records.document import Made
+from repro_matrix.runner.request import Request
+from repro_matrix.search.labels import plain
+
+DEADLINE_S = 300.0
+MOST_BESIDE = 1000  # files beside a script whose contents count
+SIGNATURE = "failure"
+LAUNCHERS = {"torch.distributed.run": "torchrun", "accelerate.commands.launch": "accelerate",
+             "deepspeed.launcher.runner": "deepspeed"}  # fmt: skip
+_OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`: nothing imports it
+_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
+_METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What counts as the failure. Without signatures and metric: any failure."""
+
+    text: str = ""  # as it was written
+    signatures: tuple[Signature, ...] = ()
+    log: str = ""
+    metric: Metric | None = None
+    hang_s: float | None = None
+    option: tuple[str, ...] = ()  # the command line's option, to be pasted
+
+    @property
+    def needs_limit(self) -> bool:
+        """Whether a search has to find the metric's limit."""
+        return self.metric is not None and not self.metric.op
+
+
+# -- reading the options
+
+
+def _regex(option: str, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{option} {pattern!r}: not a regular expression: {error}.") from None
+    return pattern
+
+
+def _signature(**values: object) -> Signature:
+    return Signature.model_construct(name=SIGNATURE, **values)  # type: ignore[arg-type]
+
+
+def error(text: str) -> Failure:
+    """Parse ``IndexError: list index``: a type, and a regular expression for its message."""
+    kind, _, message = (part.strip() for part in text.partition(":"))
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", kind):
+        raise ConfigError(f"--error {text!r}: write TYPE: REGEX, such as 'IndexError: list index' or 'IndexError'.")
+    if kind in ("Exception", "BaseException"):
+        raise ConfigError(f"--error {text!r}: every error is an {kind}. Name the type that is raised.")
+    pattern = _regex("--error", message) or r"\A"
+    name = re.escape(kind.rpartition(".")[2])
+    in_thread = rf"\A(?:[\w.]+\.)?{name}: (?s:.*?)(?:{message})" if message else rf"\A(?:[\w.]+\.)?{name}: "
+    signatures = (
+        _signature(kind="exception", type=kind, message=pattern),
+        _signature(kind="log", logger=r"\Athreading\Z", message=in_thread),  # it ended a thread, not the rank
+    )
+    return Failure(text, signatures, option=("--error", text))
+
+
+def log(text: str) -> Failure:
+    if re.search(_regex("--log", text), ""):
+        raise ConfigError(f"--log {text!r}: it matches an empty line. Write a part of the line.")
+    return Failure(text, (_signature(kind="log", message=text),), log=text, option=("--log", text))
+
+
+def exit_code(code: int) -> Failure:
+    if not 1 <= code <= 255:
+        raise ConfigError(f"--exit {code}: a failing process ends with 1 to 255.")
+    text = f"exit code {code}"
+    return Failure(text, (_signature(kind="signal", signal=text),), option=("--exit", str(code)))
+
+
+def hang(seconds: float) -> Failure:
+    return Failure(f"{seconds:g} s", (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}"))
+
+
+def metric(text: str) -> Failure:
+    """Parse ``loss > 3.2``, ``/final loss: (\\S+)/ > 3.2``, or the name alone where a search compares its ends."""
+    match = _METRIC.match(text)
+    if match is None:
+        raise ConfigError(f"--metric {text!r}: write NAME > NUMBER, or /REGEX WITH (A GROUP)/ > NUMBER.")
+    name = match["name"]
+    if name.startswith("/"):
+        pattern = _regex("--metric", name[1:-1])
+        if re.compile(pattern).groups != 1:
+            raise ConfigError(f"--metric {text!r}: the expression needs exactly one group, around the number.")
+    else:
+        pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=\s]\s*{_NUMBER}(?!\w|[.,]\d)"
+    limit = 0.0
+    if match["op"]:
+        try:
+            limit = float(match["limit"])
+        except ValueError:
+            raise ConfigError(f"--metric {text!r}: {match['limit']!r} is not a number.") from None
+        if math.isnan(limit):
+            raise ConfigError(f"--metric {text!r}: nothing compares with nan. A value that is not finite always fails.")
+    number = Metric.model_validate({"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit})
+    return Failure(text, metric=number, option=("--metric", text))
+
+
+def same_failure_as(blocks: Iterable[bytes], name: str) -> Failure:
+    """Return the failure that a log shows: its first traceback that is not a peer's or a launcher's."""
+    option = f"--same-failure-as {name}"
+    errors = [one for one in recognise(scan(blocks, Texts(())), KnownFailures({})).failures if one.error.record]
+    first = next((completed(one.error.record) for one in errors if one.error.whole and not one.echo), None)
+    if first is None and any(one.echo for one in errors):
+        raise ConfigError(f"{option}: it shows only what follows from another process's failure. Give that one's log.")
+    if first is None:
+        raise ConfigError(f"{option}: no whole traceback in it. Describe the failure with --error 'TYPE: REGEX'.")
+    return _exactly(raised_chain(first)[0], option, ("--same-failure-as", name))
+
+
+def learned(outcome: Outcome, made: Made) -> Failure | None:
+    """Return the very failure of an attempt, so that another one elsewhere is not mistaken for it."""
+    primary = outcome.primary
+    if primary is None:
+        return None
+    if primary.kind != "exception":
+        return Failure(primary.type, (_signature(kind="signal", signal=primary.type),))
+    ranks = made["observation"]["ranks"]
+    record = next((rank["record"] for rank in ranks if rank["rank"] == primary.rank), None)
+    chain = raised_chain(record["exception"]) if record else []
+    return _exactly(chain[0], "", ()) if chain else None
+
+
+def _exactly(raised: RaisedException, text: str, option: tuple[str, ...]) -> Failure:
+    place = raised.innermost
+    library = place is not None and place.origin != "" and (place.origin or "site-packages" in place.file)
+    package = place.modules[0].partition(".")[0] if library and place and place.modules else None
+    message = normal(raised.message)
+    pattern = rf"\A\s*{re.escape(message)}" if message else r"\A\s*\Z"
+    for token, any_text in ((r"\#", r"\d+"), ("…", ".*"), ("host:port", ".*")):
+        pattern = pattern.replace(token, any_text)
+    signature = _signature(kind="exception", type=raised.type, message=pattern, package=package)
+    return Failure(text or f"{raised.type}: {message}", (signature,), option=option)
+
+
+def normal(message: str) -> str:
+    """Return a message's first line without its numbers: sizes and counts differ between releases."""
+    return re.sub(r"\d+", "#", plain(message))
+
+
+# -- the case
+
+
+@dataclass(frozen=True)
+class Script:
+    """A command, what counts as its failure, and how it is launched."""
+
+    command: Command
+    failure: Failure
+    results: Path
+    deadline_s: float = DEADLINE_S
+    env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.command.name.lower()).strip("-") or "script"
+
+    def case(self) -> AdhocCase:
+        command, failure = self.command, self.failure
+        return adhoc_case(
+            self.slug, command.shown, command.argv, nproc=command.nproc, signatures=failure.signatures,
+            env=dict(self.env), deadline=failure.hang_s or self.deadline_s, path=command.script, plain=command.plain,
+            single=command.single, failure=failure.text, log=failure.log, metric=failure.metric,
+        )  # fmt: skip
+
+    def request(self, stack: str = "current", repeat: int | None = None) -> Request:
+        """Return the request for the script's one cell."""
+        command, case = self.command, self.case()
+        launcher = LAUNCHERS.get(command.argv[1], "python") if command.argv[:1] == ("-m",) else "python"
+        number = case.metric.pattern if case.metric else ""
+        # All that the outcome depends on; of the failure only what is read from logs. The rest can be graded again.
+        options = {"command": list(command.argv), "folder": os.getcwd(), "code": _code(command.script), "log": case.log,
+                   "metric": number, "deadline": case.launch.deadline}  # fmt: skip
+        variant = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
+        raw = case.model_dump(mode="json", include={"slug", "launch", "proof", "steps"}) | {"arms": {ARM: {}}}
+        model = {"slug": MODEL, "title": "the script's own", "hub": "", "model_type": "", "config": {}}
+        how = {"slug": launcher, "title": launcher, "options": options, "promises": {"parameters": "whole"}}
+        shipped = load()
+        catalogue = AdhocCatalogue(
+            {case.slug: case}, {MODEL: Model.model_validate(model)}, {launcher: _strategy(launcher)}, shipped.stacks,
+            shipped.hardware, {"case": {case.slug: raw}, "model": {MODEL: model}, "strategy": {launcher: how}},
+        )  # fmt: skip
+        settings = replace(RunSettings(), results=str(self.results / "scripts"), repeat=repeat)
+        cell = Cell(case.slug, MODEL, launcher, (), stack, "auto", command.nproc, variant)
+        return AdhocRequest([], catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
+
+
+def _strategy(slug: str) -> Strategy:
+    return Strategy(slug=slug, title=slug, shared=True, promises=Promises(parameters="whole"))
+
+
+@dataclass(frozen=True)
+class AdhocCatalogue(Catalogue):
+    """The catalogue of a user's script: its one case."""
+
+    def script(self, case: Case) -> Path:
+        assert isinstance(case, AdhocCase)
+        return case.path or Path(__file__)  # a module has no file that is known here
+
+    def files(self, settings: Mapping[str, object]) -> dict[str, Path]:
+        return {}
+
+
+@dataclass(frozen=True)
+class AdhocRequest(Request):
+    cell: Cell
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [replace(self.cell, stack=name) for each in self.selections for name in each.stack]
+
+
+def _code(script: Path | None) -> str:
+    """Hash the script and what it can import from its own folder: modules, and packages with all of theirs."""
+    if script is None:
+        return ""
+    folder = script.resolve().parent
+    files = [path for path in folder.glob("*.py") if path != script and not _OUTPUT.search(path.name)]
+    for package in folder.glob("*/__init__.py"):
+        files += package.parent.rglob("*.py")
+    digest = hashlib.sha256(script.read_bytes())
+    for path in sorted(files)[:MOST_BESIDE]:
+        with contextlib.suppress(OSError):
+            digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def in_shell(stack: Stack) -> Stack:
+    """Return the stack as a script meets it: the shell's PYTHONPATH may hide some of its packages."""
+    hidden = integrity.shadowed(stack, os.environ.get("PYTHONPATH", ""))
+    if not hidden:
+        return stack
+    changed = (*stack.changed, *integrity.shadow_notes(hidden))
+    return replace(stack, changed=changed, key=short_hash(stack.key, integrity.shadow_hash(hidden)))
+
+
+def results_folder(given: str | None) -> Path:
+    return Path(given).absolute() if given else project.current().results / "scratch"
+
+
+# -- which known failure it is
+
+
+def known_failures(attempts: Sequence[Made], cases: Iterable[Case]) -> list[str]:
+    """Return the slugs of the cases with a signature that matches the first attempt which failed.
+
+    By exceptions alone: what a check or a log line means depends on the case's own script."""
+    failed = next((made for made in attempts if made["outcome"]["outcome"] not in ("clean", "infra")), None)
+    if failed is None:
+        return []
+    attempt = Attempt(failed["observation"])
+    failures = find_failures(attempt)
+
+    def matches(case: Case) -> bool:
+        return any(s.kind == "exception" and match_attempt(s, attempt, failures) for s in case.signatures)
+
+    return [case.slug for case in cases if matches(case)]

@@ -1,0 +1,232 @@
+"""Launch a user's own command (torchrun, accelerate, deepspeed, python), with the recording hooks in its processes.
+
+The ranks keep what they would have had: the working directory, the user's environment, the script's arguments. Added
+are the stack's overlay, a TMPDIR of the attempt, and the hooks' folder on PYTHONPATH. Every launch is cold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from repro_matrix.config.adhoc import INFINITE
+from repro_matrix.config.env_allowlist import set_by_launch
+from repro_matrix.launch import observe
+from repro_matrix.launch.attempt import (
+    PARENT_TOKEN,
+    Attempt,
+    Json,
+    UserCommand,
+    clean,
+    prepare,
+    private_environment,
+)  # fmt: skip
+from repro_matrix.launch.attempt_logs import CUT, read_launch
+from repro_matrix.launch.torchrun import Reaped
+from repro_matrix.launch.watch import Watch
+from repro_matrix.records.rank import Exception_, Frame
+from repro_matrix.text import ESCAPE
+
+WORKER = Path(__file__).resolve().parent / "worker" / "command.py"
+HOOKS = WORKER.with_name("hooks")
+KEPT_LINES = 200  # of those that the definition of the failure looks for
+LINE, SEARCHED = 1000, 1 << 20  # characters of a line that are kept, and searched
+START_S = 180.0  # for a launcher to begin its ranks: it imports torch first
+SPAWNED = {"ProcessRaisedException"}  # of torch.multiprocessing: its message is the child's traceback
+
+
+class CommandLauncher:
+    name = "command"
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+        """Return the observation (docs/observation.md) with ``printed`` and ``command_exit``. Nothing survives it."""
+        command = attempt.command
+        assert command is not None
+        argv = [attempt.python, *command.argv]
+        started = time.time()
+        if stop.is_set():
+            return observe.not_started(attempt, self.name, argv, started, None)
+        try:
+            prepare(attempt)
+            spec = {
+                "command": argv, "cwd": os.getcwd(), "env": {}, "record_dir": str(attempt.records),
+                "world_size": attempt.world_size, "plain": command.plain,
+            }  # fmt: skip
+            attempt.spec_file.write_text(json.dumps(spec), encoding="utf-8")
+            worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
+            try:
+                with open(attempt.logs / "launcher.log", "ab") as log:
+                    process = Reaped(
+                        subprocess.Popen(
+                            worker, env=environment(attempt, command), cwd=attempt.work, stdin=subprocess.DEVNULL,
+                            stdout=log, stderr=log, start_new_session=True,
+                        )
+                    )  # fmt: skip
+            except OSError as error:
+                return observe.not_started(attempt, self.name, argv, started, f"{type(error).__name__}: {error}")
+            watched = Watch(attempt, root=process.pid).run(process.wait, stop)
+            process.wait(1.0)
+            watched.cpu_s = round(max(watched.cpu_s, process.cpu_s), 3)
+            observation = observe.observation(attempt, self.name, argv, watched, worker_exit=process.exit_code)
+            return complete(observation, attempt, command)
+        finally:
+            clean(attempt)
+
+    def close(self) -> None:
+        pass
+
+
+def environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
+    """Return the user's own environment, without what a launch sets anew."""
+    env = {
+        name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES" or not set_by_launch(name)
+    }
+    env.pop("PYTHONHOME", None)
+    private = private_environment(attempt)
+    own = {name: private[name] for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")}
+    added = {name: value for name, value in attempt.env.items() if name != "PYTHONPATH"}
+    if attempt.gpus:
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
+    paths = (str(HOOKS), *map(str, attempt.overlay), os.environ.get("PYTHONPATH", ""))
+    hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
+    return {
+        **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
+        **added, **own, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)), PARENT_TOKEN: str(os.getpid()),
+    }  # fmt: skip
+
+
+def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
+    """Add what only the attempt's files hold, while they are there."""
+    code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
+    ranks = observation["ranks"]
+    begun = [rank for rank in ranks if rank["record"] or rank["pid"] is not None]
+    if code == 0 and 0 < len(begun) < len(ranks) and not observation["attempt"]["timed_out"]:
+        # accelerate starts one process where it sees one device: then that is what was measured.
+        ranks = observation["ranks"] = begun
+        observation["attempt"]["world_size"] = len(begun)
+    for rank in ranks:
+        record = rank["record"]
+        if record is None:
+            continue
+        record["done"] = rank["exit_code"] == 0
+        raised = record["exception"]
+        if raised and raised["type"] in SPAWNED:
+            inner = tracebacks(raised["message"])
+            record["exception"] = {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
+    logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]
+    observation["printed"] = printed([*logs, (-1, attempt.logs / "launcher.log")], command)
+    for item in observation["printed"]["log"]:  # a line that was printed counts as one that was logged
+        record = next((rank["record"] for rank in ranks if item["rank"] in (rank["rank"], -1) and rank["record"]), None)
+        if record is not None:
+            record["logs"].append({"logger": "printed", "message": item["line"], "file": "", "place": ""})
+    return observation
+
+
+def printed(logs: list[tuple[int, Path]], command: UserCommand) -> Json:
+    """Return the lines of all ranks (-1: the launcher's own) that the definition looks for, and if a log was cut."""
+    found: Json = {"log": [], "metric": [], "cut": False}
+    for rank, path in logs:
+        for line in _lines(path, found) if command.log or command.metric else ():
+            if command.log and re.search(command.log, line):
+                found["log"].append({"rank": rank, "line": line[:LINE]})
+            value = metric_in(line, command) if command.metric else None
+            if value is not None:
+                found["metric"].append({"rank": rank, "value": value, "line": line[:LINE]})
+    if found["metric"]:
+        found["by_rank"] = {str(item["rank"]): item["value"] for item in found["metric"] if item["rank"] >= 0}
+        first = found["metric"][0]["rank"]  # the first rank that prints it counts for the attempt
+        found["metric"] = [item for item in found["metric"] if item["rank"] == first]
+    return {**found, "log": found["log"][-KEPT_LINES:], "metric": found["metric"][-KEPT_LINES:]}
+
+
+def _lines(path: Path, found: Json) -> Iterator[str]:
+    """Yield a log's lines without colours; what a progress bar overwrites is several lines."""
+    try:
+        with open(path, "rb") as source:
+            for raw in source:
+                text = ESCAPE.sub("", raw.decode("utf-8", errors="replace").rstrip("\r\n"))
+                found["cut"] = found["cut"] or CUT.strip() in raw or len(text) > SEARCHED
+                yield from (line[:SEARCHED] for line in text.split("\r"))
+    except OSError:
+        return
+
+
+def metric_in(line: str, command: UserCommand) -> float | None:
+    """Return the number in a line: a JSON object's value, or what the expression finds."""
+    if line.lstrip().startswith("{"):
+        try:
+            data = json.loads(line)
+        except ValueError:
+            data = None
+        if isinstance(data, Mapping) and command.metric_name in data:
+            value = data[command.metric_name]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            return _storable(float(value)) if number else None
+    matches = list(re.finditer(command.metric, line, re.IGNORECASE))
+    try:
+        return _storable(float(matches[-1][1])) if matches else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _storable(number: float) -> float:
+    """JSON has no infinity."""
+    return math.copysign(INFINITE, number) if math.isinf(number) else number
+
+
+# -- a traceback that is only there as text, in a log or in another process's error
+
+_PREFIX = re.compile(r"^(?:\[?(?:rank|default)?\s*\d+\]?:\s?)+")  # torchrun's [rank0]: and [default0]:
+_BEGIN = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+_INSTALLED = re.compile(r"/(?:(?:site|dist)-packages|lib(?:64)?/python3[\d.]*)/")
+_RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+
+
+def tracebacks(text: str) -> list[Exception_]:
+    """Every whole traceback, in the order of the text, in the shape of repro_kit/record.py's ``describe_exception``."""
+    lines = [_PREFIX.sub("", ESCAPE.sub("", line)) for line in text.splitlines()]
+    found = []
+    for number, line in enumerate(lines):
+        if line.strip() == _BEGIN:
+            one = _read(lines[number + 1 :])
+            if one is not None:
+                found.append(one)
+    return found
+
+
+def _read(lines: list[str]) -> Exception_ | None:
+    frames: list[Frame] = []
+    for number, line in enumerate(lines):
+        place = _FRAME.match(line)
+        if place:
+            code = "".join(lines[number + 1 : number + 2]).strip()
+            frame: Frame = {"file": place["file"], "line": int(place["line"]), "function": place["function"] or "",
+                     "module": "", "code": code}  # fmt: skip
+            # An installed file is placed by its path; any other is the user's own, which is no package's.
+            frames.append(frame if _INSTALLED.search(place["file"]) else {**frame, "place": ""})
+        elif line and not line[0].isspace():
+            said = _RAISED.match(line)
+            if said is None or not frames:
+                return None
+            module, _, name = said["type"].rpartition(".")
+            message = "\n".join([said["message"] or "", *_more(lines[number + 1 :])]).rstrip()
+            return {"type": name, "module": module, "bases": [], "message": message, "frames": frames, "cause": None}
+    return None
+
+
+def _more(lines: list[str]) -> list[str]:
+    """The further lines of a message: until an empty one, or one that begins something else."""
+    found: list[str] = []
+    for line in lines[:20]:
+        if not line.strip() or line.strip() == _BEGIN or re.match(r"^[\[\d]|^[WIE]\d{4} ", line):
+            break
+        found.append(line)
+    return found

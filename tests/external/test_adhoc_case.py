@@ -1,0 +1,355 @@
+"""A user's script as an ad-hoc case: what is launched, what counts as its failure, and how that is graded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repro_matrix.cli import main as cli
+from repro_matrix.cli import options as arguments
+from repro_matrix.cli import run, script_options
+from repro_matrix.config import catalog
+from repro_matrix.config.adhoc import ARM, AdhocCase
+from repro_matrix.errors import ConfigError
+from repro_matrix.external import adhoc_case, command_line, script_report
+from repro_matrix.external.adhoc_case import (
+    Failure,
+    Script,
+    error,
+    exit_code,
+    hang,
+    known_failures,
+    learned,
+    log,
+    metric,
+)
+from repro_matrix.grading.grade import grade
+from repro_matrix.grading.outcome import Outcome
+from repro_matrix.launch.attempt import UserCommand
+from repro_matrix.launch.attempt_logs import CUT
+from repro_matrix.launch.command import metric_in, printed, tracebacks
+from script_observations import FAILED, FINE, UPSTREAM, WHERE, of_attempt, raised, rank, seen
+
+ANY = Failure()
+Json = dict[str, Any]
+
+
+def case_of(failure: Failure) -> AdhocCase:
+    command = command_line.Command(("train.py",), 2, False, "train", "train.py")
+    return Script(command, failure, Path("results"), 60.0).case()
+
+
+def graded(failure: Failure, observation: Json) -> Outcome:
+    case = case_of(failure)
+    return grade(case, ARM, observation, {case.slug: case})  # type: ignore[arg-type]
+
+
+def values(*numbers: float, rank_: int = 0, **more: Any) -> Json:
+    lines = [{"rank": rank_, "value": number, "line": ""} for number in numbers]
+    return {"printed": {"log": [], "metric": lines, "cut": False, **more}}
+
+
+LATE = seen(rank(0, None, ended_by="deadline", signal="SIGKILL"), timed_out=True)
+SLOW = {**LATE, "infra": {"kind": "too slow", "message": ""}}
+CRASH = seen(rank(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("failure", "observation", "outcome"),
+    [
+        (error("IndexError: list index"), FAILED, "fires"),
+        (error("IndexError: other text"), FAILED, "other_error"),
+        (error("RuntimeError: Connection closed"), FAILED, "other_error"),  # follows from the other rank's
+        (error("IndexError"), FINE, "clean"),
+        (ANY, FAILED, "other_error"),
+        (ANY, FINE, "clean"),
+        (exit_code(3), seen(rank(0, 3), command_exit=1), "fires"),
+        (exit_code(3), seen(rank(0, 4), command_exit=1), "other_error"),
+        (hang(60), LATE, "fires"),
+        (hang(60), SLOW, "fires"),
+        (hang(60), FINE, "clean"),
+        (error("IndexError"), SLOW, "infra"),
+        (error("IndexError"), LATE, "hang"),
+        (metric("loss > 3.2"), {**FINE, **values(2.0, 3.3)}, "fires"),
+        (metric("loss > 3.2"), {**FINE, **values(3.3, 3.1)}, "clean"),
+        (metric("loss > 3.2"), {**FINE, **values()}, "infra"),
+        (metric("loss > 3.2"), {**FINE, **values(float("nan"))}, "other_error"),
+        (metric("loss > 3.2"), {**FINE, **values(-1e308)}, "other_error"),
+        (metric("loss > 3.2"), {**CRASH, **values(3.3)}, "other_error"),  # an earlier step's loss
+        (metric("loss > 3.2"), {**FINE, **values(9.0, rank_=1, cut=True)}, "infra"),
+        (log("no such line"), {**FINE, **values(cut=True)}, "infra"),
+        (ANY, {**FINE, **values(cut=True)}, "clean"),
+        (ANY, seen(rank(0), command_exit=1), "other_error"),
+        (error("IndexError"), seen(rank(0, None), infra={"kind": "launch", "message": "no rank"}), "infra"),
+        (ANY, seen(rank(0), interrupted=True), "infra"),
+        (error("OutOfMemoryError"), seen(rank(0, 1, raised("OutOfMemoryError", "CUDA out of memory")),
+                                         infra={"kind": "memory", "message": ""}), "fires"),
+        (ANY, seen(rank(0, 1, raised("ImportError", "no x")), infra={"kind": "import", "message": ""}), "other_error"),
+        (error("IndexError"), seen(rank(0, 1), infra={"kind": "disk", "message": ""}), "infra"),
+    ],
+)  # fmt: skip
+def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str) -> None:
+    found = graded(failure, observation)
+    assert found.outcome == outcome, found
+
+
+def test_grade_error_in_a_thread_reproduces() -> None:
+    note = {"logger": "threading", "message": "ValueError: bad value 3", "file": "", "place": ""}
+    observation = seen(rank(0))
+    observation["ranks"][0]["record"]["logs"] = [note]
+    assert graded(error("ValueError: bad value"), observation).outcome == "fires"
+    assert graded(error("ValueError: other"), observation).outcome == "clean"
+
+
+def test_grade_hang_rank_that_ends_while_it_is_sampled_is_late() -> None:
+    def ended(after: float) -> str:
+        ranks = [rank(0), rank(1)]
+        ranks[1]["record"]["ended"] = after
+        return graded(hang(5), seen(*ranks, started=0.0, deadline_s=5.0)).outcome
+
+    assert ended(6.9) == "clean" and ended(7.1) == "fires"
+
+
+@pytest.mark.parametrize(
+    ("same", "other"),
+    [
+        (True, raised("ValueError", "size 1024 of 4", UPSTREAM)),
+        (False, raised("ValueError", "sizes 512 of 3", UPSTREAM)),
+        (False, raised("KeyError", "size 512 of 3", UPSTREAM)),
+        (False, raised("ValueError", "size 512 of 3", WHERE)),
+    ],
+)
+def test_learned_failure_matches_only_itself(same: bool, other: Json) -> None:
+    once = seen(rank(0, 1, raised("ValueError", "size 512 of 3", WHERE, UPSTREAM)))
+    known = learned(graded(ANY, once), {"observation": once, "outcome": {}})  # type: ignore[typeddict-item]
+    assert known is not None
+    assert graded(known, seen(rank(0, 1, other))).outcome == ("fires" if same else "other_error")
+
+
+LOG = """\x1b[31m[rank0]: Traceback (most recent call last):\x1b[0m
+[rank0]:   File "/v/site-packages/torch/distributed/c10d.py", line 9, in all_reduce
+[rank0]:     work.wait()
+[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:2
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/v/lib/python3.11/site-packages/transformers/cache.py", line 31, in get
+[rank1]:     return self.items[index]
+[rank1]: IndexError: list index 7 out of range
+"""
+
+
+def test_same_failure_as_log_is_its_first_own_error() -> None:
+    found = adhoc_case.same_failure_as([LOG.encode()], "failed.log")
+    assert (found.signatures[0].type, found.signatures[0].package) == ("IndexError", "transformers")
+    other = raised("IndexError", "list index 2 out of range", {**UPSTREAM, "function": "other"})
+    assert graded(found, seen(rank(0, 1, other))).outcome == "fires"
+    assert [one["type"] for one in tracebacks(LOG)] == ["RuntimeError", "IndexError"]
+    assert tracebacks(LOG[: LOG.index("[rank1]: IndexError")])[1:] == []  # cut off before its last line
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: error("no type"), "TYPE: REGEX"),
+        (lambda: error("ValueError: ("), "not a regular expression"),
+        (lambda: error("Exception: x"), "Name the type"),
+        (lambda: log("x*"), "matches an empty line"),
+        (lambda: metric("loss = 3"), "NAME > NUMBER"),
+        (lambda: metric("loss > many"), "not a number"),
+        (lambda: metric("loss > nan"), "nan"),
+        (lambda: metric("/loss .*/ > 3"), "one group"),
+        (lambda: exit_code(300), "1 to 255"),
+        (lambda: adhoc_case.same_failure_as([b"all is well\n"], "a.log"), "no whole traceback"),
+    ],
+)
+def test_failure_definition_invalid_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+# -- what is read from logs
+
+
+def user_command(failure: Failure) -> UserCommand:
+    number = (failure.metric.pattern, failure.metric.name) if failure.metric else ("", "")
+    return UserCommand((), False, False, failure.log, *number)
+
+
+@pytest.mark.parametrize(
+    ("failure", "logs", "expected"),
+    [
+        (log("KNOWN BAD"), ["\x1b[31mKNOWN\x1b[0m BAD\n"], ["KNOWN BAD"]),
+        (log("^KNOWN"), ["10%\rKNOWN\n"], ["KNOWN"]),
+        (metric("loss > 3"), ["loss: 1.0\nloss: \x1b[31m12.5\x1b[0m\n"], 12.5),
+        (metric("loss > 3"), ["\x1b[31mloss\x1b[0m: 12.5\r\n"], 12.5),
+        (metric("loss > 3"), ["loss: 0.5\rloss: 9.5\rdone\n"], 9.5),
+        (metric("loss > 3"), ["loss: 9 then loss: 0.5\n"], 0.5),
+        (metric("loss > 3"), ["loss: 3,400.5\n"], None),
+        (metric("loss > 3"), ["loss: 1.2.3\n"], None),
+        (metric("loss > 3"), ["loss: 0.1\n", "loss: 9\n"], 0.1),  # the first rank that prints it
+    ],
+)
+def test_printed_lines(failure: Failure, logs: list[str], expected: Any, tmp_path: Path) -> None:
+    paths = [(number, tmp_path / f"{number}.log") for number in range(len(logs))]
+    for (_, path), text in zip(paths, logs):
+        path.write_text(text, encoding="utf-8")
+    found = printed(paths, user_command(failure))
+    if failure.metric is None:
+        assert [item["line"] for item in found["log"]] == expected
+    else:
+        assert (found["metric"][-1]["value"] if found["metric"] else None) == expected
+    paths[0][1].write_text(CUT.decode() + logs[0])
+    assert printed(paths, user_command(failure))["cut"]
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("loss 3.5", 3.5), ("loss: 3.5,", 3.5), ("step 3 loss=1e-3 lr 2", 1e-3), ('{"loss": 2, "x": 1}', 2.0),
+        ("{'loss': 3.25, 'epoch': 1}", 3.25), ("eval_loss 3.5", None), ("loss is bad", None),
+        ("rank 0 LOSS -0.5", -0.5),
+        ("loss: inf", 1e308), ('{"loss": -Infinity}', -1e308),
+    ],
+)  # fmt: skip
+def test_metric_in_line(line: str, value: float | None) -> None:
+    assert metric_in(line, user_command(metric("loss > 3.2"))) == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, width=32))
+def test_metric_any_number_is_read_back(number: float) -> None:
+    for line in (f"loss={number!r}", f"step 1 loss: {number!r} lr=1", f'{{"loss": {number!r}}}'):
+        assert metric_in(line, user_command(metric("loss"))) == float(repr(number))
+
+
+# -- the command
+
+
+def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    made = command_line.of_script(str(script), 2, "--lr '1 2'")
+    assert made.argv[-3:] == (str(script), "--lr", "1 2") and (made.name, made.nproc, made.plain) == ("train", 2, False)
+    for words, argv, nproc, plain in (
+        (f"torchrun --nproc_per_node=4 {script}", ("-m", "torch.distributed.run"), 4, False),
+        (f"python -m torch.distributed.run --nproc-per-node 3 {script}", ("-m", "torch.distributed.run"), 3, False),
+        (f"accelerate launch --cpu --num_processes 2 {script}", ("-m", "accelerate.commands.launch"), 2, False),
+        (f"deepspeed --num_gpus 2 {script} --x", ("-m", "deepspeed.launcher.runner"), 2, False),
+        (f"python3.11 {script} --x", (str(script), "--x"), 1, True),
+        ("python -m some.train", ("-m", "some.train"), 1, True),
+    ):
+        found = command_line.of_words(words.split())
+        assert (found.argv[:2], found.nproc, found.plain) == (argv, nproc, plain), words
+    assert command_line.of_words(["torchrun", str(script)]).nproc == 1
+    assert command_line.of_words(["torchrun", "--nproc-per-node", "auto", str(script)], 2).nproc == 2
+    with pytest.raises(ConfigError, match="--nproc says 3"):
+        command_line.of_words(["torchrun", "--nproc-per-node", "2", str(script)], 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["./trian.py"], "there is no such script; did you mean 'train.py'"),
+        (["./train.py"], "./train.py:2: expected ':': if True"),
+        (["."], "unknown case"),
+        (["./good.py", "--nproc", "0"], "not a number of at least 1"),
+        (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
+        (["./good.py", "--hang", "soon"], "not a number of seconds"),
+        (["./good.py", "--same-failure-as", "no.log"], "no.log: there is no such file"),
+        (["./good.py", "--metric", "loss"], "NAME > NUMBER"),
+        (["./good.py", "model=a"], "does not apply to a script"),
+        (["./good.py", "stack=torhc2.2-tf4.39"], "did you mean 'torch2.2-tf4.39'"),
+        (["./good.py", "--args", "'"], "--args"),
+        (["--", "torchrun", "--nproc-per-node", "auto", "good.py"], "--nproc N before the --"),
+        (["--", "sbatch", "x.sh"], "cannot be launched"),
+        (["--", "accelerate", "config"], "accelerate launch"),
+        (["--"], "after -- stands a command"),
+        (["qwen15-fsdp-kv-cache", "--error", "A: b"], "is a case"),
+    ],
+)
+def test_run_bad_input_is_refused_before_a_launch(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("x = 1\nif True\n    pass\n")
+    Path("good.py").write_text("print(1)\n")
+    monkeypatch.setattr("repro_matrix.runner.attempts.CommandLauncher", lambda: pytest.fail("launched"))
+    assert cli.main(["run", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_after_dashes_keeps_its_options() -> None:
+    parser = arguments.Parser(prog="repro run")
+    run.configure(parser)
+    args = arguments.parse(parser, ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"])
+    assert args.command == ["python", "x.py", "--json", "exit=3", "--", "y"] and args.json
+    assert script_options.is_script(args)
+
+
+# -- run
+
+
+class Ranks:
+    """A launcher that returns a given observation."""
+
+    def __init__(self, observation: Json) -> None:
+        self.observation, self.launched = observation, 0
+
+    def launch(self, attempt: Any, stop: Any) -> Json:
+        self.launched += 1
+        return of_attempt(self.observation, attempt)
+
+
+@pytest.mark.parametrize(
+    ("observation", "words", "code", "bisect_code"),
+    [
+        (FINE, [], 0, 0),
+        (FAILED, [], 1, 1),
+        (FAILED, ["--error", "IndexError"], 1, 1),
+        (FAILED, ["--error", "KeyError"], 1, 125),
+        (seen(rank(0), rank(1), infra={"kind": "disk", "message": ""}), [], 3, 125),
+    ],
+)
+def test_run_exit_codes(
+    observation: Json, words: list[str], code: int, bisect_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print(1)\n")
+    made = Ranks(observation)
+    monkeypatch.setattr("repro_matrix.runner.attempts.CommandLauncher", lambda: made)
+    line = ["run", "./train.py", *words, "results=out"]
+    assert cli.main([*line, "--json"]) == code
+    data = json.loads(capsys.readouterr().out)
+    assert Path(data["document"]).is_file() and len(data["attempts"]) == 1
+    assert data["error_at"] == ("/home/a/train.py:3" if observation is FAILED else None)
+    assert cli.main([*line, "--bisect-exit", "--resume"]) == bisect_code
+    assert made.launched == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
+
+
+def test_script_report_names_what_follows_and_what_is_missing() -> None:
+    died = seen(rank(0, 1, raised("IndexError", "list index 3")), command_exit=1)
+    case = case_of(error("IndexError"))
+    document: Any = {"stack": {}, "arms": {ARM: {"attempts": [
+        {"observation": died, "outcome": graded(error("IndexError"), died).to_json()}]}}}  # fmt: skip
+    text = "\n".join(script_report.lines(case, document))
+    assert "IndexError: list index #" in text and "only 1 rank of 2 started" in text
+
+
+def test_known_failure_of_the_catalogue_is_recognised() -> None:
+    ddp = {**WHERE, "file": "/v/site-packages/torch/nn/parallel/distributed.py", "function": "_pre_forward",
+           "module": "torch.nn.parallel.distributed", "place": "torch.nn.parallel.distributed"}  # fmt: skip
+    message = "Expected to have finished reduction in the prior iteration before starting a new one."
+    shipped = catalog.load().cases.values()
+
+    def slugs(*errors: tuple[str, str, Json]) -> list[str]:
+        found = [seen(rank(0, 1, raised(*each)), command_exit=1) for each in errors]
+        made: Any = [{"observation": each, "outcome": graded(ANY, each).to_json()} for each in found]
+        return known_failures(made, shipped)
+
+    assert slugs(("RuntimeError", message, ddp)) == ["ddp-unfinished-reduction"]
+    assert slugs(("RuntimeError", message, WHERE)) == [], "raised by the script"
+    assert slugs(("ValueError", message, ddp)) == slugs() == []
