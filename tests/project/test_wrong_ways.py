@@ -268,8 +268,6 @@ def test_dry_run_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(lines) > 10
 
 
-
-
 def test_a_report_to_paste_is_no_html_and_mentions_nobody() -> None:
     said = "ValueError: <img src=x> @ada \x1b[1m\u202e | `x`"
     assert bisect_report._inert(said).startswith("ValueError: \\<img src=x> \\@ada")
