@@ -57,7 +57,7 @@ class Costs:
         return deadline + self.bring_up + self.bring_up_per_rank * ranks
 
 
-# CPU: a cold interpreter takes up to 10 CPU s to import a stack, and other attempts run beside it. CUDA: besides,
+# CPU: a cold interpreter takes up to 10 CPU s to import a stack, and other attempts run at the same time. CUDA: also
 # cuInit and the contexts of 8 GPUs on a node without persistence mode, and NCCL's first connection, take 20 to 60 s
 # from cold (figures of public reports; none was measured by this project).
 COSTS = {"cpu": Costs(60, 20, 0, 0), "cuda": Costs(120, 20, 20, 5)}

@@ -31,7 +31,7 @@ APART_S = 2.5  # between two samples that are compared
 QUIET_S = 3.0  # ranks that used no CPU time for so long are sampled
 QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbeats, the cost of being watched
 GPU_EVERY_S = 10.0  # ranks that wait on a GPU keep a core busy: they are sampled now and then, quiet or not
-PATIENCE = 2.0  # after samples without a hang, the next ones wait so many times longer
+PATIENCE = 2.0  # after samples without a hang, the pause before the next ones grows by this factor
 TRIES = 8  # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
 
 

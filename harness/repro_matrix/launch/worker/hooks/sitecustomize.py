@@ -112,7 +112,7 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     def at_end() -> None:  # registered first, so it is called last
         if os.getpid() != mine:
             return
-        error = getattr(sys, "last_value", None)  # set for what nobody caught, whoever's excepthook was called
+        error = getattr(sys, "last_value", None)  # set for an uncaught exception, whichever excepthook was called
         if error is not None:
             failed(error)
         record.data["ended"] = record.data["ended"] or time.time()
