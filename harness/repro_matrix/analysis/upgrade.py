@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from repro_matrix.analysis.diff import RESULTS, Change, compare, describe_row, pair_cells
+from repro_matrix.analysis.diff import KINDS, RESULTS, Change, compare, describe_row, pair_cells
 from repro_matrix.analysis.inputs import ArmResult
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.records.document import Document
@@ -165,3 +165,31 @@ def changes_to_json(changes: Iterable[Change], causes: Mapping[tuple[str, str], 
         }
         for c in changes
     ]  # fmt: skip
+
+
+COLUMNS = ("change", "cell", "arm", "cause", "results")
+
+
+def describe(data: Mapping[str, Any]) -> tuple[list[list[str]], list[str]]:
+    """Return the rows of a table and the lines below it."""
+    table = [
+        [c["change"], c["cell"], c["arm"], _describe_cause(c["cause"]), f"{c['before']}  =>  {c['after']}"]
+        for c in data["changes"]
+    ]
+    lines = [f"{kind} ({count}): {KINDS[kind].meaning}" for kind, count in data["counts"].items()]
+    reasons: dict[str, list[str]] = {}
+    for item in data["unknown"]:
+        reasons.setdefault(item["reason"], []).append(f"{item['cell']} {item['arm']}")
+    for reason, arms in reasons.items():
+        lines.append(f"unknown: {reason}: {', '.join(arms[:4])}" + (f" and {len(arms) - 4} more" if arms[4:] else ""))
+    lines.append(f"{len(table)} arms changed, {data['same']} unchanged, {len(data['unknown'])} unknown")
+    return table, lines
+
+
+def _describe_cause(cause: Mapping[str, Any] | None) -> str:
+    if cause is None:
+        return ""
+    if not cause["packages"]:
+        return f"not found: {cause['note']}"
+    releases = cause.get("releases", {})
+    return "; ".join(releases[name]["text"] if name in releases else name for name in cause["packages"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix.cli import options as arguments
-from repro_matrix.text import counted, printable
+from repro_matrix.text import counted, log
 
 if TYPE_CHECKING:
     from repro_matrix.authoring.ready import Finding
@@ -99,14 +99,14 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
     stop = threading.Event()
     found: dict[str, list[Document]] = {}
     with (
-        workplace.interruptible(stop, _say, "nothing of it is kept"),
+        workplace.interruptible(stop, log, "nothing of it is kept"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
         for way, launcher in (("warm", LauncherName.warm), ("cold", LauncherName.torchrun)):
             print(f"{slug}: {counted(times, 'attempt')} an arm, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
             prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))
-            summary = workplace.execute(prepared, lambda event: None, stop, on_warning=_say)
+            summary = workplace.execute(prepared, lambda event: None, stop, on_warning=log)
             if summary.problem:
                 raise MeasureError(summary.problem)
             if stop.is_set():
@@ -123,7 +123,3 @@ def _file(known: Catalogue, slug: str) -> Path:
 
 def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

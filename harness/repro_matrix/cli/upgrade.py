@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from repro_matrix.analysis import upgrade
-from repro_matrix.analysis.diff import KINDS
 from repro_matrix.analysis.inputs import side_of_run
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import script_options as options
@@ -16,7 +15,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.records.document import Document
-from repro_matrix.report.terminal import print_json, print_table
+from repro_matrix.report.terminal import print_json, print_table, print_wrapped
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.request import Request, ask
@@ -134,25 +133,6 @@ def _show(args: argparse.Namespace, data: Mapping[str, Any]) -> None:
     if args.json:
         print_json(data)
         return
-    rows = [
-        [c["change"], c["cell"], c["arm"], _describe_cause(c["cause"]), f"{c['before']}  =>  {c['after']}"]
-        for c in data["changes"]
-    ]
-    print_table(f"{data['from']} -> {data['to']}", ["change", "cell", "arm", "cause", "results"], rows)
-    for kind, count in data["counts"].items():
-        print(f"{kind} ({count}): {KINDS[kind].meaning}")
-    reasons: dict[str, list[str]] = {}
-    for item in data["unknown"]:
-        reasons.setdefault(item["reason"], []).append(f"{item['cell']} {item['arm']}")
-    for reason, where in reasons.items():
-        print(f"unknown: {reason}: {', '.join(where[:4])}" + (f" and {len(where) - 4} more" if len(where) > 4 else ""))
-    print(f"{len(rows)} arms changed, {data['same']} unchanged, {len(data['unknown'])} unknown")
-
-
-def _describe_cause(cause: Mapping[str, Any] | None) -> str:
-    if cause is None:
-        return ""
-    if not cause["packages"]:
-        return f"not found: {cause['note']}"
-    releases = cause.get("releases", {})
-    return "; ".join(releases[name]["text"] if name in releases else name for name in cause["packages"])
+    table, lines = upgrade.describe(data)
+    print_table(f"{data['from']} -> {data['to']}", upgrade.COLUMNS, table)
+    print_wrapped(*lines)
