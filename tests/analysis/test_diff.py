@@ -258,13 +258,13 @@ def test_diff_command_folder_against_part_of_it_is_noted(results: Path, repro: R
 
 
 def test_matrix_compares_only_cells_that_it_measured(results: Path) -> None:
-    from repro_matrix.cli.matrix import _against
+    from repro_matrix.cli.matrix import _compare
 
     write(results, {"broken": FIRED})
     now = json.loads((results / "cpu" / "s" / "some-case" / "m-fsdp.json").read_text())
     write(results, {"broken": FIRED}, key="some-case/n-fsdp", model="n")
     before = load_side(str(results))
-    diff = _against(before, [now])
+    diff = _compare(before, [now])
     assert (diff.cells, diff.changes) == (1, ())
     skipped = {**now["arms"]["broken"], "attempts": [], "skipped": "needs 2 GPUs"}
-    assert [c.kind for c in _against(before, [{**now, "arms": {"broken": skipped}}]).changes] == ["not_measured"]
+    assert [c.kind for c in _compare(before, [{**now, "arms": {"broken": skipped}}]).changes] == ["not_measured"]
