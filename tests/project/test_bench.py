@@ -10,7 +10,7 @@ import pytest
 from judging import document, observation, ok, outcome
 from repro_matrix.results.store import write_json
 
-from bench import catalogue, launch, match, probe
+from bench import catalogue, launch, match, probe, report
 
 CLEAN = outcome("clean").to_json()
 
@@ -87,3 +87,11 @@ def test_catalogue_differences_names_every_difference(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in catalogue.differences(one, other)] == [
         "c/m broken", "c/m fix", "c/m other", "c/n broken"
     ]  # fmt: skip
+
+
+def test_report_times_the_baseline_and_synthetic_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "report.json"
+    monkeypatch.setattr("sys.argv", ["report", "--rows", "20", "--output", str(output)])
+    report.main()
+    measured = json.loads(output.read_text())
+    assert measured["synthetic"]["rows"] >= 20 and measured["baseline"]["page_mb"] > 1

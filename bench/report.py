@@ -1,0 +1,76 @@
+"""Measure `repro report`: of the baseline, and of synthetic rows: ``python -m bench.report``.
+
+The rows are those of the baseline again and again, under other model names, in a folder of their own. Seconds are of a
+new process: wall time, and CPU time with that of its children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.summary import Row, load_rows, write_rows
+
+from bench.machine import HERE, write
+
+
+def synthetic(folder: Path, count: int, source: Sequence[Row]) -> int:
+    """Write a folder of at least ``count`` rows in whole cells; return their number."""
+    rows: list[Row] = []
+    for number in itertools.count():
+        for _, cell in itertools.groupby(source, key=lambda row: row.evidence):
+            if len(rows) >= count:
+                write_rows(folder, rows)
+                return len(rows)
+            members = list(cell)
+            model = f"{members[0].model}-{number}"
+            evidence = f"cpu/stack/{members[0].case}/{len(rows)}.json"
+            path = folder / evidence
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}", encoding="utf-8")
+            state = path.stat()
+            axes = (f"model={model}", *members[0].axes[1:])
+            rows += [
+                replace(row, model=model, axes=axes, evidence=evidence, evidence_size=state.st_size,
+                        evidence_mtime_ns=state.st_mtime_ns)
+                for row in members
+            ]  # fmt: skip
+    raise AssertionError("unreachable")
+
+
+def timed(*arguments: str) -> dict[str, Any]:
+    """Run `repro report` once; return its seconds and the size of the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        command = [sys.executable, "-m", "repro_matrix", "report", *arguments, "--output", str(page)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ})
+        wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return {"wall_s": wall, "cpu_s": cpu, "page_mb": page.stat().st_size / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--output", type=Path, default=HERE / "report.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        count = synthetic(folder, args.rows, load_rows(BASELINE))
+        write(args.output, baseline=timed("--baseline"), synthetic={"rows": count, **timed(str(folder))})
+
+
+if __name__ == "__main__":
+    main()
