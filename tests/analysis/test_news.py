@@ -7,7 +7,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, observation, ok
-from repro_matrix.report.terminal import summary_line
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.results.rows import arm_rows, by_attention, figures, without_expectation
 
@@ -45,13 +44,9 @@ def test_the_news_come_first_and_the_summary_counts_them() -> None:
     ordered = [row["model"] for row in by_attention(rows)]
     assert list(dict.fromkeys(ordered)) == ["d", "b", "a", "c"]
     assert [row["arm"] for row in by_attention(rows) if row["model"] == "b"] == ["broken", "fix0", "fix1"]
-    line = summary_line(rows)
-    assert "1 differs from its expectation" in line and "1 differs from what a CPU showed (news)" in line
-    assert "1 arm has no expectation on gpu1 with stack current" in line
     assert len(without_expectation(rows)) == 1
     counted = {"simulated": 0, "unexpected": 1, "muted": 0, "differs_from_cpu": 1, "without_expectation": 1}
     assert figures(rows) == counted, "what --json says of a run"
-    assert summary_line(arm_rows(cells[0])).endswith("; nothing unexpected")
 
 
 def test_a_note_on_what_was_met_stands_in_the_row() -> None:

@@ -38,7 +38,7 @@ NOT_BISECTED = ("became_flaky", "became_steady", "text_changed")
 @dataclass(frozen=True)
 class Nightly:
     """Tonight's run. ``run_exit_code``: the worst of its runs. ``folder``: of the history. ``locks``: stack -> the lock
-    file that a floating stack had. ``acknowledged``: digests of changes that somebody has acknowledged."""
+    file that a floating stack had. ``acknowledged``: digests of changes that do not count."""
 
     run_id: str
     sides: Sequence[Side]

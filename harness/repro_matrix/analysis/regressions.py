@@ -1,7 +1,7 @@
 """Compare a nightly run with the last passing one: changed results, and results that are missing. Pure.
 
-A change counts until somebody has acknowledged it: the run that has it does not pass, so that the next one is compared
-with the same passing run again. Acknowledged: quarantined, or listed by its digest (a person closed its issue).
+A change counts until it is acknowledged: the run that has it does not pass, so that the next one is compared with the
+same passing run again. Acknowledged: quarantined, or listed by its digest (its issue was closed).
 """
 
 from __future__ import annotations
