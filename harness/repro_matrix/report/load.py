@@ -43,12 +43,12 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
     entries = quarantine.read()
     names = source_names(folders)
     found.sources = names if len(folders) > 1 else []
-    damaged: list[str] = []
+    texts: list[str] = []
     expired: list[str] = []
     ungraded: set[str] = set()
     for folder, name in zip(folders, names):
         try:
-            rows = load_rows(folder, catalog.cases, damaged, write=folder not in (BASELINE,))
+            rows = load_rows(folder, catalog.cases, texts, write=folder not in (BASELINE,))
         except OSError as error:
             raise ResultsError(f"{folder}: cannot be read ({error.strerror or error})") from None
         found.stored_cases |= {row.case for row in rows}
@@ -61,9 +61,9 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
         if (run := runs.read(folder)) and runs.died(run)
     ]
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in sorted(ungraded)]
-    found.remarks = Remarks(
-        damaged, incomplete, list(dict.fromkeys(expired)), [f"left out: {text}" for text in catalog.left_out]
-    )
+    damaged = [text for text in texts if "left out" in text]  # a summary that cannot be read loses nothing
+    notes = [*(text for text in texts if text not in damaged), *(f"left out: {text}" for text in catalog.left_out)]
+    found.remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     return found
 
 
