@@ -156,4 +156,4 @@ def test_the_page_is_the_last_line_but_one_also_beside_another_run(tmp_path: Pat
     assert again.returncode == 0, err
     lines = said.splitlines()
     assert lines[-2] == f"page: {page}" and lines[-1].startswith("exit code 0")
-    assert any(line.startswith("against") for line in lines[:-3])
+    assert any(line.startswith("compared with") for line in lines[:-3])
