@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, control, document, observation, ok, record
-from repro_matrix.analysis.claims.ledger import ClaimRow, ledger
+from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.config.schema import Case
+from repro_matrix.results.summary import Row, rows_of
 
 
 def claiming(*predicts: dict[str, Any], slug: str = "some-case", **claim: Any) -> Case:
@@ -18,8 +19,13 @@ def claiming(*predicts: dict[str, Any], slug: str = "some-case", **claim: Any) -
     return case(slug, claims=[{**made, "predicts": list(predicts)} if predicts else made])
 
 
+def rows(known: Case, *documents: dict[str, Any]) -> list[Row]:
+    """The summary rows of documents as they are, without grading them."""
+    return [one for d in documents for one in rows_of(d, known, {}, evidence=d.get("path", ""))]  # type: ignore[arg-type]
+
+
 def row(known: Case, *documents: dict[str, Any]) -> ClaimRow:
-    (found,) = ledger([known], documents)
+    (found,) = ledger([known], rows(known, *documents))
     assert json.dumps(found.to_json())
     return found
 
@@ -129,20 +135,29 @@ def test_that_a_warning_is_harmless_is_seen_on_the_attempt_that_warns() -> None:
 def test_conditional_on_the_predictions_own_words() -> None:
     known = claiming({**HOLDS, "model": "m", "when": "hidden 1024"}, {**HOLDS, "model": "n", "when": "hidden 2048"})
     found = row(known, cell("FIX_HOLDS"), cell("FIX_BROKEN", model="n"))
-    assert (found.status, found.detail) == ("conditional", "holds for hidden 1024; not for hidden 2048")
+    assert (found.status, found.detail) == ("conditional", "holds in hidden 1024; not in hidden 2048")
 
 
 def test_conditional_on_the_axis_that_differs() -> None:
     found = row(claiming(HOLDS), cell("FIX_HOLDS", stack=OLD), cell("FIX_BROKEN", stack=NEW))
     assert found.status == "conditional"
-    assert found.detail == "holds for torch <= 2.2.2; not for >= 2.13.0"
+    assert found.detail == "holds in torch 2.2.2; not in torch 2.13.0"
     scales = row(claiming(HOLDS), cell("FIX_HOLDS"), cell("FIX_BROKEN", scale="full"))
-    assert scales.detail == "holds for setting tiny random weights; not for setting full random weights"
+    assert scales.detail == "holds in setting tiny random weights; not in setting full random weights"
 
 
-def test_conditional_names_every_axis_that_could_be_it() -> None:
+def test_conditional_names_the_first_axis_that_tells_both_sides_apart() -> None:
     found = row(claiming(HOLDS), cell("FIX_HOLDS", stack=OLD, model="a"), cell("FIX_BROKEN", stack=NEW, model="b"))
-    assert found.detail.split(" | or ")[1] == "holds for model a; not for model b"
+    assert found.detail == "holds in model a; not in model b"
+    releases = [cell("FIX_HOLDS" if minor < 6 else "FIX_BROKEN", stack=stack(f"s{minor}", f"2.{minor}"))
+                for minor in (10, 9, 3, 2, 1, 0)]  # fmt: skip
+    assert row(claiming(HOLDS), *releases).detail == "holds in torch 2.0, 2.1, 2.2, 2.3; not in torch 2.9, 2.10"
+
+
+def test_measurements_that_nothing_tells_apart_are_counted() -> None:
+    one, other = cell("FIX_HOLDS"), cell("FIX_BROKEN")
+    other["hardware"] = {**other["hardware"], "cpu": "another"}
+    assert row(claiming(HOLDS), one, other).detail.startswith("measurements of the same cell disagree: 1 for it, 1 ag")
 
 
 def test_conditional_on_several_axes_together() -> None:
@@ -154,7 +169,7 @@ def test_conditional_on_several_axes_together() -> None:
         cell("FIX_HOLDS", stack=NEW, model="b"),
     )
     assert found.detail == (
-        "torch 2.2.2: holds for model a; not for model b; torch 2.13.0: holds for model b; not for model a"
+        "holds in (model a, torch 2.2.2) (model b, torch 2.13.0); not in (model a, torch 2.13.0) (model b, torch 2.2.2)"
     )
 
 
@@ -283,7 +298,7 @@ def test_a_figure_that_an_arms_attempts_took_in_different_ways_is_none() -> None
     found = row(metric("wall_s", below="broken"), there)
     assert (found.status, found.detail) == (
         "untested",
-        "wall_s of fix was taken in different ways (by the script, whole attempt, launcher torchrun)",
+        "wall_s of fix was measured in different ways (by the script, whole attempt, launcher torchrun)",
     )
 
 
@@ -309,7 +324,7 @@ def test_a_rows_json_and_its_words() -> None:
     )
     assert {e["setting"] for e in told["evidence"]} == {"tiny random weights", "call=root tiny random weights"}
     assert [e["ranks"] for e in told["evidence"]] == ["2 ranks"] * 2
-    assert told["evidence"][0]["document"] == "some-case/m-fsdp", "one that lies nowhere"
+    assert told["evidence"][0]["document"] == "some-case", "one that is stored nowhere"
     four = row(claiming(HOLDS), cell("FIX_HOLDS", ranks=4, variant=["ranks=4", "tp_size=2"]))
     assert four.evidence[0].setting == "tp_size=2 tiny random weights" and four.evidence[0].ranks == "4 ranks"
     nothing = row(claiming({**HOLDS, "ranks": 8, "strategy": "ddp", "stack": "old"}), cell("FIX_HOLDS"))
@@ -324,10 +339,10 @@ def test_figures_that_are_always_there() -> None:
     assert rss.evidence[0].measured.startswith("peak_rss_mb: fix 200, broken 500")
     assert row(metric("wall_s", above="broken"), there).status == "refuted"
     assert row(metric("peak_gpu_mb", below="broken"), there).status == "untested"
-    assert "not taken alike" in row(metric("cpu_s", below="broken"), there).detail
+    assert "measured differently" in row(metric("cpu_s", below="broken"), there).detail
     large["attempt"]["launcher"] = "warm"
     other = document({"broken": [("clean", large)], "fix": [("clean", small)]})
-    assert "not taken alike" in row(metric("wall_s", below="broken"), other).detail
+    assert "measured differently" in row(metric("wall_s", below="broken"), other).detail
 
 
 # --- properties
@@ -443,7 +458,7 @@ def test_what_a_strategy_says_that_it_needs_of_the_hardware_counts_likewise() ->
         requires_on: ClassVar[Any] = {"cpu": ["torch>=2.14"]}
 
     def status(**strategies: Any) -> str:
-        return ledger([claiming(HOLDS)], [of_strategy("fsdp2")], strategies)[0].status
+        return ledger([claiming(HOLDS)], rows(claiming(HOLDS), of_strategy("fsdp2")), strategies)[0].status
 
     class Content:
         requires = ("torch>=2.4",)
@@ -457,5 +472,5 @@ def test_why_nothing_was_decided_is_said_in_a_few_words() -> None:
     lost = [document({"broken": f"needs {n} GPUs", "fix": f"needs {n} GPUs and " + "x" * 300}, model=str(n))
             for n in range(9)]  # fmt: skip
     found = row(claiming(HOLDS), *lost)
-    assert found.detail.startswith("skipped: needs 0 GPUs and xxx") and found.detail.endswith("…; and 6 more")
+    assert found.detail.startswith("skipped: needs 0 GPUs and xxx") and found.detail.endswith("...; and 6 more")
     assert len(found.detail) < 600 and len(found.evidence) == 9

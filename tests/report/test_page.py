@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judging import document, observation, ok
 from report_cells import cell, rows, skipped_cell, stored_cell
-from repro_matrix.analysis.claims.ledger import ClaimRow
+from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
 from repro_matrix.report.html import join_ranks, render_file, render_site
 from repro_matrix.report.labels import LABELS, label_of

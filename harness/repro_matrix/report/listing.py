@@ -14,7 +14,7 @@ from repro_matrix.report.terminal import named
 from repro_matrix.text import counted, one_line, wrap
 
 if TYPE_CHECKING:
-    from repro_matrix.analysis.claims.ledger import ClaimRow, Evidence
+    from repro_matrix.analysis.claims import ClaimRow, Evidence
 
 STATUSES = ("refuted", "conditional", "upheld", "untested")
 DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}

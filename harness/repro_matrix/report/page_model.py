@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from repro_matrix.analysis.claims.ledger import ClaimRow
+from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
 from repro_matrix.report.labels import LABELS, TONES, Label, count_labels, label_of
 from repro_matrix.report.strips import History, ReleaseAxis, Run, history, parse_version, release_axes

@@ -1,0 +1,234 @@
+"""Decide whether one measured cell makes a claim's prediction true or false, or decides nothing. Pure.
+
+A figure of an attempt is the greatest of its ranks; a figure of an arm is the median of its attempts. Two arms differ
+when their medians are further apart than the attempts of both scatter: 1050, 1740 and 8117 tokens/s were one arm,
+measured three times. With fewer than three attempts the scatter is not known. What the script measured comes first;
+``cpu_s`` and ``wall_s`` of the whole attempt, ``peak_rss_mb`` and ``peak_gpu_mb`` of its ranks always exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, cast
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.config.axes import Strategy
+from repro_matrix.config.predictions import Metric, Prediction
+from repro_matrix.grading.consistency import same_release
+from repro_matrix.grading.outcome import Outcome
+from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
+from repro_matrix.results.summary import Attempt, Row
+
+Cell = Mapping[str, Row]  # the rows of one measured cell, by arm
+Decision = tuple[bool | None, str]  # None: decides nothing; and what was measured, or the reason
+
+FIRING = frozenset({"FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS"})  # verdicts that only a broken arm that fires can have
+NOT_FIRING = frozenset({"NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL"})  # and those of one that is clean
+MIN_ATTEMPTS = 3  # of each arm, to compare a metric
+
+
+def as_set(value: Any) -> frozenset[str]:
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def decide(prediction: Prediction, cell: Cell) -> Decision:
+    """Return whether the cell makes the prediction true, and what it shows."""
+    row = cell.get(prediction.arm)
+    if row is None:
+        return None, f"arm {prediction.arm} was not run"
+    if row.skipped:
+        return None, f"skipped: {row.skipped}"
+    if prediction.metric is not None:
+        return compare_metric(prediction.metric, prediction.arm, cell)
+    if prediction.outcome is not None:
+        wanted = as_set(prediction.outcome)
+        return _failure_absent(prediction, wanted, cell) or _by_outcome(wanted, _outcomes(row))
+    if prediction.otherwise is not None:
+        wanted = as_set(prediction.otherwise)
+        absent = _failure_absent(prediction, frozenset({"fires"}), cell)
+        holds, measured = _by_outcome(wanted, _outcomes(row, without_remarks=True))
+        return absent or (holds, f"but for the remark {measured}")
+    if prediction.against:
+        other = cell.get(prediction.against)
+        found = judge_pair(row.case, _outcomes(other) if other else [], _outcomes(row))
+        holds, reason = _by_verdict(as_set(prediction.verdict), found.name)
+        measured = f"{found.name} against {prediction.against} ({found.reason})"
+    elif row.verdict is None:
+        return None, f"arm {prediction.arm} has no verdict"
+    else:
+        holds, reason = _by_verdict(as_set(prediction.verdict), row.verdict)
+        measured = f"{row.verdict} ({row.reason})"
+    return holds, f"{reason}: {measured}" if reason else measured
+
+
+def _outcomes(row: Row, without_remarks: bool = False) -> list[Outcome]:
+    names = [(each.otherwise if without_remarks else None) or each.outcome for each in row.attempts]
+    return [Outcome(cast(Any, name), each.reason) for name, each in zip(names, row.attempts)]
+
+
+def _failure_absent(prediction: Prediction, wanted: frozenset[str], cell: Cell) -> tuple[None, str] | None:
+    """Return the reason why an outcome decides nothing where the failure does not occur; None where it may decide.
+
+    Of the broken arm itself anything may be predicted, except that it fires.
+    """
+    arm, other = prediction.arm, prediction.against or "broken"
+    if arm == "control" or (arm == other and "fires" not in wanted):
+        return None
+    names = set(cell[other].counts) - set(NO_EVIDENCE) if other in cell else set()
+    if names == {"fires"} or (arm == other and (not names or "fires" in names)):
+        return None
+    return None, f"could not be tested on this stack: {other} does not fire"
+
+
+def _by_verdict(wanted: frozenset[str], name: str) -> Decision:
+    if name == "INCONCLUSIVE":
+        return None, "inconclusive"
+    if name in wanted or (name == "UPSTREAM_FIXED" and "NOT_FIRING" in wanted):
+        return True, ""
+    if name == "FLAKY":
+        return None, "flaky"
+    if name == "NOT_FIRING" and "UPSTREAM_FIXED" in wanted:
+        return None, "no stored measurement of an older stack fired"
+    # A fix can only be tested where the failure occurs, and can only break something where it does not.
+    if name in NOT_FIRING | {"CHANGED"} and wanted <= FIRING:
+        return None, "could not be tested on this stack: broken does not fire"
+    if name in FIRING | {"CHANGED"} and wanted <= {"FIX_HARMFUL"}:
+        return None, "could not be tested on this stack: broken is not clean"
+    if name in NOT_FIRING and wanted <= {"CHANGED"}:
+        return None, "could not be tested on this stack: broken is clean"
+    return False, ""
+
+
+def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
+    counted = [outcome for outcome in outcomes if outcome.outcome not in NO_EVIDENCE]
+    counts, names = count_outcomes(outcomes), {outcome.outcome for outcome in counted}
+    if not counted:
+        return None, counts
+    if names <= wanted:
+        return True, counts
+    if names & wanted:
+        return None, f"flaky: {counts}"
+    if names == {"hang"}:
+        return None, f"inconclusive: {counts} ({counted[0].reason})"
+    return False, f"{counts} ({counted[0].reason})"
+
+
+# -- metrics
+
+
+@dataclass(frozen=True)
+class Figure:
+    values: tuple[float, ...]  # one per attempt
+    source: str  # two figures are only comparable when they were taken in the same way
+
+    @property
+    def value(self) -> float:
+        return median(self.values)
+
+    @property
+    def spread(self) -> float:
+        return max(self.values) - min(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" + (f" ({min(self.values):g} to {max(self.values):g})" if self.spread else "")
+
+
+def compare_metric(metric: Metric, arm: str, cell: Cell) -> Decision:
+    """Return whether the comparison holds, and the figures; None, and the reason, where it cannot be made."""
+    other = metric.below or metric.above or ""
+    figure, reason = figure_of(cell, arm, metric.name)
+    other_figure, other_reason = figure_of(cell, other, metric.name)
+    if figure is None or other_figure is None:
+        return None, reason or other_reason
+    if figure.source != other_figure.source:
+        return (
+            None,
+            f"{metric.name}: {arm} ({figure.source}) and {other} ({other_figure.source}) were measured differently",
+        )
+    limit = metric.factor * other_figure.value
+    times = f" x {metric.factor:g}" if metric.factor != 1 else ""
+    counts = f"medians of {len(figure.values)} and {len(other_figure.values)}"
+    shown = f"{metric.name}: {arm} {figure}, {other} {other_figure}{times} ({counts})"
+    if min(len(figure.values), len(other_figure.values)) < MIN_ATTEMPTS:
+        return None, f"noise: fewer than {MIN_ATTEMPTS} attempts of an arm; {shown}"
+    noise = figure.spread + metric.factor * other_figure.spread
+    if noise and abs(figure.value - limit) <= noise:
+        return None, f"noise: the attempts scatter by more than the arms differ; {shown}"
+    return figure.value <= limit if metric.below else figure.value >= limit, shown
+
+
+def figure_of(cell: Cell, arm: str, name: str) -> tuple[Figure | None, str]:
+    """Return an arm's figure, or the reason why there is none. Only attempts in which every rank finished count."""
+    row = cell.get(arm)
+    if row is None:
+        return None, f"arm {arm} was not run"
+    if row.skipped:
+        return None, f"arm {arm} skipped: {row.skipped}"
+    # A known failure may let every rank finish: a log record, wrong numbers.
+    attempts = [each for each in row.attempts if each.finished and each.outcome in ("clean", "fires")]
+    if not attempts:
+        return None, f"no attempt of arm {arm} finished"
+    measured = [value for value in (_measured(each, name) for each in attempts) if value is not None]
+    sources = sorted({source for _, source in measured})
+    if not measured:
+        return None, f"no attempt of arm {arm} measured {name}"
+    if len(sources) > 1:
+        return None, f"{name} of {arm} was measured in different ways ({', '.join(sources)})"
+    return Figure(tuple(value for value, _ in measured), sources[0]), ""
+
+
+def _measured(attempt: Attempt, name: str) -> tuple[float, str] | None:
+    """Return a figure and how it was taken: by the script, of the whole attempt, or by the kit in each rank."""
+    if name in attempt.metrics:
+        return attempt.metrics[name], "by the script"
+    # The forkserver launcher has imported everything before: neither its times nor its memory compare with torchrun's.
+    launcher = f"launcher {attempt.launcher or 'unknown'}"
+    whole = {"cpu_s": attempt.cpu_s, "wall_s": attempt.wall_s}.get(name)
+    if whole is not None:
+        return whole, f"whole attempt, {launcher}"
+    ranks = {"peak_rss_mb": attempt.peak_rss_mb, "peak_gpu_mb": attempt.peak_gpu_mb, "cpu_s": attempt.rank_cpu_s}.get(
+        name
+    )
+    return None if ranks is None else (ranks, f"by rank, {launcher}")
+
+
+# -- strategies that do not run at all
+
+
+def strategy_unusable(
+    row: Row, controls: Iterable[Row], strategies: Mapping[str, Strategy]
+) -> str | None:  # fmt: skip
+    """Return why a failed arm's strategy does not run on its stack and hardware at all; None where it may.
+
+    The strategy says what it needs; or its stored controls there failed, and none trained.
+    """
+    if row.kind == "control" or "other_error" not in row.counts or row.own_stack not in (None, row.stack.name):
+        return None
+    slug = row.settings.get("strategy", {}).get("slug") or row.strategy
+    versions, accelerator = row.stack.versions, row.hardware.accelerator
+    strategy = strategies.get(slug)
+    needs = [] if strategy is None else [*strategy.requires, *getattr(strategy, "requires_on", {}).get(accelerator, ())]
+    for item in needs:
+        requirement = Requirement(item)
+        try:
+            if not requirement.specifier.contains(Version(versions[requirement.name]), prereleases=True):
+                return f"strategy {slug} does not run here: on {accelerator} it needs {item}"
+        except (KeyError, InvalidVersion):
+            continue
+    found = [control for control in controls if control.strategy == slug and _same_place(control, row)]
+    names = {control.verdict for control in found}
+    if "UNHEALTHY" not in names or "HEALTHY" in names:
+        return None
+    control = next(control for control in found if control.verdict == "UNHEALTHY")
+    return f"strategy {slug} does not run here: its control is unhealthy ({control.case} {control.model})"
+
+
+def _same_place(one: Row, other: Row) -> bool:
+    """Whether two rows are of the same releases on the same kind of hardware."""
+    both = one.stack.versions.keys() & other.stack.versions.keys() - {"python"}
+    same = all(same_release(one.stack.versions[name], other.stack.versions[name]) for name in both)
+    return one.hardware.profile == other.hardware.profile and "torch" in both and same

@@ -1,0 +1,277 @@
+"""The claims ledger: what stored measurements show about each claim. Pure.
+
+A claim predicts; each stored cell that a prediction is about makes it true or false, or decides nothing. All true:
+``upheld``; all false: ``refuted``; both: ``conditional``, on what differs between them; none decided: ``untested``.
+
+A measurement counts only where the failure occurs: what was skipped, lost, inconclusive or flaky decides nothing, and
+neither does an arm where the one that it is compared with (``broken``, or ``against``) does not fire, nor an arm that
+failed under a strategy which does not run on this stack and hardware at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.analysis.claim_evidence import Cell, as_set, decide, strategy_unusable
+from repro_matrix.config.axes import Strategy
+from repro_matrix.config.packages import UPSTREAM
+from repro_matrix.config.predictions import Claim, Prediction
+from repro_matrix.config.schema import Case
+from repro_matrix.grading.comparability import settings_difference
+from repro_matrix.results.summary import Row
+from repro_matrix.text import counted, first_line
+
+Status = Literal["upheld", "refuted", "conditional", "untested"]
+MAX_REASONS, MAX_REASON = 3, 160  # reasons shown, and characters of each
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one stored cell shows of one prediction."""
+
+    document: str  # where it is stored
+    case: str
+    arm: str
+    model: str
+    strategy: str
+    ranks: str
+    stack: str
+    hardware: str
+    setting: str  # flags, scale, weights and whether it is simulated
+    predicted: str
+    measured: str  # what was measured, or why it decides nothing
+    holds: bool | None  # None: not decided
+    simulated: bool = False  # measured on fake devices; decides only where no real measurement does
+    when: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClaimRow:
+    """One claim of the ledger."""
+
+    case: str
+    id: str
+    text: str
+    source: str
+    status: Status
+    detail: str  # conditional: on what; untested: why; else how much was measured
+    evidence: tuple[Evidence, ...] = ()
+    brief: str = ""  # of a settled one: by how many measurements
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ledger(
+    cases: Iterable[Case], rows: Iterable[Row], strategies: Mapping[str, Strategy] | None = None
+) -> list[ClaimRow]:
+    """Return one row per claim, in the catalogue's order, from all stored rows.
+
+    Of several measurements of the same cell on the same versions and machine the newest that decides counts.
+    """
+    cells = sorted(_cells(rows), key=lambda cell: -_first(cell).started)
+    by_case: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_case.setdefault(_first(cell).case, []).append(cell)
+    controls = [row for cell in cells for row in cell.values() if row.kind == "control"]
+    return [_claim(case, claim, by_case, controls, strategies or {}) for case in cases for claim in case.claims]
+
+
+def _cells(rows: Iterable[Row]) -> list[Cell]:
+    """Group the rows of complete cells; the rows of one cell are consecutive, its first arm first."""
+    cells: list[dict[str, Row]] = []
+    for row in rows:
+        if row.first:
+            cells.append({})
+        if cells:
+            cells[-1][row.arm] = row
+    return [cell for cell in cells if _first(cell).complete]
+
+
+def _first(cell: Cell) -> Row:
+    return next(iter(cell.values()))
+
+
+def _claim(
+    case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]], controls: list[Row],
+    strategies: Mapping[str, Strategy],
+) -> ClaimRow:  # fmt: skip
+    def result(status: Status, detail: str, evidence: Iterable[Evidence] = (), brief: str = "") -> ClaimRow:
+        return ClaimRow(case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence), brief)
+
+    if claim.untestable:
+        return result("untested", claim.untestable)
+    evidence: list[Evidence] = []
+    missing: list[str] = []
+    for prediction in claim.predicts:
+        slug = prediction.case or case.slug
+        cells = [cell for cell in by_case.get(slug, ()) if _is_about(prediction, _first(cell))]
+        each = [_evidence(prediction, cell, cells, controls, strategies) for cell in cells]
+        evidence += _newest(each, cells)
+        if not cells:
+            missing.append(f"no stored measurement of {_scope(prediction, slug)}")
+    evidence = _real_before_simulated(evidence)
+    decided = [item for item in evidence if item.holds is not None]
+    undecided = _reasons([*(item.measured for item in evidence if item.holds is None), *missing])
+    if not decided:
+        return result("untested", undecided, evidence)
+    if len({item.holds for item in decided}) == 2:
+        return result("conditional", ("simulated: " if decided[0].simulated else "") + _conditions(decided), evidence)
+    brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
+    shown = list(dict.fromkeys(f"{item.arm} {item.measured}" for item in decided))
+    more = f"; and {len(shown) - 2} more" if len(shown) > 2 else ""
+    detail = f"{brief}: {'; '.join(shown[:2])}{more}" + (f"; not decided: {undecided}" if undecided else "")
+    return result("upheld" if decided[0].holds else "refuted", detail, evidence, brief)
+
+
+def _reasons(reasons: list[str]) -> str:
+    shown = list(dict.fromkeys(first_line(reason, MAX_REASON) for reason in reasons))
+    more = f"; and {len(shown) - MAX_REASONS} more" if len(shown) > MAX_REASONS else ""
+    return "; ".join(shown[:MAX_REASONS]) + more
+
+
+def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
+    """A simulation decides nothing where a real measurement does."""
+    if not any(item.holds is not None and not item.simulated for item in found):
+        return found
+    reason = "simulated, and a real measurement decides"
+    return [replace(i, holds=None, measured=f"{reason}: {i.measured}") if i.simulated else i for i in found]
+
+
+def _newest(evidence: list[Evidence], cells: Sequence[Cell]) -> list[Evidence]:
+    """Keep one per cell, versions and machine: the newest that decides, else the newest. Lists are newest first."""
+    kept: dict[str, Evidence] = {}
+    for item, cell in zip(evidence, cells):
+        hardware = _first(cell).hardware
+        machine = (item.hardware, hardware.cpu, sorted(hardware.gpus))
+        key = repr((item.model, item.strategy, item.ranks, item.setting, machine, sorted(item.versions.items())))
+        if key not in kept or (kept[key].holds is None and item.holds is not None):
+            kept[key] = item
+    return list(kept.values())
+
+
+def _is_about(prediction: Prediction, row: Row) -> bool:
+    axes = (
+        (prediction.model, row.model), (prediction.strategy, row.strategy), (prediction.ranks, row.ranks),
+        (prediction.stack, row.stack.name), (prediction.hardware, row.hardware.profile),
+    )  # fmt: skip
+    return all(wanted is None or wanted == actual for wanted, actual in axes)
+
+
+def _evidence(
+    prediction: Prediction, cell: Cell, cells: Sequence[Cell], controls: list[Row], strategies: Mapping[str, Strategy]
+) -> Evidence:
+    """Return what a cell shows; nothing where its settings differ from those of the cell's newest measurement."""
+    holds, measured = decide(prediction, cell)
+    row = _first(cell)
+    if holds is not None and prediction.metric is None:
+        unusable = strategy_unusable(cell[prediction.arm], controls, strategies)
+        holds, measured = (None, unusable) if unusable else (holds, measured)
+    newest = next(other for other in cells if _same_cell(_first(other), row))
+    for arm in dict.fromkeys([prediction.arm, prediction.against or "broken"]):
+        if arm in cell and arm in newest:
+            difference = settings_difference(_settings(cell[arm]), _settings(newest[arm]))
+            if difference:
+                holds, measured = None, f"left out: arm {arm}: {difference}"
+                break
+    versions = row.stack.versions
+    known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+    setting = [f"{name}={value}" for name, value in row.flags.items()]
+    setting += [word for word in row.overrides if word != f"ranks={row.ranks}"]
+    setting += [row.scale, f"{row.weights} weights", *(["simulated"] if row.simulated else [])]
+    return Evidence(
+        document=row.evidence or row.cell_id,
+        case=row.case,
+        arm=prediction.arm,
+        model=row.model,
+        strategy=row.strategy,
+        ranks=f"{row.ranks} ranks",
+        stack=row.stack.name + (f" ({known})" if known else ""),
+        hardware=row.hardware.profile,
+        setting=" ".join(setting),
+        predicted=_predicted(prediction),
+        measured=measured,
+        holds=holds,
+        simulated=bool(row.simulated),
+        when=prediction.when,
+        versions=versions,
+    )
+
+
+def _settings(row: Row) -> Any:
+    return {**row.settings, **row.settings.get("plain", {})}
+
+
+def _same_cell(one: Row, other: Row) -> bool:
+    return (one.cell_id, one.params, one.hardware.profile) == (other.cell_id, other.params, other.hardware.profile)
+
+
+def _predicted(prediction: Prediction) -> str:
+    metric = prediction.metric
+    if metric is not None:
+        side, other = ("below", metric.below) if metric.below else ("above", metric.above)
+        return f"{metric.name} {side} {other}" + (f" x {metric.factor:g}" if metric.factor != 1 else "")
+    if prediction.otherwise is not None:
+        return f"{' or '.join(sorted(as_set(prediction.otherwise)))} but for the remark"
+    return " or ".join(sorted(as_set(prediction.verdict if prediction.verdict is not None else prediction.outcome)))
+
+
+def _scope(prediction: Prediction, case: str) -> str:
+    """Describe what would have to be measured."""
+    ranks = f"ranks={prediction.ranks}" if prediction.ranks else None
+    axes = (prediction.model, prediction.strategy, ranks, prediction.stack, prediction.hardware)
+    return " ".join([f"{case}, arm {prediction.arm}", *(f"[{axis}]" for axis in axes if axis)])
+
+
+# -- conditions: where a claim holds, and where it does not
+
+AXES = ("when", "arm", "model", "strategy", "ranks", "hardware", "setting", "case", "predicted")
+PACKAGES = (*UPSTREAM, "trl")
+MAX_VALUES = 4  # of one side
+
+
+def _conditions(decided: Sequence[Evidence]) -> str:
+    """Return ``holds in torch 2.2.2; not in torch 2.13.0``, by the axes that differ.
+
+    The first axis, or package, that tells the two sides apart; else all axes that differ.
+    """
+    axes: dict[str, list[str]] = {axis: [getattr(item, axis) or "" for item in decided] for axis in AXES}
+    axes |= {name: [item.versions.get(name, "") for item in decided] for name in PACKAGES}
+    differing = {axis: values for axis, values in axes.items() if len(set(values)) > 1}
+    for axis, values in differing.items():
+        sides = [{value for value, item in zip(values, decided) if item.holds is holds} for holds in (True, False)]
+        if not sides[0] & sides[1]:
+            holds, fails = (_values(axis, side) for side in sides)
+            return f"holds in {holds}; not in {fails}"
+    if not differing:
+        held = sum(bool(item.holds) for item in decided)
+        return f"measurements of the same cell disagree: {held} for it, {len(decided) - held} against it"
+    points = [", ".join(_value(axis, values[n]) for axis, values in differing.items()) for n in range(len(decided))]
+    sides = [{point for point, item in zip(points, decided) if item.holds is holds} for holds in (True, False)]
+    return f"holds in ({_limited(sorted(sides[0]), ') (')}); not in ({_limited(sorted(sides[1]), ') (')})"
+
+
+def _values(axis: str, values: Iterable[str]) -> str:
+    def order(value: str) -> tuple[bool, Version, str]:
+        try:
+            return True, Version(value), value
+        except InvalidVersion:
+            return False, Version("0"), value
+
+    listed = sorted(values, key=order)
+    name = "" if axis == "when" else f"{axis} "
+    return name + _limited([value or "any other" for value in listed], ", ")
+
+
+def _value(axis: str, value: str) -> str:
+    return f"{axis} {value or 'none'}"
+
+
+def _limited(values: Sequence[str], separator: str) -> str:
+    more = f"{separator}and {len(values) - MAX_VALUES} more" if len(values) > MAX_VALUES else ""
+    return separator.join(values[:MAX_VALUES]) + more
