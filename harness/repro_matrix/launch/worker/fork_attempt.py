@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import elastic
-import fork_script
 
 Json = dict[str, Any]
 
@@ -208,8 +207,6 @@ def run_rank(spec: Json, rank: int, supervisor: int, receive: int, others: list[
         if not port:
             os._exit(1)  # no store: the supervisor has reported the reason
         os.environ["MASTER_PORT"] = port
-        if "own" in spec:
-            fork_script.run(spec, rank)
         code = run_script(spec["script"], ["--settings", spec["settings"]])
     except BaseException:
         traceback.print_exc()

@@ -198,5 +198,5 @@ def first() -> None:
     next_sitecustomize()
 
 
-if __name__ == "sitecustomize":  # else a rank that is forked from a server asks for it (fork_script.py)
+if __name__ == "sitecustomize":
     first()
