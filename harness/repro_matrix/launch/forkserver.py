@@ -95,16 +95,10 @@ class WarmLauncher:
         with self._lock:
             return self._ended_cpu_s + sum(server.cpu_s for server in self._servers.values())
 
-    def _environment(self, attempt: Attempt) -> tuple[dict[str, str], tuple[str, ...]]:
-        return server_environment(attempt)
-
-    def _spec(self, attempt: Attempt) -> Json:
-        return spec_of(attempt)
-
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         with self._server(attempt, stop) as server:
             prepare(attempt)
-            request = server.run(attempt.id, self._spec(attempt), attempt.launch_file)
+            request = server.run(attempt.id, spec_of(attempt), attempt.launch_file)
             watch = Watch(attempt, root=request.pid, spare={server.pid} if server.pid else None)
             result = watch.run(request.ended.wait, stop)
             if not request.ended.wait(2.0):
@@ -119,7 +113,7 @@ class WarmLauncher:
     @contextmanager
     def _server(self, attempt: Attempt, stop: threading.Event) -> Iterator[Server]:
         """Yield a living server for the attempt; start one where there is none."""
-        env, folders = self._environment(attempt)
+        env, folders = server_environment(attempt)
         key = (attempt.python, attempt.imports, tuple(sorted(env.items())), folders)
         with self._lock:
             starting = self._starting.setdefault(key, threading.Lock())

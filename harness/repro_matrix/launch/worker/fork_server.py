@@ -84,10 +84,7 @@ def preload(packages: list[str]) -> list[str]:
     missing = []
     for name, required in wanted:
         try:
-            if " " in name:  # a script's own line: `from transformers import Trainer`
-                exec(name, {"__name__": "imported"})
-            else:
-                importlib.import_module(name)
+            importlib.import_module(name)
         except BaseException as error:  # packages raise anything at import, SystemExit too
             if required:
                 raise Refused("import", name, f"{type(error).__name__}: {error}") from error
