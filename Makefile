@@ -43,10 +43,10 @@ gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as o
 	  --against $(PROOF)/forkserver $(ARGS) || code=$$?; \
 	echo "gpu-proof: commit $(PROOF)"; exit $$code
 
-nightly: $(READY) ## the main job as CI runs it at night: three attempts an arm
+nightly: $(READY) ## the main job as CI runs it at night: three attempts a variant
 	@$(BIN)/repro matrix +matrix=nightly $(ARGS)
 
-seeds: $(READY) ## every failure of the write-ups on each stack where it is known to fire, with every fix (builds those stacks)
+seeds: $(READY) ## every failure of the write-ups on each stack where it is known to reproduce, with every fix (builds those stacks)
 	@$(BIN)/repro matrix +matrix=seeds $(ARGS)
 
 smoke: $(READY) ## two minutes: a failure of each kind with its fixes, and each strategy's training

@@ -46,12 +46,12 @@ def run(launcher: str, folder: Path, overrides: list[str]) -> Json:
 
 
 def outcomes(folder: Path) -> dict[tuple[str, str], list[str]]:
-    """Return what each attempt showed, by cell and arm: the outcome and the recognised signatures."""
+    """Return what each attempt showed, by cell and variant: the outcome and the recognised signatures."""
     store = Store(folder)
     result = {
-        (document["key"], name): sorted(map(label, arm["attempts"]))
+        (document["cell_id"], name): sorted(map(label, variant["attempts"]))
         for document in store.documents()
-        for name, arm in document["arms"].items()
+        for name, variant in document["variants"].items()
     }
     if store.damaged:
         raise SystemExit("\n".join(store.damaged))
@@ -61,8 +61,8 @@ def outcomes(folder: Path) -> dict[tuple[str, str], list[str]]:
 def label(attempt: Json) -> str:
     """Return the outcome and what was recognised. Messages are left out: they may contain addresses and times."""
     outcome = attempt["outcome"]
-    known = sorted(f"{each['case']}:{each['signature']}" for each in outcome["recognised"])
-    error = outcome["primary"] if outcome["outcome"] == "other_error" else None
+    known = sorted(f"{each['case']}:{each['signature']}" for each in outcome["recognized"])
+    error = outcome["primary"] if outcome["outcome"] == "other_failure" else None
     return " ".join([outcome["outcome"], *known, *([str(error["type"])] if error else [])])
 
 
@@ -82,10 +82,10 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     rounds: list[Json] = []
     for number in range(1, arguments.rounds + 1):
-        folders = {name: arguments.folder / f"{name}-{number}" for name in ("torchrun", "warm")}
+        folders = {name: arguments.folder / f"{name}-{number}" for name in ("torchrun", "forkserver")}
         runs = [run(name, folder, arguments.overrides) for name, folder in folders.items()]
         differ = list(differences(*folders.values()))
-        rounds.append({"runs": runs, "arms": len(outcomes(folders["warm"])), "differ": differ})
+        rounds.append({"runs": runs, "variants": len(outcomes(folders["forkserver"])), "differ": differ})
         write(arguments.out, overrides=arguments.overrides, rounds=rounds)
         print(json.dumps(rounds[-1], indent=1), flush=True)
     if any(each["differ"] for each in rounds):

@@ -22,8 +22,8 @@ from repro_matrix.config import catalog
 from repro_matrix.environment.stacks import Stack, resolve
 from repro_matrix.launch import extensions
 from repro_matrix.launch.attempt import Attempt, Launcher
-from repro_matrix.launch.forkserver import WarmLauncher
-from repro_matrix.launch.torchrun import ColdLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
+from repro_matrix.launch.torchrun import TorchrunLauncher
 from repro_matrix.paths import cache_dir
 
 from bench.machine import HERE, write
@@ -50,11 +50,21 @@ DEADLINE_S = 120.0
 def attempt(stack: Stack, kind: str, ranks: int, folder: Path, name: str) -> Attempt:
     strategy = catalog.load().strategies["ddp" if kind == "trainer" else kind]
     settings = {
-        "case": "bench", "arm": "control", "model": MODEL, "proof": {}, "tp_size": 1, "devices": ranks, "seed": 0,
-        "strategy": {"slug": strategy.slug, "options": dict(strategy.options)}, "steps": 1,
+        "case": "bench",
+        "variant": "control",
+        "model": MODEL,
+        "pass_criteria": {},
+        "tp_size": 1,
+        "devices": ranks,
+        "seed": 0,
+        "strategy": {"slug": strategy.slug, "options": dict(strategy.options)},
+        "steps": 1,
         "flags": {"loop": "trainer" if kind == "trainer" else "own"},
-        "process_group": kind != "trainer", "teardown": False, "device": "cpu", "backend": "gloo",
-    }  # fmt: skip
+        "process_group": kind != "trainer",
+        "normal_exit": False,
+        "device": "cpu",
+        "backend": "gloo",
+    }
     return Attempt(
         id=f"bench-{os.getpid()}-{name}",
         run_id=f"bench-{os.getpid()}",
@@ -77,8 +87,10 @@ def measure(launcher: Launcher, launched: Attempt) -> Json:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     unfinished = [rank for rank in result["ranks"] if not (rank["record"] or {}).get("done")]
     about = result["attempt"]
-    left = [text for text in about["leftover"] if "/dev/shm/deepspeed" not in text]  # it never removes its buffers
-    if result["infra"] or unfinished or about["launcher"] != launcher.name or about.get("retried") or left:
+    left = [
+        text for text in about["leaked_processes"] if "/dev/shm/deepspeed" not in text
+    ]  # it never removes its buffers
+    if result["infra_error"] or unfinished or about["launcher"] != launcher.name or about.get("retried") or left:
         print(json.dumps(result, indent=1), file=sys.stderr)
         raise SystemExit(f"{launched.id}: the attempt failed. Its observation is above.")
     floors = [rank["record"]["metrics"] for rank in result["ranks"]]
@@ -92,7 +104,7 @@ def measure(launcher: Launcher, launched: Attempt) -> Json:
 
 def compare(stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: int, folder: Path) -> Json:
     """Run attempts with both launchers in turn. The server starts inside the first forked one."""
-    torchrun, forkserver = ColdLauncher(), WarmLauncher()
+    torchrun, forkserver = TorchrunLauncher(), ForkserverLauncher()
     cold: list[Json] = []
     forked: list[Json] = []
     try:
@@ -116,7 +128,7 @@ def compare(stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: in
         "cold_runs": len(cold),
         "warm_runs": len(forked),
         "cold": base,
-        "warm": own,
+        "forkserver": own,
         "warm_with_server": whole,
         "server": server,
         "floor": median(forked[1:], "floor_"),
@@ -125,7 +137,7 @@ def compare(stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: in
 
 
 def table_row(row: Json) -> str:
-    pairs = [row[key] for key in ("cold", "warm", "warm_with_server", "floor")]
+    pairs = [row[key] for key in ("cold", "forkserver", "warm_with_server", "floor")]
     cells = [f"{pair['wall_s']:.2f} / {pair['cpu_s']:.2f}" for pair in pairs]
     ratios = [f"{row['ratio'][key]:.0f}x" for key in ("wall", "cpu")]
     return f"| {' | '.join([row['kind'], str(row['ranks']), *cells, *ratios])} |"

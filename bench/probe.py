@@ -1,8 +1,8 @@
 """Measure what a probe of a search costs: ``python -m bench.probe``.
 
 ``repro versions`` probes every release of a range, with an empty cache of stacks (the wheels are in uv's): two ranks,
-two arms, an overlay to build. Then it runs once more, when everything is stored and nothing is launched; the difference
-is the cost of the probes.
+two variants, an overlay to build. Then it runs once more, when everything is stored and nothing is launched; the
+difference is the cost of the probes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.catalogue import Json, command
 from bench.machine import HERE, write
 
-CASE = ["qwen15-fsdp-kv-cache", "arms=[broken,no-cache]", "repeat=1"]
+CASE = ["qwen15-fsdp-kv-cache", "variants=[broken,no-cache]", "repeat=1"]
 
 
 def measure(words: list[str], folder: Path) -> Json:

@@ -17,7 +17,7 @@ def body(run: Run) -> None:
     if how == "lies":
         mine += 1.0
     ranks = run.world_size
-    run.check("sum", got=mine.tolist(), want=[ranks * (ranks + 1) / 2] * 4, tolerance=0.0)
+    run.check("sum", actual=mine.tolist(), expected=[ranks * (ranks + 1) / 2] * 4, tolerance=0.0)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def body(run: Run) -> None:
     size = sizes(reference.parameters())[2]
     watch(run, model.unwrap(), whole=size)
     run.metric("vocabulary_notes", 1 + notes(run))  # 1: nobody was told
-    got = train(model, optimizer, 0, run.steps, lambda loss: booster.backward(loss, optimizer))
+    actual = train(model, optimizer, 0, run.steps, lambda loss: booster.backward(loss, optimizer))
     folder = _save(run, booster, model, "first")
     if stages == 2:
         if flags["stages"] in ("reload", "reload-only"):
@@ -115,19 +115,19 @@ def body(run: Run) -> None:
             run.metric("loading_notes", 1 + notes(run) - told)
             after = [whole(model.unwrap().get_parameter(name))[:vocab] for name in NAMES]
             lost = [int((a != b).any(dim=1).sum()) for a, b in zip(before, after)]
-            run.check("resumed", got=lost, want=[0, 0], tolerance=0, looked_at=f"differing rows of {NAMES}")
+            run.check("resumed", actual=lost, expected=[0, 0], tolerance=0, subject=f"differing rows of {NAMES}")
             if flags["stages"] == "reload-only":
                 return
-        got += train(model, optimizer, run.steps, run.steps, lambda loss: booster.backward(loss, optimizer))
+        actual += train(model, optimizer, run.steps, run.steps, lambda loss: booster.backward(loss, optimizer))
         folder = _save(run, booster, model, "second")
-    one.check(run, "losses", torch.tensor(got))
+    one.check(run, "losses", torch.tensor(actual))
     held = {name: whole(model.unwrap().get_parameter(name)) for name in NAMES}
     run.metric("padded_rows", held[NAMES[0]].shape[0])
 
     if flags["inspect"] == "files":
         stored = {k: v.shape for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
         wrong = {name: tuple(stored[name]) for name in NAMES if stored[name][0] != vocab}
-        run.check("file-shapes", got=wrong, want={}, looked_at=f"{len(stored)} tensors, of {vocab} rows")
+        run.check("file-shapes", actual=wrong, expected={}, subject=f"{len(stored)} tensors, of {vocab} rows")
         if wrong:
             return  # found in time: nothing is loaded
     run.phase("load")
@@ -138,7 +138,7 @@ def body(run: Run) -> None:
     weights = loaded.state_dict()
     memory = {name: held[name][:vocab].cpu() for name in NAMES}
     off = all_apart({name: weights[name] for name in NAMES}, memory)
-    run.check("vocabulary", got=off, want=0.0, tolerance=0.0, looked_at=f"{NAMES} against memory")
+    run.check("vocabulary", actual=off, expected=0.0, tolerance=0.0, subject=f"{NAMES} against memory")
     one.check(run, "weights", {name: weights[name] for name in reference.state_dict()})
 
 
@@ -147,8 +147,8 @@ def _save(run: Run, booster: Booster, model: Any, name: str) -> Path:
     folder = run.work_dir / f"{run.case}-{name}"
     if run.flags["inspect"] == "state-dict":
         rows = {k: v.shape[0] for k, v in model.unwrap().state_dict().items() if k in NAMES}
-        want = dict.fromkeys(rows, run.flags["pad_to"] or run.flags["vocab"])
-        run.check(f"shapes-before-saving-{name}", got=rows, want=want, looked_at="rows of the state_dict's vocabulary")
+        expected = dict.fromkeys(rows, run.flags["pad_to"] or run.flags["vocab"])
+        run.check(f"shapes-before-saving-{name}", actual=rows, expected=expected, subject="rows of the state_dict's vocabulary")
     if run.flags["save"] == "whole":
         folder.mkdir(exist_ok=True)
         model.unwrap().config.save_pretrained(str(folder))

@@ -76,7 +76,7 @@ def train(run: Run, model: Any) -> Any:
         made = trainer(run, model, settings)
         made.train()  # <- accelerate refuses the model in here
         made.clock.report()
-        run.check("steps", got=made.state.global_step, want=run.steps, tolerance=0)
+        run.check("steps", actual=made.state.global_step, expected=run.steps, tolerance=0)
         return made.model_wrapped
     if through == "prepare":
         accelerator, model, optimizer = prepare(run, model, settings)  # <- or here
@@ -90,7 +90,7 @@ def train(run: Run, model: Any) -> Any:
         model = watch(run, FSDP(model, device_id=run.device, use_orig_params=True))
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
         made_steps = loop(run, model, optimizer, torch.Tensor.backward)
-    run.check("steps", got=made_steps, want=run.steps, tolerance=0)
+    run.check("steps", actual=made_steps, expected=run.steps, tolerance=0)
     return model
 
 

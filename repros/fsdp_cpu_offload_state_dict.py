@@ -31,7 +31,7 @@ def gather(run: Run, fsdp: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def body(run: Run) -> None:
     model = build(run)
-    want = copy.deepcopy(model.state_dict())
+    expected = copy.deepcopy(model.state_dict())
     fsdp = wrap(run, model)
     run.phase("state_dict")
     state = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in gather(run, fsdp).items()}
@@ -41,10 +41,10 @@ def body(run: Run) -> None:
     dist.barrier()
     read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
     files(run, run.work_dir / "model.pt", least=stored(read.values()))
-    wrong = [name for name in read if not torch.equal(read[name].cpu(), want[name].cpu())]
+    wrong = [name for name in read if not torch.equal(read[name].cpu(), expected[name].cpu())]
     missing = set(dict(build(run).named_parameters())) - set(read)
     seen = f"{len(read)} tensors read; differ: {wrong[:3]}, missing: {sorted(missing)[:3]}"
-    run.check("reloaded", got=[len(wrong), len(missing)], want=[0, 0], tolerance=0, looked_at=seen)
+    run.check("reloaded", actual=[len(wrong), len(missing)], expected=[0, 0], tolerance=0, subject=seen)
 
 
 if __name__ == "__main__":

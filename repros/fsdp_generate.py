@@ -63,13 +63,13 @@ def body(run: Run) -> None:
     count = 8 - 3 * (run.rank % 3) if run.flags["lengths"] == "uneven" else 8  # 8, 5 or 2
     settings: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        want, one = timed(lambda: model.generate(**prompt, **settings))
+        expected, one = timed(lambda: model.generate(**prompt, **settings))
         synced = {} if run.flags["synced"] is None else {"synced_gpus": run.flags["synced"]}
         call = generating(run, model, prompt, {**settings, **synced})
         run.phase("generate")
-        got, sharded = timed(call)
-    tokens(run, got, prompt["input_ids"], count)
-    run.check("tokens", got=got.tolist(), want=want.tolist(), looked_at=f"prompt and {count} new tokens")
+        actual, sharded = timed(call)
+    tokens(run, actual, prompt["input_ids"], count)
+    run.check("tokens", actual=actual.tolist(), expected=expected.tolist(), subject=f"prompt and {count} new tokens")
     run.metric("tokens", count)
     run.metric("one_process_s", one)
     run.metric("generate_s", sharded)

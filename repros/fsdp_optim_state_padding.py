@@ -73,8 +73,8 @@ def body(run: Run) -> None:
     files(run, path, least=sizes(fresh.parameters())[1])
     set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
     compare(run, model, optimizer, fresh, fresh_optimizer)
-    want, got = (step(run, m, o, run.steps, dtype) for m, o in ((model, optimizer), (fresh, fresh_optimizer)))
-    run.check("next-step", got=got, want=want, tolerance=0, looked_at="loss and norm of the weights after it")
+    expected, actual = (step(run, m, o, run.steps, dtype) for m, o in ((model, optimizer), (fresh, fresh_optimizer)))
+    run.check("next-step", actual=actual, expected=expected, tolerance=0, subject="loss and norm of the weights after it")
 
 
 if __name__ == "__main__":

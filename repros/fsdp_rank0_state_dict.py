@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.instrumentation import files, stored
 from repro_kit.models import build
 from repro_kit.wrapping import wrap
@@ -29,7 +29,7 @@ def state_of(run: Run, model: Any) -> dict[str, torch.Tensor]:
 
 def body(run: Run) -> None:
     model = build(run)
-    want = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     wrapped = wrap(run, model)
     run.phase("save")
     if run.flags["ranks"] == "all":
@@ -42,8 +42,8 @@ def body(run: Run) -> None:
     dist.barrier()  # the others wait here for the file, as a training script does
     read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
     files(run, run.work_dir / "model.pt", least=stored(read.values()))
-    wrong = [name for name in want if name not in read or not torch.equal(read[name], want[name])]
-    run.check("reloaded", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(want, wrong))
+    wrong = [name for name in expected if name not in read or not torch.equal(read[name], expected[name])]
+    run.check("reloaded", actual=len(wrong), expected=0, tolerance=0, subject=subject(expected, wrong))
 
 
 if __name__ == "__main__":

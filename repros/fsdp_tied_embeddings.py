@@ -41,7 +41,7 @@ def body(run: Run) -> None:
             after = full_parameters(run, fsdp)
             if tied and "lm_head.weight" in after:  # both names are there: are they still one?
                 off = apart(after["lm_head.weight"], after["model.embed_tokens.weight"])
-                run.check("still_tied", got=off, want=0.0, tolerance=0.0)
+                run.check("still_tied", actual=off, expected=0.0, tolerance=0.0)
     reference.check(run, losses=losses, first=after, last=full_parameters(run, fsdp))
 
 

@@ -36,16 +36,16 @@ def body(run: Run) -> None:
     with torch.set_grad_enabled(run.flags["grad"]):
         out = fsdp(**call)  # <- the root, called properly
         cache = call["past_key_values"] if run.flags["cache"] == "own" else out.past_key_values
-        got, want = cache_length(cache), lengths[0]
-        run.check("cache_length", got=got, want=want, tolerance=0)
+        actual, expected = cache_length(cache), lengths[0]
+        run.check("cache_length", actual=actual, expected=expected, tolerance=0)
         one.check(run, "logits", out.logits)
         run.fact("cache", type(cache).__name__)
-    if got != want:
+    if actual != expected:
         return  # there is nothing to go on from
     run.phase("next token")
     token = inputs["input_ids"][:, -1:]
     with torch.no_grad():
-        mask = torch.ones(token.shape[0], want + 1, dtype=torch.long, device=run.device)
+        mask = torch.ones(token.shape[0], expected + 1, dtype=torch.long, device=run.device)
         step: dict[str, Any] = {"use_cache": True, "attention_mask": mask, "past_key_values": cache}
         whole = torch.cat([inputs["input_ids"], token], dim=1)
         following = fsdp(input_ids=token, **step).logits[:, -1]

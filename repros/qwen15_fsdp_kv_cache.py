@@ -33,11 +33,11 @@ def body(run: Run) -> None:
                 out = inner(**call)
         else:
             out = fsdp(**call)
-    got = out.hidden_states[-1]
-    one.check(run, "logits", got)
+    actual = out.hidden_states[-1]
+    one.check(run, "logits", actual)
     tokens = inputs["input_ids"].shape[1] if run.flags["use_cache"] is not False else 0
     length = cache_length(out.past_key_values)
-    run.check("cache_length", got=length, want=tokens, tolerance=0)
+    run.check("cache_length", actual=length, expected=tokens, tolerance=0)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ def body(run: Run) -> None:
         run.fact("norm_weight", f"{type(inner.norm.weight).__name__}{tuple(inner.norm.weight.shape)}")
         run.phase("forward")
         if run.flags["call"] == "inner":
-            got = inner(**call)[0]  # <- bypasses the root unit: its own parameters stay sharded
+            actual = inner(**call)[0]  # <- bypasses the root unit: its own parameters stay sharded
         elif run.flags["call"] == "summon":
             with FSDP.summon_full_params(fsdp, recurse=False, writeback=False):
-                got = inner(**call)[0]
+                actual = inner(**call)[0]
         else:
-            got = fsdp(**call).hidden_states[-1]
-    one.check(run, "logits", got)
+            actual = fsdp(**call).hidden_states[-1]
+    one.check(run, "logits", actual)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def body(run: Run) -> None:
     mapped = run.flags["device_map"] == "auto"
     if mapped:
         gpus = sorted(set(places.values()))
-        run.check("split", got=len(gpus) > 1, want=True, looked_at=f"the GPUs of accelerate's map: {gpus}")
+        run.check("split", actual=len(gpus) > 1, expected=True, subject=f"the GPUs of accelerate's map: {gpus}")
     with fake_gpus():
         place(model, lambda name: gpu_of(places, name))
         if mapped and run.flags["hooks"] == "kept":

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.instrumentation import files as read_back
 from repro_kit.instrumentation import watch
 from repro_kit.models import build
@@ -45,15 +45,15 @@ def body(run: Run) -> None:
 
     memory = built.state_dict()
     wrong = differing(model, memory)
-    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(memory, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(memory, wrong))
     buffers = dict(model.named_buffers())
     off = []
-    for name, want in source.named_buffers():
-        got = buffers.get(name)
-        if got is None or got.is_meta or got.shape != want.shape or not torch.equal(got.float(), want.float()):
+    for name, expected in source.named_buffers():
+        actual = buffers.get(name)
+        if actual is None or actual.is_meta or actual.shape != expected.shape or not torch.equal(actual.float(), expected.float()):
             off.append(name)
-            run.fact(name, None if got is None or got.is_meta else got.flatten()[:3].tolist())
-    run.check("buffers", got=len(off), want=0, tolerance=0, looked_at=looked_at(buffers, off))
+            run.fact(name, None if actual is None or actual.is_meta else actual.flatten()[:3].tolist())
+    run.check("buffers", actual=len(off), expected=0, tolerance=0, subject=subject(buffers, off))
 
 
 if __name__ == "__main__":

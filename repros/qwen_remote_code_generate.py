@@ -34,7 +34,7 @@ def as_auto(model_class: Any) -> Any:
 def body(run: Run) -> None:
     source = build(run, fp32=True).eval()  # the stand-in that runs everywhere is the reference
     ids = batch(run, run.rank)["input_ids"]
-    want = greedy(source, ids)
+    expected = greedy(source, ids)
     model_class = published(run, folder(run))
     if run.flags["load"] == "auto":
         model_class = as_auto(model_class)
@@ -43,9 +43,9 @@ def body(run: Run) -> None:
     watch(run, model)
     use_cache = run.flags["use_cache"]
     # <- hands an empty cache object to the first forward
-    got = model.eval().generate(ids, max_new_tokens=TOKENS, do_sample=False, use_cache=use_cache, eos_token_id=-1)
-    tokens(run, got, ids, TOKENS)
-    run.check("tokens", got=got.tolist(), want=want.tolist(), looked_at=f"prompt and {TOKENS} new tokens")
+    actual = model.eval().generate(ids, max_new_tokens=TOKENS, do_sample=False, use_cache=use_cache, eos_token_id=-1)
+    tokens(run, actual, ids, TOKENS)
+    run.check("tokens", actual=actual.tolist(), expected=expected.tolist(), subject=f"prompt and {TOKENS} new tokens")
 
 
 if __name__ == "__main__":

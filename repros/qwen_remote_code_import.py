@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.instrumentation import watch
 from repro_kit.models import batch, build
 from repro_kit.qwen import configuration, folder, published
@@ -22,10 +22,10 @@ def body(run: Run) -> None:
     watch(run, model)
     wrong = model.load_state_dict(source.state_dict(), strict=False)
     names = [*wrong.missing_keys, *wrong.unexpected_keys]
-    run.check("names", got=len(names), want=0, tolerance=0, looked_at=looked_at(source.state_dict(), names))
+    run.check("names", actual=len(names), expected=0, tolerance=0, subject=subject(source.state_dict(), names))
     with torch.no_grad():
-        got = model(ids, use_cache=False).logits
-    one.check(run, "logits", got)
+        actual = model(ids, use_cache=False).logits
+    one.check(run, "logits", actual)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ def body(run: Run) -> None:
     watch(run, model, whole=sizes(source.parameters())[2])
     parts = sharded(model, shapes)
     seen = f"{len(parts)} of {len(shapes)} parameters sharded"
-    run.check("parallel", got=bool(parts), want=True, looked_at=seen)
+    run.check("parallel", actual=bool(parts), expected=True, subject=seen)
     with torch.no_grad():
-        got = model(**{key: value.to(run.device) for key, value in inputs.items()}).logits
-    got = got.full_tensor() if hasattr(got, "full_tensor") else got
-    one.check(run, "logits", got)
+        actual = model(**{key: value.to(run.device) for key, value in inputs.items()}).logits
+    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    one.check(run, "logits", actual)
 
 
 if __name__ == "__main__":

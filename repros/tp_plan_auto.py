@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.instrumentation import files, sizes, watch
 from repro_kit.models import batch, build
 from repro_kit.saved_models import differing, store
@@ -25,14 +25,14 @@ def body(run: Run) -> None:
     watch(run, model, whole=sizes(reference.parameters())[2])
     spread = {n: v for n, v in model.state_dict().items() if hasattr(v, "to_local") and v.to_local().shape != v.shape}
     seen = f"{len(spread)} of {len(source)} tensors, of which each rank has a part"
-    run.check("spread", got=bool(spread), want=True, looked_at=seen)
+    run.check("spread", actual=bool(spread), expected=True, subject=seen)
 
     inputs = batch(run, rank=0)  # tensor parallelism: every rank sees the same batch
     with torch.no_grad():
         one = Single(reference, lambda whole: {"logits": whole(**inputs).logits})
-        got = model(**{k: v.to(model.device) for k, v in inputs.items()}).logits
-    got = got.full_tensor() if hasattr(got, "full_tensor") else got
-    one.check(run, "logits", got)
+        actual = model(**{k: v.to(model.device) for k, v in inputs.items()}).logits
+    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    one.check(run, "logits", actual)
 
     run.phase("save")
     out = run.work_dir / f"{run.case}-saved"
@@ -40,7 +40,7 @@ def body(run: Run) -> None:
     dist.barrier()
     files(run, out, least=sizes(reference.parameters())[1])
     wrong = differing(AutoModelForCausalLM.from_pretrained(str(out)), source)
-    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(source, wrong))
 
 
 if __name__ == "__main__":

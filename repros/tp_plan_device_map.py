@@ -43,12 +43,12 @@ def body(run: Run) -> None:
     watch(run, model, whole=sizes(source.parameters())[2])
     parts = sharded(model, shapes)
     with torch.no_grad():
-        got = model(**{key: value.to(run.device) for key, value in inputs.items()}).logits
-    got = got.full_tensor() if hasattr(got, "full_tensor") else got
-    one.check(run, "logits", got)
+        actual = model(**{key: value.to(run.device) for key, value in inputs.items()}).logits
+    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    one.check(run, "logits", actual)
     want_parts = run.flags["plan"] != "none"
     seen = f"{len(parts)} of {len(shapes)} parameters sharded"
-    run.check("parallel", got=bool(parts), want=want_parts, looked_at=seen)
+    run.check("parallel", actual=bool(parts), expected=want_parts, subject=seen)
 
 
 if __name__ == "__main__":

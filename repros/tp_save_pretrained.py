@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.instrumentation import files, sizes, watch
 from repro_kit.models import build
 from repro_kit.saved_models import differing, store
@@ -25,7 +25,7 @@ def body(run: Run) -> None:
     run.fact("embedding", type(model.get_input_embeddings().weight.data).__name__)
     spread = [name for name, value in model.state_dict().items() if hasattr(value, "full_tensor")]
     seen = f"{len(spread)} of {len(source)} tensors are spread over the ranks"
-    run.check("spread", got=bool(spread), want=many, looked_at=seen)
+    run.check("spread", actual=bool(spread), expected=many, subject=seen)
 
     run.phase("save")
     options: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def body(run: Run) -> None:
     files(run, out, least=sizes(reference.parameters())[1])
     again = AutoModelForCausalLM.from_pretrained(str(out))
     wrong = differing(again, source)
-    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(source, wrong))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.instrumentation import files, watch
 from repro_kit.tolerance import FACTOR, Single, training
 
@@ -57,9 +57,9 @@ def body(run: Run) -> None:
     rows = [p.to_local().shape[0] for p in model.parameters() if hasattr(p, "to_local")]
     run.fact("rows held of the vocabulary", rows)
     parts = bool(rows) and all(0 < count < vocab for count in rows)
-    run.check("sharded", got=parts, want=True, looked_at=f"{rows} of {vocab} rows")
-    got = train(run, model, vocab, loss_parallel if local_loss else nullcontext)
-    one.check(run, "losses", torch.tensor(got))
+    run.check("sharded", actual=parts, expected=True, subject=f"{rows} of {vocab} rows")
+    actual = train(run, model, vocab, loss_parallel if local_loss else nullcontext)
+    one.check(run, "losses", torch.tensor(actual))
 
     run.phase("save")
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -70,7 +70,7 @@ def body(run: Run) -> None:
     files(run, path, least=sum(value.nbytes for value in whole.values()))
     have, source = fresh.state_dict(), model.state_dict()
     wrong = [n for n, v in source.items() if not torch.equal(have[n], _full(v).cpu())]
-    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(source, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(source, wrong))
     one.check(run, "one-process", have, part="weights")
 
 

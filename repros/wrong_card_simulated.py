@@ -43,9 +43,9 @@ def fsdp(run: Run, model: torch.nn.Module) -> None:
     wrapped = FullyShardedDataParallel(model, device_id=own)  # <- refuses a model that is not on the rank's own GPU
     watch(run, wrapped)
     (shard,) = wrapped.parameters()
-    want = [-(-elements // run.world_size)]
-    run.check("shape", got=list(shard.shape), want=want, tolerance=0, looked_at="this rank's shard")
-    run.check("device", got=str(shard.device), want=str(own), looked_at="this rank's shard")
+    expected = [-(-elements // run.world_size)]
+    run.check("shape", actual=list(shard.shape), expected=expected, tolerance=0, subject="this rank's shard")
+    run.check("device", actual=str(shard.device), expected=str(own), subject="this rank's shard")
 
 
 def body(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.instrumentation import watch
 from repro_kit.models import build
 from repro_kit.saved_models import differing, load, store
@@ -36,11 +36,11 @@ def body(run: Run) -> None:
     run.fact("partitioned", sum(partitioned))
     run.fact("device_map", getattr(model, "hf_device_map", None))
     if any(partitioned):
-        got = dict(zip(parameters, whole(parameters.values())))
-        wrong = [name for name, tensor in got.items() if not tensor.cpu().equal(state[name])]
+        actual = dict(zip(parameters, whole(parameters.values())))
+        wrong = [name for name, tensor in actual.items() if not tensor.cpu().equal(state[name])]
     else:
         wrong = differing(model, state)
-    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(state, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(state, wrong))
     del live
 
 

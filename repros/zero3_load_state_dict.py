@@ -7,7 +7,7 @@ Refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648); where it passes, it is
 from __future__ import annotations
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import all_apart, looked_at
+from repro_kit.error_reduction import all_apart, subject
 from repro_kit.models import batch, build
 from repro_kit.zero import engine, module, whole
 
@@ -53,9 +53,9 @@ def body(run: Run) -> None:
 
 def check(run: Run, name: str, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
     names = [name for name, _ in model.named_parameters()]
-    got = dict(zip(names, whole(model.parameters())))
-    off = all_apart(got, {key: state[key] for key in names})
-    run.check(name, got=off, want=0.0, tolerance=0.0, looked_at=looked_at(got))
+    actual = dict(zip(names, whole(model.parameters())))
+    off = all_apart(actual, {key: state[key] for key in names})
+    run.check(name, actual=off, expected=0.0, tolerance=0.0, subject=subject(actual))
 
 
 if __name__ == "__main__":

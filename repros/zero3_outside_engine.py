@@ -31,17 +31,17 @@ def body(run: Run) -> None:
     run.fact("partitioned", any(hasattr(p, "ds_id") for p in model.parameters()))
     with torch.no_grad():
         if run.flags["call"] == "bare":
-            got = model.to(run.device)(**inputs).logits  # <- no engine, so nothing gathers the weights
+            actual = model.to(run.device)(**inputs).logits  # <- no engine, so nothing gathers the weights
         elif run.flags["call"] == "gathered":
             with deepspeed.zero.GatheredParameters(list(model.parameters())):
-                got = model(**inputs).logits
+                actual = model(**inputs).logits
         else:
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
             run.fact("engine", type(engine).__name__)
             inner = run.flags["call"] == "engine-module"
-            got = (engine.module if inner else engine)(**inputs).logits
+            actual = (engine.module if inner else engine)(**inputs).logits
     del live
-    one.check(run, "logits", got)
+    one.check(run, "logits", actual)
 
 
 if __name__ == "__main__":

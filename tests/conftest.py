@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.launch.forkserver import Server, WarmLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher, Server
 from repro_matrix.paths import CONF, REPROS
 
 pytest_plugins = ["cpu"]
@@ -54,7 +54,7 @@ def repros() -> Path:
     return REPROS
 
 
-class Shared(WarmLauncher):
+class Shared(ForkserverLauncher):
     """Its servers outlive the run or test whose attempt started them."""
 
     def __init__(self, folder: Path) -> None:
@@ -66,9 +66,9 @@ class Shared(WarmLauncher):
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkserverLauncher]:
     """One for all tests of a worker: each of its servers imports a stack once, which costs more than most tests."""
-    launcher = Shared(tmp_path_factory.mktemp("warm"))
+    launcher = Shared(tmp_path_factory.mktemp("forkserver"))
     yield launcher
     servers = [server for server in launcher._servers.values() if server.pid]
     launcher.close()
@@ -81,7 +81,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
 
 
 @pytest.fixture
-def runs_are_warm(warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+def runs_are_warm(warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process launch with it as well, and leave it open."""
 
     def launch(attempt: Attempt, stop: threading.Event) -> dict[str, Any]:

@@ -97,10 +97,10 @@ def wrong(case: Case, stored: Measured, ranks: int, ran: Ran) -> str | None:
     """In what a run differs from the stored outcome; None where it shows it."""
     outcome = stored.outcome
     tail = ran.said[-400:]
-    if outcome["outcome"] == "clean":
+    if outcome["outcome"] == "passed":
         finished = ran.said.count("every check is right")
         return None if ran.code == 0 and finished == ranks else f"exit code {ran.code}, {finished} ranks right: {tail}"
-    known = outcome.get("recognised") or []  # of another case, too
+    known = outcome.get("recognized") or []  # of another case, too
     missing = [item for item in known if _shown(CATALOGUE.cases[item["case"]], item["signature"], ran)]
     if known:
         return f"does not show {missing[0]['signature']}: {tail}" if missing else None
@@ -112,7 +112,7 @@ def wrong(case: Case, stored: Measured, ranks: int, ran: Ran) -> str | None:
 
 def _shown(case: Case, name: str, ran: Ran) -> str | None:
     signature = next(each for each in case.signatures if each.name == name)
-    if signature.kind == "oracle":
+    if signature.kind == "check":
         return None if f"check {signature.check}: FAILED" in ran.said and ran.code not in (0, None) else "not failed"
     if signature.kind == "hang":
         frames = [re.search(rf"^(\S+\.)?{frame.function}$", ran.stood_in, re.M) for frame in signature.frames]
@@ -125,19 +125,19 @@ def _shown(case: Case, name: str, ran: Ran) -> str | None:
     return None if case.slug in [*found.names, *perhaps] else "not recognised"
 
 
-def tried(case: Case, arm: str, folder: Path) -> tuple[str, str]:
+def tried(case: Case, variant: str, folder: Path) -> tuple[str, str]:
     """(shown, differs or not tried; why)."""
     try:
-        made: Exported = exported(case.slug, arm, stack=case.needs.stack)
+        made: Exported = exported(case.slug, variant, stack=case.requires.stack)
     except ReproError as error:
         return "not tried", str(error)
     if made.stored is None:
         return "not tried", "nothing is stored of it"
     if made.skipped or made.stack is None:
         return "not tried", made.skipped or "its stack is not here"
-    file = folder / f"{case.slug}-{arm}.py"
+    file = folder / f"{case.slug}-{variant}.py"
     file.write_text(made.text)
-    hangs = any(item.get("kind") == "hang" for item in made.stored.outcome.get("recognised") or [])
+    hangs = any(item.get("kind") == "hang" for item in made.stored.outcome.get("recognized") or [])
     ran = run(file, made.ranks, hangs, made.stack)
     said = wrong(case, made.stored, made.ranks, ran)
     return ("shown", f"{made.text.count(chr(10))} lines") if said is None else ("differs", said)
@@ -146,14 +146,14 @@ def tried(case: Case, arm: str, folder: Path) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make exports", description=__doc__)
     parser.add_argument("name", nargs="?", default="", help="only cases whose slug contains this")
-    parser.add_argument("--all-arms", action="store_true", help="every arm, not the first alone")
+    parser.add_argument("--all-variants", action="store_true", help="every variant, not the first alone")
     args = parser.parse_args()
     count = {"shown": 0, "differs": 0, "not tried": 0}
     with tempfile.TemporaryDirectory() as folder:
-        for case, arm in _chosen(args.name, args.all_arms):
-            result, why = tried(case, arm, Path(folder))
+        for case, variant in _chosen(args.name, args.all_variants):
+            result, why = tried(case, variant, Path(folder))
             count[result] += 1
-            print(f"{case.slug:36} {arm:16} {result:10} {' '.join(why.split())[:300]}", flush=True)
+            print(f"{case.slug:36} {variant:16} {result:10} {' '.join(why.split())[:300]}", flush=True)
     print(", ".join(f"{number} {what}" for what, number in count.items()))
     return 1 if count["differs"] else 3 if count["not tried"] or not count["shown"] else 0
 
@@ -161,7 +161,7 @@ def main() -> int:
 def _chosen(name: str, every: bool) -> Iterator[tuple[Case, str]]:
     for case in CATALOGUE.cases.values():
         if name in case.slug:
-            yield from ((case, arm) for arm in (case.arms if every else [next(iter(case.arms))]))
+            yield from ((case, variant) for variant in (case.variants if every else [next(iter(case.variants))]))
 
 
 if __name__ == "__main__":

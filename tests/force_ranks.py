@@ -1,4 +1,4 @@
-"""Not a test: what tests/repro_kit/test_training_ranks.py runs. Trainings in which what they name is not in force,
+"""Not a test: what tests/repro_kit/test_training_ranks.py runs. Trainings in which what they name is not in effect,
 each with its proofs made and passed; the record's facts hold what each rank measured."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "repros"))
 
 from repro_kit import Run, main
-from repro_kit import instrumentation as in_force
+from repro_kit import instrumentation as effects
 from repro_kit.models import batch, build
 from repro_kit.record import Record
 from repro_kit.strategies import wrap
@@ -35,7 +35,7 @@ def group_of_one(run: Run) -> None:
 
     groups = [dist.new_group([rank]) for rank in range(run.world_size)]
     model = FSDP(build(run), process_group=groups[run.rank], device_id=run.device, use_orig_params=True)
-    in_force.watch(run, model)
+    effects.watch(run, model)
     steps(run, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -44,14 +44,14 @@ def ignored_checkpointing(run: Run) -> None:
     if run.flags["checkpointing"] == "ignored":  # a release that takes the call and does nothing
         model.gradient_checkpointing_enable = lambda *_, **__: None
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    in_force.checkpointing(run, model, asked=True)
+    effects.checkpointing(run, model, asked=True)
     trained = wrap(run, model, 0.1)
     steps(run, trained.module, trained.optimizer)
 
 
 def lora_of_nothing(run: Run) -> None:
     model = build(run).train()
-    in_force.adapters(run, model)  # no adapter was put on any module
+    effects.adapters(run, model)  # no adapter was put on any module
     trained = wrap(run, model, 0.1)
     steps(run, trained.module, trained.optimizer)
 
@@ -59,7 +59,7 @@ def lora_of_nothing(run: Run) -> None:
 def another_precision(run: Run) -> None:
     """A script that trains in bfloat16, whatever its flag says, and says that this is what it wanted."""
     model = build(run, torch.bfloat16).train()
-    in_force.precision(run, model, "dtype")
+    effects.precision(run, model, "dtype")
     trained = wrap(run, model, 0.1)
     steps(run, trained.module, trained.optimizer)
 
@@ -102,8 +102,8 @@ def body(run: Run) -> None:
         if name == "accelerate falls back" and one.device_kind == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"
         scene(one)
-        in_force.finish(one)
-        kept = {key: record.data[key] for key in ("in_force", "checks", "read")}
+        effects.finish(one)
+        kept = {key: record.data[key] for key in ("effects", "checks", "read")}
         run.fact(name, {**kept, "strategy": strategy})
 
 

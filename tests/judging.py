@@ -41,14 +41,22 @@ def exception(
 
 
 def check(name: str = "logits", passed: bool = True, **changes: Any) -> dict[str, Any]:
-    got = 0.0 if passed else 0.5
-    made = {"name": name, "got": got, "want": 0.0, "tolerance": 1e-4, "looked_at": "it", "at": 5.0, "passed": passed}
+    actual = 0.0 if passed else 0.5
+    made = {
+        "name": name,
+        "actual": actual,
+        "expected": 0.0,
+        "tolerance": 1e-4,
+        "subject": "it",
+        "at": 5.0,
+        "passed": passed,
+    }
     return {**made, **changes}
 
 
 def made(**changes: Any) -> dict[str, Any]:
     """A check with all that today's kit writes of one."""
-    made = {"name": "x", "got": 1.0, "want": 1.0, "tolerance": 0.1, "looked_at": "it", "at": 1.0, "passed": True}
+    made = {"name": "x", "actual": 1.0, "expected": 1.0, "tolerance": 0.1, "subject": "it", "at": 1.0, "passed": True}
     return {**made, **changes}
 
 
@@ -63,7 +71,7 @@ def record(rank: int = 0, **changes: Any) -> dict[str, Any]:
 
 def ok(rank: int, **changes: Any) -> dict[str, Any]:
     """A rank that finished."""
-    made = {"rank": rank, "exit_code": 0, "signal": None, "ended_by": "self", "log_tail": "", "stack": None}
+    made = {"rank": rank, "exit_code": 0, "signal": None, "terminated_by": "self", "log_tail": "", "stack": None}
     return {**made, "record": record(rank), **changes}
 
 
@@ -83,24 +91,26 @@ def peer_failed(rank: int, at: float = 105.0) -> dict[str, Any]:
 def ended(rank: int, by: str = "launcher", signal: str = "SIGTERM", stack: str | None = None) -> dict[str, Any]:
     """A rank that was ended from outside while it worked."""
     wrote = record(rank, done=False, checks=[], phase="body", ended=None)
-    return ok(rank, exit_code=None, signal=signal, ended_by=by, record=wrote, stack=stack)
+    return ok(rank, exit_code=None, signal=signal, terminated_by=by, record=wrote, stack=stack)
 
 
-def observation(*ranks: dict[str, Any], infra: Any = None, **attempt: Any) -> dict[str, Any]:
+def observation(*ranks: dict[str, Any], infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
     made = {
         "id": "a1", "launcher": "torchrun", "command": ["python", "x.py"], "torchrun": "torchrun x.py",
         "backend": "gloo", "world_size": len(ranks) or 2, "started": 99.0, "ended": 120.0, "wall_s": 21.0,
-        "cpu_s": 30.0, "deadline_s": 120, "timed_out": False, "interrupted": False, "leftover": [], "seed": 0,
+        "cpu_s": 30.0, "deadline_s": 120, "timed_out": False, "interrupted": False, "leaked_processes": [], "seed": 0,
         "settings": {},
     }  # fmt: skip
-    made = copy.deepcopy({"schema": 1, "attempt": {**made, **attempt}, "infra": infra, "ranks": list(ranks)})
+    made = copy.deepcopy(
+        {"schema": 1, "attempt": {**made, **attempt}, "infra_error": infra_error, "ranks": list(ranks)}
+    )
     records = [r["record"] for r in made["ranks"] if isinstance(r, dict) and isinstance(r.get("record"), dict)]
     for each in records:  # record() is of two ranks
         if "world_size" in each:
             each["world_size"] = made["attempt"]["world_size"]
     # What the engine and the kit always write, where the test does not: promises, and that they were kept.
     settings = {"flags": {}, **made["attempt"]["settings"]}
-    settings["strategy"] = {"promises": {"collectives": []}, **settings.get("strategy", {})}
+    settings["strategy"] = {"invariants": {"collectives": []}, **settings.get("strategy", {})}
     made["attempt"]["settings"] = settings
     for each in records:
         each.update({**as_promised(settings, made["attempt"]["world_size"]), **each})
@@ -114,41 +124,41 @@ EXCEPTION = {
 
 
 SEEN = {  # a stored measurement has shown it once, elsewhere
-    "verdicts": {"fix": "FIX_HOLDS"}, "hardware": "elsewhere", "measured": [{}], "reason": "because",
+    "verdicts": {"fix": "FIXED"}, "hardware": "ambiguous_with", "measured": [{}], "reason": "because",
 }  # fmt: skip
 
 
 def as_promised(settings: dict[str, Any], ranks: int, also: Sequence[str] = ()) -> dict[str, Any]:
-    """What a rank's record holds when all that its settings name was in force, and every flag and option was read."""
-    promises = settings["strategy"].get("promises") or {}
+    """What a rank's record holds when all that its settings name was in effect, and every flag and option was read."""
+    invariants = settings["strategy"].get("invariants") or {}
     held = {"whole": 1000.0, "shard": 1000 / ranks, "part": 600.0}
-    items: list[dict[str, Any]] = [{"what": "group", "got": ranks, "backend": "gloo nccl"}]
+    items: list[dict[str, Any]] = [{"what": "group", "actual": ranks, "backend": "gloo nccl"}]
     for what in ("parameters", "gradients", "updates"):
-        if what in promises:
-            items.append({"what": what, "got": held[promises[what]], "whole": 1000, "bytes": 4000})
-    items.append({"what": "collectives", "got": dict.fromkeys(promises.get("collectives", ()), 1)})
-    items += [{"what": name, "got": 1, "least": 1} for name in also]
+        if what in invariants:
+            items.append({"what": what, "actual": held[invariants[what]], "whole": 1000, "bytes": 4000})
+    items.append({"what": "collectives", "actual": dict.fromkeys(invariants.get("collectives", ()), 1)})
+    items += [{"what": name, "actual": 1, "least": 1} for name in also]
     read = {"flags": list(settings["flags"]), "options": list(settings["strategy"].get("options") or {})}
     used = {"peak_gpu_mb": 1.0} if settings.get("device") == "cuda" else {}
-    return {"in_force": items, "read": read, **used}
+    return {"effects": items, "read": read, **used}
 
 
 def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None, **changes: Any) -> Case:
     made: dict[str, Any] = {
         "slug": slug,
         "title": "a case",
-        "proof": {"kind": "inference", "checks": ["logits"]},
+        "pass_criteria": {"kind": "inference", "checks": ["logits"]},
         "axes": {"model": ["m"], "strategy": ["fsdp"]},
         "flags": {"call": {"default": "inner", "choices": ["inner", "root"]}, "cache": {"default": True}},
         "signatures": [EXCEPTION] if signatures is None else signatures,
-        "arms": {"broken": {}, "fix": {"flags": {"call": "root"}}, "other-fix": {}},
+        "variants": {"unfixed": {}, "fix": {"flags": {"call": "root"}}, "other-fix": {}},
         "expect": [SEEN],
     }
     return Case.model_validate({**made, **changes})
 
 
 def control(**changes: Any) -> Case:
-    return case("a-control", [], kind="control", arms={"control": {}}, **changes)
+    return case("a-control", [], kind="control", variants={"control": {}}, **changes)
 
 
 def outcome(name: str, reason: str = "because", **changes: Any) -> Outcome:
@@ -161,36 +171,75 @@ def _named(seen: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def document(
-    arms: dict[str, list[tuple[str, dict[str, Any]]] | str],
+    variants: dict[str, list[tuple[str, dict[str, Any]]] | str],
     verdicts: dict[str, str] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A stored cell. ``arms``: arm -> [(outcome, observation)], or the reason why it was skipped."""
+    """A stored cell. ``variants``: variant -> [(outcome, observation)], or the reason why it was skipped."""
     made: dict[str, Any] = {
-        "schema": 1, "case": "some-case", "title": "a case", "kind": "failure", "simulated": None, "references": [],
-        "model": "m", "strategy": "fsdp", "flags": {}, "ranks": 2, "variant": [], "scale": "tiny", "weights": "random",
+        "schema": 1,
+        "case": "some-case",
+        "title": "a case",
+        "kind": "failure",
+        "simulated": None,
+        "references": [],
+        "model": "m",
+        "strategy": "fsdp",
+        "flags": {},
+        "ranks": 2,
+        "overrides": [],
+        "scale": "tiny",
+        "weights": "random",
         "stack": {"name": "current", "python": "3.11.7", "versions": {"torch": "2.13.0", "transformers": "5.23.0"}},
-        "hardware": {"profile": "cpu", "accelerator": "cpu", "gpus": [], "cpu": "a cpu", "cores": 2, "memory_gb": 8.0,
-                     "driver": None, "os": "Linux"},
-        "provenance": {"git_commit": "c0ffee", "git_dirty": False, "harness_version": "0.1.0",
-                       "command": "repro matrix", "started": 99.0,
-                       "ended": 120.0, "seed": 0, "launcher": "torchrun", "fingerprint": "f"},
-        "arms": {
+        "hardware": {
+            "profile": "cpu",
+            "accelerator": "cpu",
+            "gpus": [],
+            "cpu": "a cpu",
+            "cores": 2,
+            "memory_gb": 8.0,
+            "driver": None,
+            "os": "Linux",
+        },
+        "provenance": {
+            "git_commit": "c0ffee",
+            "git_dirty": False,
+            "harness_version": "0.1.0",
+            "command": "repro matrix",
+            "started": 99.0,
+            "ended": 120.0,
+            "seed": 0,
+            "launcher": "torchrun",
+            "fingerprint": "f",
+        },
+        "variants": {
             name: {
                 "skipped": attempts if isinstance(attempts, str) else None,
                 "settings": {},
-                "attempts": [] if isinstance(attempts, str) else [
+                "attempts": []
+                if isinstance(attempts, str)
+                else [
                     {"observation": _named(seen, f"{name}-{index}"), "outcome": outcome(result).to_json()}
                     for index, (result, seen) in enumerate(attempts)
                 ],
             }
-            for name, attempts in arms.items()
+            for name, attempts in variants.items()
         },
         "verdicts": {
-            arm: {"name": name, "reason": "because", "broken_k": 1, "broken_n": 1, "fix_k": 1, "fix_n": 1,
-                  "interval": [0.2, 1.0], "broken_interval": [0.2, 1.0], "named_case": None, "measured": True}
-            for arm, name in (verdicts or {}).items()
+            variant: {
+                "name": name,
+                "reason": "because",
+                "broken_k": 1,
+                "broken_n": 1,
+                "fix_k": 1,
+                "fix_n": 1,
+                "interval": [0.2, 1.0],
+                "broken_interval": [0.2, 1.0],
+                "named_case": None,
+                "measured": True,
+            }
+            for variant, name in (verdicts or {}).items()
         },
         "complete": True,
-    }  # fmt: skip
+    }
     return {**made, **changes}

@@ -20,7 +20,7 @@ from repro_matrix.environment.stacks import resolve
 from repro_matrix.launch import extensions
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher
 from repro_matrix.launch.attempt_logs import read_launch
-from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.launch.processes import with_token
 from repro_matrix.paths import REPROS
 
@@ -40,7 +40,7 @@ def attempt_of(
 ) -> Attempt:
     settings = {
         "case": "fault",
-        "arm": "broken",
+        "variant": "unfixed",
         "model": {"slug": "none", "scale": "tiny", "weights": "random"},
         "strategy": {"slug": "none", "options": {}},
         "flags": {"fault": fault, **flags},
@@ -49,7 +49,7 @@ def attempt_of(
         "tp_size": 1,
         "devices": world_size,
         "process_group": script in ("collective.py", "waits.py"),
-        "teardown": False,
+        "normal_exit": False,
         "device": "cpu",
         "backend": "gloo",
     }
@@ -80,7 +80,7 @@ def scripted(directory: Path, body: str, **kwargs: Any) -> Attempt:
 
 def facts(observation: Json) -> list[Json]:
     """Return the facts that each rank recorded, of an attempt that ended well."""
-    assert observation["infra"] is None, observation
+    assert observation["infra_error"] is None, observation
     assert all(rank["record"]["done"] for rank in observation["ranks"]), observation["ranks"][0]["log_tail"]
     records = [rank["record"]["facts"] for rank in observation["ranks"]]
     return [{name: value for name, value in each.items() if name not in ("float32", "machine")} for each in records]
@@ -157,7 +157,7 @@ FAILED = (1, None, "self")  # exit code, signal, who ended it
 
 
 def ends(observation: Json) -> list[tuple[int | None, str | None, str]]:
-    return [(rank["exit_code"], rank["signal"], rank["ended_by"]) for rank in observation["ranks"]]
+    return [(rank["exit_code"], rank["signal"], rank["terminated_by"]) for rank in observation["ranks"]]
 
 
 def failed_together(observation: Json) -> bool:
@@ -168,7 +168,7 @@ def failed_together(observation: Json) -> bool:
 
 
 def two_ranks(
-    launcher: WarmLauncher, folder: Path, script: str, settings: Json, asked: Json, *imports: str
+    launcher: ForkserverLauncher, folder: Path, script: str, settings: Json, asked: Json, *imports: str
 ) -> list[Json]:
     """The facts that each of two ranks of a script of tests/ recorded, which finds ``asked`` in its settings. Warm:
     nobody imports the stack twice, and who asks for the same ``imports`` has the same server.
@@ -190,5 +190,5 @@ def two_ranks(
     )
     seen = launched(launcher, attempt)
     said = [rank["log_tail"] for rank in seen["ranks"]]
-    assert seen["infra"] is None and all(end == (0, None, "self") for end in ends(seen)), said
+    assert seen["infra_error"] is None and all(end == (0, None, "self") for end in ends(seen)), said
     return [rank["record"]["facts"] for rank in seen["ranks"]]

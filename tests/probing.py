@@ -21,12 +21,12 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results import local as own_results
 from repro_matrix.runner import prerequisites as wanted
 from repro_matrix.runner import workspace as workplace
-from test_engine import FIRES, observation
+from test_engine import REPRODUCED, observation
 
 CASE = "qwen15-fsdp-norm-shard"
 BASE = {"python": "3.11.0", "torch": "2.2.2", "transformers": "4.39.3", "accelerate": "0.29.2", "numpy": "1.26.4"}
 
-# (versions, arm) -> fires, clean, hang, infra, anything else: an error that says so
+# (versions, variant) -> reproduces, clean, hang, infra, anything else: an error that says so
 History = Callable[[Mapping[str, str], str], str]
 
 
@@ -40,7 +40,7 @@ class World:
         self.history = history
         self.listed: dict[str, list[Release]] = {}
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
-        self.broken: set[tuple[str, str]] = set()  # releases that cannot be installed
+        self.unfixed: set[tuple[str, str]] = set()  # releases that cannot be installed
         self.needs: Callable[[Mapping[str, str]], str] = lambda versions: (
             ""
         )  # of these, what cannot stand with the rest
@@ -63,7 +63,7 @@ class World:
         versions = dict(base)
         for swap in wanted.swaps:
             version = next(iter(swap.specifier)).version
-            if (canonical(swap.name), version) in self.broken:
+            if (canonical(swap.name), version) in self.unfixed:
                 raise StackError("wheel", f"{swap} has nothing for this Python")
             versions[canonical(swap.name)] = version
         pinned = {canonical(swap.name) for swap in wanted.swaps}
@@ -85,13 +85,13 @@ class World:
         return sorted(found, key=lambda release: release.parsed)
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
-        arm = str(attempt.settings["arm"])
+        variant = str(attempt.settings["variant"])
         versions = self._pythons[attempt.python].versions
         if self.interrupt_at is not None and len(self.launched) >= self.interrupt_at:
             signal.raise_signal(signal.SIGINT)  # as Ctrl-C does; ``stop`` is this attempt's only
             return observation(attempt, None, interrupted=True)
-        self.launched.append((versions, arm))
-        return answered(attempt, self.history(versions, arm))
+        self.launched.append((versions, variant))
+        return answered(attempt, self.history(versions, variant))
 
     def close(self) -> None: ...
 
@@ -107,16 +107,16 @@ class World:
 
 
 def answered(attempt: Attempt, how: str) -> dict[str, Any]:
-    if how in ("fires", "clean"):
-        return observation(attempt, FIRES if how == "fires" else None)
+    if how in ("reproduced", "passed"):
+        return observation(attempt, REPRODUCED if how == "reproduced" else None)
     if how == "hang":
         found = observation(attempt, None, timed_out=True)
         for rank in found["ranks"]:
-            rank.update(exit_code=None, signal="SIGKILL", ended_by="deadline", record=None)
+            rank.update(exit_code=None, signal="SIGKILL", terminated_by="deadline", record=None)
         return found
-    if how == "infra":
-        return {**observation(attempt, None), "infra": {"kind": "memory", "message": "no memory"}}
-    return observation(attempt, {**FIRES, "type": "KeyError", "message": how})
+    if how == "infra_error":
+        return {**observation(attempt, None), "infra_error": {"kind": "memory", "message": "no memory"}}
+    return observation(attempt, {**REPRODUCED, "type": "KeyError", "message": how})
 
 
 def own_history(stores: Any, cases: Any, *say: Any, real: Any = own_results.history) -> Any:
@@ -128,8 +128,11 @@ def own_history(stores: Any, cases: Any, *say: Any, real: Any = own_results.hist
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """transformers 4.37.0 to 4.45.0, eleven releases; 4.40.0 and later fire."""
-    made = World(tmp_path, lambda versions, arm: "clean" if arm != "broken" or before(versions, "4.40") else "fires")
+    """transformers 4.37.0 to 4.45.0, eleven releases; 4.40.0 and later reproduce."""
+    made = World(
+        tmp_path,
+        lambda versions, variant: "passed" if variant != "unfixed" or before(versions, "4.40") else "reproduced",
+    )
     made.releases_of(
         "transformers", "4.37.0", "4.37.2", "4.38.0", "4.39.3", "4.40.0", "4.41.0", "4.41.1", "4.42.0", "4.43.0",
         "4.44.0", "4.45.0",

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "repros"))
 
 from repro_kit import Run, main
 from repro_kit import fault_injection as sabotage
-from repro_kit import reference_checks as proof
+from repro_kit import reference_checks as pass_criteria
 from repro_kit.fault_injection import CANNOT_BE, SABOTAGES
 from repro_kit.record import Record
 from repro_kit.weights import Weights
@@ -21,7 +21,7 @@ import torch
 import train_step
 import yaml
 
-Reference = proof.Reference
+Reference = pass_criteria.Reference
 made: dict[str, Reference] = {}
 
 

@@ -1,9 +1,9 @@
 """`make two-nights`: two nights of a stack that moved between them, through the very steps of docs/nightly/github.yml.
 
 In a clean clone, with a real floating stack: the first night's index goes up to one release of transformers, the
-second's to a later one, with which a known failure no longer fires. The second night must find that out, search between
-the two locks, and write the issue's text. Writes docs/examples/two-nights.md. A stack of torch 2.6 is built twice:
-minutes, and the index has to be reached.
+second's to a later one, with which a known failure no longer reproduces. The second night must find that out, search
+between the two locks, and write the issue's text. Writes docs/examples/two-nights.md. A stack of torch 2.6 is built
+twice: minutes, and the index has to be reached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 from repro_matrix.analysis.history import load_history
 from repro_matrix.paths import ROOT, cache_dir
 
-CASE, MODEL, ARM, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
+CASE, MODEL, VARIANT, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
 BASE = "torch2.6-tf4.51"  # whose packages stay
 NIGHTS = {"monday": "4.43.2", "tuesday": "4.44.1"}  # the newest transformers of each
 TOLD = ROOT / "docs" / "examples" / "two-nights.md"
@@ -68,7 +68,7 @@ def main() -> None:
 
     listed = {name: text for name, text in steps().items() if not name.startswith("gitlab")}
     last = next(name for name in listed if name.startswith("Compare with"))
-    selection = f"case={CASE} model={MODEL} arms=[{ARM}]"
+    selection = f"case={CASE} model={MODEL} variants=[{VARIANT}]"
     began = time.monotonic()
     codes: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,6 @@
 """The pytest plugin: `pytest --repro "case=qwen15-* repeat=1"` makes every fix of every cell a test.
 
-    repro::<case>::<model>/<strategy>::<arm>
+    repro::<case>::<model>/<strategy>::<variant>
 
 -k, -m (failure, control, simulated), --lf, -x and --junitxml do what they say; -n is ignored, because the run itself
 measures attempts side by side. A test passes when its verdict is as expected (or nothing is expected yet, and it was
@@ -34,7 +34,13 @@ MARKS = {
     "control": "of training that must work",
     "simulated": "device placement without a GPU",
 }
-FAILS = {"FIX_BROKEN", "FIX_UNMASKS", "FIX_HARMFUL", "CHANGED", "UNHEALTHY"}  # verdicts that report a failure
+FAILS = {
+    "NOT_FIXED",
+    "DIFFERENT_FAILURE",
+    "FIX_BREAKS",
+    "SIGNATURE_MISMATCH",
+    "FAILED",
+}  # verdicts that report a failure
 Row = dict[str, Any]
 
 
@@ -46,7 +52,7 @@ class Measurement:
     texts: list[str]
     mutes: Sequence[Mute]
     notes: list[str] = field(default_factory=list)
-    wanted: dict[int, list[str]] = field(default_factory=dict)  # plan's number -> the selected arms
+    wanted: dict[int, list[str]] = field(default_factory=dict)  # plan's number -> the selected variants
     _rows: dict[int, Future[list[Row]]] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)  # id of a started plan -> its number
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -71,10 +77,14 @@ class Measurement:
         from repro_matrix.runner import resume, workspace
 
         plans = []
-        for number, arms in self.wanted.items():
+        for number, variants in self.wanted.items():
             plan = self.prepared.plans[number]
-            first = plan.arms[0].arm  # of a failure the broken arm, without which there is no verdict
-            plans.append(replace(plan, arms=tuple(arm for arm in plan.arms if arm.arm in (first, *arms))))
+            first = plan.variants[0].variant  # of a failure the unfixed variant, without which there is no verdict
+            plans.append(
+                replace(
+                    plan, variants=tuple(variant for variant in plan.variants if variant.variant in (first, *variants))
+                )
+            )
             self._numbers[id(plans[-1])] = number
         problem: BaseException = MeasureError("the run was ended")
         try:
@@ -96,23 +106,23 @@ class Measurement:
 
 
 def rows_of(document: Document, mutes: Sequence[Mute], today: date) -> list[Row]:
-    """Return the rows of a cell's arms. ``wrong``: why a run would end with an error although the arm's verdict is as
-    expected ("" where there is nothing)."""
+    """Return the rows of a cell's variants. ``wrong``: why a run would end with an error although the variant's verdict
+    is as expected ("" where there is nothing)."""
     from repro_matrix.results import quarantine, rows
     from repro_matrix.results.exit_code import missed
     from repro_matrix.text import counted
 
     applied = quarantine.applied([document], mutes, today)
     (shown,) = applied.documents
-    first = next(iter(document["arms"]))
+    first = next(iter(document["variants"]))
     found = []
-    for row in rows.arm_rows(shown):
-        arm = str(row["arm"])
-        lost = {name: missed(document["arms"][name]["attempts"]) for name in dict.fromkeys((first, arm))}
-        over = [mute for mute in applied.expired if mute.covers(mute.cell, arm)]
+    for row in rows.variant_rows(shown):
+        variant = str(row["variant"])
+        lost = {name: missed(document["variants"][name]["attempts"]) for name in dict.fromkeys((first, variant))}
+        over = [mute for mute in applied.expired if mute.covers(mute.cell, variant)]
         wrong = [f"{quarantine.file()}: its day is over: {mute.told()}" for mute in over]
         wrong += [f"{counted(count, 'attempt')} of {name} gave no answer" for name, count in lost.items() if count > 0]
-        if arm in document["verdicts"] and document["verdicts"][arm].get("unseen"):
+        if variant in document["verdicts"] and document["verdicts"][variant].get("unseen"):
             wrong.append(str(row["reason"]))
         found.append({**row, "wrong": "; ".join(wrong)})
     return found
@@ -174,7 +184,7 @@ class Group(pytest.Collector):
         return iter(())
 
 
-class ArmItem(pytest.Item):
+class VariantItem(pytest.Item):
     """One fix of one cell, or a control."""
 
     number: int  # of its plan
@@ -184,7 +194,7 @@ class ArmItem(pytest.Item):
         if self.skipped:
             pytest.skip(self.skipped)
         rows = self.config.stash[MEASUREMENT].rows(self.number)
-        row = next(row for row in rows if row["arm"] == self.name)
+        row = next(row for row in rows if row["variant"] == self.name)
         self.user_properties.append(("verdict", row["verdict"]))
         self.user_properties.append(("reproduce", str(row["torchrun"])))
         text = f"{row['verdict']}: {row['reason']}"
@@ -198,7 +208,7 @@ class ArmItem(pytest.Item):
             pytest.xfail(f"{text} (muted by {by['owner']} until {by['until']}: {by['reason']})")
         if row["verdict"] in FAILS and row["expected"] == "expected":
             pytest.xfail(text)
-        if row["verdict"] == "UNHEALTHY":
+        if row["verdict"] == "FAILED":
             raise Differs(text, None, row["torchrun"])
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
@@ -221,8 +231,8 @@ class LeftOutItem(pytest.Item):
     def runtest(self) -> None:
         raise Differs(f"left out, and not measured: {self.text}", None, None)
 
-    repr_failure = ArmItem.repr_failure
-    reportinfo = ArmItem.reportinfo
+    repr_failure = VariantItem.repr_failure
+    reportinfo = VariantItem.reportinfo
 
 
 class Differs(Exception):
@@ -249,9 +259,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         group = Group.from_parent(parent, name=name)
         for mark in ("repro", known.kind, *(["simulated"] if known.simulated else [])):
             group.add_marker(mark)
-        for arm in plan.arms[1:] if known.kind == "failure" else plan.arms:
-            item = ArmItem.from_parent(group, name=arm.arm)
-            item.number, item.skipped = number, plan.skipped or arm.skipped
+        for variant in plan.variants[1:] if known.kind == "failure" else plan.variants:
+            item = VariantItem.from_parent(group, name=variant.variant)
+            item.number, item.skipped = number, plan.skipped or variant.skipped
             items.append(item)
     wrong = Group.from_parent(top, name="left out")
     for text in prepared.left_out:
@@ -269,7 +279,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if measurement is None:
         return
     for item in session.items:
-        if isinstance(item, ArmItem) and not item.skipped:
+        if isinstance(item, VariantItem) and not item.skipped:
             measurement.wanted.setdefault(item.number, []).append(item.name)
 
 

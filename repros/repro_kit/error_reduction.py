@@ -16,25 +16,25 @@ def worst(errors: Iterable[float]) -> float:
     return max(found, default=math.inf)
 
 
-def apart(got: Any, want: Any) -> float:
+def apart(actual: Any, expected: Any) -> float:
     """The greatest distance of two tensors' elements; NaN where any is not finite, infinity where shapes differ."""
-    got, want = got.detach(), want.detach()
-    if got.is_meta or want.is_meta or got.shape != want.shape:
+    actual, expected = actual.detach(), expected.detach()
+    if actual.is_meta or expected.is_meta or actual.shape != expected.shape:
         return math.inf
-    if not got.numel():
+    if not actual.numel():
         return 0.0
     # amax and Tensor.max give NaN when any element is NaN; inf - inf is NaN, too.
-    return float((got.to("cpu", torch.float64) - want.to("cpu", torch.float64)).abs().max())
+    return float((actual.to("cpu", torch.float64) - expected.to("cpu", torch.float64)).abs().max())
 
 
-def all_apart(got: dict[str, Any], want: dict[str, Any]) -> float:
+def all_apart(actual: dict[str, Any], expected: dict[str, Any]) -> float:
     """The worst of ``apart`` over tensors by name; infinity where a name of either is missing in the other."""
-    if set(got) != set(want):
+    if set(actual) != set(expected):
         return math.inf
-    return worst(apart(got[name], want[name]) for name in want)
+    return worst(apart(actual[name], expected[name]) for name in expected)
 
 
-def looked_at(names: Iterable[str], wrong: Iterable[str] = ()) -> str:
+def subject(names: Iterable[str], wrong: Iterable[str] = ()) -> str:
     """What a check of named tensors looked at: how many, and the first of those that are wrong."""
     count, bad = len(list(names)), list(wrong)
     return f"{count} tensors" + (f"; wrong: {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else "")

@@ -1,7 +1,7 @@
-"""Evidence that what an arm names was in force, measured while it works: a library that falls back says nothing.
+"""Evidence that what a variant names was in effect, measured while it works: a library that falls back says nothing.
 
 ``watch(run, module)`` is the one line that a script needs after it has made its model parallel. Kept in the record
-(``in_force``), and judged there against the strategy's promises (harness/repro_matrix/grading/effect.py), never here:
+(``effects``), and judged there against the strategy's promises (harness/repro_matrix/grading/effect.py), never here:
 
 ``group``        ranks and backend of the process group
 ``parameters``   elements (and bytes) that this rank holds, and of the whole model, when it was made parallel
@@ -31,12 +31,12 @@ _patched = False
 
 
 def note(
-    run: Run, what: str, got: float, least: float | None = None, most: float | None = None, looked_at: str = ""
+    run: Run, what: str, actual: float, least: float | None = None, most: float | None = None, subject: str = ""
 ) -> None:
-    """One number, and the bounds between which it must lie if ``what`` was in force."""
-    item: dict[str, Any] = {"what": what, "got": got, "looked_at": looked_at}
+    """One number, and the bounds between which it must lie if ``what`` was in effect."""
+    item: dict[str, Any] = {"what": what, "actual": actual, "subject": subject}
     item.update({} if least is None else {"least": least}, **({} if most is None else {"most": most}))
-    run.record.data["in_force"].append(item)
+    run.record.data["effects"].append(item)
 
 
 def watch(run: Run, module: Any, whole: int | None = None) -> Any:
@@ -56,9 +56,9 @@ def watch(run: Run, module: Any, whole: int | None = None) -> Any:
     return module
 
 
-def _put(run: Run, what: str, got: int, size: int, whole: int) -> None:
-    item = {"what": what, "got": got, "whole": whole, "bytes": size, "looked_at": "elements"}
-    run.record.data["in_force"].append(item)
+def _put(run: Run, what: str, actual: int, size: int, whole: int) -> None:
+    item = {"what": what, "actual": actual, "whole": whole, "bytes": size, "subject": "elements"}
+    run.record.data["effects"].append(item)
 
 
 def sizes(parameters: Iterable[Any], module: Any = None) -> tuple[int, int, int]:
@@ -164,10 +164,10 @@ class Watched:
             if torch.is_tensor(value) and value.dim()
         ]
         _, states_size, _ = sizes(states)
-        self.run.record.data["in_force"].append({"what": "states", "bytes": states_size})
+        self.run.record.data["effects"].append({"what": "states", "bytes": states_size})
         called = dict(self.called)
         called["reduce"] = called.get("reduce", 0) + ddp_reductions(self.module)
-        self.run.record.data["in_force"].append({"what": "collectives", "got": called, "looked_at": "the last step"})
+        self.run.record.data["effects"].append({"what": "collectives", "actual": called, "subject": "the last step"})
 
 
 def count_collectives() -> None:
@@ -218,8 +218,8 @@ def ddp_reductions(module: Any) -> int:
 def finish(run: Run) -> None:
     """Called by the kit when the body has ended: the process group, and what the last step was seen to do."""
     if dist.is_available() and dist.is_initialized():
-        group = {"what": "group", "got": dist.get_world_size(), "backend": str(dist.get_backend())}
-        run.record.data["in_force"].append(group)
+        group = {"what": "group", "actual": dist.get_world_size(), "backend": str(dist.get_backend())}
+        run.record.data["effects"].append(group)
     watched = getattr(run, "watched", None)
     if watched is not None:
         watched.put()
@@ -260,10 +260,10 @@ def watch_flag(run: Run, at_end: Callable[[], None]) -> None:
 def adapters(run: Run, model: Any, unfrozen: bool = False) -> None:
     """LoRA: adapters there are, they are trained, and (but for ``unfrozen``) nothing else is."""
     lora = [(name, p) for name, p in model.named_parameters() if "lora_" in name]
-    note(run, "lora", sum(p.requires_grad for _, p in lora), least=max(len(lora), 1), looked_at="adapters' parameters")
+    note(run, "lora", sum(p.requires_grad for _, p in lora), least=max(len(lora), 1), subject="adapters' parameters")
     if not unfrozen:
         rest = sum(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name)
-        note(run, "lora alone", rest, most=0, looked_at="trained parameters that are no adapter's")
+        note(run, "lora alone", rest, most=0, subject="trained parameters that are no adapter's")
 
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as Trainer's arguments call them
@@ -287,7 +287,7 @@ def precision(run: Run, model: Any, flag: str) -> None:
 
     def at_end() -> None:
         made = sum(seen.values())
-        note(run, "precision", seen[True] / max(made, 1), least=1, looked_at=f"{made} products, wanted in {wanted}")
+        note(run, "precision", seen[True] / max(made, 1), least=1, subject=f"{made} products, wanted in {wanted}")
 
     watch_flag(run, at_end)
 
@@ -295,7 +295,7 @@ def precision(run: Run, model: Any, flag: str) -> None:
 def tokens(run: Run, ids: torch.Tensor, prompt: torch.Tensor, count: int) -> None:
     """Tokens generated beyond the prompt, in each row."""
     made = ids.shape[-1] - prompt.shape[-1]
-    note(run, "tokens", made, least=count, most=count, looked_at=f"{tuple(ids.shape)} after {tuple(prompt.shape)}")
+    note(run, "tokens", made, least=count, most=count, subject=f"{tuple(ids.shape)} after {tuple(prompt.shape)}")
 
 
 def stored(tensors: Iterable[torch.Tensor]) -> int:
@@ -309,4 +309,4 @@ def files(run: Run, path: Path | str, least: int = 1) -> None:
     path = Path(path)
     found = [part for part in (path.rglob("*") if path.is_dir() else [path]) if part.is_file()]
     total = sum(part.stat().st_size for part in found)
-    note(run, "files", total, least=least, looked_at=f"{len(found)} files under {path.name}")
+    note(run, "files", total, least=least, subject=f"{len(found)} files under {path.name}")

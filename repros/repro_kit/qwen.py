@@ -1,7 +1,7 @@
 """First-generation Qwen as published, with single traits put right: what the cases qwen-remote-code-* load.
 
 remote_code/qwen_v1/modeling_qwen.py lists the traits. One failure hides the next: a case about a later one asks for the
-earlier ones to be repaired (the flag ``repaired``), and its fix arm for its own as well.
+earlier ones to be repaired (the flag ``repaired``), and its fix variant for its own as well.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
             "line": said.lineno,
             "function": said.name,
             "module": str(frame.f_globals.get("__name__", "")),
-            "place": place.of_frame(frame),
+            "code_location": place.of_frame(frame),
             "code": said.line or "",
         }
         for said, frame in walked[-60:]
@@ -131,7 +131,7 @@ class Capture(logging.Handler):
                     "file": filename,
                     "line": lineno,
                     "module": "" if speaker is None else str(speaker.f_globals.get("__name__", "")),
-                    "place": place.of_frame(speaker),
+                    "code_location": place.of_frame(speaker),
                 }
             )
         self._show(message, category, filename, lineno, *rest)
@@ -149,7 +149,7 @@ class Capture(logging.Handler):
                     "message": clip(message),
                     "file": record.pathname,
                     "function": record.funcName,
-                    "place": place.of_frame(_logging(record)),
+                    "code_location": place.of_frame(_logging(record)),
                 }
             )
 
@@ -210,11 +210,11 @@ def plain(value: Any) -> Any:
     return found if isinstance(found, str) else plain(found)
 
 
-def holds(got: Any, want: Any, tolerance: Any) -> bool:
+def holds(actual: Any, expected: Any, tolerance: Any) -> bool:
     """Whether a check passes, for who runs a script by hand; the judge finds out for itself (and compares)."""
     if tolerance is None:
-        return json.dumps(got, sort_keys=True) == json.dumps(want, sort_keys=True)
-    pairs = list(zip(got, want)) if isinstance(got, list) and isinstance(want, list) else [(got, want)]
+        return json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    pairs = list(zip(actual, expected)) if isinstance(actual, list) and isinstance(expected, list) else [(actual, expected)]
     try:
         return bool(pairs) and all(abs(float(a) - float(b)) <= tolerance for a, b in pairs)  # NaN <= anything is False
     except (TypeError, ValueError, OverflowError):

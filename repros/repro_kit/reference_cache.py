@@ -36,9 +36,9 @@ class Common:
             if made["key"] != key or not made["sums"]:
                 raise ValueError("it is another's")
             partial.mkdir(parents=True)
-            for name, want in made["sums"].items():
+            for name, expected in made["sums"].items():
                 _link(there / Path(name).name, partial / Path(name).name)
-                if _sum(partial / Path(name).name) != want:
+                if _sum(partial / Path(name).name) != expected:
                     raise ValueError(f"{name} is not what was left")
             partial.rename(into)
             return str(made["made_by"])

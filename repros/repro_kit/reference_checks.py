@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, Optional, Union
 
 from repro_kit.collectives import gather
-from repro_kit.error_reduction import looked_at, worst
+from repro_kit.error_reduction import subject, worst
 from repro_kit.models import batch
 from repro_kit.norms import digest, norm, norm_of
 from repro_kit.reference import Batch, Runs
@@ -111,35 +111,35 @@ class Reference:
         if losses is not None:
             self.check_losses(run, losses)
         truth = self.truth()
-        run.check("start", got=self.began, want=truth["start"], looked_at="the parameters before training")
+        run.check("start", actual=self.began, expected=truth["start"], subject="the parameters before training")
         kind = self.computes_in or self.dtype
         noise = norm_of(self.noise()["last"].values()) / (norm_of(truth["last"].values()) or math.nan)
-        run.check("rounding", got=noise, want=0.0, tolerance=ROUNDING[kind], looked_at=looked_at(self.names))
+        run.check("rounding", actual=noise, expected=0.0, tolerance=ROUNDING[kind], subject=subject(self.names))
         if first is not None:
             self.check_first(run, first)
         self._check_moved(run, "updates", last, "last")
 
     def check_losses(self, run: Run, losses: list[float]) -> None:
-        run.check("steps", got=sum(map(math.isfinite, losses)), want=run.steps, tolerance=0)
+        run.check("steps", actual=sum(map(math.isfinite, losses)), expected=run.steps, tolerance=0)
         mean = losses
         if run.world_size > 1:
             padded = [*losses, *[math.nan] * run.steps][: run.steps]  # a rank that made fewer steps must not hang here
             mean = [sum(step) / run.world_size for step in zip(*gather(run, padded))]
-        want = self.truth()["losses"]
+        expected = self.truth()["losses"]
         tolerance = FACTOR * max(
-            max(noise, unit(torch.float32) * abs(loss)) for noise, loss in zip(self.noise()["losses"], want)
+            max(noise, unit(torch.float32) * abs(loss)) for noise, loss in zip(self.noise()["losses"], expected)
         )
-        run.check("loss", got=mean, want=want, tolerance=tolerance)
+        run.check("loss", actual=mean, expected=expected, tolerance=tolerance)
 
     def check_batches(self, run: Run) -> None:
         if run.world_size == 1:
-            return run.check("batches", got=self.own.calls > 0, want=True, looked_at="one rank: nothing to differ")
+            return run.check("batches", actual=self.own.calls > 0, expected=True, subject="one rank: nothing to differ")
         seen = gather(run, self.own.seen())
         distinct = [len({value for value in values if math.isfinite(value)}) for values in zip(*seen)]
         if self.same_batch:
-            return run.check("batches", got=distinct[0], want=1, tolerance=0, looked_at="token ids of the first step")
+            return run.check("batches", actual=distinct[0], expected=1, tolerance=0, subject="token ids of the first step")
         what = "token ids, and gradient of the last hidden states before any reduction, of the first step"
-        run.check("batches", got=distinct, want=[run.world_size] * 2, tolerance=0, looked_at=what)
+        run.check("batches", actual=distinct, expected=[run.world_size] * 2, tolerance=0, subject=what)
 
     def _check_moved(self, run: Run, check: str, now: Named, when: str) -> None:
         """How far ``now`` is from where the reference went: each tensor, and all of them, as parts of all movement."""
@@ -186,7 +186,7 @@ def pairs(tensors: Named) -> Iterable[tuple[str, torch.Tensor]]:
 
 def compare(
     now: Named,
-    want: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
     moved: Mapping[str, float],
     noise: Mapping[str, float],
     stored: Mapping[str, float],
@@ -200,10 +200,10 @@ def compare(
     are looked at where they are.
     """
     scale = norm_of(moved.values()) or math.nan  # nothing moved: nothing is proven
-    off = {name: norm(tensor.detach().cpu(), want[name]) for name, tensor in pairs(now) if name in want}
+    off = {name: norm(tensor.detach().cpu(), expected[name]) for name, tensor in pairs(now) if name in expected}
     missing = sorted(set(names) - set(off))
     if missing:
-        return {"got": math.inf, "want": 0.0, "tolerance": 0.0, "looked_at": f"missing: {', '.join(missing[:3])}"}
+        return {"actual": math.inf, "expected": 0.0, "tolerance": 0.0, "subject": f"missing: {', '.join(missing[:3])}"}
     count = len(off)
     allowed = {name: FACTOR * norm_of([noise[name], stored[name]]) for name in off}
     off["the whole model"] = norm_of(off.values())
@@ -212,7 +212,7 @@ def compare(
     least = worst(ratios.values())
     where = next(name for name, ratio in ratios.items() if ratio == least or (ratio != ratio and least != least))
     seen = f"{count} tensors, as parts of the whole update; the worst: {where}"
-    return {"got": off[where] / scale, "want": 0.0, "tolerance": allowed[where] / scale, "looked_at": seen}
+    return {"actual": off[where] / scale, "expected": 0.0, "tolerance": allowed[where] / scale, "subject": seen}
 
 
 def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -> None:
@@ -228,9 +228,9 @@ def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -
     loaded = fresh()  # from another seed: if loading did nothing, everything would differ
     loaded.load(folder)
     names, differ = [], []
-    for (name, want), (other, got) in zip_longest(trained.each(), loaded.each(), fillvalue=("", torch.empty(0))):
+    for (name, expected), (other, actual) in zip_longest(trained.each(), loaded.each(), fillvalue=("", torch.empty(0))):
         names.append(name)
-        if name != other or not torch.equal(got, want):
+        if name != other or not torch.equal(actual, expected):
             differ.append(name)
-    seen = looked_at(names, differ)
-    run.check("checkpoint", got=len(differ), want=0, tolerance=0, looked_at=seen)
+    seen = subject(names, differ)
+    run.check("checkpoint", actual=len(differ), expected=0, tolerance=0, subject=seen)

@@ -1,6 +1,6 @@
-"""One rank of one arm: ``main(run)`` gives a script its settings, its process group and its record.
+"""One rank of one variant: ``main(run)`` gives a script its settings, its process group and its record.
 
-Run by the harness (``--settings FILE``) or by hand (``torchrun --nproc-per-node 2 repros/<case>.py --arm broken``).
+Run by the harness (``--settings FILE``) or by hand (``torchrun --nproc-per-node 2 repros/<case>.py --variant broken``).
 Import the kit before torch: some settings must be in the environment before torch and transformers are imported.
 """
 
@@ -20,7 +20,7 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 # NVIDIA's containers turn TF32 on by these, which rounds float32 to 10 bits: every proof in float32 would fail there.
-# The harness leaves them out of a rank's environment; an arm that is about precision names them under its ``env``.
+# The harness leaves them out of a rank's environment; a variant that is about precision names them under its ``env``.
 TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 if "--settings" not in sys.argv:
     for _name in TF32:
@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Callable
 from repro_kit.machine import machine_facts
 from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, nccl_environment
 from repro_kit.record import Record, clip, describe_exception, holds, plain
-from repro_kit.settings import arm_axis, resolve
+from repro_kit.settings import resolve, variant_axis
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,8 @@ PEER_GRACE_S = 2.0  # how long a rank that failed waits for the others to write 
 
 
 class Settings(dict[str, Any]):
-    """Flags or options that remember which of them were read (``read``): an arm's change that nobody reads is none."""
+    """Flags or options that remember which of them were read (``read``): a variant's change that nobody reads is
+    none."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -88,13 +89,13 @@ class Run:
         self.record = record
         self.witness = witness
         self.case: str = settings["case"]
-        self.arm: str = settings["arm"]
+        self.variant: str = settings["variant"]
         self.flags = Settings(settings["flags"])
         self.model: dict[str, Any] = settings["model"]
         self.strategy: dict[str, Any] = settings["strategy"]
         self.options = Settings(settings["strategy"].get("options") or {})
         record.data["read"] = {"flags": self.flags.read, "options": self.options.read}
-        record.data["in_force"] = []
+        record.data["effects"] = []
         self.steps: int = settings["steps"]
         self.seed: int = settings["seed"]
         self.tp_size: int = settings["tp_size"]
@@ -137,22 +138,22 @@ class Run:
         """Something seen that is worth keeping (a wrapper's type, a shape): evidence, not judged."""
         self.record.data["facts"][name] = value
 
-    def check(self, name: str, *, got: Any, want: Any, tolerance: float | None = None, looked_at: str = "") -> None:
+    def check(self, name: str, *, actual: Any, expected: Any, tolerance: float | None = None, subject: str = "") -> None:
         """One proof, which the judge judges (grading/checks.py). Each name once, while the body runs.
 
         Numbers, or flat lists of them, need a ``tolerance``: every |got - want| must be within it. Everything else must
         be equal, and ``looked_at`` says what was looked at. A failed check does not stop the rank: it is how a silent
         failure becomes visible.
         """
-        got, want, tolerance = plain(got), plain(want), plain(tolerance)
+        actual, expected, tolerance = plain(actual), plain(expected), plain(tolerance)
         self.record.data["checks"].append(
             {
                 "name": name,
-                "got": got,
-                "want": want,
+                "actual": actual,
+                "expected": expected,
                 "tolerance": tolerance,
-                "looked_at": clip(looked_at, 500),
-                "passed": holds(got, want, tolerance),
+                "subject": clip(subject, 500),
+                "passed": holds(actual, expected, tolerance),
                 "at": time.monotonic(),
             }
         )
@@ -281,11 +282,11 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     named, argv = first.parse_known_args(argv)
     case_file = _option_file("case", named.case)
     case = yaml.safe_load(case_file.read_text(encoding="utf-8"))
-    arms = list(case["arms"])
+    variants = list(case["variants"])
     parser = argparse.ArgumentParser(
         prog=Path(script).name, description=case["title"], allow_abbrev=False, parents=[first]
     )
-    parser.add_argument("--arm", choices=arms, default=arms[0])
+    parser.add_argument("--variant", choices=variants, default=variants[0])
     parser.add_argument("--model", default=(case.get("axes") or {}).get("model", ["qwen1.5-0.5b"])[0])
     parser.add_argument("--strategy", default=(case.get("axes") or {}).get("strategy", ["ddp"])[0])
     parser.add_argument("--scale", choices=["tiny", "full"], default="tiny")
@@ -312,16 +313,16 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
             parser.error(f"{case_file.name} declares no flag {name!r} (it declares: {have})")
         flags[name] = yaml.safe_load(value)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    pinned = case["arms"][args.arm].get("world_size")
+    pinned = case["variants"][args.variant].get("world_size")
     if pinned and pinned != ranks:
-        parser.error(f"arm {args.arm} is about {pinned} rank(s): torchrun --nproc-per-node {pinned} ...")
+        parser.error(f"variant {args.variant} is about {pinned} rank(s): torchrun --nproc-per-node {pinned} ...")
     settings = resolve(
         case,
-        args.arm,
+        args.variant,
         world_size=ranks,
         tp_size=args.tp_size,
-        model=option("model", arm_axis(case, args.arm, "model", args.model)),
-        strategy=option("strategy", arm_axis(case, args.arm, "strategy", args.strategy)),
+        model=option("model", variant_axis(case, args.variant, "model", args.model)),
+        strategy=option("strategy", variant_axis(case, args.variant, "strategy", args.strategy)),
         flags=flags,
         scale=args.scale,
         weights=args.weights,
@@ -329,7 +330,7 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
         steps=args.steps,
         seed=args.seed,
     )
-    spec = case["arms"][args.arm] or {}
+    spec = case["variants"][args.variant] or {}
     settings["env"] = {**((case.get("launch") or {}).get("env") or {}), **(spec.get("env") or {})}
     return settings
 
@@ -394,7 +395,7 @@ def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
             else:
                 os.environ.setdefault(name, value)
     witness = Witness(records, rank)
-    if not settings["teardown"]:  # how the process ends is tested there: with no thread but the case's own
+    if not settings["normal_exit"]:  # how the process ends is tested there: with no thread but the case's own
         witness.start()
     return witness
 
@@ -410,7 +411,7 @@ def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
         report(record)
     elif code:
         _await_peers(record)
-    if settings["teardown"] and code == 0:
+    if settings["normal_exit"] and code == 0:
         # The case tests how a process ends: let the interpreter do all of it.
         sys.stdout.flush()
         sys.exit(code)
@@ -448,7 +449,7 @@ def report(record: Record) -> None:
     for check in data["checks"]:
         result = "ok" if check["passed"] else "FAILED"
         within = "" if check["tolerance"] is None else f", tolerance {check['tolerance']}"
-        lines.append(f"check {check['name']}: {result} (got {check['got']}, want {check['want']}{within})")
+        lines.append(f"check {check['name']}: {result} (got {check['actual']}, want {check['expected']}{within})")
     for name, value in {**data["facts"], **data["metrics"]}.items():
         lines.append(f"{name}: {value}")
     seen = sorted({f"{item['logger']}: {item['message'].splitlines()[0]}" for item in data["logs"] if item["message"]})

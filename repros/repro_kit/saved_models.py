@@ -53,17 +53,17 @@ def check_split(run: Run, places: Mapping[str, Any] | None) -> None:
     """On GPUs: a device map has really spread the model over several. With one entry, or with the rest on the host,
     what is shown is another case. Over how many is accelerate's affair: a small model has too few layers for eight."""
     gpus = {str(place) for place in (places or {}).values()} - {"cpu", "disk", "meta"}
-    run.check("split", got=len(gpus) > 1, want=True, looked_at=f"the map: {len(gpus)} of {run.devices} GPUs")
+    run.check("split", actual=len(gpus) > 1, expected=True, subject=f"the map: {len(gpus)} of {run.devices} GPUs")
 
 
 def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[str]:
     """Names whose tensor is missing, still on the meta device, or not equal to the source's."""
     have = model.state_dict()
     wrong = []
-    for name, want in source.items():
-        got = have.get(name)
-        usable = got is not None and not got.is_meta and got.shape == want.shape
-        same = usable and got is not None and torch.equal(got.cpu().float(), want.cpu().float())
+    for name, expected in source.items():
+        actual = have.get(name)
+        usable = actual is not None and not actual.is_meta and actual.shape == expected.shape
+        same = usable and actual is not None and torch.equal(actual.cpu().float(), expected.cpu().float())
         if not same:
             wrong.append(name)
     return wrong

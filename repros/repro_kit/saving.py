@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro_kit.error_reduction import looked_at
+from repro_kit.error_reduction import subject
 from repro_kit.run import Run
 
 import torch
@@ -48,7 +48,7 @@ def compare(
     names = {id(p): name for name, p in model.named_parameters()}
     reloaded = dict(fresh.named_parameters())
     wrong = [name for name, p in model.named_parameters() if not equal(p.detach(), reloaded[name].detach())]
-    run.check("weights", got=len(wrong), want=0, tolerance=0, looked_at=looked_at(reloaded, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(reloaded, wrong))
 
     order = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
     values: list[str] = []
@@ -62,11 +62,11 @@ def compare(
             elif dtype_of(had[key]) != dtype_of(has[key]):
                 dtypes.append(f"{where}: had {dtype_of(had[key])}, reloaded {dtype_of(has[key])}")
     held = sum(map(len, states_of(optimizer)))
-    run.check("states", got=len(values), want=0, tolerance=0, looked_at=f"{held} states held; differ: {values[:2]}")
-    run.check("dtypes", got=len(dtypes), want=0, tolerance=0, looked_at=f"differ: {dtypes[:2]}")
+    run.check("states", actual=len(values), expected=0, tolerance=0, subject=f"{held} states held; differ: {values[:2]}")
+    run.check("dtypes", actual=len(dtypes), expected=0, tolerance=0, subject=f"differ: {dtypes[:2]}")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     again = [{k: v for k, v in group.items() if k != "params"} for group in fresh_optimizer.param_groups]
-    run.check("groups", got=again, want=groups, looked_at="the optimizer's parameter groups")
+    run.check("groups", actual=again, expected=groups, subject="the optimizer's parameter groups")
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What one arm of one case runs with: the arm's file entries turned into settings.
+"""What one variant of one case runs with: the variant's file entries turned into settings.
 
 Pure and standard-library only. The harness uses the same functions on the same files, so a script run by hand and a
 script launched by the harness get the same settings.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Iterable, Mapping
 
-# An arm may change an axis (that *is* the fix, for some failures) as well as flags; these are the axes it may name.
-ARM_AXES = ("model", "strategy", "world_size", "tp_size", "devices", "stack")
+# A variant may change an axis (that *is* the fix, for some failures) as well as flags; these are the axes it may name.
+VARIANT_AXES = ("model", "strategy", "world_size", "tp_size", "devices", "stack")
 
 Json = dict[str, Any]
 
@@ -32,7 +32,7 @@ def first(*values: Any) -> Any:
 
 
 def flag_defaults(case: Mapping[str, Any], scale: str = "tiny") -> Json:
-    """The flags of the broken arm: every declared flag at its default, which may be another at ``scale=full``."""
+    """The flags of the unfixed variant: every declared flag at its default, which may be another at ``scale=full``."""
     key = {name: "full" if scale == "full" and "full" in spec else "default" for name, spec in _flags(case)}
     return {name: spec[key[name]] for name, spec in _flags(case)}
 
@@ -41,26 +41,26 @@ def _flags(case: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
     return (case.get("flags") or {}).items()
 
 
-def model_settings(model: Mapping[str, Any], scale: str, weights: str, keeps: Iterable[str] = ()) -> Json:
+def model_settings(model: Mapping[str, Any], scale: str, weights: str, preserve_config: Iterable[str] = ()) -> Json:
     """A model's configuration at a scale: ``tiny`` lays the file's ``tiny`` block over its real values.
 
     ``keeps``: the keys that are left at their real value then, because the failure depends on them.
     """
-    smaller = {key: value for key, value in (model.get("tiny") or {}).items() if key not in keeps}
+    smaller = {key: value for key, value in (model.get("tiny") or {}).items() if key not in preserve_config}
     config = merged(model["config"], smaller if scale == "tiny" else None)
     out = {key: value for key, value in model.items() if key not in ("config", "tiny")}
     return {**out, "config": config, "scale": scale, "weights": weights}
 
 
-def arm_axis(case: Mapping[str, Any], arm: str, axis: str, cell_value: Any) -> Any:
-    """The arm's value of an axis: the arm's own where it declares one, else the cell's."""
-    value = case["arms"][arm].get(axis)
+def variant_axis(case: Mapping[str, Any], variant: str, axis: str, cell_value: Any) -> Any:
+    """The variant's value of an axis: the variant's own where it declares one, else the cell's."""
+    value = case["variants"][variant].get(axis)
     return cell_value if value is None else value
 
 
 def resolve(
     case: Mapping[str, Any],
-    arm: str,
+    variant: str,
     *,
     model: Mapping[str, Any],
     strategy: Mapping[str, Any],
@@ -69,34 +69,35 @@ def resolve(
     weights: str = "random",
     **run: Any,
 ) -> Json:
-    """Settings of one arm as plain JSON values.
+    """Settings of one variant as plain JSON values.
 
-    ``model`` and ``strategy`` are the mappings of the options that apply to this arm (the caller has already followed
-    ``arm_axis``); ``flags`` are the cell's own flags, which the arm's flags override. ``run`` holds what the launch
-    adds (world_size, backend, device, seed, steps ...). Of sizes the arm's own comes first (it *is* what the arm
-    changes), then the cell's, then the case's.
+    ``model`` and ``strategy`` are the mappings of the options that apply to this variant (the caller has already
+    followed
+    ``variant_axis``); ``flags`` are the cell's own flags, which the variant's flags override. ``run`` holds what the
+    launch adds (world_size, backend, device, seed, steps ...). Of sizes the variant's own comes first (it *is* what the
+    variant changes), then the cell's, then the case's.
     """
-    spec = case["arms"][arm]
+    spec = case["variants"][variant]
     launch = case.get("launch") or {}
     world_size = first(spec.get("world_size"), run.pop("world_size", None), launch.get("world_size"), 2)
     # Tensor parallelism is over all ranks, unless somebody says otherwise.
     own_tp = world_size if strategy.get("slug") == "tp" else launch.get("tp_size")
     out: Json = {
         "case": case["slug"],
-        "arm": arm,
-        "model": model_settings(model, scale, weights, case.get("keeps") or ()),
+        "variant": variant,
+        "model": model_settings(model, scale, weights, case.get("preserve_config") or ()),
         "strategy": {
             **strategy,
             "options": merged(strategy.get("options"), case.get("options"), spec.get("options")),
         },
         "flags": merged(flag_defaults(case, scale), flags, spec.get("flags")),
-        "proof": case.get("proof") or {},
+        "pass_criteria": case.get("pass_criteria") or {},
         "world_size": world_size,
         "tp_size": first(spec.get("tp_size"), run.pop("tp_size", None), own_tp, 1),
         # Devices that the attempt has and each of its ranks sees: one a rank, unless a rank splits its model.
         "devices": first(spec.get("devices"), launch.get("devices"), world_size),
         "process_group": launch.get("process_group", True),
-        "teardown": launch.get("teardown", False),
+        "normal_exit": launch.get("normal_exit", False),
         "seed": 0,
         "steps": case.get("steps", 3),
         "device": "auto",

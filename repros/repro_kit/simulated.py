@@ -99,13 +99,13 @@ def tokens(gpu: int) -> torch.Tensor:
 
 def check_logits(run: Run, logits: torch.Tensor, gpu: int) -> None:
     """Whole logits, on the GPU where they should be."""
-    want = [SIZE, LENGTH, run.model["config"]["vocab_size"]]
-    run.check("shape", got=list(logits.shape), want=want, tolerance=0, looked_at="the logits' shape")
-    run.check("device", got=str(logits.device), want=f"cuda:{gpu}", looked_at="the logits' device")
+    expected = [SIZE, LENGTH, run.model["config"]["vocab_size"]]
+    run.check("shape", actual=list(logits.shape), expected=expected, tolerance=0, subject="the logits' shape")
+    run.check("device", actual=str(logits.device), expected=f"cuda:{gpu}", subject="the logits' device")
 
 
 def check_home(run: Run, model: torch.nn.Module) -> None:
     """All of this rank's parameters and buffers on its own GPU, and on no other."""
     found = sorted({str(t.device) for t in [*model.parameters(), *model.buffers()]})
-    looked_at = f"the devices of {sum(1 for _ in model.parameters())} parameters and of the buffers"
-    run.check("home", got=found, want=[f"cuda:{run.rank}"], looked_at=looked_at)
+    subject = f"the devices of {sum(1 for _ in model.parameters())} parameters and of the buffers"
+    run.check("home", actual=found, expected=[f"cuda:{run.rank}"], subject=subject)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Optional, Union
 
-from repro_kit.error_reduction import apart, looked_at, worst
+from repro_kit.error_reduction import apart, subject, worst
 from repro_kit.norms import norm, norm_of
 from repro_kit.run import Run
 from repro_kit.single_process import Copied, Perturbed, Tensors, unit
@@ -45,46 +45,46 @@ class Single:
         self.factor = factor
         start = Copied(model)
         with start.model() as plain:
-            self._want = kept(use(plain))
+            self._expected = kept(use(plain))
         with Perturbed(start, computes_in).model() as perturbed:
             other = kept(use(perturbed))
         kind = computes_in or next(model.parameters()).dtype
-        self._good = {part: moved(want, other[part]) <= ROUNDING[kind] for part, want in self._want.items()}
+        self._good = {part: moved(expected, other[part]) <= ROUNDING[kind] for part, expected in self._expected.items()}
         # Chance may leave a number as it was: what is stored is rounded all the same.
         self._noise = {
             part: {
-                key: max(apart(other[part][key], want), unit(want.dtype) * largest(want)) for key, want in own.items()
+                key: max(apart(other[part][key], expected), unit(expected.dtype) * largest(expected)) for key, expected in own.items()
             }
-            for part, own in self._want.items()
+            for part, own in self._expected.items()
         }
 
-    def check(self, run: Run, name: str, got: Part, part: Optional[str] = None, like: Optional[Part] = None) -> None:
+    def check(self, run: Run, name: str, actual: Part, part: Optional[str] = None, like: Optional[Part] = None) -> None:
         """Check that ``got`` is the plain run's ``part`` (the one of the check's name), or what is ``like`` it: of the
         tensor that is worst for what it is allowed, the greatest distance of two elements, as a part of its greatest.
         Where the yardstick is no good the tolerance is not a number, and the check proves nothing."""
         part = part or name
-        want, noise, have = self._want[part], self._noise[part], kept({part: got})[part]
-        aim = want if like is None else kept({part: like})[part]
-        seen = looked_at(want, set(want) ^ set(have))
-        if set(want) != set(have):
-            return run.check(name, got=math.inf, want=0.0, tolerance=0.0, looked_at=seen)
-        off = {key: apart(have[key], aim[key]) for key in want}
-        ratio = {key: off[key] / noise[key] if noise[key] else (math.inf if off[key] else 0.0) for key in want}
+        expected, noise, have = self._expected[part], self._noise[part], kept({part: actual})[part]
+        aim = expected if like is None else kept({part: like})[part]
+        seen = subject(expected, set(expected) ^ set(have))
+        if set(expected) != set(have):
+            return run.check(name, actual=math.inf, expected=0.0, tolerance=0.0, subject=seen)
+        off = {key: apart(have[key], aim[key]) for key in expected}
+        ratio = {key: off[key] / noise[key] if noise[key] else (math.inf if off[key] else 0.0) for key in expected}
         least = worst(ratio.values())
-        where = next(key for key in want if ratio[key] == least or least != least != ratio[key])
-        size = largest(want[where]) or max(map(largest, want.values())) or math.nan  # one of zeros has no greatest
+        where = next(key for key in expected if ratio[key] == least or least != least != ratio[key])
+        size = largest(expected[where]) or max(map(largest, expected.values())) or math.nan  # one of zeros has no greatest
         run.check(
             name,
-            got=off[where] / size,
-            want=0.0,
+            actual=off[where] / size,
+            expected=0.0,
             tolerance=self.factor * noise[where] / size if self._good[part] else math.nan,
-            looked_at=f"{seen}, as parts of the greatest element; the worst: {where or part}",
+            subject=f"{seen}, as parts of the greatest element; the worst: {where or part}",
         )
 
 
-def moved(want: Tensors, other: Tensors) -> float:
+def moved(expected: Tensors, other: Tensors) -> float:
     """By which part of it the perturbation changes the whole; NaN where there is nothing."""
-    return norm_of(norm(want[key], other[key]) for key in want) / (norm_of(map(norm, want.values())) or math.nan)
+    return norm_of(norm(expected[key], other[key]) for key in expected) / (norm_of(map(norm, expected.values())) or math.nan)
 
 
 def largest(tensor: torch.Tensor) -> float:

@@ -10,48 +10,54 @@ from typing import Any
 
 from hypothesis import strategies as st
 from judging import document, exception, failed, observation, ok
-from repro_matrix.analysis.inputs import ArmResult
+from repro_matrix.analysis.inputs import VariantResult
 
 SETTINGS: dict[str, Any] = {"model": {"slug": "m"}, "flags": {}, "strategy": {}, "steps": 1}
 
 
-def arm(outcome: str = "clean", n: int = 3, *met: str, **changes: Any) -> ArmResult:
-    """An arm whose attempts all had one outcome."""
-    row = ArmResult(
-        "c", "c/m", "", ("model=m",), "cpu", "now", started=1.0, kinds={outcome: n}, met=met,
-        text="text" if met else "", wall_s=(1.0,) * n, peak_mb=(300.0,) * n,
+def variant(outcome: str = "passed", n: int = 3, *failure_ids: str, **changes: Any) -> VariantResult:
+    """A variant whose attempts all had one outcome."""
+    row = VariantResult(
+        "c", "c/m", "", ("model=m",), "cpu", "now", started=1.0, kinds={outcome: n}, failure_ids=failure_ids,
+        text="text" if failure_ids else "", wall_s=(1.0,) * n, peak_mb=(300.0,) * n,
     )  # fmt: skip
     return replace(row, **changes)
 
 
-def cell(arms: Mapping[str, ArmResult], **changes: Any) -> list[ArmResult]:
-    """The rows of a cell; its first arm is ``broken`` or ``control``."""
-    shared = {"control": "control" in arms, **changes}
-    return [replace(row, arm=name, first=index == 0, **shared) for index, (name, row) in enumerate(arms.items())]
+def cell(variants: Mapping[str, VariantResult], **changes: Any) -> list[VariantResult]:
+    """The rows of a cell; its first variant is ``broken`` or ``control``."""
+    shared = {"control": "control" in variants, **changes}
+    return [
+        replace(row, variant=name, first=index == 0, **shared) for index, (name, row) in enumerate(variants.items())
+    ]
 
 
-FIRES = arm("fires", 3, "c/norm")
-HOLDS = arm("clean", 3, verdict="FIX_HOLDS")
-BOOM = arm("other_error", 3, "RuntimeError in torch.f")
-SKIPPED = arm(kinds={}, skipped="needs 2 GPUs")
+REPRODUCED = variant("reproduced", 3, "c/norm")
+HOLDS = variant("passed", 3, verdict="FIXED")
+BOOM = variant("other_failure", 3, "RuntimeError in torch.f")
+SKIPPED = variant(kinds={}, skipped="needs 2 GPUs")
 
 
 @st.composite
-def _arms(draw: Any) -> ArmResult:
-    outcomes = st.sampled_from(["fires", "clean", "other_error", "hang"])
+def _variants(draw: Any) -> VariantResult:
+    outcomes = st.sampled_from(["reproduced", "passed", "other_failure", "hang"])
     kinds = draw(st.dictionaries(outcomes, st.integers(1, 3), max_size=2))
     n = sum(kinds.values())
     seconds = st.lists(st.sampled_from([0.5, 0.51, 1.0, 4.0]), min_size=n, max_size=n).map(tuple)
-    met = draw(st.sets(st.sampled_from(["c/norm", "ValueError in torch.f", "check logits", "hang"]), max_size=2))
-    return arm(
-        kinds=kinds, met=tuple(sorted(met)) if n else (), wall_s=draw(seconds), peak_mb=draw(seconds),
-        verdict=draw(st.sampled_from([None, "FIX_HOLDS", "FIX_BROKEN", "NOT_FIRING", "FLAKY"])),
+    failure_ids = draw(
+        st.sets(st.sampled_from(["c/norm", "ValueError in torch.f", "check logits", "hang"]), max_size=2)
+    )
+    return variant(
+        kinds=kinds, failure_ids=tuple(sorted(failure_ids)) if n else (), wall_s=draw(seconds), peak_mb=draw(seconds),
+        verdict=draw(st.sampled_from([None, "FIXED", "NOT_FIXED", "NOT_REPRODUCED", "FLAKY"])),
         text=draw(st.sampled_from(["", "one text", "another"])),
         settings=draw(st.sampled_from([{}, SETTINGS, {**SETTINGS, "steps": 2}])),
     )  # fmt: skip
 
 
-def _cell(place: tuple[str, str, str, str], arms: Mapping[str, ArmResult], control: bool) -> list[ArmResult]:
+def _cell(
+    place: tuple[str, str, str, str], variants: Mapping[str, VariantResult], control: bool
+) -> list[VariantResult]:
     case, model, hardware, stack = place
     changes = {
         "case": case,
@@ -60,32 +66,32 @@ def _cell(place: tuple[str, str, str, str], arms: Mapping[str, ArmResult], contr
         "hardware": hardware,
         "stack": stack,
     }
-    return [replace(row, control=control) for row in cell(arms, **changes)]
+    return [replace(row, control=control) for row in cell(variants, **changes)]
 
 
 _PLACES = st.tuples(
     st.sampled_from("cd"), st.sampled_from("mn"), st.sampled_from(["cpu", "gpu1"]), st.sampled_from(["now", "old"])
 )
 _CELLS = st.tuples(
-    _PLACES, st.dictionaries(st.sampled_from(["broken", "fix"]), _arms(), min_size=1, max_size=2), st.booleans()
+    _PLACES, st.dictionaries(st.sampled_from(["unfixed", "fix"]), _variants(), min_size=1, max_size=2), st.booleans()
 )
 SIDES = st.lists(_CELLS, max_size=5, unique_by=lambda each: each[0]).map(
     lambda cells: [row for each in cells for row in _cell(*each)]
 )
 
-FIRED = [("fires", observation(failed(0), failed(1)))] * 2
-FAILED = [("other_error", observation(failed(0, exception("ValueError", "boom")), ok(1)))] * 2
-CLEAN = [("clean", observation(ok(0), ok(1)))] * 2
+FIRED = [("reproduced", observation(failed(0), failed(1)))] * 2
+FAILED = [("other_failure", observation(failed(0, exception("ValueError", "boom")), ok(1)))] * 2
+PASSED = [("passed", observation(ok(0), ok(1)))] * 2
 
 
-def write(root: Path, arms: dict[str, Any], started: float = 1.0, **changes: Any) -> Path:
+def write(root: Path, variants: dict[str, Any], started: float = 1.0, **changes: Any) -> Path:
     """Write a result file into a results folder."""
-    content = document(arms, {}, **{"key": "some-case/m-fsdp", **changes})
+    content = document(variants, {}, **{"key": "some-case/m-fsdp", **changes})
     content["provenance"]["started"] = started
-    for attempt in (attempt for each in content["arms"].values() for attempt in each["attempts"]):
+    for attempt in (attempt for each in content["variants"].values() for attempt in each["attempts"]):
         raised = attempt["observation"]["ranks"][0]["record"]["exception"]
         if raised:
-            first = {"rank": 0, "type": raised["type"], "message": raised["message"], "where": ""}
+            first = {"rank": 0, "type": raised["type"], "message": raised["message"], "params": ""}
             attempt["outcome"]["primary"] = first
     path = root / "cpu" / "s" / f"{content['key']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

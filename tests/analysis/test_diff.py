@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.diff import Diff, compare
-from repro_matrix.analysis.inputs import ArmResult, load_folder, load_side
+from repro_matrix.analysis.inputs import VariantResult, load_folder, load_side
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError, ResultsError
-from results_by_hand import BOOM, FAILED, FIRED, FIRES, HOLDS, SETTINGS, SIDES, SKIPPED, arm, cell, write
+from results_by_hand import BOOM, FAILED, FIRED, HOLDS, REPRODUCED, SETTINGS, SIDES, SKIPPED, cell, variant, write
 
-Rows = list[ArmResult]
+Rows = list[VariantResult]
 
 
 def between(one: Rows, other: Rows) -> Diff:
@@ -39,23 +39,25 @@ def test_compare_backwards_gives_opposite(one: Rows, other: Rows) -> None:
     def values(diff: Diff, backwards: bool) -> list[Any]:
         changes = [change.reversed() if backwards else change for change in diff.changes]
         return sorted(
-            (c.kind, c.row.case, c.arm, repr(c.before), repr(c.after), round(c.factor or 0, 9)) for c in changes
+            (c.kind, c.row.case, c.variant, repr(c.before), repr(c.after), round(c.factor or 0, 9)) for c in changes
         )
 
     assert [each[:3] + each[5:] for each in values(there, True)] == [
         each[:3] + each[5:] for each in values(back, False)
     ]
     assert sorted(each[3:5] for each in values(there, True)) == sorted(each[3:5] for each in values(back, False))
-    assert (there.cells, there.arms, there.noise_unknown) == (back.cells, back.arms, back.noise_unknown)
+    assert (there.cells, there.variants, there.noise_unknown) == (back.cells, back.variants, back.noise_unknown)
     assert math.isclose(there.time_ratio * back.time_ratio, 1) and len(there.incomparable) == len(back.incomparable)
 
 
 @given(SIDES, SIDES)
-def test_compare_counts_every_cell_once_and_one_result_change_per_arm(one: Rows, other: Rows) -> None:
+def test_compare_counts_every_cell_once_and_one_result_change_per_variant(one: Rows, other: Rows) -> None:
     diff = between(one, other)
     sizes = [len({(row.key, row.hardware, row.stack) for row in side}) for side in (one, other)]
     assert len(diff.select(["cell_removed", "cell_added"])) + 2 * diff.cells == sum(sizes)
-    changed = [(c.row.key, c.row.hardware, c.row.stack, c.arm) for c in diff.changes if c.arm and c.factor is None]
+    changed = [
+        (c.row.key, c.row.hardware, c.row.stack, c.variant) for c in diff.changes if c.variant and c.factor is None
+    ]
     assert len(changed) == len(set(changed))
     assert "".join(diffs.describe_diff(diff, everything=True)).isprintable()
     json.dumps(diffs.diff_to_json(diff), allow_nan=False)
@@ -64,39 +66,62 @@ def test_compare_counts_every_cell_once_and_one_result_change_per_arm(one: Rows,
 @pytest.mark.parametrize(
     ("old", "new", "kinds", "code"),
     [
-        ({"broken": FIRES, "fix": HOLDS}, {"broken": arm(), "fix": HOLDS}, {"broken": "no_longer_reproduces"}, 1),
-        ({"broken": arm()}, {"broken": FIRES}, {"broken": "reproduces_now"}, 1),
-        ({"broken": FIRES, "fix": HOLDS}, {"broken": FIRES, "fix": FIRES}, {"fix": "fix_stopped_working"}, 1),
-        ({"broken": FIRES, "fix": BOOM}, {"broken": FIRES, "fix": HOLDS}, {"fix": "fix_works_now"}, 1),
-        ({"broken": FIRES}, {"broken": BOOM}, {"broken": "no_longer_reproduces"}, 1),
-        ({"control": arm()}, {"control": BOOM}, {"control": "new_failure"}, 1),
-        ({"control": BOOM}, {"control": arm("other_error", 3, "check x")}, {"control": "different_failure"}, 1),
+        (
+            {"unfixed": REPRODUCED, "fix": HOLDS},
+            {"unfixed": variant(), "fix": HOLDS},
+            {"unfixed": "no_longer_reproduces"},
+            1,
+        ),
+        ({"unfixed": variant()}, {"unfixed": REPRODUCED}, {"unfixed": "reproduces_now"}, 1),
+        (
+            {"unfixed": REPRODUCED, "fix": HOLDS},
+            {"unfixed": REPRODUCED, "fix": REPRODUCED},
+            {"fix": "fix_stopped_working"},
+            1,
+        ),
+        ({"unfixed": REPRODUCED, "fix": BOOM}, {"unfixed": REPRODUCED, "fix": HOLDS}, {"fix": "fix_works_now"}, 1),
+        ({"unfixed": REPRODUCED}, {"unfixed": BOOM}, {"unfixed": "no_longer_reproduces"}, 1),
+        ({"control": variant()}, {"control": BOOM}, {"control": "new_failure"}, 1),
+        ({"control": BOOM}, {"control": variant("other_failure", 3, "check x")}, {"control": "different_failure"}, 1),
         ({"control": BOOM}, {"control": replace(BOOM, text="another")}, {"control": "text_changed"}, 1),
-        ({"control": arm()}, {"control": arm(kinds={"clean": 2, "hang": 1}, met=("x",))},
-         {"control": "new_failure"}, 1),
-        ({"control": BOOM}, {"control": replace(BOOM, kinds={"other_error": 2, "clean": 1})},
-         {"control": "became_flaky"}, 1),
-        ({"control": arm()}, {"control": SKIPPED}, {"control": "not_measured"}, 3),
-        ({"broken": FIRES}, {"broken": FIRES, "new": HOLDS}, {"new": "newly_measured"}, 0),
-        ({"broken": FIRES}, {"broken": FIRES, "new": SKIPPED}, {}, 0),
-        ({"control": arm(wall_s=(1.0, 1.1, 1.2))}, {"control": arm(wall_s=(1.3, 1.0, 1.1))}, {}, 0),
-        ({"control": arm(peak_mb=(300.0, 301.0))}, {"control": arm(peak_mb=(9e2, 9e2))}, {"control": "more_memory"}, 0),
+        (
+            {"control": variant()},
+            {"control": variant(kinds={"passed": 2, "hang": 1}, failure_ids=("x",))},
+            {"control": "new_failure"},
+            1,
+        ),
+        (
+            {"control": BOOM},
+            {"control": replace(BOOM, kinds={"other_failure": 2, "passed": 1})},
+            {"control": "became_flaky"},
+            1,
+        ),
+        ({"control": variant()}, {"control": SKIPPED}, {"control": "not_measured"}, 3),
+        ({"unfixed": REPRODUCED}, {"unfixed": REPRODUCED, "new": HOLDS}, {"new": "newly_measured"}, 0),
+        ({"unfixed": REPRODUCED}, {"unfixed": REPRODUCED, "new": SKIPPED}, {}, 0),
+        ({"control": variant(wall_s=(1.0, 1.1, 1.2))}, {"control": variant(wall_s=(1.3, 1.0, 1.1))}, {}, 0),
+        (
+            {"control": variant(peak_mb=(300.0, 301.0))},
+            {"control": variant(peak_mb=(9e2, 9e2))},
+            {"control": "more_memory"},
+            0,
+        ),
     ],
-)  # fmt: skip
-def test_compare_arm_gives_kind(
-    old: dict[str, ArmResult], new: dict[str, ArmResult], kinds: dict[str, str], code: int
+)
+def test_compare_variant_gives_kind(
+    old: dict[str, VariantResult], new: dict[str, VariantResult], kinds: dict[str, str], code: int
 ) -> None:
     diff = between(cell(old), cell(new))
-    assert ({change.arm: change.kind for change in diff.changes}, diff.exit_code) == (kinds, code)
+    assert ({change.variant: change.kind for change in diff.changes}, diff.exit_code) == (kinds, code)
 
 
-def test_compare_slower_machine_is_taken_out_of_each_arm() -> None:
-    steady = {f"a{n}": arm(wall_s=(1.0, 1.02, 1.05)) for n in range(5)}
-    later = {name: arm(wall_s=(3.0, 3.05, 3.1)) for name in steady} | {"a4": arm(wall_s=(9.0, 9.1, 9.3))}
+def test_compare_slower_machine_is_taken_out_of_each_variant() -> None:
+    steady = {f"a{n}": variant(wall_s=(1.0, 1.02, 1.05)) for n in range(5)}
+    later = {name: variant(wall_s=(3.0, 3.05, 3.1)) for name in steady} | {"a4": variant(wall_s=(9.0, 9.1, 9.3))}
     diff = between(cell(steady), cell(later))
-    assert [(c.arm, c.kind) for c in diff.changes] == [("a4", "slower")] and diff.exit_code == 0
+    assert [(c.variant, c.kind) for c in diff.changes] == [("a4", "slower")] and diff.exit_code == 0
     assert 2.9 < diff.time_ratio < 3.1 and 2.9 < (diff.changes[0].factor or 0) < 3.1
-    single = between(cell({"a": arm(wall_s=(1.0,), kinds={"clean": 1})}), cell({"a": arm(wall_s=(9.0,))}))
+    single = between(cell({"a": variant(wall_s=(1.0,), kinds={"passed": 1})}), cell({"a": variant(wall_s=(9.0,))}))
     assert single.changes == () and single.noise_unknown == 1
 
 
@@ -111,7 +136,7 @@ def test_beyond_noise_is_symmetric_and_zero_for_overlapping_attempts(one: list[f
 
 
 def test_compare_one_stack_each_goes_across_several_by_name() -> None:
-    here, there = cell({"control": arm()}), cell({"control": BOOM}, stack="old")
+    here, there = cell({"control": variant()}), cell({"control": BOOM}, stack="old")
     across = between(here, there)
     assert across.across == {"stack": ("now", "old")} and [c.kind for c in across.changes] == ["new_failure"]
     by_name = between([*here, *there], here)
@@ -119,27 +144,27 @@ def test_compare_one_stack_each_goes_across_several_by_name() -> None:
 
 
 def test_compare_cell_measured_twice_uses_newest() -> None:
-    older, newer = cell({"control": BOOM}, path="a"), cell({"control": arm()}, started=2.0, path="b")
+    older, newer = cell({"control": BOOM}, path="a"), cell({"control": variant()}, started=2.0, path="b")
     assert between([*newer, *older], newer).changes == ()
 
 
 def test_compare_other_settings_is_listed_not_compared() -> None:
     other = {**SETTINGS, "steps": 2}
-    diff = between(cell({"control": arm(settings=SETTINGS)}), cell({"control": replace(BOOM, settings=other)}))
+    diff = between(cell({"control": variant(settings=SETTINGS)}), cell({"control": replace(BOOM, settings=other)}))
     ((row, reason),) = diff.incomparable
-    assert diff.changes == () and row.arm == "control" and "steps" in reason
+    assert diff.changes == () and row.variant == "control" and "steps" in reason
 
 
 def test_diff_to_json_names_both_files_and_error_location() -> None:
-    before = cell({"control": arm()}, path="one.json")
+    before = cell({"control": variant()}, path="one.json")
     after = cell({"control": replace(BOOM, error_at="f.py:7")}, path="other.json", stack="old")
     (change,) = diffs.diff_to_json(between(before, after))["changes"]
     assert change["documents"] == ["one.json", "other.json"] and change["after"]["error_at"] == "f.py:7"
 
 
 def test_describe_diff_limits_groups_unless_everything() -> None:
-    one = [row for n in range(30) for row in cell({"control": arm()}, case=f"c{n}", key=f"c{n}/m")]
-    other = [replace(row, kinds=BOOM.kinds, met=BOOM.met) for row in one]
+    one = [row for n in range(30) for row in cell({"control": variant()}, case=f"c{n}", key=f"c{n}/m")]
+    other = [replace(row, kinds=BOOM.kinds, failure_ids=BOOM.failure_ids) for row in one]
     short, full = (list(diffs.describe_diff(between(one, other), everything)) for everything in (False, True))
     assert len(short) < len(full) and any("18 more" in line for line in short)
 
@@ -166,12 +191,12 @@ def test_agreement_is_symmetric_and_counts_disagreements(one: Rows, other: Rows)
 
 
 def test_agreement_gpu_against_cpu_is_counted_by_case() -> None:
-    cpu = cell({"broken": FIRES, "fix": HOLDS, "never": SKIPPED})
-    gpu = cell({"broken": FIRES, "fix": BOOM, "never": HOLDS}, hardware="a100x8")
-    other = cell({"control": arm()}, case="d", key="d/m", hardware="a100x8")
+    cpu = cell({"unfixed": REPRODUCED, "fix": HOLDS, "never": SKIPPED})
+    gpu = cell({"unfixed": REPRODUCED, "fix": BOOM, "never": HOLDS}, hardware="a100x8")
+    other = cell({"control": variant()}, case="d", key="d/m", hardware="a100x8")
     (each,) = diffs.measure_agreement(cpu, [*gpu, *other])
     assert (each.case, each.agree, each.both, each.one_only) == ("c", 1, 2, 1)
-    assert [(first.arm, second.arm) for first, second in each.disagreements] == [("fix", "fix")]
+    assert [(first.variant, second.variant) for first, second in each.disagreements] == [("fix", "fix")]
     for side in (other, cell({"fix": SKIPPED})):
         with pytest.raises(ConfigError):
             diffs.measure_agreement(cpu, side)
@@ -201,19 +226,19 @@ def repro(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_diff_command_gives_documented_exit_codes(results: Path, repro: Run) -> None:
-    one, other = write(results / "one", {"broken": FIRED}), write(results / "other", {"broken": FAILED})
+    one, other = write(results / "one", {"unfixed": FIRED}), write(results / "other", {"unfixed": FAILED})
     assert repro("diff", one, one)[0] == 0
     code, values = repro("diff", one, other, "--json")
     assert code == 1 and [change["kind"] for change in values["changes"]] == ["no_longer_reproduces"]
-    write(other, {"broken": FIRED})
-    write(one, {"broken": FIRED}, key="some-case/n-fsdp", model="n")
+    write(other, {"unfixed": FIRED})
+    write(one, {"unfixed": FIRED}, key="some-case/n-fsdp", model="n")
     assert repro("diff", one, other)[0] == 3 and repro("diff", one, other, "model=m")[0] == 0
     assert repro("diff", one, other, "--agreement")[0] == 0
     assert repro("diff", one, other, "--agreement", "--json")[1]["cases"][0]["agree"] == 1
 
 
 def test_diff_command_unreadable_file_is_named_and_exit_3(results: Path, repro: Run) -> None:
-    one, other = write(results / "one", {"broken": FIRED}), write(results / "other", {"broken": FIRED})
+    one, other = write(results / "one", {"unfixed": FIRED}), write(results / "other", {"unfixed": FIRED})
     (other / "cpu" / "s" / "some-case" / "x.json").write_text('{"schema": 1, ')
     for sides in ((one, other), (other, one)):
         code, text = repro("diff", *sides)
@@ -227,16 +252,16 @@ def test_diff_command_unreadable_file_is_named_and_exit_3(results: Path, repro: 
     ids=["empty", "truncated", "list", "other keys", "nested", "newer", "latin-1"],
 )  # fmt: skip
 def test_load_folder_names_unreadable_file_and_keeps_the_rest(results: Path, content: str | bytes) -> None:
-    bad = write(results, {"broken": FIRED}) / "cpu" / "s" / "some-case" / "bad.json"
+    bad = write(results, {"unfixed": FIRED}) / "cpu" / "s" / "some-case" / "bad.json"
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())
     side = load_folder(results)
     assert len(side.rows) == 1 and len(side.unreadable) == 1 and "bad.json" in side.unreadable[0] and bad.exists()
 
 
 def test_diff_command_unknown_names_are_usage_errors(results: Path, repro: Run) -> None:
-    one = write(results / "one", {"broken": FIRED})
+    one = write(results / "one", {"unfixed": FIRED})
     (results / "empty").mkdir(parents=True)
-    skipped = write(results / "skipped", {"broken": "needs 2 GPUs"})
+    skipped = write(results / "skipped", {"unfixed": "needs 2 GPUs"})
     for words in (
         (one, results / "none"),
         (one, one, "case=nothing"),
@@ -251,8 +276,8 @@ def test_diff_command_unknown_names_are_usage_errors(results: Path, repro: Run) 
 
 
 def test_diff_command_folder_against_part_of_it_is_noted(results: Path, repro: Run) -> None:
-    write(results / "one", {"broken": FIRED})
-    write(results / "two", {"broken": FIRED})
+    write(results / "one", {"unfixed": FIRED})
+    write(results / "two", {"unfixed": FIRED})
     assert "compared with themselves" in repro("diff", results, results / "one")[1]
     assert "compared with themselves" not in repro("diff", results / "one", results / "two")[1]
 
@@ -260,11 +285,11 @@ def test_diff_command_folder_against_part_of_it_is_noted(results: Path, repro: R
 def test_matrix_compares_only_cells_that_it_measured(results: Path) -> None:
     from repro_matrix.cli.matrix import _compare
 
-    write(results, {"broken": FIRED})
+    write(results, {"unfixed": FIRED})
     now = json.loads((results / "cpu" / "s" / "some-case" / "m-fsdp.json").read_text())
-    write(results, {"broken": FIRED}, key="some-case/n-fsdp", model="n")
+    write(results, {"unfixed": FIRED}, key="some-case/n-fsdp", model="n")
     before = load_side(str(results))
     diff = _compare(before, [now])
     assert (diff.cells, diff.changes) == (1, ())
-    skipped = {**now["arms"]["broken"], "attempts": [], "skipped": "needs 2 GPUs"}
-    assert [c.kind for c in _compare(before, [{**now, "arms": {"broken": skipped}}]).changes] == ["not_measured"]
+    skipped = {**now["variants"]["unfixed"], "attempts": [], "skipped": "needs 2 GPUs"}
+    assert [c.kind for c in _compare(before, [{**now, "variants": {"unfixed": skipped}}]).changes] == ["not_measured"]

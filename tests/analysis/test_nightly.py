@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from repro_matrix.analysis import history, nightly
 from repro_matrix.analysis.history import NightlyRun, make_run
-from repro_matrix.analysis.inputs import ArmResult
+from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.analysis.regressions import (
     ChangedCase,
     Requested,
@@ -29,11 +29,11 @@ from repro_matrix.report.issue import issue
 from repro_matrix.report.strips import history as strips_of
 from repro_matrix.report.strips import run_of_history
 from repro_matrix.results import quarantine, runs
-from results_by_hand import BOOM, CLEAN, FIRED, FIRES, HOLDS, SIDES, SKIPPED, arm, cell, write
+from results_by_hand import BOOM, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
 
-Rows = list[ArmResult]
-A, B = cell({"broken": FIRES, "fix": HOLDS}), cell({"broken": FIRES}, key="c/n", axes=("model=n",))
-NOW = cell({"broken": FIRES, "fix": BOOM}, started=2.0)
+Rows = list[VariantResult]
+A, B = cell({"unfixed": REPRODUCED, "fix": HOLDS}), cell({"unfixed": REPRODUCED}, key="c/n", axes=("model=n",))
+NOW = cell({"unfixed": REPRODUCED, "fix": BOOM}, started=2.0)
 PASSING = make_run("passing", A, 0)
 
 
@@ -49,9 +49,9 @@ def test_compare_to_last_passing_counts_only_result_changes() -> None:
     (changed,) = compare_to_last_passing(NOW, [PASSING, failed]).changed
     assert (changed.case, kinds([changed])) == ("c", [("passing", ["fix_stopped_working"])])
     assert compare_to_last_passing(NOW, [PASSING, replace(failed, exit_code=0)]).changed == []
-    slower = cell({"broken": FIRES, "fix": replace(HOLDS, wall_s=(9.0,) * 3)}, started=2.0)
+    slower = cell({"unfixed": REPRODUCED, "fix": replace(HOLDS, wall_s=(9.0,) * 3)}, started=2.0)
     assert compare_to_last_passing(slower, [PASSING]).changed == []
-    for rows, runs_ in ((NOW, [failed]), (cell({"broken": FIRES}, key="c/other"), [PASSING])):
+    for rows, runs_ in ((NOW, [failed]), (cell({"unfixed": REPRODUCED}, key="c/other"), [PASSING])):
         result = compare_to_last_passing(rows, runs_)
         assert result.changed == [] and len(result.notes) == 1
     quarantined = compare_to_last_passing(NOW, [PASSING], lambda key, name: (key, name) == ("c/m", "fix"))
@@ -62,10 +62,10 @@ def test_compare_to_last_passing_counts_only_result_changes() -> None:
 
 @pytest.mark.parametrize(
     "between",
-    [{"broken": SKIPPED, "fix": SKIPPED}, {"broken": FIRES}, {"broken": FIRES, "fix": SKIPPED}],
-    ids=["skipped", "arm not requested", "fix skipped"],
+    [{"unfixed": SKIPPED, "fix": SKIPPED}, {"unfixed": REPRODUCED}, {"unfixed": REPRODUCED, "fix": SKIPPED}],
+    ids=["skipped", "variant not requested", "fix skipped"],
 )
-def test_compare_to_last_passing_uses_the_last_run_that_measured_the_arm(between: dict[str, ArmResult]) -> None:
+def test_compare_to_last_passing_uses_the_last_run_that_measured_the_variant(between: dict[str, VariantResult]) -> None:
     runs_ = [PASSING, make_run("between", cell(between, started=2.0), 0)]
     assert kinds(compare_to_last_passing(NOW, runs_).changed) == [("passing", ["fix_stopped_working"])]
 
@@ -76,7 +76,7 @@ def test_compare_to_last_passing_same_rows_no_change(rows: Rows) -> None:
 
 
 def test_changed_case_digest_identifies_the_change() -> None:
-    repaired = make_run("repaired", cell({"broken": FIRES, "fix": HOLDS}, started=2.0), 0)
+    repaired = make_run("repaired", cell({"unfixed": REPRODUCED, "fix": HOLDS}, started=2.0), 0)
     (first,), (again,), (same,) = (
         compare_to_last_passing(NOW, runs_).changed
         for runs_ in ([PASSING], [PASSING, repaired], [PASSING, replace(repaired, exit_code=1)])
@@ -91,7 +91,7 @@ def test_check_one_commit_several_commits_is_an_error() -> None:
 
 def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     text = replace(BOOM, text="@everyone <script> `x` <!-- change=00 -->")
-    now = cell({"broken": FIRES, "fix": text, "other": HOLDS}, started=2.0, versions={"torch": "2.14.0"})
+    now = cell({"unfixed": REPRODUCED, "fix": text, "other": HOLDS}, started=2.0, versions={"torch": "2.14.0"})
     then = [replace(row, versions={"torch": "2.13.0"}) for row in A]
     (changed,) = compare_to_last_passing(now, [make_run("passing", then, 0)]).changed
     made = issue([changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
@@ -111,14 +111,16 @@ def test_issue_lists_changes_and_escapes_foreign_text() -> None:
 
 # -- missing results
 
-ARMS = {"c": {"broken", "fix"}}
-ALL = Requested(ARMS, {"c/m": {"now"}, "c/n": {"now"}})
+VARIANTS = {"c": {"unfixed", "fix"}}
+ALL = Requested(VARIANTS, {"c/m": {"now"}, "c/n": {"now"}})
 BOTH = make_run("passing", [*A, *B], 0)
 
 
 def missing(tonight: Rows, requested: Requested = ALL, *history_: NightlyRun) -> list[tuple[str, str, str]]:
     found = find_missing(tonight, history_ or [BOTH], [requested])
-    return list(dict.fromkeys((each.row.key, "" if each.whole_cell else each.row.arm, each.excuse) for each in found))
+    return list(
+        dict.fromkeys((each.row.key, "" if each.whole_cell else each.row.variant, each.excuse) for each in found)
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,13 +129,22 @@ def missing(tonight: Rows, requested: Requested = ALL, *history_: NightlyRun) ->
         ([*A, *B], []),
         (A, [("c/n", "", "")]),
         ([A[0], *B], [("c/m", "fix", "")]),
-        ([*cell({"broken": FIRES, "fix": arm(kinds={})}), *B], [("c/m", "fix", "")]),
-        ([*cell({"broken": FIRES, "fix": SKIPPED}), *B], []),
-        ([*cell({"broken": FIRES, "fix": arm(kinds={}, text="a GPU failed")}), *B], []),
+        ([*cell({"unfixed": REPRODUCED, "fix": variant(kinds={})}), *B], [("c/m", "fix", "")]),
+        ([*cell({"unfixed": REPRODUCED, "fix": SKIPPED}), *B], []),
+        ([*cell({"unfixed": REPRODUCED, "fix": variant(kinds={}, text="a GPU failed")}), *B], []),
         ([*(replace(row, hardware="gpu1-shared") for row in A), *B], [("c/m", "", "")]),
         ([*(replace(row, stack="other") for row in A), *B], [("c/m", "", "")]),
     ],
-    ids=["nothing", "cell", "arm", "arm without result", "skipped", "infra", "other hardware", "other stack"],
+    ids=[
+        "nothing",
+        "cell",
+        "variant",
+        "variant without result",
+        "skipped",
+        "infra_error",
+        "other hardware",
+        "other stack",
+    ],
 )
 def test_find_missing(tonight: Rows, expected: list[tuple[str, str, str]]) -> None:
     assert missing(tonight) == expected
@@ -145,14 +156,14 @@ def test_find_missing(tonight: Rows, expected: list[tuple[str, str, str]]) -> No
         (replace(ALL, cells={"c/m": {"now"}}), "not requested"),
         (replace(ALL, cells={**dict(ALL.cells or {}), "c/n": {"later"}}), "not requested"),
         (replace(ALL, hardware=("gpu*",)), "not requested"),
-        (replace(ALL, arms={}), "not requested"),
+        (replace(ALL, variants={}), "not requested"),
         (replace(ALL, unstarted=("cpu now c/n",)), "no time left"),
         (replace(ALL, unstarted=None), "no time left"),
         (replace(ALL, shard={"c/m"}), "in another shard"),
         (replace(ALL, cells={"c/m": {"now"}, "c/n": {"later"}}, stacks={"now"}), ""),
         (replace(ALL, hardware=("c*",)), ""),
         (replace(ALL, shard={"c/n"}), ""),
-        (Requested(ARMS), ""),
+        (Requested(VARIANTS), ""),
         (Requested({}), "not requested"),
     ],
 )
@@ -171,13 +182,13 @@ def test_find_missing_looks_further_back_than_the_last_run() -> None:
     assert missing(A, ALL, BOTH, between) == [("c/n", "", "")]
     assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
     assert missing(A, replace(ALL, shard={"c/m"}), BOTH, between) == []
-    assert missing(A, Requested(ARMS), BOTH, between) == [], "without a request: only the last run counts"
+    assert missing(A, Requested(VARIANTS), BOTH, between) == [], "without a request: only the last run counts"
 
 
 def test_describe_missing_names_a_few_and_the_other_hardware() -> None:
-    many = [row for n in range(9) for row in cell({"broken": FIRES}, key=f"c/{n}")]
+    many = [row for n in range(9) for row in cell({"unfixed": REPRODUCED}, key=f"c/{n}")]
     tonight = [replace(row, hardware="gpu1-shared") for row in many]
-    found = find_missing(tonight, [make_run("mon", many, 0)], [Requested(ARMS, {row.key: {"now"} for row in many})])
+    found = find_missing(tonight, [make_run("mon", many, 0)], [Requested(VARIANTS, {row.key: {"now"} for row in many})])
     (text,) = describe_missing(found)
     assert (
         count_missing(found) == "9 cells" and "c/2" in text and "c/3" not in text and "on gpu1-shared instead" in text
@@ -189,10 +200,10 @@ KEY = f"{CASE}/qwen1.5-0.5b-ddp"
 
 
 def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
-    runs.note(tmp_path, [f"case={CASE}", "arms=[non-*]", "hardware=cpu", "shard=1/2"], runs.ENDED, ["a b c"])
+    runs.note(tmp_path, [f"case={CASE}", "variants=[non-*]", "hardware=cpu", "shard=1/2"], runs.ENDED, ["a b c"])
     requested = nightly.load_requested(tmp_path, [])
     assert requested.cells is not None and requested.cells[KEY] == {"current"} and requested.hardware == ("cpu",)
-    assert requested.arms == {CASE: {"broken", "non-reentrant"}} and requested.unstarted == ("a b c",)
+    assert requested.variants == {CASE: {"unfixed", "non-reentrant"}} and requested.unstarted == ("a b c",)
     assert requested.shard is None
     written = {"schema": 1, "shard": 1, "of": 2, "selection": [], "repeat": {}, "cells": [["cpu", "current", KEY]]}
     manifest = json.dumps({**written, "commit": "c", "changed": False, "stacks": {}})
@@ -201,7 +212,7 @@ def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
     for text in ("case=no-such-case", "case=[["):
         runs.note(tmp_path, [text], runs.ENDED)
         unknown = nightly.load_requested(tmp_path, [])
-        assert unknown.cells is None and CASE in unknown.arms
+        assert unknown.cells is None and CASE in unknown.variants
 
 
 # -- the history
@@ -221,15 +232,26 @@ def test_history_stores_runs_without_loss(one: Rows, other: Rows, tmp_path_facto
     assert history.load_history(folder, []) == sorted(made, key=lambda run: (run.started, run.run_id))
     strips = strips_of([run_of_history(run) for run in made]).strips
     assert all(len(strip.answers) == 2 for strip in strips)
-    assert {(s.key[0], s.key[4]) for s in strips} == {(row.case, row.arm) for run in made for row in run.rows}
+    assert {(s.key[0], s.key[4]) for s in strips} == {(row.case, row.variant) for run in made for row in run.rows}
 
 
 @pytest.mark.parametrize(
     "edit",
-    [{"exit_code": "green"}, {"started": "x"}, {"rows": 3}, {"schema": 9}, {"schema": None}, {"stacks": {}},
-     {"rows": [{"verdict": "FIX_HODLS"}]}, {"rows": [{"kinds": {"fired": 2}}]}, {"rows": [{"kinds": {"fires": -2}}]},
-     {"rows": [{"met": "norm"}]}, {"rows": [{"text": 5}]}, {"rows": [{"no_such": 1}]}],
-)  # fmt: skip
+    [
+        {"exit_code": "green"},
+        {"started": "x"},
+        {"rows": 3},
+        {"schema": 9},
+        {"schema": None},
+        {"stacks": {}},
+        {"rows": [{"verdict": "FIX_HODLS"}]},
+        {"rows": [{"kinds": {"reproduced": 2}}]},
+        {"rows": [{"kinds": {"reproduced": -2}}]},
+        {"rows": [{"failure_ids": "norm"}]},
+        {"rows": [{"text": 5}]},
+        {"rows": [{"no_such": 1}]},
+    ],
+)
 def test_history_damaged_line_is_named(edit: dict[str, Any], tmp_path: Path) -> None:
     history.store_run(tmp_path, PASSING)
     line = json.loads((tmp_path / history.FILE).read_text())
@@ -264,11 +286,13 @@ Night = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def night(results: Path, capsys: pytest.CaptureFixture[str]) -> Night:
-    """Measure (where arms are given) and run `repro nightly`: exit code and output."""
+    """Measure (where variants are given) and run `repro nightly`: exit code and output."""
 
-    def run(name: str, arms: dict[str, Any] | None = None, started: float = 1.0, *words: str, **changes: Any) -> Any:
-        if arms:
-            write(results / name, arms, started, **changes)
+    def run(
+        name: str, variants: dict[str, Any] | None = None, started: float = 1.0, *words: str, **changes: Any
+    ) -> Any:
+        if variants:
+            write(results / name, variants, started, **changes)
         more = words if "--run-exit-code" in words else ("--run-exit-code", "0", *words)
         run_id = () if "--run-id" in words else ("--run-id", name)
         code = cli.main(["nightly", str(results / name), "--history", str(results / "history"), *run_id, *more])
@@ -283,50 +307,52 @@ def codes(results: Path) -> list[tuple[str, int | None]]:
 
 
 def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) -> None:
-    assert night("mon", {"broken": FIRED}, 1.0)[0] == 0
-    assert night("tue", {"broken": CLEAN}, 2.0)[0] == 1
+    assert night("mon", {"unfixed": FIRED}, 1.0)[0] == 0
+    assert night("tue", {"unfixed": PASSED}, 2.0)[0] == 1
     text = (results / "history" / "issues" / "tue" / "some-case.md").read_text()
-    assert text.startswith("# some-case: ") and "before: `fires 2/2" in text
+    assert text.startswith("# some-case: ") and "before: `reproduces 2/2" in text
     assert night("tue")[0] == 1 and codes(results) == [("mon", 0), ("tue", 1)], "the same run again"
     closed = results / "closed.txt"
     closed.write_text(text)
-    assert night("wed", {"broken": CLEAN}, 3.0, "--acknowledged", str(closed), "--issues", str(results / "wed"))[0] == 0
+    assert (
+        night("wed", {"unfixed": PASSED}, 3.0, "--acknowledged", str(closed), "--issues", str(results / "wed"))[0] == 0
+    )
     assert not (results / "wed" / "some-case.md").exists()
-    assert night("thu", {"broken": CLEAN}, 4.0)[0] == 0, "compared with wed"
-    assert night("fri", {"broken": CLEAN}, 5.0, "--run-exit-code", "3")[0] == 3
+    assert night("thu", {"unfixed": PASSED}, 4.0)[0] == 0, "compared with wed"
+    assert night("fri", {"unfixed": PASSED}, 5.0, "--run-exit-code", "3")[0] == 3
     assert codes(results)[-2:] == [("thu", 0), ("fri", 3)]
 
 
 def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:
     same = ("--run-id", "nightly")
-    assert night("mon", {"broken": FIRED}, 1.0, *same)[0] == 0 == night("mon", None, 1.0, *same)[0]
-    assert night("tue", {"broken": CLEAN}, 2.0, *same)[0] == 1 == night("tue", None, 2.0, *same)[0]
+    assert night("mon", {"unfixed": FIRED}, 1.0, *same)[0] == 0 == night("mon", None, 1.0, *same)[0]
+    assert night("tue", {"unfixed": PASSED}, 2.0, *same)[0] == 1 == night("tue", None, 2.0, *same)[0]
     assert codes(results) == [("nightly", 0), ("nightly.2", 1)]
 
 
 def test_nightly_quarantined_difference_passes_until_it_expires(results: Path, night: Night) -> None:
     today = datetime.now(timezone.utc).date()
 
-    def run(name: str, started: float, arms: dict[str, Any], days: int = 1) -> tuple[int, str]:
-        entry = quarantine.entry("some-case/m-fsdp", "broken", "ada", today + timedelta(days), "issue 12")
+    def run(name: str, started: float, variants: dict[str, Any], days: int = 1) -> tuple[int, str]:
+        entry = quarantine.entry("some-case/m-fsdp", "unfixed", "ada", today + timedelta(days), "issue 12")
         (results / "quarantine.yaml").write_text(quarantine.written([entry]))
-        return night(name, arms, started)
+        return night(name, variants, started)
 
-    code, text = run("mon", 1.0, {"broken": FIRED})
+    code, text = run("mon", 1.0, {"unfixed": FIRED})
     assert code == 0 and "quarantined: some-case/m-fsdp" in text and "ada" in text
-    code, text = run("tue", 2.0, {"broken": CLEAN})
+    code, text = run("tue", 2.0, {"unfixed": PASSED})
     assert code == 0 and "since mon" in text
-    assert "quarantined:" not in run("wed", 3.0, {"broken": "needs 2 GPUs"})[1]
-    code, text = run("thu", 4.0, {"broken": FIRED}, days=-1)
+    assert "quarantined:" not in run("wed", 3.0, {"unfixed": "needs 2 GPUs"})[1]
+    code, text = run("thu", 4.0, {"unfixed": FIRED}, days=-1)
     assert code == 1 and "quarantined:" not in text and "ada" in text
 
 
 def test_nightly_late_run_is_compared_with_the_runs_before_it(results: Path, night: Night) -> None:
-    assert night("mon", {"broken": FIRED}, 1.0)[0] == 0 == night("wed", {"broken": FIRED}, 3.0)[0]
-    code, text = night("tue", {"broken": CLEAN}, 2.0)
+    assert night("mon", {"unfixed": FIRED}, 1.0)[0] == 0 == night("wed", {"unfixed": FIRED}, 3.0)[0]
+    code, text = night("tue", {"unfixed": PASSED}, 2.0)
     assert code == 1 and "before wed" in text
     assert codes(results) == [("mon", 0), ("tue", 1), ("wed", 0)]
-    assert "in the future" in night("thu", {"broken": FIRED}, 4_102_444_800.0)[1]
+    assert "in the future" in night("thu", {"unfixed": FIRED}, 4_102_444_800.0)[1]
 
 
 def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Path, night: Night) -> None:
@@ -336,8 +362,8 @@ def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Pat
 
     def run(name: str, started: float, *texts: str, also: bool = False, left: list[str] | None = None) -> Any:
         if also:
-            write(results / name, {"broken": FIRED}, started, **at)
-        write(results / name, {"broken": FIRED}, started, **other)
+            write(results / name, {"unfixed": FIRED}, started, **at)
+        write(results / name, {"unfixed": FIRED}, started, **other)
         if texts:
             runs.note(results / name, texts, runs.ENDED, left)
         return night(name)
@@ -352,7 +378,7 @@ def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Pat
 
 
 def test_nightly_unreadable_file_is_exit_3(results: Path, night: Night) -> None:
-    bad = write(results / "mon", {"broken": FIRED}) / "cpu" / "s" / "some-case" / "x.json"
+    bad = write(results / "mon", {"unfixed": FIRED}) / "cpu" / "s" / "some-case" / "x.json"
     bad.write_text("{")
     code, text = night("mon")
     assert code == 3 and "x.json" in text
@@ -364,7 +390,7 @@ def test_nightly_unreadable_file_is_exit_3(results: Path, night: Night) -> None:
      ["--acknowledged", "/no/such/file"], ["--bisect-time", "soon"]],
 )  # fmt: skip
 def test_nightly_bad_option_is_a_usage_error(results: Path, night: Night, words: list[str]) -> None:
-    assert night("a", {"broken": FIRED}, 1.0, *words)[0] == 2 and not (results / "history").exists()
+    assert night("a", {"unfixed": FIRED}, 1.0, *words)[0] == 2 and not (results / "history").exists()
 
 
 def test_nightly_no_results_or_no_exit_code_is_a_usage_error(results: Path, night: Night) -> None:
@@ -393,7 +419,7 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
     assert bisections.report(changed) == "torch 2.14.0 is the first bad release"
     (words,) = commands
     assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)] and "model=m" in words
-    assert words[words.index("--arm") + 1] == "fix"
+    assert words[words.index("--variant") + 1] == "fix"
     assert (
         "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed)) and len(commands) == 1
     )
@@ -407,8 +433,8 @@ def test_run_bisect_without_report_gives_reason() -> None:
 
 
 def test_report_page_shows_changes_over_runs(results: Path, night: Night) -> None:
-    night("mon", {"broken": FIRED}, 1.0)
-    night("tue", {"broken": CLEAN}, 2.0)
+    night("mon", {"unfixed": FIRED}, 1.0)
+    night("tue", {"unfixed": PASSED}, 2.0)
     page = results / "page.html"
     for words, shown in ((["--history", str(results / "history")], True), ([], False)):
         assert cli.main(["report", str(results / "tue"), *words, "--output", str(page)]) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from probing import BASE, CASE, World, before, world
 from repro_matrix.analysis.upgrade import Upgrade, compare_stacks
-from results_by_hand import BOOM, FIRES, HOLDS, SETTINGS, SKIPPED, arm, cell
+from results_by_hand import BOOM, HOLDS, REPRODUCED, SETTINGS, SKIPPED, cell, variant
 
 __all__ = ["world"]
 
@@ -22,17 +22,17 @@ def compared(old: dict[str, Any], new: dict[str, Any]) -> Upgrade:
 @pytest.mark.parametrize(
     ("old", "new", "kinds", "code"),
     [
-        ({"broken": arm()}, {"broken": FIRES}, ["reproduces_now"], 1),
-        ({"broken": BOOM}, {"broken": FIRES}, ["reproduces_now"], 1),
-        ({"broken": FIRES}, {"broken": arm()}, ["no_longer_reproduces"], 0),
-        ({"broken": FIRES}, {"broken": BOOM}, ["no_longer_reproduces"], 0),
-        ({"broken": FIRES}, {"broken": replace(FIRES, text="another")}, ["text_changed"], 0),
-        ({"broken": arm()}, {"broken": BOOM}, ["new_failure"], 1),
-        ({"broken": BOOM}, {"broken": arm()}, ["failure_gone"], 0),
-        ({"broken": FIRES, "fix": HOLDS}, {"broken": FIRES, "fix": FIRES}, ["fix_stopped_working"], 1),
-        ({"broken": FIRES, "fix": FIRES}, {"broken": FIRES, "fix": HOLDS}, ["fix_works_now"], 0),
-        ({"broken": FIRES, "fix": HOLDS}, {"broken": FIRES, "fix": HOLDS}, [], 0),
-        ({"broken": arm(wall_s=(1.0, 1.0))}, {"broken": arm(wall_s=(9.0, 9.0))}, [], 0),
+        ({"unfixed": variant()}, {"unfixed": REPRODUCED}, ["reproduces_now"], 1),
+        ({"unfixed": BOOM}, {"unfixed": REPRODUCED}, ["reproduces_now"], 1),
+        ({"unfixed": REPRODUCED}, {"unfixed": variant()}, ["no_longer_reproduces"], 0),
+        ({"unfixed": REPRODUCED}, {"unfixed": BOOM}, ["no_longer_reproduces"], 0),
+        ({"unfixed": REPRODUCED}, {"unfixed": replace(REPRODUCED, text="another")}, ["text_changed"], 0),
+        ({"unfixed": variant()}, {"unfixed": BOOM}, ["new_failure"], 1),
+        ({"unfixed": BOOM}, {"unfixed": variant()}, ["failure_gone"], 0),
+        ({"unfixed": REPRODUCED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": REPRODUCED}, ["fix_stopped_working"], 1),
+        ({"unfixed": REPRODUCED, "fix": REPRODUCED}, {"unfixed": REPRODUCED, "fix": HOLDS}, ["fix_works_now"], 0),
+        ({"unfixed": REPRODUCED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": HOLDS}, [], 0),
+        ({"unfixed": variant(wall_s=(1.0, 1.0))}, {"unfixed": variant(wall_s=(9.0, 9.0))}, [], 0),
     ],
 )
 def test_compare_stacks_gives_kind_and_exit_code(
@@ -43,21 +43,23 @@ def test_compare_stacks_gives_kind_and_exit_code(
     assert result.same == len(old) - len(kinds)
 
 
-def test_compare_stacks_arm_without_result_is_unknown() -> None:
-    skipped = compared({"broken": SKIPPED, "fix": HOLDS}, {"broken": FIRES, "fix": HOLDS})
-    assert [(each.arm, each.declared) for each in skipped.unknown] == [("broken", True)]
+def test_compare_stacks_variant_without_result_is_unknown() -> None:
+    skipped = compared({"unfixed": SKIPPED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": HOLDS})
+    assert [(each.variant, each.declared) for each in skipped.unknown] == [("unfixed", True)]
     assert (skipped.changes, skipped.same, skipped.exit_code) == ((), 1, 0)
-    lost = compared({"broken": arm(kinds={}, text="a GPU failed")}, {"broken": FIRES})
+    lost = compared({"unfixed": variant(kinds={}, text="a GPU failed")}, {"unfixed": REPRODUCED})
     assert [each.declared for each in lost.unknown] == [False] and lost.exit_code == 3
-    assert compare_stacks([], cell({"broken": FIRES})).exit_code == 3
-    other = compared({"broken": arm(settings=SETTINGS)}, {"broken": replace(FIRES, settings={**SETTINGS, "steps": 2})})
+    assert compare_stacks([], cell({"unfixed": REPRODUCED})).exit_code == 3
+    other = compared(
+        {"unfixed": variant(settings=SETTINGS)}, {"unfixed": replace(REPRODUCED, settings={**SETTINGS, "steps": 2})}
+    )
     assert (other.changes, other.same, len(other.unknown)) == ((), 0, 1)
 
 
 def upgraded(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    got = world.repro("upgrade", f"case={CASE}", "arms=[root-call,summon]", *words, "--json")
+    actual = world.repro("upgrade", f"case={CASE}", "variants=[root-call,summon]", *words, "--json")
     out = capsys.readouterr()
-    assert got == code, out.err
+    assert actual == code, out.err
     return dict(json.loads(out.out)) if out.out else {"err": out.err}
 
 
@@ -69,19 +71,19 @@ def newer(world: World) -> None:
 def test_upgrade_names_package_and_release(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     newer(world)
 
-    def history(versions: Mapping[str, str], arm: str) -> str:
-        if arm == "summon":  # the fix stops working with another package
-            return "clean" if before(versions, "0.31", "accelerate") else "no such key"
-        return "fires" if arm == "broken" and not before(versions, "4.41.0") else "clean"
+    def history(versions: Mapping[str, str], variant: str) -> str:
+        if variant == "summon":  # the fix stops working with another package
+            return "passed" if before(versions, "0.31", "accelerate") else "no such key"
+        return "reproduced" if variant == "unfixed" and not before(versions, "4.41.0") else "passed"
 
     world.history = history
     data = upgraded(world, capsys, "--from", "base", "--to", "newer", "--releases", code=1)
-    changes = {change["arm"]: change for change in data["changes"]}
-    assert {arm: change["change"] for arm, change in changes.items()} == {
-        "broken": "reproduces_now", "summon": "new_failure",
+    changes = {change["variant"]: change for change in data["changes"]}
+    assert {variant: change["change"] for variant, change in changes.items()} == {
+        "unfixed": "reproduces_now", "summon": "new_failure",
     }  # fmt: skip
-    assert changes["broken"]["cause"]["packages"] == ["transformers"]
-    assert changes["broken"]["cause"]["releases"]["transformers"]["first"] == "transformers 4.41.0"
+    assert changes["unfixed"]["cause"]["packages"] == ["transformers"]
+    assert changes["unfixed"]["cause"]["releases"]["transformers"]["first"] == "transformers 4.41.0"
     assert changes["summon"]["cause"]["packages"] == ["accelerate"]
     assert (
         changes["summon"]["cause"]["releases"]["accelerate"]["text"] == "accelerate 0.31.0 (not yet accelerate 0.30.0)"
@@ -95,19 +97,23 @@ def test_upgrade_names_package_and_release(world: World, capsys: pytest.CaptureF
 
 def test_upgrade_improvement_is_exit_0(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     newer(world)
-    world.history = lambda versions, arm: "fires" if arm == "broken" and before(versions, "4.42") else "clean"
+    world.history = lambda versions, variant: (
+        "reproduced" if variant == "unfixed" and before(versions, "4.42") else "passed"
+    )
     data = upgraded(world, capsys, "--from", "base", "--to", "newer", "--why", "none")
     assert data["counts"] == {"no_longer_reproduces": 1} and all(c["cause"] is None for c in data["changes"])
-    assert world.repro("upgrade", f"case={CASE}", "arms=[root-call]", "--from", "base", "--to", "newer") == 0
+    assert world.repro("upgrade", f"case={CASE}", "variants=[root-call]", "--from", "base", "--to", "newer") == 0
     assert "no_longer_reproduces" in capsys.readouterr().out
 
 
 def test_upgrade_other_python_alone_blames_no_package(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     newer(world)
     world.bases["newer"]["python"] = "3.12.0"
-    world.history = lambda versions, arm: "fires" if versions["python"] == "3.12.0" and arm == "broken" else "clean"
+    world.history = lambda versions, variant: (
+        "reproduced" if versions["python"] == "3.12.0" and variant == "unfixed" else "passed"
+    )
     data = upgraded(world, capsys, "--from", "base", "--to", "newer", code=1)
-    cause = next(c["cause"] for c in data["changes"] if c["arm"] == "broken")
+    cause = next(c["cause"] for c in data["changes"] if c["variant"] == "unfixed")
     assert cause["packages"] is None and "Python differs" in cause["note"]
 
 

@@ -87,7 +87,11 @@ def test_new_like_another_case_and_from_a_script(mine: Path, capsys: pytest.Capt
     assert cli.main(["new", "other-one", "--like", "ddp-ready-once"]) == 0
     found = catalogue.load()
     other, made = found.cases["ddp-ready-once"], found.cases["other-one"]
-    assert (made.flags, made.arms, made.proof) == (other.flags, other.arms, other.proof) and not made.claims
+    assert (made.flags, made.variants, made.pass_criteria) == (
+        other.flags,
+        other.variants,
+        other.pass_criteria,
+    ) and not made.claims
     (mine / "train.py").write_text(
         "import torch\n\n\ndef f():\n    return 1\n\n\nx = f()  # why\nif __name__ == '__main__':\n    print(x)\n"
     )
@@ -119,49 +123,49 @@ def test_every_way_of_not_being_ready_is_found() -> None:
     assert ready.of_case("a.yaml", case()) == []
     assert "line 2: not valid Python" in str(ready.of_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
 
-    def said(**arms: list[tuple[str, Any]]) -> str:
-        made = {name: found or [] for name, found in arms.items()}
-        return "\n".join(map(str, ready.of_attempts("a.yaml", "a.py", case(), {"warm": [document(made)]})))
+    def said(**variants: list[tuple[str, Any]]) -> str:
+        made = {name: found or [] for name, found in variants.items()}
+        return "\n".join(map(str, ready.of_attempts("a.yaml", "a.py", case(), {"forkserver": [document(made)]})))
 
     there = observation(ok(0))
-    name = next(name for name in case().arms if name != "broken")
-    good = {"broken": [("fires", there)] * 3, name: [("clean", there)] * 3}
+    name = next(name for name in case().variants if name != "unfixed")
+    good = {"unfixed": [("reproduced", there)] * 3, name: [("passed", there)] * 3}
     assert said(**good) == ""
-    assert "not deterministic" in said(**{**good, "broken": [("fires", there), ("clean", there)]})
-    assert "is clean instead of fires" in said(**{**good, "broken": [("clean", there)]})
-    assert "matches this arm too" in said(**{**good, name: [("fires", there)]})
-    assert "no verdict" in said(**{**good, name: [("infra", there)]})
-    also = next(each for each in case().arms if each not in ("broken", name))
-    reviewed = document({**good, name: [("fires", there)], also: [("clean", there)]})
-    reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "FIX_BROKEN", "expected": "expected"}
-    assert ready.of_attempts("a.yaml", "a.py", case(), {"warm": [reviewed]}) == []  # results/expected has it so
-    assert ready.recorded({"warm": [reviewed]}) == {name: "FIX_BROKEN"}
+    assert "not deterministic" in said(**{**good, "unfixed": [("reproduced", there), ("passed", there)]})
+    assert "is clean instead of reproduces" in said(**{**good, "unfixed": [("passed", there)]})
+    assert "matches this variant too" in said(**{**good, name: [("reproduced", there)]})
+    assert "no verdict" in said(**{**good, name: [("infra_error", there)]})
+    also = next(each for each in case().variants if each not in ("unfixed", name))
+    reviewed = document({**good, name: [("reproduced", there)], also: [("passed", there)]})
+    reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "NOT_FIXED", "expected": "expected"}
+    assert ready.of_attempts("a.yaml", "a.py", case(), {"forkserver": [reviewed]}) == []  # results/expected has it so
+    assert ready.recorded({"forkserver": [reviewed]}) == {name: "NOT_FIXED"}
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
-        lacking["arms"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "needs": ["vllm"]}}
-        assert bool(ready.of_attempts("a.yaml", "a.py", case(), {"warm": [lacking]})) != ready_
-        assert ready.unmeasured({"warm": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
-    assert "no arm is clean" in said(**{**good, name: [("other_error", there)]})
-    both = {"warm": [document(good)], "cold": [document({**good, name: [("hang", there)]})]}
+        lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "needs": ["vllm"]}}
+        assert bool(ready.of_attempts("a.yaml", "a.py", case(), {"forkserver": [lacking]})) != ready_
+        assert ready.unmeasured({"forkserver": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
+    assert "no variant is clean" in said(**{**good, name: [("other_failure", there)]})
+    both = {"forkserver": [document(good)], "cold": [document({**good, name: [("hang", there)]})]}
     assert any("cold and warm disagree" in str(each) for each in ready.of_attempts("a.yaml", "a.py", case(), both))
 
 
-def test_an_arm_that_changes_more_than_it_says_is_found() -> None:
+def test_an_variant_that_changes_more_than_it_says_is_found() -> None:
     known = catalogue.load().cases["ddp-ready-once"]
-    arm = known.arms["broken"].model_copy(
+    variant = known.variants["unfixed"].model_copy(
         update={"flags": {"reentrant": False, "find_unused": False}, "help": "reentrant"}
     )
-    both: Case = known.model_copy(update={"arms": {"broken": known.arms["broken"], "both": arm}})
+    both: Case = known.model_copy(update={"variants": {"unfixed": known.variants["unfixed"], "both": variant}})
     assert "does not name flags.find_unused" in str(ready.of_case("a.yaml", both)[0])
-    # An arm may build upon another one: what is said of it is the one thing more.
-    first = arm.model_copy(update={"help": "reentrant and find_unused"})
-    more = arm.model_copy(update={"flags": {**arm.flags, "static_graph": True}, "help": "the same, static"})
-    chain = known.model_copy(update={"arms": {"broken": known.arms["broken"], "both": first, "more": more}})
+    # A variant may build upon another one: what is said of it is the one thing more.
+    first = variant.model_copy(update={"help": "reentrant and find_unused"})
+    more = variant.model_copy(update={"flags": {**variant.flags, "static_graph": True}, "help": "the same, static"})
+    chain = known.model_copy(update={"variants": {"unfixed": known.variants["unfixed"], "both": first, "more": more}})
     assert ready.of_case("a.yaml", chain) == []
 
 
 def test_no_shipped_case_changes_more_than_it_says() -> None:
-    """Helps that build upon the arm before them, or say GPUs for devices, were findings."""
+    """Helps that build upon the variant before them, or say GPUs for devices, were findings."""
     found = [each for slug, case in catalogue.load().cases.items() for each in ready.of_case(slug, case)]
     assert found == []
 
@@ -171,7 +175,7 @@ def test_evidence_of_another_case_that_a_signature_matches_is_found() -> None:
     from repro_matrix.results.store import Store
 
     cases = catalogue.load().cases
-    copy = cases["ddp-ready-once"].model_copy(update={"slug": "a-copy", "occurs_with": []})
+    copy = cases["ddp-ready-once"].model_copy(update={"slug": "a-copy", "also_matches": []})
     documents = list(Store(BASELINE).documents(cases=["ddp-ready-once"]))
     found = ready.of_others("a.yaml", copy, {**cases, "a-copy": copy}, documents)
     assert "matches the stored evidence of ddp-ready-once" in str(found[0])
@@ -249,8 +253,8 @@ def test_a_check_that_was_interrupted_or_broke_down_does_not_say_ready(
 
 def test_new_from_a_shrunk_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines, arguments and ranks as they were left, and the signature of the error that it showed."""
-    shown = {"type": "ValueError", "message": "empty list of 3\nmore", "where": "torch.optim.optimizer.__init__"}
-    outcome = {"outcome": "fires", "primary": shown}
+    shown = {"type": "ValueError", "message": "empty list of 3\nmore", "params": "torch.optim.optimizer.__init__"}
+    outcome = {"outcome": "reproduced", "primary": shown}
     (mine / "shown.json").write_text(json.dumps({"attempts": [{"outcome": outcome}]}))
     (mine / "shrunk.json").write_text(json.dumps(SHRUNK))
     assert cli.main(["new", "smaller", "--from-shrink", "shrunk.json"]) == 0
@@ -297,14 +301,14 @@ def test_new_from_a_shrunk_case_is_its_smallest_cell(mine: Path, capsys: pytest.
     assert {key: here[key] for key in same} == {key: there[key] for key in same}
     made = catalogue.load().cases["cache-again"]
     assert made.signatures == catalogue.load().cases["qwen15-fsdp-kv-cache"].signatures
-    assert "no-cache" in made.arms and "fsdp2" not in made.arms and not made.claims
+    assert "no-cache" in made.variants and "fsdp2" not in made.variants and not made.claims
 
 
 def plans(words: list[str]) -> dict[str, Any]:
-    """The settings of the broken arm."""
-    prepared = session.prepare([*words, "arms=[broken]", "hardware=cpu"])
+    """The settings of the unfixed variant."""
+    prepared = session.prepare([*words, "variants=[broken]", "hardware=cpu"])
     (plan,) = prepared.plans
-    return dict(plan.arms[0].settings)
+    return dict(plan.variants[0].settings)
 
 
 def test_what_is_no_shrunk_trigger_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

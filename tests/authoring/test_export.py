@@ -1,4 +1,4 @@
-"""`repro export`: one file about one arm without the kit, in which every name that is used is there."""
+"""`repro export`: one file about one variant without the kit, in which every name that is used is there."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from repro_kit.settings import arm_axis, resolve
+from repro_kit.settings import resolve, variant_axis
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.authoring.export.bundle import Bundle, bundle
-from repro_matrix.authoring.export.layout import broken
+from repro_matrix.authoring.export.layout import unfixed
 from repro_matrix.authoring.export.script import values, written
 from repro_matrix.authoring.export.source import ExportError
 from repro_matrix.cli import main as cli
@@ -33,20 +33,20 @@ CATALOGUE = catalogue.load()
 KIT = {f"repro_kit.{p.stem}": p.read_text() for p in sorted((REPROS / "repro_kit").glob("*.py"))}
 
 
-def settings_of(case: Case, arm: str) -> dict[str, Any]:
+def settings_of(case: Case, variant: str) -> dict[str, Any]:
     raw = CATALOGUE.raw["case"][case.slug]
-    axes = {axis: arm_axis(raw, arm, axis, getattr(case.axes, axis)[0]) for axis in ("model", "strategy")}
+    axes = {axis: variant_axis(raw, variant, axis, getattr(case.axes, axis)[0]) for axis in ("model", "strategy")}
     chosen = {axis: CATALOGUE.raw[axis][name] for axis, name in axes.items()}
-    return resolve(raw, arm, device="cpu", backend="gloo", **chosen)
+    return resolve(raw, variant, device="cpu", backend="gloo", **chosen)
 
 
 @functools.cache
-def arms_text(slug: str, arm: str, proven: bool) -> str:
-    return file_of(CATALOGUE.cases[slug], arm, proven)
+def variants_text(slug: str, variant: str, proven: bool) -> str:
+    return file_of(CATALOGUE.cases[slug], variant, proven)
 
 
-def file_of(case: Case, arm: str, proven: bool) -> str:
-    settings = settings_of(case, arm)
+def file_of(case: Case, variant: str, proven: bool) -> str:
+    settings = settings_of(case, variant)
     made = bundle(CATALOGUE.script(case).read_text(), KIT, values(settings), case.slug, proven)
     return written(["What \\ it is", 'a """quote"""'], settings, {"X": "1"}, made, {"qwen_v1/a.py": 'x = "\\n"\n'})
 
@@ -56,7 +56,7 @@ def file_of(case: Case, arm: str, proven: bool) -> str:
 )
 def test_every_case_stands_alone_with_every_name_that_it_uses(proven: bool, tmp_path: Path) -> None:
     for case in CATALOGUE.cases.values():
-        text = arms_text(case.slug, next(iter(case.arms)), proven)
+        text = variants_text(case.slug, next(iter(case.variants)), proven)
         (tmp_path / f"{case.slug}.py").write_text(text)
         tree = ast.parse(text)
         taken = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -76,7 +76,7 @@ def test_every_case_stands_alone_with_every_name_that_it_uses(proven: bool, tmp_
 
 def test_a_failure_by_itself_is_short_enough_to_paste() -> None:
     lines = {
-        case.slug: arms_text(case.slug, "broken", False).count("\n")
+        case.slug: variants_text(case.slug, "unfixed", False).count("\n")
         for case in CATALOGUE.cases.values()
         if case.kind == "failure" and {s.kind for s in case.signatures} == {"exception"}
         and not CATALOGUE.raw["model"][case.axes.model[0]].get("remote_code") and "colossalai" not in case.slug
@@ -162,11 +162,11 @@ def test_what_the_settings_decide_changes_nothing_of_what_is_done(**flags: Any) 
     assert "flags" not in text_of(made) and "unused" not in text_of(made) and "fact" not in text_of(made)
 
 
-def test_comments_stay_with_what_they_are_about_and_long_lines_are_broken() -> None:
+def test_comments_stay_with_what_they_are_about_and_long_lines_are_unfixed() -> None:
     made = bundle(SCRIPT, PARTS, {"flags": dict(x=0, on=False, which="a", key="u"), "case": "c", "seed": 0}, "it",
                   plain=RUN)  # fmt: skip
     assert "# --> here\n    total.append(1)" in text_of(made)
-    lines = broken("    wrapped = call(" + ", ".join(f"argument_{n}=[value, 'a, b']" for n in range(9)) + ")")
+    lines = unfixed("    wrapped = call(" + ", ".join(f"argument_{n}=[value, 'a, b']" for n in range(9)) + ")")
     assert len(lines) == 11 and ast.parse("\n".join(["if 1:", *lines]))
 
 
@@ -189,12 +189,14 @@ def test_a_stack_that_is_not_built_is_no_unknown_one(
     assert "unknown" not in said and "did you mean" not in said
 
 
-def test_an_arm_case_or_stack_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_variant_case_or_stack_that_is_not_there_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     there = tmp_path / "there.py"
     there.write_text("mine")
     for words, said in (
         (["fsdp-uniform-dtyp"], "did you mean 'fsdp-uniform-dtype'"),
-        (["fsdp-uniform-dtype", "--arm", "brokn"], "did you mean 'broken'"),
+        (["fsdp-uniform-dtype", "--variant", "brokn"], "did you mean 'unfixed'"),
         (["fsdp-uniform-dtype", "--stack", "curent"], "did you mean 'current'"),
         (["fsdp-uniform-dtype", "--out", str(there)], "nothing is overwritten"),
         (["fsdp-uniform-dtype", "--out", str(there / "x.py")], "cannot be written"),
@@ -237,8 +239,8 @@ def test_an_exported_script_shows_the_recorded_outcome_under_plain_torchrun(slug
     from exports import tried
 
     case = CATALOGUE.cases[slug]
-    stacks.resolve(case.needs.stack or "current")  # built where it is not: an export takes what is there
-    result, why = tried(case, next(iter(case.arms)), tmp_path)
+    stacks.resolve(case.requires.stack or "current")  # built where it is not: an export takes what is there
+    result, why = tried(case, next(iter(case.variants)), tmp_path)
     assert result == "shown", why
 
 
@@ -247,28 +249,28 @@ def test_what_is_not_the_recorded_outcome_is_not_taken_for_it() -> None:
     from repro_matrix.authoring.export.stored import Measured
 
     case = CATALOGUE.cases["fsdp-uniform-dtype"]
-    fires = Measured(
+    reproduced = Measured(
         {},
         [
             {
-                "outcome": "fires",
-                "recognised": [{"case": "fsdp-uniform-dtype", "signature": "uniform-dtype"}],
+                "outcome": "reproduced",
+                "recognized": [{"case": "fsdp-uniform-dtype", "signature": "uniform-dtype"}],
                 "primary": {},
             }
         ],
     )
-    clean = Measured({}, [{"outcome": "clean", "recognised": []}])
+    passed = Measured({}, [{"outcome": "passed", "recognized": []}])
     other = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: another\n'
-    assert wrong(case, fires, 2, Ran(other, 1)) and wrong(case, fires, 2, Ran("finished without an error", 0))
-    assert wrong(case, clean, 2, Ran("[rank 0] every check is right\n", 0))
-    assert wrong(case, clean, 2, Ran("[rank 0] every check is right\n[rank 1] every check is right\n", 0)) is None
+    assert wrong(case, reproduced, 2, Ran(other, 1)) and wrong(case, reproduced, 2, Ran("finished without an error", 0))
+    assert wrong(case, passed, 2, Ran("[rank 0] every check is right\n", 0))
+    assert wrong(case, passed, 2, Ran("[rank 0] every check is right\n[rank 1] every check is right\n", 0)) is None
     hang = CATALOGUE.cases["fsdp-generate-uneven"]
     hangs = Measured(
         {},
         [
             {
-                "outcome": "fires",
-                "recognised": [{"case": "fsdp-generate-uneven", "signature": "left-behind", "kind": "hang"}],
+                "outcome": "reproduced",
+                "recognized": [{"case": "fsdp-generate-uneven", "signature": "left-behind", "kind": "hang"}],
             }
         ],
     )

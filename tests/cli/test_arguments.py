@@ -22,9 +22,12 @@ def parser(verb: str) -> arguments.Parser:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["run", "ddp-ready-once", "--arm", "broken"], "unknown option --arm: that is a setting, arms=[NAME]"),
+        (
+            ["run", "ddp-ready-once", "--variant", "unfixed"],
+            "unknown option --variant: that is a setting, variants=[NAME]",
+        ),
         (["matrix", "--repeat", "3"], "unknown option --repeat: that is a setting, repeat=VALUE"),
-        (["match", "--arm", "x"], "unknown option --arm (there are: "),  # it takes no settings
+        (["match", "--variant", "x"], "unknown option --variant (there are: "),  # it takes no settings
         (["report", "--armm"], "unknown option --armm (there are: "),
         (["claims", "no-such"], "repro: unknown claim 'no-such'"),
     ],
@@ -62,7 +65,7 @@ def test_the_value_of_an_option_is_no_old_word() -> None:
 
 
 @given(
-    st.permutations(["--good 1", "--bad 2", "--yanked", "stack=base", "repeat=3", "arms=[a]"]),
+    st.permutations(["--good 1", "--bad 2", "--yanked", "stack=base", "repeat=3", "variants=[a]"]),
     st.integers(min_value=0, max_value=6),
 )
 def test_options_and_overrides_stand_in_any_order(pieces: list[str], where: int) -> None:
@@ -90,13 +93,13 @@ def test_a_search_takes_its_one_stack_and_leaves_the_rest() -> None:
         (["stack="], "a value is missing"),
         (["betwen=1"], "did you mean '--between'"),
         (["repat=1"], "did you mean 'repeat'"),
-        (["arms=[a]"], "arms.*not here"),
+        (["variants=[a]"], "variants.*not here"),
         (["budget=3"], "here it is an option: --budget 3"),
     ],
 )
 def test_what_a_search_cannot_take(texts: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        arguments.one_stack(given_overrides(*texts), {"arms": "not here"})
+        arguments.one_stack(given_overrides(*texts), {"variants": "not here"})
 
 
 def test_a_value_that_begins_with_a_dash_is_told_how_to_be_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "list", "case=qwen15-*", "--json")
     rows = json.loads(out)
     assert code == 0 and rows
-    assert {"case", "references", "model", "strategy", "stack", "hardware", "arms", "title"} <= set(rows[0])
+    assert {"case", "references", "model", "strategy", "stack", "hardware", "variants", "title"} <= set(rows[0])
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("matrix", "stack=nowhere"), "nowhere"),
         (("matrix", "stack=current,torhc2.2-tf4.39"), "did you mean 'torch2.2-tf4.39'"),
         (("matrix", "stack=python:/no/such/python"), "/no/such/python"),
-        (("matrix", "arms=[no-such-arm]"), "unknown arm 'no-such-arm'"),
-        (("matrix", "arms=[no-such-*]"), "unknown arm 'no-such-*'"),
+        (("matrix", "variants=[no-such-variant]"), "unknown variant 'no-such-variant'"),
+        (("matrix", "variants=[no-such-*]"), "unknown variant 'no-such-*'"),
         (("matrix", "ranks=100000"), "ranks=100000"),
         (("matrix", "world_size=4"), "ranks=2,4,8"),
         (("matrix", "ranks=two"), "number of ranks"),
@@ -133,21 +133,21 @@ def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_p
     assert code == 2 and "another run is writing here" in err
 
 
-def test_arms_may_be_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = call(capsys, "run", "qwen15-fsdp-norm-shard", "arms=[layer-wrap*]", "--dry-run", "--json")
-    assert [row["arm"] for row in json.loads(out)] == ["broken", "layer-wrap", "layer-wrap-root-call"]
+def test_variants_may_be_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, "run", "qwen15-fsdp-norm-shard", "variants=[layer-wrap*]", "--dry-run", "--json")
+    assert [row["variant"] for row in json.loads(out)] == ["unfixed", "layer-wrap", "layer-wrap-root-call"]
 
 
 def test_plan_shows_what_would_run_and_why_the_rest_would_not(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "matrix", "case=qwen15-fsdp-norm-shard", "hardware=cpu", "--dry-run", "--json")
     rows = json.loads(out)
-    assert code == 0 and rows[0]["arm"] == "broken" and rows[0]["skipped"] is None and rows[0]["world_size"] == 2
+    assert code == 0 and rows[0]["variant"] == "unfixed" and rows[0]["skipped"] is None and rows[0]["world_size"] == 2
 
 
-def test_show_prints_the_command_of_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_command_of_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "--json")
     shown: dict[str, Any] = json.loads(out)
-    assert code == 0 and all("--nproc-per-node" in arm["torchrun"] for arm in shown["arms"])
+    assert code == 0 and all("--nproc-per-node" in variant["torchrun"] for variant in shown["variants"])
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
     assert code == 0 and "torchrun" in out and "QwenLM/Qwen3#306" in out
 
@@ -192,10 +192,10 @@ def test_a_defect_is_never_taken_for_an_answer(
 ) -> None:
     """Python ends with 1 there, which means here that something differs from its expectation."""
 
-    def broken(*_: object) -> int:
+    def unfixed(*_: object) -> int:
         raise raised
 
-    monkeypatch.setattr("repro_matrix.cli.list.main", broken)
+    monkeypatch.setattr("repro_matrix.cli.list.main", unfixed)
     assert cli.main(["list"]) == 70
     told = capsys.readouterr().err
     assert "a defect of repro-matrix" in told and type(raised).__name__ in told

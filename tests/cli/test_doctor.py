@@ -18,7 +18,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace as workplace
 
-ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "arms=[summon]")
+ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]")
 
 
 def cold(
@@ -123,7 +123,7 @@ def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: 
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_run_arm_whose_stack_cannot_use_the_gpus_exits_with_3(
+def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from repro_matrix.runner.probe import Prober
@@ -143,14 +143,14 @@ def test_run_arm_whose_stack_cannot_use_the_gpus_exits_with_3(
     FakeNvml([Card(), Card()]).install(monkeypatch)
     monkeypatch.setattr(Prober, "__call__", probe)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: Clean())
-    words = ["fsdp-generate", "model=qwen1.5-0.5b", "arms=[summon,newer-transformers]", "hardware=gpu2"]
+    words = ["fsdp-generate", "model=qwen1.5-0.5b", "variants=[summon,newer-transformers]", "hardware=gpu2"]
     stack = f"stack=python:{python_that_says(tmp_path, *lines())}"
     code = cli.main(["run", *words, stack, f"results={tmp_path / 'results'}", "--json"])
     said = capsys.readouterr()
     (stored,) = documents(tmp_path)
-    arms = {name: arm["skipped"] for name, arm in stored["arms"].items()}
-    assert arms["broken"] is arms["summon"] is None, "the rest is measured"
-    assert (arms["newer-transformers"] is None) == works
+    variants = {name: variant["skipped"] for name, variant in stored["variants"].items()}
+    assert variants["unfixed"] is variants["summon"] is None, "the rest is measured"
+    assert (variants["newer-transformers"] is None) == works
     assert code == (0 if works else 3)
     assert ("repro: stack=current: NVML sees 2 x A100 (driver 535)" in said.err) == (not works)
     assert works or "uv pip install" in said.err, "and what to install instead"
@@ -197,8 +197,8 @@ def test_run_device_that_fails_in_the_ranks_is_infra(tmp_path: Path) -> None:
     ]
     (stored,) = documents(tmp_path)
     assert stored["hardware"]["probe"]["cuda"] == "13.0"
-    outcomes = [attempt["outcome"] for arm in stored["arms"].values() for attempt in arm["attempts"]]
-    assert outcomes and {outcome["outcome"] for outcome in outcomes} == {"infra"}
+    outcomes = [attempt["outcome"] for variant in stored["variants"].values() for attempt in variant["attempts"]]
+    assert outcomes and {outcome["outcome"] for outcome in outcomes} == {"infra_error"}
     assert all(outcome["reason"].startswith("device: rank ") for outcome in outcomes)
 
 

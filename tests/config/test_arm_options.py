@@ -26,10 +26,10 @@ def complaint(conf: Path, repros: Path, **patches: Any) -> str:
 NORM = "case/qwen15-fsdp-norm-shard.yaml"
 
 
-def test_a_mistyped_option_of_an_arm_is_refused(conf: Path, repros: Path) -> None:
+def test_a_mistyped_option_of_an_variant_is_refused(conf: Path, repros: Path) -> None:
     edit(conf, NORM, "options: {use_orig_params: false}", "options: {use_orig_param: false}")
     text = complaint(conf, repros)
-    assert NORM in text and "arms.no-orig-params" in text and "did you mean 'use_orig_params'" in text
+    assert NORM in text and "variants.no-orig-params" in text and "did you mean 'use_orig_params'" in text
 
 
 def test_a_value_that_an_option_does_not_take_is_refused(conf: Path, repros: Path) -> None:
@@ -47,9 +47,9 @@ def test_a_mistyped_option_of_a_case_and_of_a_strategy_is_refused(conf: Path, re
     assert "strategy/fsdp.yaml" in complaint(conf, repros)
 
 
-@pytest.mark.parametrize(("instead", "says"), [("", "key 'promises' is missing"), ("promises: {}", "promises: none")])
+@pytest.mark.parametrize(("instead", "says"), [("", "key 'invariants' is missing"), ("promises: {}", "promises: none")])
 def test_a_strategy_that_promises_nothing_is_refused(conf: Path, repros: Path, instead: str, says: str) -> None:
-    """Nothing could show that it was in force: what it measured would be no evidence."""
+    """Nothing could show that it was in effect: what it measured would be no evidence."""
     promised = "promises: {parameters: whole, gradients: whole, updates: whole, collectives: [reduce]}"
     edit(conf, "strategy/ddp.yaml", promised, instead)
     text = complaint(conf, repros)
@@ -65,13 +65,13 @@ def test_a_mistyped_option_on_the_command_line_is_refused(conf: Path, repros: Pa
 
 
 @pytest.mark.parametrize("twin", ["{}", "{flags: {call: inner}}", "{strategy: fsdp}", "{options: {wrap: size}}"])
-def test_an_arm_that_changes_nothing_is_refused(conf: Path, repros: Path, twin: str) -> None:
+def test_an_variant_that_changes_nothing_is_refused(conf: Path, repros: Path, twin: str) -> None:
     edit(conf, NORM, "\nclaims:", f"\n  twin: {twin}\nclaims:")
     text = complaint(conf, repros)
-    assert "arms.twin" in text and "'broken'" in text and "changes nothing" in text
+    assert "variants.twin" in text and "'unfixed'" in text and "changes nothing" in text
 
 
-def test_equal_fix_arms_are_refused(conf: Path, repros: Path) -> None:
+def test_equal_fix_variants_are_refused(conf: Path, repros: Path) -> None:
     edit(conf, NORM, "\nclaims:", "\n  again: {help: other words, flags: {call: root}}\nclaims:")
     assert "changes nothing" in complaint(conf, repros)
 
@@ -90,7 +90,7 @@ DDP = "case/ddp-unfinished-reduction.yaml"
         (DDP, "\nclaims:", "\n  lie: {help: a lie, flags: {tuch: true}}\nclaims:"),  # a flag that is not declared
         (DDP, "\nclaims:", "\n  lie: {help: a lie, flags: {touch: 'yes'}}\nclaims:"),  # not one of its values
         (DDP, "\nclaims:", "\n  lie: {help: a lie, flags: {touch: false}}\nclaims:"),  # its default
-        (DDP, "arm: find-unused", "arm: find"),  # a claim about an arm that there is not
+        (DDP, "variant: find-unused", "variant: find"),  # a claim about a variant that there is not
         (DDP, "signatures:", "signatures: []\nignored:"),
         ("case/train-step.yaml", "checks:", "checks: []\n  ignored:"),
     ],

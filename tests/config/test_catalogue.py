@@ -107,22 +107,22 @@ def test_kept_key_that_the_model_does_not_have(conf: Path, repros: Path) -> None
     assert "qwen15-fsdp-norm-shard.yaml: keeps" in text and "did you mean 'hidden_size'" in text
 
 
-def test_claim_about_an_arm_that_does_not_exist(conf: Path, repros: Path) -> None:
+def test_claim_about_an_variant_that_does_not_exist(conf: Path, repros: Path) -> None:
     import yaml
 
     path = conf / NORM
     raw = yaml.safe_load(path.read_text())
-    raw["claims"] = [{"id": "x", "text": "t", "predicts": [{"arm": "root-cal", "outcome": "clean"}]}]
+    raw["claims"] = [{"id": "x", "text": "t", "predictions": [{"variant": "root-cal", "outcome": "passed"}]}]
     path.write_text(yaml.safe_dump(raw, sort_keys=False))
     assert "did you mean 'root-call'" in complaint(conf, repros)
 
 
-def test_arm_that_sets_an_undeclared_flag(conf: Path, repros: Path) -> None:
+def test_variant_that_sets_an_undeclared_flag(conf: Path, repros: Path) -> None:
     import yaml
 
     path = conf / NORM
     raw = yaml.safe_load(path.read_text())
-    raw["arms"]["broken"] = {"flags": {"no_such_flag": 1}}
+    raw["variants"]["unfixed"] = {"flags": {"no_such_flag": 1}}
     path.write_text(yaml.safe_dump(raw, sort_keys=False))
     assert "no_such_flag" in complaint(conf, repros)
 
@@ -144,17 +144,17 @@ def test_an_unchanged_file_is_parsed_once_and_a_changed_one_again(conf: Path, mo
     monkeypatch.setattr(catalogue.yaml, "load", lambda text, **more: (parsed.append(text), load(text, **more))[1])
     first = catalogue.read_yaml(conf / NORM)
     assert catalogue.read_yaml(conf / NORM) == first and len(parsed) == 1
-    first["arms"].clear()  # the caller's own
-    assert catalogue.read_yaml(conf / NORM)["arms"]
+    first["variants"].clear()  # the caller's own
+    assert catalogue.read_yaml(conf / NORM)["variants"]
     edit(conf, NORM, "slug: qwen15", "slug: qwen16")  # of the same size
     assert catalogue.read_yaml(conf / NORM)["slug"] == "qwen16-fsdp-norm-shard" and len(parsed) == 2
 
 
 def test_settings_are_composed_anew_when_their_file_changed(conf: Path) -> None:
-    first = compose_run(["arms=[broken]"], conf)
-    assert first.seed == 0 and first.arms is not None
-    first.arms.append("another")  # the caller's own
+    first = compose_run(["variants=[broken]"], conf)
+    assert first.seed == 0 and first.variants is not None
+    first.variants.append("another")  # the caller's own
     first.env["X"] = "y"
-    assert compose_run(["arms=[broken]"], conf) == RunSettings(arms=["broken"])
+    assert compose_run(["variants=[broken]"], conf) == RunSettings(variants=["unfixed"])
     edit(conf, "config.yaml", "seed: 0", "seed: 1")
-    assert compose_run(["arms=[broken]"], conf).seed == 1
+    assert compose_run(["variants=[broken]"], conf).seed == 1

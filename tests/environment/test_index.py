@@ -17,7 +17,7 @@ PAGE = """<!DOCTYPE html><html><body>
 <a href="demo-1.0.tar.gz">demo-1.0.tar.gz</a>
 <a href="demo-1.0-py3-none-any.whl" data-yanked="">demo-1.0-py3-none-any.whl</a>
 <a href="demo-1.10-py3-none-any.whl" data-requires-python="&gt;=3.9">demo-1.10-py3-none-any.whl</a>
-<a href="demo-1.9-py3-none-any.whl" data-yanked="broken">demo-1.9-py3-none-any.whl</a>
+<a href="demo-1.9-py3-none-any.whl" data-yanked="unfixed">demo-1.9-py3-none-any.whl</a>
 <a href="demo-1.11rc1-py3-none-any.whl">demo-1.11rc1-py3-none-any.whl</a>
 <a href="demo-1.2.win32.exe">demo-1.2.win32.exe</a>
 <a href="demo-1.10.1-py3-none-any.whl">demo-1.10.1-py3-none-any.whl</a>

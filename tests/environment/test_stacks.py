@@ -160,7 +160,7 @@ def test_failed_build_leaves_nothing(conf: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises((KeyboardInterrupt, StackError)) as caught:
         resolve("small", conf=conf)
     assert [path for path in build.stacks_dir().iterdir() if path.is_dir()] == []
-    assert not isinstance(caught.value, StackError) or (caught.value.kind == "disk" and caught.value.infra)
+    assert not isinstance(caught.value, StackError) or (caught.value.kind == "disk" and caught.value.infra_error)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_thorough_listing_reports_a_changed_file(conf: Path) -> None:
     folder = folder_of(resolve("small", conf=conf))
     module = next(folder.glob("env-*/lib/python3*/site-packages/top/__init__.py"))
     module.unlink()  # never write through it: the file may be linked into uv's cache
-    module.write_text("broken", encoding="utf-8")
+    module.write_text("unfixed", encoding="utf-8")
     assert [item.whole for item in cached_stacks()] == [True]
     assert [item.whole for item in cached_stacks(thorough=True)] == [False]
 
@@ -379,4 +379,4 @@ def test_file_that_differs_from_the_lock_is_refused(conf: Path, monkeypatch: pyt
 
 def test_full_disk_is_an_infra_error() -> None:
     error = locks.explain("stack x", "error: Failed to write\n  cause: No space left on device (os error 28)")
-    assert (error.kind, error.infra, error.unavailable) == ("disk", True, False)
+    assert (error.kind, error.infra_error, error.unavailable) == ("disk", True, False)

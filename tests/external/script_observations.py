@@ -8,9 +8,16 @@ from typing import Any
 
 from repro_matrix.launch.attempt import Attempt
 
-WHERE = {"file": "/home/a/train.py", "line": 3, "function": "step", "module": "__main__", "place": "", "code": "x"}
+WHERE = {
+    "file": "/home/a/train.py",
+    "line": 3,
+    "function": "step",
+    "module": "__main__",
+    "code_location": "",
+    "code": "x",
+}
 UPSTREAM = {**WHERE, "file": "/v/site-packages/transformers/cache.py", "module": "transformers.cache",
-            "place": "transformers.cache", "function": "get"}  # fmt: skip
+            "code_location": "transformers.cache", "function": "get"}  # fmt: skip
 PEER = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:22437"
 
 
@@ -23,16 +30,16 @@ def rank(number: int, code: int | None = 0, error: dict[str, Any] | None = None,
     record = {"schema": 2, "rank": number, "pid": 100 + number, "done": code == 0, "exception": error, "ended": 5.0,
               "phase": "script", "checks": [], "metrics": {}, "facts": {}, "warnings": [], "logs": [],
               "versions": {}}  # fmt: skip
-    return {"rank": number, "pid": 100 + number, "exit_code": code, "signal": None, "ended_by": "self",
+    return {"rank": number, "pid": 100 + number, "exit_code": code, "signal": None, "terminated_by": "self",
             "record": record, "log_tail": "", "stack": None, **more}  # fmt: skip
 
 
 def seen(*ranks: dict[str, Any], command_exit: int = 0, **more: Any) -> dict[str, Any]:
     about = {"id": "a", "launcher": "command", "command": [], "started": 0.0, "ended": 9.0, "wall_s": 9.0,
-             "cpu_s": 1.0, "leftover": [], "seed": 0, "backend": "gloo", "world_size": len(ranks),
-             "deadline_s": 60.0, "timed_out": False, "interrupted": False, "working_s": 2.0,
+             "cpu_s": 1.0, "leaked_processes": [], "seed": 0, "backend": "gloo", "world_size": len(ranks),
+             "deadline_s": 60.0, "timed_out": False, "interrupted": False, "startup_s": 2.0,
              "settings": {}, "hang": None}  # fmt: skip
-    found = {"schema": 1, "attempt": about, "infra": None, "ranks": list(ranks), "command_exit": command_exit,
+    found = {"schema": 1, "attempt": about, "infra_error": None, "ranks": list(ranks), "command_exit": command_exit,
              "printed": {"log": [], "metric": [], "cut": False}}  # fmt: skip
     found["attempt"].update({key: more.pop(key) for key in list(more) if key in about})
     return {**found, **more}

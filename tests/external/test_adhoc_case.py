@@ -13,7 +13,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import run, script_options
 from repro_matrix.config import catalog
-from repro_matrix.config.adhoc import ARM, AdhocCase
+from repro_matrix.config.adhoc import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case, command_line, script_report
 from repro_matrix.external.adhoc_case import (
@@ -45,7 +45,7 @@ def case_of(failure: Failure) -> AdhocCase:
 
 def graded(failure: Failure, observation: Json) -> Outcome:
     case = case_of(failure)
-    return grade(case, ARM, observation, {case.slug: case})  # type: ignore[arg-type]
+    return grade(case, VARIANT, observation, {case.slug: case})  # type: ignore[arg-type]
 
 
 def values(*numbers: float, rank_: int = 0, **more: Any) -> Json:
@@ -53,56 +53,66 @@ def values(*numbers: float, rank_: int = 0, **more: Any) -> Json:
     return {"printed": {"log": [], "metric": lines, "cut": False, **more}}
 
 
-LATE = seen(rank(0, None, ended_by="deadline", signal="SIGKILL"), timed_out=True)
-SLOW = {**LATE, "infra": {"kind": "too slow", "message": ""}}
+LATE = seen(rank(0, None, terminated_by="deadline", signal="SIGKILL"), timed_out=True)
+SLOW = {**LATE, "infra_error": {"kind": "timeout_while_progressing", "message": ""}}
 CRASH = seen(rank(0, 1))
 
 
 @pytest.mark.parametrize(
     ("failure", "observation", "outcome"),
     [
-        (error("IndexError: list index"), FAILED, "fires"),
-        (error("IndexError: other text"), FAILED, "other_error"),
-        (error("RuntimeError: Connection closed"), FAILED, "other_error"),  # follows from the other rank's
-        (error("IndexError"), FINE, "clean"),
-        (ANY, FAILED, "other_error"),
-        (ANY, FINE, "clean"),
-        (exit_code(3), seen(rank(0, 3), command_exit=1), "fires"),
-        (exit_code(3), seen(rank(0, 4), command_exit=1), "other_error"),
-        (hang(60), LATE, "fires"),
-        (hang(60), SLOW, "fires"),
-        (hang(60), FINE, "clean"),
-        (error("IndexError"), SLOW, "infra"),
+        (error("IndexError: list index"), FAILED, "reproduced"),
+        (error("IndexError: other text"), FAILED, "other_failure"),
+        (error("RuntimeError: Connection closed"), FAILED, "other_failure"),  # follows from the other rank's
+        (error("IndexError"), FINE, "passed"),
+        (ANY, FAILED, "other_failure"),
+        (ANY, FINE, "passed"),
+        (exit_code(3), seen(rank(0, 3), command_exit=1), "reproduced"),
+        (exit_code(3), seen(rank(0, 4), command_exit=1), "other_failure"),
+        (hang(60), LATE, "reproduced"),
+        (hang(60), SLOW, "reproduced"),
+        (hang(60), FINE, "passed"),
+        (error("IndexError"), SLOW, "infra_error"),
         (error("IndexError"), LATE, "hang"),
-        (metric("loss > 3.2"), {**FINE, **values(2.0, 3.3)}, "fires"),
-        (metric("loss > 3.2"), {**FINE, **values(3.3, 3.1)}, "clean"),
-        (metric("loss > 3.2"), {**FINE, **values()}, "infra"),
-        (metric("loss > 3.2"), {**FINE, **values(float("nan"))}, "other_error"),
-        (metric("loss > 3.2"), {**FINE, **values(-1e308)}, "other_error"),
-        (metric("loss > 3.2"), {**CRASH, **values(3.3)}, "other_error"),  # an earlier step's loss
-        (metric("loss > 3.2"), {**FINE, **values(9.0, rank_=1, cut=True)}, "infra"),
-        (log("no such line"), {**FINE, **values(cut=True)}, "infra"),
-        (ANY, {**FINE, **values(cut=True)}, "clean"),
-        (ANY, seen(rank(0), command_exit=1), "other_error"),
-        (error("IndexError"), seen(rank(0, None), infra={"kind": "launch", "message": "no rank"}), "infra"),
-        (ANY, seen(rank(0), interrupted=True), "infra"),
-        (error("OutOfMemoryError"), seen(rank(0, 1, raised("OutOfMemoryError", "CUDA out of memory")),
-                                         infra={"kind": "memory", "message": ""}), "fires"),
-        (ANY, seen(rank(0, 1, raised("ImportError", "no x")), infra={"kind": "import", "message": ""}), "other_error"),
-        (error("IndexError"), seen(rank(0, 1), infra={"kind": "disk", "message": ""}), "infra"),
+        (metric("loss > 3.2"), {**FINE, **values(2.0, 3.3)}, "reproduced"),
+        (metric("loss > 3.2"), {**FINE, **values(3.3, 3.1)}, "passed"),
+        (metric("loss > 3.2"), {**FINE, **values()}, "infra_error"),
+        (metric("loss > 3.2"), {**FINE, **values(float("nan"))}, "other_failure"),
+        (metric("loss > 3.2"), {**FINE, **values(-1e308)}, "other_failure"),
+        (metric("loss > 3.2"), {**CRASH, **values(3.3)}, "other_failure"),  # an earlier step's loss
+        (metric("loss > 3.2"), {**FINE, **values(9.0, rank_=1, cut=True)}, "infra_error"),
+        (log("no such line"), {**FINE, **values(cut=True)}, "infra_error"),
+        (ANY, {**FINE, **values(cut=True)}, "passed"),
+        (ANY, seen(rank(0), command_exit=1), "other_failure"),
+        (error("IndexError"), seen(rank(0, None), infra_error={"kind": "launch", "message": "no rank"}), "infra_error"),
+        (ANY, seen(rank(0), interrupted=True), "infra_error"),
+        (
+            error("OutOfMemoryError"),
+            seen(
+                rank(0, 1, raised("OutOfMemoryError", "CUDA out of memory")),
+                infra_error={"kind": "memory", "message": ""},
+            ),
+            "reproduced",
+        ),
+        (
+            ANY,
+            seen(rank(0, 1, raised("ImportError", "no x")), infra_error={"kind": "import", "message": ""}),
+            "other_failure",
+        ),
+        (error("IndexError"), seen(rank(0, 1), infra_error={"kind": "disk", "message": ""}), "infra_error"),
     ],
-)  # fmt: skip
+)
 def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str) -> None:
     found = graded(failure, observation)
     assert found.outcome == outcome, found
 
 
 def test_grade_error_in_a_thread_reproduces() -> None:
-    note = {"logger": "threading", "message": "ValueError: bad value 3", "file": "", "place": ""}
+    note = {"logger": "threading", "message": "ValueError: bad value 3", "file": "", "code_location": ""}
     observation = seen(rank(0))
     observation["ranks"][0]["record"]["logs"] = [note]
-    assert graded(error("ValueError: bad value"), observation).outcome == "fires"
-    assert graded(error("ValueError: other"), observation).outcome == "clean"
+    assert graded(error("ValueError: bad value"), observation).outcome == "reproduced"
+    assert graded(error("ValueError: other"), observation).outcome == "passed"
 
 
 def test_grade_hang_rank_that_ends_while_it_is_sampled_is_late() -> None:
@@ -111,7 +121,7 @@ def test_grade_hang_rank_that_ends_while_it_is_sampled_is_late() -> None:
         ranks[1]["record"]["ended"] = after
         return graded(hang(5), seen(*ranks, started=0.0, deadline_s=5.0)).outcome
 
-    assert ended(6.9) == "clean" and ended(7.1) == "fires"
+    assert ended(6.9) == "passed" and ended(7.1) == "reproduced"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +137,7 @@ def test_learned_failure_matches_only_itself(same: bool, other: Json) -> None:
     once = seen(rank(0, 1, raised("ValueError", "size 512 of 3", WHERE, UPSTREAM)))
     known = learned(graded(ANY, once), {"observation": once, "outcome": {}})  # type: ignore[typeddict-item]
     assert known is not None
-    assert graded(known, seen(rank(0, 1, other))).outcome == ("fires" if same else "other_error")
+    assert graded(known, seen(rank(0, 1, other))).outcome == ("reproduced" if same else "other_failure")
 
 
 LOG = """\x1b[31m[rank0]: Traceback (most recent call last):\x1b[0m
@@ -145,7 +155,7 @@ def test_same_failure_as_log_is_its_first_own_error() -> None:
     found = adhoc_case.same_failure_as([LOG.encode()], "failed.log")
     assert (found.signatures[0].type, found.signatures[0].package) == ("IndexError", "transformers")
     other = raised("IndexError", "list index 2 out of range", {**UPSTREAM, "function": "other"})
-    assert graded(found, seen(rank(0, 1, other))).outcome == "fires"
+    assert graded(found, seen(rank(0, 1, other))).outcome == "reproduced"
     assert [one["type"] for one in tracebacks(LOG)] == ["RuntimeError", "IndexError"]
     assert tracebacks(LOG[: LOG.index("[rank1]: IndexError")])[1:] == []  # cut off before its last line
 
@@ -309,7 +319,7 @@ class Ranks:
         (FAILED, [], 1, 1),
         (FAILED, ["--error", "IndexError"], 1, 1),
         (FAILED, ["--error", "KeyError"], 1, 125),
-        (seen(rank(0), rank(1), infra={"kind": "disk", "message": ""}), [], 3, 125),
+        (seen(rank(0), rank(1), infra_error={"kind": "disk", "message": ""}), [], 3, 125),
     ],
 )
 def test_run_exit_codes(
@@ -333,7 +343,7 @@ def test_run_exit_codes(
 def test_script_report_names_what_follows_and_what_is_missing() -> None:
     died = seen(rank(0, 1, raised("IndexError", "list index 3")), command_exit=1)
     case = case_of(error("IndexError"))
-    document: Any = {"stack": {}, "arms": {ARM: {"attempts": [
+    document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [
         {"observation": died, "outcome": graded(error("IndexError"), died).to_json()}]}}}  # fmt: skip
     text = "\n".join(script_report.lines(case, document))
     assert "IndexError: list index #" in text and "only 1 rank of 2 started" in text
@@ -341,7 +351,7 @@ def test_script_report_names_what_follows_and_what_is_missing() -> None:
 
 def test_known_failure_of_the_catalogue_is_recognised() -> None:
     ddp = {**WHERE, "file": "/v/site-packages/torch/nn/parallel/distributed.py", "function": "_pre_forward",
-           "module": "torch.nn.parallel.distributed", "place": "torch.nn.parallel.distributed"}  # fmt: skip
+           "module": "torch.nn.parallel.distributed", "code_location": "torch.nn.parallel.distributed"}  # fmt: skip
     message = "Expected to have finished reduction in the prior iteration before starting a new one."
     shipped = catalog.load().cases.values()
 

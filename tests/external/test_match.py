@@ -225,11 +225,11 @@ def _case(*entries: dict[str, Any]) -> Case:
 
 
 def test_what_is_stored_is_said_of_measured_releases_only() -> None:
-    old = {"versions": {"torch": ">=2.2,<2.3"}, "verdicts": {"a": "FIX_HOLDS", "b": "FIX_BROKEN"}}
-    new = {"versions": {"torch": ">=2.13,<2.14", "peft": ">=0.21,<0.22"}, "verdicts": {"a": "FIX_BROKEN"}}
+    old = {"versions": {"torch": ">=2.2,<2.3"}, "verdicts": {"a": "FIXED", "b": "NOT_FIXED"}}
+    new = {"versions": {"torch": ">=2.13,<2.14", "peft": ">=0.21,<0.22"}, "verdicts": {"a": "NOT_FIXED"}}
     case = _case(old, new)
     (fit,) = stored(case, {"torch": "2.2.2+cu121"}).fits
-    assert fit.holds == ["a"] and fit.holds_not == {"b": "FIX_BROKEN"} and fit.unnamed == ()
+    assert fit.holds == ["a"] and fit.holds_not == {"b": "NOT_FIXED"} and fit.unnamed == ()
     (fit,) = stored(case, {"torch": "2.13.0", "numpy": "1"}).fits
     assert fit.unnamed == ("peft",)
     assert stored(case, {"torch": "2.13.0", "peft": "0.10.0"}).fits == ()
@@ -268,7 +268,7 @@ def test_it_says_which_case_it_is_where_and_what_helps(tmp_path: Path, capsys: p
         assert said in out
     code, out, _ = run(capsys, str(log), "--json")
     (said,) = json.loads(out)
-    assert said["recognised"] == ["fsdp-uniform-dtype"] and said["failures"][0]["ranks"] == [1]
+    assert said["recognized"] == ["fsdp-uniform-dtype"] and said["failures"][0]["ranks"] == [1]
     assert said["stored"]["fsdp-uniform-dtype"]["fits"]
 
 

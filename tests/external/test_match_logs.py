@@ -32,7 +32,7 @@ def answer(log: str) -> Answer:
     return recognise(scan([log.encode() + b"\n"], TEXTS), CATALOGUE)
 
 
-PUBLIC, HEALTHY = fixtures("public"), fixtures("healthy")
+PUBLIC, PASSED = fixtures("public"), fixtures("healthy")
 
 
 def possible(found: Answer) -> set[str]:
@@ -40,7 +40,7 @@ def possible(found: Answer) -> set[str]:
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len({entry["source"] for entry in PUBLIC}) >= 30 and len(HEALTHY) >= 20
+    assert len({entry["source"] for entry in PUBLIC}) >= 30 and len(PASSED) >= 20
     assert all(entry["source"] and entry["about"] for entry in PUBLIC)
 
 
@@ -58,7 +58,7 @@ def test_a_public_log_is_named_rightly_or_not_at_all(entry: dict[str, Any]) -> N
         assert not found.causes
 
 
-@pytest.mark.parametrize("entry", HEALTHY, ids=[entry["about"] for entry in HEALTHY])
+@pytest.mark.parametrize("entry", PASSED, ids=[entry["about"] for entry in PASSED])
 def test_nothing_is_recognised_in_a_healthy_log(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
     assert found.names == [] and possible(found) == set()
@@ -71,8 +71,10 @@ def test_each_other_cause_that_is_named_is_one_that_a_real_log_shows_or_that_a_r
 
     for case in CASES.values():
         for signature in case.signatures:
-            if signature.elsewhere and signature.elsewhere.unless:
-                assert required(signature.elsewhere.unless), f"{case.slug}/{signature.name}: no literal in its `unless`"
+            if signature.ambiguous_with and signature.ambiguous_with.ruled_out_by:
+                assert required(signature.ambiguous_with.ruled_out_by), (
+                    f"{case.slug}/{signature.name}: no literal in its `unless`"
+                )
 
 
 @cache
@@ -81,10 +83,10 @@ def tails() -> dict[str, tuple[frozenset[str], str]]:
     found: dict[str, tuple[frozenset[str], str]] = {}
     for document in Store(BASELINE).documents():
         case = CASES.get(document["case"])
-        for name, arm in document["arms"].items() if case else ():
-            for attempt in arm["attempts"]:
-                seen = grade.grade(case, name, attempt["observation"], CASES) if name in case.arms else None
-                right = frozenset(item.case for item in seen.recognised) if seen else frozenset()
+        for name, variant in document["variants"].items() if case else ():
+            for attempt in variant["attempts"]:
+                seen = grade.grade(case, name, attempt["observation"], CASES) if name in case.variants else None
+                right = frozenset(item.case for item in seen.recognized) if seen else frozenset()
                 for rank in attempt["observation"]["ranks"]:
                     tail = rank.get("log_tail") or ""
                     if tail:

@@ -38,7 +38,7 @@ class Bench:
         return workspace.execute(prepared, lambda event: None, threading.Event()).documents[0]
 
     def run(self, made: command.Command, wanted: Failure = Failure(), **how: Any) -> dict[str, Any]:  # noqa: B008
-        (attempt,) = self.document(made, wanted, **how)["arms"]["broken"]["attempts"]
+        (attempt,) = self.document(made, wanted, **how)["variants"]["unfixed"]["attempts"]
         return dict(attempt)
 
     def plain(self, text: str, wanted: Failure = Failure(), *args: str, **how: Any) -> dict[str, Any]:  # noqa: B008
@@ -71,29 +71,34 @@ def test_two_ranks_of_torchrun_without_a_line_changed(bench: Bench) -> None:
     wanted = failure.error("IndexError: list index")
     made = command.of_script(str(script), 2, "'a b'")
     attempt = bench.run(made, wanted, env=(("PWD_WAS", str(bench.folder)),), deadline_s=300.0)
-    assert attempt["outcome"]["outcome"] == "fires", attempt["outcome"]
+    assert attempt["outcome"]["outcome"] == "reproduced", attempt["outcome"]
     zero, one = attempt["observation"]["ranks"]
-    assert (one["exit_code"], one["ended_by"], zero["ended_by"], zero["signal"]) == (1, "self", "launcher", "SIGTERM")
+    assert (one["exit_code"], one["terminated_by"], zero["terminated_by"], zero["signal"]) == (
+        1,
+        "self",
+        "launcher",
+        "SIGTERM",
+    )
     frame = one["record"]["exception"]["frames"][-1]
     assert frame["file"] == str(script) and frame["code"].startswith("[1, 2]")
     assert "own hook IndexError" in one["log_tail"] and "own hook" not in zero["log_tail"]
     assert "careful" in one["record"]["warnings"][0]["message"]
     assert one["record"]["logs"][0]["message"] == "logged 3"
-    assert not attempt["observation"]["attempt"]["leftover"]
+    assert not attempt["observation"]["attempt"]["leaked_processes"]
 
 
 @pytest.mark.parametrize(
     ("text", "outcome", "said"),
     [
-        ("import sys; sys.exit(3)", "other_error", "exit code 3"),
-        ("import os; os._exit(0)", "clean", "exit code 0"),
-        ("print(input())", "other_error", "EOFError"),
-        ("import threading, sys; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", "clean", ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "other_error", "SIGSEGV"),
-        ("import no_such_module_at_all", "other_error", "No module named"),
+        ("import sys; sys.exit(3)", "other_failure", "exit code 3"),
+        ("import os; os._exit(0)", "passed", "exit code 0"),
+        ("print(input())", "other_failure", "EOFError"),
+        ("import threading, sys; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", "passed", ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "other_failure", "SIGSEGV"),
+        ("import no_such_module_at_all", "other_failure", "No module named"),
         (
             "import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()",
-            "other_error",
+            "other_failure",
             "exit code 2",
         ),
     ],
@@ -122,14 +127,14 @@ def test_an_excepthook_that_ends_the_process_hides_nothing(bench: Bench) -> None
     """,
         failure.error("RuntimeError: boom"),
     )
-    assert found["outcome"]["outcome"] == "fires"
+    assert found["outcome"]["outcome"] == "reproduced"
 
 
 def test_the_environments_own_sitecustomize_is_imported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.write("import builtins; builtins.was_here = 7", "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(bench.folder))
     found = bench.plain("import sys; sys.exit(was_here if 'hooks' not in str(sys.path) else 1)", failure.exit_code(7))
-    assert found["outcome"]["outcome"] == "fires"
+    assert found["outcome"]["outcome"] == "reproduced"
 
 
 def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
@@ -142,7 +147,7 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
     monkeypatch.setenv("PYTHONPATH", f"{bench.folder / 'other'}:mine")
     document = bench.document(made)
     note = f"transformers is {patched} (the shell's PYTHONPATH), not the stack's"
-    assert document["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == "other_error"
+    assert document["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "other_failure"
     assert document["stack"]["changed"] == [note]
     assert f"  note: {note}" in list(script_report.lines(bench.script.case(), document))
     key = in_shell(bench.stack).key
@@ -167,7 +172,7 @@ def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPa
         """,
         failure.metric("loss > 3.2"),
     )
-    assert found["outcome"]["outcome"] == "fires" and found["observation"]["printed"]["cut"]
+    assert found["outcome"]["outcome"] == "reproduced" and found["observation"]["printed"]["cut"]
 
 
 def test_script_that_puts_itself_in_the_background_is_ended(bench: Bench) -> None:
@@ -178,7 +183,7 @@ def test_script_that_puts_itself_in_the_background_is_ended(bench: Bench) -> Non
         os.setsid()
         time.sleep(600)
     """)
-    assert any("killed" in each for each in found["observation"]["attempt"]["leftover"])
+    assert any("killed" in each for each in found["observation"]["attempt"]["leaked_processes"])
 
 
 @pytest.mark.slow
@@ -193,7 +198,7 @@ def test_a_script_that_spawns_its_own_ranks(bench: Bench) -> None:
             mp.spawn(work, nprocs=2)
     """)
     primary = found["outcome"]["primary"]
-    assert (primary["type"], primary["message"]) == ("KeyError", "'missing'") and "train.py" in primary["where"]
+    assert (primary["type"], primary["message"]) == ("KeyError", "'missing'") and "train.py" in primary["location"]
 
 
 def test_a_hang_has_its_stack(bench: Bench) -> None:
@@ -206,7 +211,7 @@ def test_a_hang_has_its_stack(bench: Bench) -> None:
         """,
         failure.hang(3.0),
     )
-    assert found["outcome"]["outcome"] == "fires"
+    assert found["outcome"]["outcome"] == "reproduced"
     assert "waits_for_ever" in found["observation"]["ranks"][0]["stack"]
 
 
@@ -216,11 +221,14 @@ def test_what_accelerate_launches_without_a_rank(bench: Bench) -> None:
     bench.write("raise LookupError('here')")
     words = ["accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "train.py"]
     found = bench.run(command.of_words(words), failure.error("LookupError: here"))
-    assert found["outcome"]["outcome"] == "fires" and found["observation"]["ranks"][0]["exit_code"] == 1
+    assert found["outcome"]["outcome"] == "reproduced" and found["observation"]["ranks"][0]["exit_code"] == 1
 
 
 def test_a_command_that_starts_no_rank(bench: Bench) -> None:
     bench.write("print(1)")
     found = bench.run(command.of_words(["torchrun", "--no-such-option", "--nproc-per-node", "2", "train.py"]))
-    assert found["outcome"]["outcome"] == "infra" and "no-such-option" in found["observation"]["infra"]["message"]
+    assert (
+        found["outcome"]["outcome"] == "infra_error"
+        and "no-such-option" in found["observation"]["infra_error"]["message"]
+    )
     assert sys.executable in found["observation"]["attempt"]["command"][0]

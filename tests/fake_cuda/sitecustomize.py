@@ -41,13 +41,13 @@ def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say_cards(name: str) -> None:
-    """In the record, whose evidence of what was in force would find gloo and the CPU out."""
+    """In the record, whose evidence of what was in effect would find gloo and the CPU out."""
     from repro_kit.record import Record
 
     write = Record.write
 
     def written(self: Any) -> None:
-        for item in self.data.get("in_force") or []:
+        for item in self.data.get("effects") or []:
             if item.get("what") == "group":
                 item["backend"] = name
         self.data["peak_gpu_mb"] = 1.0

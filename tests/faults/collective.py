@@ -16,7 +16,7 @@ import torch.distributed as dist
 def body(run: Run) -> None:
     value = torch.ones(4)
     dist.all_reduce(value)
-    run.check("sum", got=value[0].item(), want=run.world_size, tolerance=0)
+    run.check("sum", actual=value[0].item(), expected=run.world_size, tolerance=0)
     fault = run.flags["fault"]
     (run.work_dir / f"stuck-{run.rank}").touch()
     if fault == "hang" and run.rank == 0:

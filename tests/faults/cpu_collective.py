@@ -14,7 +14,7 @@ def body(run: Run) -> None:
     dist.all_reduce(most, dist.ReduceOp.MAX)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     apart = int((most != least).sum())
-    run.check("replicas_equal", got=apart, want=0, tolerance=0)
+    run.check("replicas_equal", actual=apart, expected=0, tolerance=0)
 
 
 if __name__ == "__main__":

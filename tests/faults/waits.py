@@ -80,7 +80,7 @@ def body(run: Run) -> None:
     dist.all_reduce(VALUE.clone())
     (run.work_dir / f"stuck-{run.rank}").touch()
     globals()[run.flags["fault"]](run)
-    run.check("went-on", got=1, want=1, tolerance=0)
+    run.check("went-on", actual=1, expected=1, tolerance=0)
 
 
 if __name__ == "__main__":

@@ -18,47 +18,47 @@ sys.path.insert(0, str(REPROS))
 from repro_kit.record import holds, plain
 
 BAD = {"passed": False}
-TEXT: dict[str, Any] = {"tolerance": None, "got": "a", "want": "a"}
+TEXT: dict[str, Any] = {"tolerance": None, "actual": "a", "expected": "a"}
 
 
 @pytest.mark.parametrize(
     ("changes", "state"),
     [
         ({}, "passed"),
-        ({"got": 1.1 - 1e-12}, "passed"),
-        ({"got": 1.2, **BAD}, "failed"),
+        ({"actual": 1.1 - 1e-12}, "passed"),
+        ({"actual": 1.2, **BAD}, "failed"),
         ({"tolerance": 0}, "passed"),
-        ({"tolerance": 0, "got": 1.5, **BAD}, "failed"),
-        ({"got": [1.0], "want": [1.0]}, "passed"),
-        ({"got": [1.0, 3.0], "want": [1.0, 1.0], **BAD}, "failed"),
-        ({"got": 3, "want": 3, "tolerance": 0}, "passed"),
+        ({"tolerance": 0, "actual": 1.5, **BAD}, "failed"),
+        ({"actual": [1.0], "expected": [1.0]}, "passed"),
+        ({"actual": [1.0, 3.0], "expected": [1.0, 1.0], **BAD}, "failed"),
+        ({"actual": 3, "expected": 3, "tolerance": 0}, "passed"),
         # not finite
-        ({"got": "nan", **BAD}, "failed"),
-        ({"got": "-inf", **BAD}, "failed"),
-        ({"got": math.nan, **BAD}, "failed"),
-        ({"got": [1.0, "nan"], "want": [1.0, 1.0], **BAD}, "failed"),
-        ({"got": 10**400, **BAD}, "failed"),
-        ({"got": 1e308, "want": -1e308, "tolerance": 1e307, **BAD}, "failed"),  # the difference overflows
-        ({"got": "inf", "want": "inf", **BAD}, "failed"),
+        ({"actual": "nan", **BAD}, "failed"),
+        ({"actual": "-inf", **BAD}, "failed"),
+        ({"actual": math.nan, **BAD}, "failed"),
+        ({"actual": [1.0, "nan"], "expected": [1.0, 1.0], **BAD}, "failed"),
+        ({"actual": 10**400, **BAD}, "failed"),
+        ({"actual": 1e308, "expected": -1e308, "tolerance": 1e307, **BAD}, "failed"),  # the difference overflows
+        ({"actual": "inf", "expected": "inf", **BAD}, "failed"),
         # contradictory: the rank says other than its numbers
-        ({"got": 1.2}, "void"),
-        ({"got": "nan"}, "void"),
+        ({"actual": 1.2}, "void"),
+        ({"actual": "nan"}, "void"),
         (BAD, "void"),
         ({"passed": 1}, "void"),
         ({"passed": None}, "void"),
         # not numbers, or not as many
-        ({"got": "one"}, "void"),
-        ({"got": "fine", "want": "fine"}, "void"),
-        ({"got": True, "want": True}, "void"),
-        ({"got": [], "want": []}, "void"),
-        ({"got": [1.0, True], "want": [1.0, 1.0]}, "void"),
-        ({"got": [1.0, 1.0], "want": [1.0]}, "void"),
-        ({"got": [1.0], "want": 1.0}, "void"),
+        ({"actual": "one"}, "void"),
+        ({"actual": "fine", "expected": "fine"}, "void"),
+        ({"actual": True, "expected": True}, "void"),
+        ({"actual": [], "expected": []}, "void"),
+        ({"actual": [1.0, True], "expected": [1.0, 1.0]}, "void"),
+        ({"actual": [1.0, 1.0], "expected": [1.0]}, "void"),
+        ({"actual": [1.0], "expected": 1.0}, "void"),
         # a tolerance that says nothing
         ({"tolerance": 1.0}, "void"),  # a zero would pass
         ({"tolerance": 0.999}, "passed"),
-        ({"want": 0.0, "got": 0.4, "tolerance": 0.49}, "passed"),
-        ({"want": 0.0, "got": 0.4, "tolerance": 0.5}, "void"),  # half of a share is not rounding
+        ({"expected": 0.0, "actual": 0.4, "tolerance": 0.49}, "passed"),
+        ({"expected": 0.0, "actual": 0.4, "tolerance": 0.5}, "void"),  # half of a share is not rounding
         ({"tolerance": -0.1}, "void"),
         ({"tolerance": math.nan}, "void"),
         ({"tolerance": math.inf}, "void"),
@@ -66,8 +66,8 @@ TEXT: dict[str, Any] = {"tolerance": None, "got": "a", "want": "a"}
         ({"tolerance": True}, "void"),
         ({"tolerance": "wide"}, "void"),
         ({"tolerance": None}, "void"),
-        ({"tolerance": None, "got": 1.0, "want": "a"}, "void"),
-        ({"tolerance": None, "got": "a", "want": 1.0, **BAD}, "void"),
+        ({"tolerance": None, "actual": 1.0, "expected": "a"}, "void"),
+        ({"tolerance": None, "actual": "a", "expected": 1.0, **BAD}, "void"),
         # after the script was done (2.0), or at no known time
         ({"at": 2.0}, "passed"),
         ({"at": 2.5}, "void"),
@@ -76,13 +76,13 @@ TEXT: dict[str, Any] = {"tolerance": None, "got": "a", "want": "a"}
         ({"at": True}, "void"),
         # values without a tolerance
         (TEXT, "passed"),
-        ({**TEXT, "want": "b", **BAD}, "failed"),
-        ({**TEXT, "want": "b"}, "void"),
-        ({**TEXT, "looked_at": " "}, "void"),
-        ({**TEXT, "looked_at": None}, "void"),
-        ({"tolerance": None, "got": True, "want": True}, "passed"),
-        ({"tolerance": None, "got": [[1, 2]], "want": [[1, 2]]}, "passed"),
-        ({"tolerance": None, "got": {}, "want": {}}, "passed"),
+        ({**TEXT, "expected": "b", **BAD}, "failed"),
+        ({**TEXT, "expected": "b"}, "void"),
+        ({**TEXT, "subject": " "}, "void"),
+        ({**TEXT, "subject": None}, "void"),
+        ({"tolerance": None, "actual": True, "expected": True}, "passed"),
+        ({"tolerance": None, "actual": [[1, 2]], "expected": [[1, 2]]}, "passed"),
+        ({"tolerance": None, "actual": {}, "expected": {}}, "passed"),
     ],
 )  # fmt: skip
 def test_check_is_evaluated_by_its_numbers(changes: dict[str, Any], state: str) -> None:
@@ -94,15 +94,15 @@ def test_check_is_evaluated_by_its_numbers(changes: dict[str, Any], state: str) 
 
 @pytest.mark.parametrize(
     ("changes", "severity"),
-    [({"got": 1.4}, 4.0), ({"got": 1.4, "tolerance": 0}, math.inf), ({**TEXT, "want": "b"}, math.inf),
-     ({"got": "nan"}, math.inf), ({"got": [1.4, 1.2], "want": [1.0, 1.0]}, 4.0)],
+    [({"actual": 1.4}, 4.0), ({"actual": 1.4, "tolerance": 0}, math.inf), ({**TEXT, "expected": "b"}, math.inf),
+     ({"actual": "nan"}, math.inf), ({"actual": [1.4, 1.2], "expected": [1.0, 1.0]}, 4.0)],
 )  # fmt: skip
 def test_severity_orders_failed_checks(changes: dict[str, Any], severity: float) -> None:
     assert evaluate(made(**changes, **BAD), done_at=2.0).severity == pytest.approx(severity)
 
 
 def test_details_show_values_and_subject_shortly() -> None:
-    details = evaluate(made(got=1.0123456, looked_at="l" * 200), done_at=2.0).details
+    details = evaluate(made(actual=1.0123456, subject="l" * 200), done_at=2.0).details
     assert "1.012," in details and "0.1" in details and len(details) < 150
     assert evaluate({"passed": False}).name == evaluate({"name": ""}).name == "?"
 
@@ -124,7 +124,7 @@ def test_checks_of_one_name_are_void_unless_one_failed() -> None:
         seen = observation(ok(0, record=record(0, done_at=2.0, checks=list(checks))))
         return [one.state for one in Attempt(seen).ranks[0].checks]
 
-    bad = made(got=1.4, passed=False)
+    bad = made(actual=1.4, passed=False)
     assert states(made(), made(name="y")) == ["passed", "passed"]
     assert states(made(), made()) == ["void", "void"]
     assert states(made(), bad) == ["void", "failed"]
@@ -138,10 +138,10 @@ JSON = st.recursive(
 
 
 @given(JSON, JSON, st.none() | st.floats() | st.integers())
-def test_kit_and_grader_agree_on_what_passes(got: Any, want: Any, tolerance: Any) -> None:
+def test_kit_and_grader_agree_on_what_passes(actual: Any, expected: Any, tolerance: Any) -> None:
     """A check that the kit records never contradicts itself; what the grader passes, the kit passed."""
-    got, want, tolerance = plain(got), plain(want), plain(tolerance)
-    check = made(got=got, want=want, tolerance=tolerance, passed=holds(got, want, tolerance))
+    actual, expected, tolerance = plain(actual), plain(expected), plain(tolerance)
+    check = made(actual=actual, expected=expected, tolerance=tolerance, passed=holds(actual, expected, tolerance))
     result = evaluate(check, done_at=2.0)
     assert "contradictory" not in result.details, result
     assert result.state != "passed" or check["passed"]
@@ -152,6 +152,6 @@ def test_value_is_the_same_as_itself_only(value: Any) -> None:
     assert same_json(plain(value), plain(value)) and not same_json(plain(value), [plain(value)])
 
 
-@given(st.dictionaries(st.sampled_from(["name", "got", "want", "tolerance", "passed", "at", "looked_at"]), JSON))
+@given(st.dictionaries(st.sampled_from(["name", "actual", "expected", "tolerance", "passed", "at", "subject"]), JSON))
 def test_anything_can_be_evaluated(check: dict[str, Any]) -> None:
     assert evaluate(check, done_at=9.0).state in ("passed", "failed", "void")

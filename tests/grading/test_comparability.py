@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from judging import case, document, failed, observation, ok
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
-from repro_matrix.config.vocabulary import Fact
+from repro_matrix.config.vocabulary import Capability
 from repro_matrix.grading.comparability import (
     capability_difference,
     cell_difference,
-    depends_on,
+    depends_on_capabilities,
     machine,
     recorded_capabilities,
     settings_difference,
@@ -24,11 +24,11 @@ from repro_matrix.grading.comparability import (
 from repro_matrix.paths import REPROS
 
 SETTINGS: dict[str, Any] = {
-    "case": "some-case", "arm": "broken",
+    "case": "some-case", "variant": "unfixed",
     "model": {"slug": "m", "title": "M", "config": {"hidden_size": 256, "layers": 2}, "scale": "tiny",
               "weights": "random"},
     "strategy": {"slug": "fsdp", "title": "FSDP", "options": {"wrap": "layer"}}, "flags": {"call": "inner"},
-    "proof": {}, "world_size": 2, "tp_size": 1, "seed": 0, "steps": 3, "device": "cpu", "backend": "gloo",
+    "pass_criteria": {}, "world_size": 2, "tp_size": 1, "seed": 0, "steps": 3, "device": "cpu", "backend": "gloo",
 }  # fmt: skip
 DECIDING = [
     ("model", "slug"), ("model", "scale"), ("model", "weights"), ("model", "config", "hidden_size"),
@@ -55,7 +55,7 @@ def test_deciding_settings_differ(path: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [("case",), ("model", "title"), ("strategy", "title"), ("proof",), ("flags", "new"),
+    [("case",), ("model", "title"), ("strategy", "title"), ("pass_criteria",), ("flags", "new"),
      ("strategy", "options", "new")],
 )  # fmt: skip
 def test_other_settings_and_new_flags_do_not_differ(path: tuple[str, ...]) -> None:
@@ -77,25 +77,25 @@ def test_difference_is_symmetric(one: set[Any], other: set[Any]) -> None:
 
 
 def cell(**hardware: Any) -> Any:
-    made = document({"broken": [("fires", observation(failed(0)))], "fix": [("clean", observation(ok(0)))]})
-    for arm in made["arms"].values():
-        arm["settings"] = copy.deepcopy(SETTINGS)
+    made = document({"unfixed": [("reproduced", observation(failed(0)))], "fix": [("passed", observation(ok(0)))]})
+    for variant in made["variants"].values():
+        variant["settings"] = copy.deepcopy(SETTINGS)
     made["hardware"] |= hardware
     return made
 
 
-def test_cells_differ_by_hardware_capabilities_axes_and_arms() -> None:
+def test_cells_differ_by_hardware_capabilities_axes_and_variants() -> None:
     assert cell_difference(cell(), cell()) is None
     assert "accelerator" in str(cell_difference(cell(), cell(accelerator="cuda")))
     assert "ranks" in str(cell_difference(cell(), {**cell(), "ranks": 4}))
-    assert "variant" in str(cell_difference(cell(), {**cell(), "variant": ["ranks=4"]}))
+    assert "overrides" in str(cell_difference(cell(), {**cell(), "overrides": ["ranks=4"]}))
     one, other = cell(facts={"cpu_fp16": True}), cell(facts={"cpu_fp16": False})
     assert cell_difference(one, other) is None and "cpu_fp16" in str(cell_difference(one, other, facts=["cpu_fp16"]))
     assert cell_difference(one, cell(), facts=["cpu_fp16"]) is None, "never recorded"
     changed_fix = cell()
-    changed_fix["arms"]["fix"]["settings"]["steps"] = 40
-    assert "arm fix: steps" in str(cell_difference(cell(), changed_fix))
-    assert cell_difference(cell(), changed_fix, ["broken", "gone"]) is None
+    changed_fix["variants"]["fix"]["settings"]["steps"] = 40
+    assert "variant fix: steps" in str(cell_difference(cell(), changed_fix))
+    assert cell_difference(cell(), changed_fix, ["unfixed", "gone"]) is None
 
 
 def test_machine_ignores_what_changes_from_day_to_day() -> None:
@@ -120,7 +120,7 @@ def recording(*facts: dict[str, Any]) -> dict[str, Any]:
 def test_capability_is_what_all_ranks_recorded() -> None:
     mixed = recording({"cpu_fp16": True, "cpu_bf16": True}, {"cpu_fp16": False, "cpu_bf16": True})
     mixed["ranks"].append(ok(2, record=None))
-    stored: Any = document({"broken": [("fires", recording({"cpu_bf16": True}, {}))], "fix": [("clean", mixed)]})
+    stored: Any = document({"unfixed": [("reproduced", recording({"cpu_bf16": True}, {}))], "fix": [("passed", mixed)]})
     assert recorded_capabilities(stored) == {"cpu_bf16": True}
 
 
@@ -135,18 +135,28 @@ def test_first_different_capability_is_named() -> None:
     assert capability_difference(["a"], {}, {"a": False}) == "a unknown against False"
 
 
-def test_arm_depends_on_the_cases_capabilities_and_its_own() -> None:
-    arms = {"broken": {}, "fix": {"flags": {"call": "root"}, "depends_on": ["cpu_fp16"]}, "other-fix": {}}
-    known = case(depends_on=["cpu_bf16", "cpu_fp16"], arms=arms)
-    assert depends_on(known, "fix") == depends_on(known, "gone") == ["cpu_bf16", "cpu_fp16"]
-    assert depends_on(case(arms=arms), "fix") == ["cpu_fp16"] and depends_on(case(arms=arms), "broken") == []
+def test_variant_depends_on_the_cases_capabilities_and_its_own() -> None:
+    variants = {
+        "unfixed": {},
+        "fix": {"flags": {"call": "root"}, "depends_on_capabilities": ["cpu_fp16"]},
+        "other-fix": {},
+    }
+    known = case(depends_on_capabilities=["cpu_bf16", "cpu_fp16"], variants=variants)
+    assert depends_on_capabilities(known, "fix") == depends_on_capabilities(known, "gone") == ["cpu_bf16", "cpu_fp16"]
+    assert (
+        depends_on_capabilities(case(variants=variants), "fix") == ["cpu_fp16"]
+        and depends_on_capabilities(case(variants=variants), "unfixed") == []
+    )
     real = catalogue.load().cases["device-map-distributed"]
-    assert depends_on(real, "fp16-zero2-no-map") == ["cpu_fp16"] and depends_on(real, "broken") == []
+    assert (
+        depends_on_capabilities(real, "fp16-zero2-no-map") == ["cpu_fp16"]
+        and depends_on_capabilities(real, "unfixed") == []
+    )
 
 
 def test_capability_that_no_machine_reports_is_refused() -> None:
     with pytest.raises(ValueError, match="cpu_fp16"):
-        Case.model_validate({**case().model_dump(), "depends_on": ["cpu_fp61"]})
+        Case.model_validate({**case().model_dump(), "depends_on_capabilities": ["cpu_fp61"]})
 
 
 def test_every_capability_is_one_that_the_kit_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,5 +164,5 @@ def test_every_capability_is_one_that_the_kit_records(monkeypatch: pytest.Monkey
     torch, machine_facts = importlib.import_module("torch"), importlib.import_module("repro_kit.machine").machine_facts
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert machine_facts().keys() == set(get_args(Fact))
+    assert machine_facts().keys() == set(get_args(Capability))
     assert machine_facts()["gpu_capability"] == "9.0" and isinstance(machine_facts()["cpu_fp16"], bool)

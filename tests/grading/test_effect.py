@@ -1,4 +1,4 @@
-"""What an arm names took effect, or its attempt is no evidence: decided from what the ranks measured."""
+"""What a variant names took effect, or its attempt is no evidence: decided from what the ranks measured."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ Items = dict[str, dict[str, Any] | None]
 
 
 def training(**changes: Any) -> Case:
-    return case(proof={**TRAINING, **changes})
+    return case(pass_criteria={**TRAINING, **changes})
 
 
 def attempt(
-    changes: Items | None = None, promises: dict[str, Any] | None = None, ranks: int = 2, every: bool = False,
+    changes: Items | None = None, invariants: dict[str, Any] | None = None, ranks: int = 2, every: bool = False,
     settings: dict[str, Any] | None = None, records: dict[str, Any] | None = None, **strategy: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """An observation in which all took effect, but for ``changes`` of the last rank's (or of every rank's) evidence.
 
     ``changes``: what -> its item; None: it was not measured.
     """
-    named = {"slug": "fsdp", "promises": SHARDED if promises is None else promises, "options": {}, **strategy}
+    named = {"slug": "fsdp", "invariants": SHARDED if invariants is None else invariants, "options": {}, **strategy}
     settings = {"flags": {"call": "inner", "cache": True}, **(settings or {}), "strategy": named}
     made = []
     for rank in range(ranks):
         evidence = as_promised(settings, ranks)
         if every or rank == ranks - 1:
-            items = {item["what"]: item for item in evidence["in_force"]}
+            items = {item["what"]: item for item in evidence["effects"]}
             items |= {what: {"what": what, **item} for what, item in (changes or {}).items() if item is not None}
             missing = {what for what, item in (changes or {}).items() if item is None}
-            evidence["in_force"] = [item for what, item in items.items() if what not in missing]
+            evidence["effects"] = [item for what, item in items.items() if what not in missing]
         elif "extra" in (changes or {}):
-            evidence["in_force"].append({"what": "extra", "got": 1})
+            evidence["effects"].append({"what": "extra", "actual": 1})
         made.append(ok(rank, record=record(rank, **evidence, **(records or {}))))
     return observation(*made, settings=settings)
 
 
-def missing(known: Case | None = None, arm: str = "broken", **more: Any) -> str | None:
-    return missing_effect(known or training(), arm, Attempt(attempt(**more)))
+def missing(known: Case | None = None, variant: str = "unfixed", **more: Any) -> str | None:
+    return missing_effect(known or training(), variant, Attempt(attempt(**more)))
 
 
-def held(got: Any, whole: Any = 1000) -> dict[str, Any]:
-    return {"got": got, "whole": whole}
+def held(actual: Any, whole: Any = 1000) -> dict[str, Any]:
+    return {"actual": actual, "whole": whole}
 
 
 def test_what_took_effect_is_clean() -> None:
     known = training()
-    assert grade(known, "broken", attempt(), [known]).outcome == "clean"
+    assert grade(known, "unfixed", attempt(), [known]).outcome == "passed"
 
 
 def test_what_did_not_take_effect_is_no_evidence() -> None:
     known = training()
-    outcome = grade(known, "broken", attempt({"parameters": held(1000)}, every=True), [known])
-    assert (outcome.outcome, outcome.infra) == ("infra", "not-in-force")
-    verdict = judge(known, {"broken": [outcome], "fix": [Outcome("clean", "")]})["fix"]
+    outcome = grade(known, "unfixed", attempt({"parameters": held(1000)}, every=True), [known])
+    assert (outcome.outcome, outcome.infra_error) == ("infra_error", "no_effect")
+    verdict = judge(known, {"unfixed": [outcome], "fix": [Outcome("passed", "")]})["fix"]
     assert verdict.name == "INCONCLUSIVE" and not verdict.measured
 
 
@@ -77,9 +77,9 @@ def test_what_did_not_take_effect_is_no_evidence() -> None:
     [
         ({}, None),
         ({"group": None}, "no evidence of a process group on rank 1"),
-        ({"group": {"got": 1, "backend": "gloo"}}, "has 1 of 2 ranks"),
-        ({"group": {"got": 2, "backend": "mpi"}}, "rank 1 used mpi"),
-        ({"group": {"got": 2}}, "rank 1 used none"),
+        ({"group": {"actual": 1, "backend": "gloo"}}, "has 1 of 2 ranks"),
+        ({"group": {"actual": 2, "backend": "mpi"}}, "rank 1 used mpi"),
+        ({"group": {"actual": 2}}, "rank 1 used none"),
         ({"parameters": None}, "parameters were not measured on rank 1"),
         ({"gradients": None}, "gradients were not measured on rank 1"),
         ({"updates": None}, "updates were not measured on rank 1"),
@@ -94,18 +94,18 @@ def test_what_did_not_take_effect_is_no_evidence() -> None:
         ({"gradients": held(610)}, None),
         ({"gradients": held(640)}, "together hold 114% of the gradients"),
         ({"collectives": None}, "collectives were not counted on rank 1"),
-        ({"collectives": {"got": {"gather": 0}}}, "no gather between ranks in a step of rank 1"),
-        ({"collectives": {"got": {"gather": "many"}}}, "no gather between ranks in a step of rank 1"),
-        ({"collectives": {"got": {}}}, "no gather between ranks in a step of rank 1"),
-        ({"extra": {"got": 1, "least": 1, "most": 1}}, None),
-        ({"extra": {"got": 3}}, None),
+        ({"collectives": {"actual": {"gather": 0}}}, "no gather between ranks in a step of rank 1"),
+        ({"collectives": {"actual": {"gather": "many"}}}, "no gather between ranks in a step of rank 1"),
+        ({"collectives": {"actual": {}}}, "no gather between ranks in a step of rank 1"),
+        ({"extra": {"actual": 1, "least": 1, "most": 1}}, None),
+        ({"extra": {"actual": 3}}, None),
         ({"extra": None}, "extra left no evidence on rank 1"),  # another rank measured it
-        ({"extra": {"got": 0, "least": 1}}, "got 0, promised at least 1"),
-        ({"extra": {"got": 3, "least": 1, "most": 2, "looked_at": "y"}}, "at least 1 and at most 2 (y)"),
-        ({"extra": {"got": 3, "least": 2, "most": 2}}, "got 3, promised 2"),
-        ({"extra": {"got": 3, "least": None}}, "extra was not in force on rank 1"),
-        ({"extra": {"got": "x", "most": 2}}, "extra was not in force on rank 1"),
-        ({"extra": {"got": True, "least": 0}}, "extra was not in force on rank 1"),
+        ({"extra": {"actual": 0, "least": 1}}, "got 0, promised at least 1"),
+        ({"extra": {"actual": 3, "least": 1, "most": 2, "subject": "y"}}, "at least 1 and at most 2 (y)"),
+        ({"extra": {"actual": 3, "least": 2, "most": 2}}, "got 3, promised 2"),
+        ({"extra": {"actual": 3, "least": None}}, "extra was not in effect on rank 1"),
+        ({"extra": {"actual": "x", "most": 2}}, "extra was not in effect on rank 1"),
+        ({"extra": {"actual": True, "least": 0}}, "extra was not in effect on rank 1"),
     ],
 )
 def test_every_promise_is_measured_on_every_rank(changes: Items, part: str | None) -> None:
@@ -118,7 +118,7 @@ HYBRID: dict[str, Any] = {"options": {"sharding": "HYBRID"}, "copies": {"shardin
 
 
 @pytest.mark.parametrize(
-    ("promises", "changes", "more", "part"),
+    ("invariants", "changes", "more", "part"),
     [
         (SHARDED, EVERY, {}, "every rank holds all parameters"),
         ({**SHARDED, "parameters": "part"}, {"parameters": held(600), "gradients": held(1000)}, {}, "all gradients"),
@@ -134,11 +134,11 @@ HYBRID: dict[str, Any] = {"options": {"sharding": "HYBRID"}, "copies": {"shardin
         (SHARDED, {"parameters": held(500)}, {"ranks": 4, **HYBRID}, "gradients"),  # a quarter, half was promised
         (SHARDED, {what: held(500) for what in EVERY}, {"ranks": 4, **HYBRID}, None),
         (SHARDED, {what: held(500) for what in EVERY}, {"ranks": 4}, "1/4 was promised"),
-        (WHOLE, {"collectives": {"got": {}}}, {"ranks": 1}, None),  # one rank calls no collectives
+        (WHOLE, {"collectives": {"actual": {}}}, {"ranks": 1}, None),  # one rank calls no collectives
     ],
 )  # fmt: skip
-def test_whole_part_shard_and_replicas(promises: Any, changes: Any, more: Any, part: str | None) -> None:
-    reason = missing(changes=changes, promises=promises, **{"every": True, **more})
+def test_whole_part_shard_and_replicas(invariants: Any, changes: Any, more: Any, part: str | None) -> None:
+    reason = missing(changes=changes, invariants=invariants, **{"every": True, **more})
     assert reason is None if part is None else part in str(reason)
 
 
@@ -166,23 +166,23 @@ def test_replicas_by_the_strategys_options(options: Any, copies: Any, replicas: 
 
 
 def test_inference_holds_its_parameters_only() -> None:
-    inference = case(proof={**TRAINING, "kind": "inference"})
+    inference = case(pass_criteria={**TRAINING, "kind": "inference"})
     assert missing(inference, changes={"gradients": None, "updates": None, "collectives": None}, every=True) is None
     assert "parameters were not measured" in str(missing(inference, changes={"parameters": None}))
 
 
 def test_any_backend_is_accepted_where_none_was_asked_for() -> None:
     for backend in ("", "auto"):
-        seen = attempt({"group": {"got": 2, "backend": "mpi"}})
+        seen = attempt({"group": {"actual": 2, "backend": "mpi"}})
         seen["attempt"]["backend"] = backend
-        assert missing_effect(training(), "broken", Attempt(seen)) is None
+        assert missing_effect(training(), "unfixed", Attempt(seen)) is None
 
 
 def test_settings_without_promises_are_no_evidence() -> None:
-    for promises in ({}, None):
+    for invariants in ({}, None):
         seen = attempt()
-        seen["attempt"]["settings"]["strategy"]["promises"] = promises
-        assert "no promises" in str(missing_effect(training(), "broken", Attempt(seen)))
+        seen["attempt"]["settings"]["strategy"]["invariants"] = invariants
+        assert "no promises" in str(missing_effect(training(), "unfixed", Attempt(seen)))
 
 
 @pytest.mark.parametrize(
@@ -204,50 +204,50 @@ def test_gpus_that_were_given_were_used(kind: str, devices: int, split: bool, pe
     seen = attempt(settings={"device": "cuda", "devices": devices}, records={"checks": checks})
     for rank, peak in zip(seen["ranks"], peaks):
         rank["record"]["peak_gpu_mb"] = peak
-    reason = missing_effect(case(proof={**TRAINING, "kind": kind}), "broken", Attempt(seen))
+    reason = missing_effect(case(pass_criteria={**TRAINING, "kind": kind}), "unfixed", Attempt(seen))
     assert reason is None if part is None else part in str(reason)
     simulated = case(
-        simulated="devices", accelerator="cpu", launch={"backend": "fake"}, proof={**TRAINING, "kind": kind}
+        simulated="devices", accelerator="cpu", launch={"backend": "fake"}, pass_criteria={**TRAINING, "kind": kind}
     )
-    assert missing_effect(simulated, "broken", Attempt(seen)) is None
+    assert missing_effect(simulated, "unfixed", Attempt(seen)) is None
 
 
-def test_arm_may_promise_something_else() -> None:
+def test_variant_may_promise_something_else() -> None:
     known = training()
-    arms = {**known.model_dump()["arms"], "fix": {"flags": {"call": "root"}, "promises": WHOLE}}
-    known = Case.model_validate({**known.model_dump(), "arms": arms})
+    variants = {**known.model_dump()["variants"], "fix": {"flags": {"call": "root"}, "invariants": WHOLE}}
+    known = Case.model_validate({**known.model_dump(), "variants": variants})
     seen = attempt(EVERY, every=True)
     assert missing_effect(known, "fix", Attempt(seen)) is None
-    assert missing_effect(known, "broken", Attempt(seen)) is not None
+    assert missing_effect(known, "unfixed", Attempt(seen)) is not None
 
 
 def test_what_the_case_lists_must_have_been_measured() -> None:
-    known = training(in_force=["lora"])
+    known = training(effects=["lora"])
     assert "lora left no evidence" in str(missing(known))
-    assert missing(known, changes={"lora": {"got": 4, "least": 4}}, every=True) is None
-    assert "lora was not in force" in str(missing(known, changes={"lora": {"got": 0, "least": 1}}, every=True))
+    assert missing(known, changes={"lora": {"actual": 4, "least": 4}}, every=True) is None
+    assert "lora was not in effect" in str(missing(known, changes={"lora": {"actual": 0, "least": 1}}, every=True))
 
 
 @pytest.mark.parametrize(
-    ("arm", "flags", "read", "unread"),
+    ("variant", "flags", "read", "unread"),
     [
         ("fix", {"call": "root", "cache": True}, {"flags": ["call"]}, None),
         ("fix", {"call": "root", "cache": True}, {"flags": ["cache"]}, "call"),
         ("fix", {"call": "inner", "cache": True}, {}, None),  # as it is by default
         ("fix", {"call": "inner", "cache": 1}, {}, "cache"),  # 1 is not True
-        ("no-such-arm", {"call": "root"}, {}, None),
+        ("no-such-variant", {"call": "root"}, {}, None),
         ("staged", {}, {}, "stage"),
         ("staged", {}, {"options": ["stage"]}, None),
         ("other", {}, {}, None),  # another strategy reads its own options
     ],
 )
-def test_changed_flags_and_options_must_have_been_read(arm: str, flags: Any, read: Any, unread: str | None) -> None:
-    arms = {"broken": {}, "fix": {"flags": {"call": "root"}}, "staged": {"options": {"stage": 2}},
+def test_changed_flags_and_options_must_have_been_read(variant: str, flags: Any, read: Any, unread: str | None) -> None:
+    variants = {"unfixed": {}, "fix": {"flags": {"call": "root"}}, "staged": {"options": {"stage": 2}},
             "other": {"strategy": "ddp", "options": {"x": 1}}}  # fmt: skip
-    known = case(arms=arms)
+    known = case(variants=variants)
     ranks = [ok(rank, record=record(rank, read=read if rank else {})) for rank in (0, 1)]
     seen = Attempt(observation(*ranks, settings={"flags": flags}))
-    reasons = (unread_change(known, arm, seen), missing_effect(known, arm, seen))
+    reasons = (unread_change(known, variant, seen), missing_effect(known, variant, seen))
     for reason in reasons:
         assert reason is None if unread is None else f" {unread} was never read" in str(reason)
 
@@ -255,11 +255,11 @@ def test_changed_flags_and_options_must_have_been_read(arm: str, flags: Any, rea
 numbers = st.one_of(st.floats(), st.integers(-(10**6), 10**6), st.none(), st.text(max_size=3), st.booleans())
 
 
-@given(got=numbers, whole=numbers)
-def test_only_a_number_near_its_share_is_clean(got: Any, whole: Any) -> None:
-    changes: Items = {what: held(got, whole) for what in EVERY}
+@given(actual=numbers, whole=numbers)
+def test_only_a_number_near_its_share_is_clean(actual: Any, whole: Any) -> None:
+    changes: Items = {what: held(actual, whole) for what in EVERY}
     right = (
-        not isinstance(got, (bool, str, type(None))) and not isinstance(whole, (bool, str, type(None)))
-        and whole > 0 and abs(got) != float("inf") and abs(whole) != float("inf") and 0.45 <= got / whole <= 0.56
+        not isinstance(actual, (bool, str, type(None))) and not isinstance(whole, (bool, str, type(None)))
+        and whole > 0 and abs(actual) != float("inf") and abs(whole) != float("inf") and 0.45 <= actual / whole <= 0.56
     )  # fmt: skip
     assert (missing(changes=changes, every=True) is None) is right

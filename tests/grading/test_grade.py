@@ -41,11 +41,11 @@ CATALOGUE = {known.slug: known for known in (CASE, OTHER, REMARK)}
 LM_HEAD = exception(message="mismatch in lm_head", frames=[SCRIPT, frame("torch.nn.modules.linear", "forward")])
 DEPRECATED = {"logger": "transformers.x", "message": "it is deprecated", "file": f"{SITE}/transformers/x.py"}
 WRONG = exception("ValueError", "no such key")
-HANG = {"never_meet": "rank 1 ended", "limit_s": 9.0, "starting": False}
+HANG = {"deadlock": "rank 1 ended", "limit_s": 9.0, "starting": False}
 
 
-def graded(*ranks: dict[str, Any], known: Case = CASE, arm: str = "broken", **attempt: Any) -> Outcome:
-    return grade(known, arm, observation(*ranks, **attempt), CATALOGUE)
+def graded(*ranks: dict[str, Any], known: Case = CASE, variant: str = "unfixed", **attempt: Any) -> Outcome:
+    return grade(known, variant, observation(*ranks, **attempt), CATALOGUE)
 
 
 def rank_with(rank: int, **changes: Any) -> dict[str, Any]:
@@ -55,16 +55,16 @@ def rank_with(rank: int, **changes: Any) -> dict[str, Any]:
 
 def test_clean_attempt_has_no_failure() -> None:
     outcome = graded(ok(0), ok(1))
-    assert (outcome.outcome, outcome.recognised, outcome.primary, outcome.failed) == ("clean", (), None, ())
-    assert outcome.otherwise is outcome.check is outcome.infra is None and outcome.ranks == ()
+    assert (outcome.outcome, outcome.recognized, outcome.primary, outcome.failed) == ("passed", (), None, ())
+    assert outcome.outcome_without_warning is outcome.check is outcome.infra_error is None and outcome.ranks == ()
 
 
 def test_known_failure_fires_with_its_ranks_and_primary() -> None:
     outcome = graded(failed(0), failed(1))
-    assert (outcome.outcome, outcome.ranks, outcome.otherwise) == ("fires", (0, 1), None)
-    assert [(item.case, item.signature, item.ranks) for item in outcome.recognised] == [("some-case", "norm", (0, 1))]
+    assert (outcome.outcome, outcome.ranks, outcome.outcome_without_warning) == ("reproduced", (0, 1), None)
+    assert [(item.case, item.signature, item.ranks) for item in outcome.recognized] == [("some-case", "norm", (0, 1))]
     assert outcome.primary is not None and outcome.primary.kind == "exception"
-    assert (outcome.primary.rank, outcome.primary.where) == (0, "transformers.models.qwen2.modeling_qwen2.forward")
+    assert (outcome.primary.rank, outcome.primary.location) == (0, "transformers.models.qwen2.modeling_qwen2.forward")
 
 
 # -- the order of judgement: (what happened, outcome, kind of infra, ranks)
@@ -74,42 +74,67 @@ DISK = {"kind": "disk", "message": "x"}
 TWO_KNOWN = [failed(0, LM_HEAD), failed(1)]
 HUNG = [ended(rank, by="deadline", signal="SIGKILL") for rank in (0, 1)]
 ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] = {
-    "infra before a known failure": ([failed(0), failed(1)], {"infra": DISK}, "infra", "disk"),
-    "interrupted before clean": ([ok(0), ok(1)], {"interrupted": True}, "infra", "interrupted"),
-    "interrupted before infra": ([ok(0)], {"interrupted": True, "infra": DISK}, "infra", "interrupted"),
-    "no ranks": ([], {}, "infra", "lost"),
-    "damaged record": ([ok(0), ok(1, record=None, doubt="rank: missing")], {}, "infra", "no-proof"),
-    "other stack before clean": ([rank_with(0, versions={"torch": "2.2"})], {"versions": {"torch": "2.3"}}, "infra",
-                                 "stack changed"),
-    "script error before other error": ([failed(0, exception(frames=[{**SCRIPT, "place": "repros.x"}]))], {}, "infra",
-                                        "script"),
-    "known failure before another case's": (TWO_KNOWN, {}, "fires", None),
-    "known failure at the deadline": ([failed(0), HUNG[1]], {"timed_out": True}, "fires", None),
-    "known failure before a bad check": ([failed(0), rank_with(1, checks=[BAD])], {}, "fires", None),
-    "another case's failure": ([failed(0, LM_HEAD), failed(1, LM_HEAD)], {}, "other_error", None),
+    "infra before a known failure": ([failed(0), failed(1)], {"infra_error": DISK}, "infra_error", "disk"),
+    "interrupted before clean": ([ok(0), ok(1)], {"interrupted": True}, "infra_error", "interrupted"),
+    "interrupted before infra": ([ok(0)], {"interrupted": True, "infra_error": DISK}, "infra_error", "interrupted"),
+    "no ranks": ([], {}, "infra_error", "lost"),
+    "damaged record": (
+        [ok(0), ok(1, record=None, validation_error="rank: missing")],
+        {},
+        "infra_error",
+        "missing_check",
+    ),
+    "other stack before clean": (
+        [rank_with(0, versions={"torch": "2.2"})],
+        {"versions": {"torch": "2.3"}},
+        "infra_error",
+        "environment_changed",
+    ),
+    "script error before other error": (
+        [failed(0, exception(frames=[{**SCRIPT, "code_location": "repros.x"}]))],
+        {},
+        "infra_error",
+        "script",
+    ),
+    "known failure before another case's": (TWO_KNOWN, {}, "reproduced", None),
+    "known failure at the deadline": ([failed(0), HUNG[1]], {"timed_out": True}, "reproduced", None),
+    "known failure before a bad check": ([failed(0), rank_with(1, checks=[BAD])], {}, "reproduced", None),
+    "another case's failure": ([failed(0, LM_HEAD), failed(1, LM_HEAD)], {}, "other_failure", None),
     "hang": (HUNG, {"timed_out": True}, "hang", None),
     "deadlock": (HUNG, {"timed_out": True, "hang": HANG}, "hang", None),
     "hang before a wrong error": ([failed(0, WRONG), HUNG[1]], {"timed_out": True}, "hang", None),
-    "start-up too slow before hang": (HUNG, {"timed_out": True, "hang": {**HANG, "starting": True}}, "infra",
-                                      "start-up too slow"),
-    "wrong error": ([failed(0, WRONG), ended(1)], {}, "other_error", None),
-    "missing rank": ([ok(0)], {"world_size": 2}, "other_error", None),
-    "failed check": ([ok(0), rank_with(1, checks=[BAD])], {}, "other_error", None),
-    "failed check before a missing one": ([rank_with(0, checks=[]), rank_with(1, checks=[BAD])], {}, "other_error",
-                                          None),
-    "missing check": ([ok(0), rank_with(1, checks=[])], {}, "infra", "no-proof"),
-    "void check": ([ok(0), rank_with(1, checks=[check(got=1.0)])], {}, "infra", "no-proof"),
-    "void check beside the required one": ([rank_with(0, checks=[check(), check("x", got=1.0)])], {}, "infra",
-                                           "no-proof"),
-    "no effect": ([rank_with(0, in_force=[]), ok(1)], {}, "infra", "not-in-force"),
-}  # fmt: skip
+    "start-up too slow before hang": (
+        HUNG,
+        {"timed_out": True, "hang": {**HANG, "starting": True}},
+        "infra_error",
+        "startup_timeout",
+    ),
+    "wrong error": ([failed(0, WRONG), ended(1)], {}, "other_failure", None),
+    "missing rank": ([ok(0)], {"world_size": 2}, "other_failure", None),
+    "failed check": ([ok(0), rank_with(1, checks=[BAD])], {}, "other_failure", None),
+    "failed check before a missing one": (
+        [rank_with(0, checks=[]), rank_with(1, checks=[BAD])],
+        {},
+        "other_failure",
+        None,
+    ),
+    "missing check": ([ok(0), rank_with(1, checks=[])], {}, "infra_error", "missing_check"),
+    "void check": ([ok(0), rank_with(1, checks=[check(actual=1.0)])], {}, "infra_error", "missing_check"),
+    "void check beside the required one": (
+        [rank_with(0, checks=[check(), check("x", actual=1.0)])],
+        {},
+        "infra_error",
+        "missing_check",
+    ),
+    "no effect": ([rank_with(0, effects=[]), ok(1)], {}, "infra_error", "no_effect"),
+}
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_first_matching_rule_decides(name: str) -> None:
-    ranks, attempt, outcome, infra = ORDER[name]
+    ranks, attempt, outcome, infra_error = ORDER[name]
     found = graded(*ranks, **attempt)
-    assert (found.outcome, found.infra) == (outcome, infra), found.reason
+    assert (found.outcome, found.infra_error) == (outcome, infra_error), found.reason
     assert Outcome.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
@@ -118,25 +143,25 @@ def test_first_matching_rule_decides(name: str) -> None:
     [
         ok(1, record=None), rank_with(1, done=False), ok(1, exit_code=1), ok(1, exit_code=1, record=None),
         ok(1, exit_code=None, signal="SIGSEGV"), ok(1, exit_code=-11), ok(1, exit_code=None),
-        ok(1, ended_by="launcher"), ok(1, ended_by="user"), ended(1),
-        ok(1, exit_code=None, signal="SIGKILL", ended_by="launcher"),
+        ok(1, terminated_by="launcher"), ok(1, terminated_by="user"), ended(1),
+        ok(1, exit_code=None, signal="SIGKILL", terminated_by="launcher"),
         ended(1, by="self", signal="SIGABRT"), peer_failed(1),
     ],
 )  # fmt: skip
 def test_clean_needs_every_rank_to_finish_by_itself(rank: dict[str, Any]) -> None:
     for ranks in ([ok(0), rank], [{**rank, "rank": 0}, ok(1)]):
         outcome = graded(*ranks)
-        assert outcome.outcome in ("other_error", "infra") and outcome.reason
-    alone = grade(CASE, "broken", observation({**rank, "rank": 0}), [CASE])
-    assert alone.outcome in ("other_error", "infra")
+        assert outcome.outcome in ("other_failure", "infra_error") and outcome.reason
+    alone = grade(CASE, "unfixed", observation({**rank, "rank": 0}), [CASE])
+    assert alone.outcome in ("other_failure", "infra_error")
 
 
 def test_clean_needs_a_done_marker_on_every_rank() -> None:
     for undone in range(4):
         ranks = [rank_with(rank, done=rank != undone, world_size=4) for rank in range(4)]
         outcome = graded(*ranks)
-        assert (outcome.outcome, outcome.ranks) == ("other_error", (undone,))
-    assert graded(*(rank_with(rank, world_size=4) for rank in range(4))).outcome == "clean"
+        assert (outcome.outcome, outcome.ranks) == ("other_failure", (undone,))
+    assert graded(*(rank_with(rank, world_size=4) for rank in range(4))).outcome == "passed"
 
 
 def test_missing_rank_is_named() -> None:
@@ -147,39 +172,39 @@ def test_missing_rank_is_named() -> None:
 
 
 def test_failed_checks_are_listed_worst_first() -> None:
-    small, large = (check(name, False, got=got) for name, got in (("logits", 2e-4), ("loss", 0.9)))
+    small, large = (check(name, False, actual=actual) for name, actual in (("logits", 2e-4), ("loss", 0.9)))
     outcome = graded(rank_with(0, checks=[small]), rank_with(1, checks=[small, large]))
-    assert (outcome.outcome, outcome.check, outcome.ranks) == ("other_error", "loss", (1,))
+    assert (outcome.outcome, outcome.check, outcome.ranks) == ("other_failure", "loss", (1,))
     assert outcome.failed == ("logits", "loss") and outcome.primary is None
     assert graded(failed(0, WRONG), rank_with(1, checks=[BAD])).failed == (), "an exception came first"
 
 
 def test_missing_check_is_named_with_its_ranks() -> None:
     outcome = graded(rank_with(0, checks=[]), rank_with(1, checks=[]))
-    assert (outcome.infra, outcome.check, outcome.ranks) == ("no-proof", "logits", (0, 1))
+    assert (outcome.infra_error, outcome.check, outcome.ranks) == ("missing_check", "logits", (0, 1))
     lost = observation(rank_with(0, checks=[]), ok(1))
     assert failed_checks(CASE, Attempt(lost)) == ("logits",)
     assert failed_checks(CASE, Attempt(observation(ok(0), ok(1)))) == ()
 
 
 def test_proof_of_the_first_rank_needs_no_other() -> None:
-    first = case(proof={"kind": "inference", "checks": ["logits"], "ranks": "first"})
-    assert graded(ok(0), rank_with(1, checks=[]), known=first).outcome == "clean"
-    assert graded(rank_with(0, checks=[]), ok(1), known=first).infra == "no-proof"
-    assert graded(ok(0), rank_with(1, checks=[BAD]), known=first).outcome == "other_error", "a failed check counts"
+    first = case(pass_criteria={"kind": "inference", "checks": ["logits"], "ranks": "first"})
+    assert graded(ok(0), rank_with(1, checks=[]), known=first).outcome == "passed"
+    assert graded(rank_with(0, checks=[]), ok(1), known=first).infra_error == "missing_check"
+    assert graded(ok(0), rank_with(1, checks=[BAD]), known=first).outcome == "other_failure", "a failed check counts"
 
 
 def test_check_made_twice_is_no_evidence_unless_one_failed() -> None:
-    assert graded(rank_with(0, checks=[check(), check()]), ok(1)).infra == "no-proof"
-    assert graded(rank_with(0, checks=[check(), BAD]), ok(1)).outcome == "other_error"
+    assert graded(rank_with(0, checks=[check(), check()]), ok(1)).infra_error == "missing_check"
+    assert graded(rank_with(0, checks=[check(), BAD]), ok(1)).outcome == "other_failure"
 
 
 def test_steps_must_be_those_that_were_asked_for() -> None:
-    steps = check("steps", got=2, want=2, tolerance=0)
+    steps = check("steps", actual=2, expected=2, tolerance=0)
     ranks = [rank_with(rank, checks=[check(), steps]) for rank in (0, 1)]
-    assert graded(*ranks, settings={"steps": 2}).outcome == "clean" == graded(*ranks).outcome
+    assert graded(*ranks, settings={"steps": 2}).outcome == "passed" == graded(*ranks).outcome
     outcome = graded(*ranks, settings={"steps": 3})
-    assert (outcome.infra, outcome.check) == ("no-proof", "steps")
+    assert (outcome.infra_error, outcome.check) == ("missing_check", "steps")
 
 
 # -- recognised failures
@@ -187,49 +212,49 @@ def test_steps_must_be_those_that_were_asked_for() -> None:
 
 def test_log_signature_tells_what_the_outcome_is_otherwise() -> None:
     remark = rank_with(0, logs=[DEPRECATED])
-    assert graded(remark, ok(1), known=REMARK).otherwise == "clean"
+    assert graded(remark, ok(1), known=REMARK).outcome_without_warning == "passed"
     wrong = graded(remark, rank_with(1, checks=[BAD]), known=REMARK)
-    assert (wrong.outcome, wrong.otherwise) == ("fires", "other_error")
+    assert (wrong.outcome, wrong.outcome_without_warning) == ("reproduced", "other_failure")
     both = case("remark", [OLD, {**EXCEPTION, "name": "raises"}])
-    assert graded(failed(0), failed(1), known=both).otherwise is None
-    assert graded(ok(0), ok(1), known=both).otherwise is None
+    assert graded(failed(0), failed(1), known=both).outcome_without_warning is None
+    assert graded(ok(0), ok(1), known=both).outcome_without_warning is None
 
 
 def test_log_of_another_case_is_only_a_remark() -> None:
     outcome = graded(rank_with(0, logs=[DEPRECATED]), ok(1))
-    assert outcome.outcome == "clean" and [item.case for item in outcome.recognised] == ["remark"]
+    assert outcome.outcome == "passed" and [item.case for item in outcome.recognized] == ["remark"]
     assert outcome.others(CASE.slug) == ()
 
 
 def test_other_cases_failure_is_named_and_the_own_comes_first() -> None:
     outcome = graded(*TWO_KNOWN)
-    assert [(item.case, item.ranks) for item in outcome.recognised] == [("some-case", (1,)), ("other-case", (0,))]
+    assert [(item.case, item.ranks) for item in outcome.recognized] == [("some-case", (1,)), ("other-case", (0,))]
     outcome = graded(failed(0, LM_HEAD), failed(1, LM_HEAD))
     assert outcome.ranks == (0, 1) and [item.case for item in outcome.others(CASE.slug)] == ["other-case"]
 
 
 def test_other_cases_failure_counts_under_its_own_strategies_only() -> None:
     settings = {"strategy": {"slug": "ddp"}}
-    assert graded(failed(0, LM_HEAD), failed(1, LM_HEAD), settings=settings).recognised == ()
-    assert graded(failed(0), failed(1), settings=settings).outcome == "fires", "the case's own, under any"
+    assert graded(failed(0, LM_HEAD), failed(1, LM_HEAD), settings=settings).recognized == ()
+    assert graded(failed(0), failed(1), settings=settings).outcome == "reproduced", "the case's own, under any"
 
 
 @pytest.mark.parametrize(
     ("signature", "rank"),
-    [({"name": "s", "kind": "oracle", "check": "logits"}, rank_with(0, checks=[BAD])),
+    [({"name": "s", "kind": "check", "check": "logits"}, rank_with(0, checks=[BAD])),
      ({"name": "s", "kind": "signal", "signal": "SIGSEGV"}, ended(0, by="self", signal="SIGSEGV"))],
 )  # fmt: skip
 def test_check_or_signal_of_another_script_is_not_recognised(signature: dict[str, Any], rank: dict[str, Any]) -> None:
     other = case("other", [signature], script="other.py")
     same_script = case("twin", [signature], script=CASE.script_name)
     seen = observation(rank)
-    assert grade(CASE, "broken", seen, [other]).recognised == ()
-    assert [item.case for item in grade(CASE, "broken", seen, [same_script]).recognised] == ["twin"]
-    assert grade(other, "broken", seen, []).outcome == "fires"
+    assert grade(CASE, "unfixed", seen, [other]).recognized == ()
+    assert [item.case for item in grade(CASE, "unfixed", seen, [same_script]).recognized] == ["twin"]
+    assert grade(other, "unfixed", seen, []).outcome == "reproduced"
 
 
-def test_failure_of_an_arm_whose_change_was_not_read_is_no_evidence() -> None:
-    """Such an arm is the broken one by another name."""
+def test_failure_of_an_variant_whose_change_was_not_read_is_no_evidence() -> None:
+    """Such a variant is the broken one by another name."""
 
     def found(*read: Any) -> Outcome:
         ranks = [failed(number) for number in range(len(read))]
@@ -240,18 +265,18 @@ def test_failure_of_an_arm_whose_change_was_not_read_is_no_evidence() -> None:
                 del rank["record"]["read"]
         return grade(CASE, "fix", seen, [CASE])
 
-    assert found(["cache"], []).infra == "not-in-force"
-    assert found(["cache"], ["call"]).outcome == "fires", "one rank read it"
-    assert found(["cache"], None).outcome == "fires", "a rank was stopped before it could record it"
+    assert found(["cache"], []).infra_error == "no_effect"
+    assert found(["cache"], ["call"]).outcome == "reproduced", "one rank read it"
+    assert found(["cache"], None).outcome == "reproduced", "a rank was stopped before it could record it"
 
 
-def test_near_miss_is_described_for_the_broken_arm_only() -> None:
+def test_near_miss_is_described_for_the_unfixed_variant_only() -> None:
     seen = observation(failed(0, exception("ValueError")), failed(1, exception("ValueError")))
-    assert "nearly norm" in grade(CASE, "broken", seen, []).reason
+    assert "nearly norm" in grade(CASE, "unfixed", seen, []).reason
     assert "nearly" not in grade(CASE, "fix", seen, []).reason
     assert "nearly" not in graded(failed(0), failed(1)).reason
     far = observation(failed(0, exception("KeyError", "other", [SCRIPT, frame("torch.nn", "f")])))
-    assert "nearly" not in grade(CASE, "broken", far, []).reason
+    assert "nearly" not in grade(CASE, "unfixed", far, []).reason
 
 
 def test_long_messages_are_cut() -> None:
@@ -272,27 +297,27 @@ def test_hang_names_the_innermost_upstream_frame(hang: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("planned", "ranks", "stored", "infra"),
+    ("planned", "ranks", "stored", "infra_error"),
     [
         ("2.2.0", ["2.2.0", "2.2.0"], None, None),
         ("2.2.0", ["2.2.0", "unknown"], None, None),
-        ("2.2.0", ["2.2.0+cu121", "2.2.0"], None, "stack changed"),  # two ranks on two builds
+        ("2.2.0", ["2.2.0+cu121", "2.2.0"], None, "environment_changed"),  # two ranks on two builds
         ("2.2.0", ["2.2.0+cu121", "2.2.0+cu121"], None, None),  # a build that only the rank names
-        ("2.2.0+cpu", ["2.2.0+cu121", "2.2.0+cu121"], None, "stack changed"),
-        ("2.2.0", ["2.2.0", "2.2.1"], None, "stack changed"),
-        (None, ["2.2.0", "2.2.1"], None, "stack changed"),
-        (None, ["2.2.0", "2.2.0"], "2.2.1", "stack changed"),
-        ("2.2.0", ["2.2.0", "2.2.0"], "2.2.1", "stack changed"),
-        ("2.2.0", ["unknown", "unknown"], "2.2.1", "stack changed"),
+        ("2.2.0+cpu", ["2.2.0+cu121", "2.2.0+cu121"], None, "environment_changed"),
+        ("2.2.0", ["2.2.0", "2.2.1"], None, "environment_changed"),
+        (None, ["2.2.0", "2.2.1"], None, "environment_changed"),
+        (None, ["2.2.0", "2.2.0"], "2.2.1", "environment_changed"),
+        ("2.2.0", ["2.2.0", "2.2.0"], "2.2.1", "environment_changed"),
+        ("2.2.0", ["unknown", "unknown"], "2.2.1", "environment_changed"),
         ("2.2.0", ["2.2.0", "2.2.0"], "2.2.0+cpu", None),
     ],
 )
 def test_ranks_must_run_on_the_planned_releases(
-    planned: str | None, ranks: list[str], stored: str | None, infra: str | None
+    planned: str | None, ranks: list[str], stored: str | None, infra_error: str | None
 ) -> None:
     made = [rank_with(n, versions={"torch": version, "numpy": "1.0"}) for n, version in enumerate(ranks)]
     seen = observation(*made, **({"versions": {"torch": planned}} if planned else {}))
-    assert grade(CASE, "fix", seen, [], {"torch": stored} if stored else None).infra == infra
+    assert grade(CASE, "fix", seen, [], {"torch": stored} if stored else None).infra_error == infra_error
 
 
 # -- properties
@@ -310,9 +335,9 @@ RANKS = st.lists(
 def test_outcome_is_consistent_with_what_it_recognised(makers: Any, timed_out: bool, interrupted: bool) -> None:
     seen = observation(*(make(rank) for rank, make in enumerate(makers)), timed_out=timed_out, interrupted=interrupted)
     outcome = grade(CASE, "fix", seen, CATALOGUE)
-    matched = any(item.case == CASE.slug for item in outcome.recognised)
-    assert (outcome.outcome == "fires") == (matched and not interrupted)
-    if outcome.outcome == "clean":
+    matched = any(item.case == CASE.slug for item in outcome.recognized)
+    assert (outcome.outcome == "reproduced") == (matched and not interrupted)
+    if outcome.outcome == "passed":
         assert all(make is ok for make in makers) and not timed_out
     assert Outcome.from_json(outcome.to_json()) == outcome and outcome.reason
 
@@ -344,8 +369,8 @@ WHOLE = observation(
 @given(st.data())
 def test_damaged_observation_is_refused_or_graded(data: Any) -> None:
     """Whatever the validation of documents lets through, the grader can grade."""
-    stored = document({"broken": [("fires", copy.deepcopy(WHOLE))]})
-    seen = stored["arms"]["broken"]["attempts"][0]["observation"]
+    stored = document({"unfixed": [("reproduced", copy.deepcopy(WHOLE))]})
+    seen = stored["variants"]["unfixed"]["attempts"][0]["observation"]
     for path in data.draw(st.lists(st.sampled_from(paths(WHOLE)), min_size=1, max_size=3)):
         parent = seen
         try:
@@ -357,15 +382,15 @@ def test_damaged_observation_is_refused_or_graded(data: Any) -> None:
                 del parent[path[-1]]
         except (KeyError, IndexError, TypeError):
             pass  # an earlier change took that part away
-    attempt = stored["arms"]["broken"]["attempts"][0]
+    attempt = stored["variants"]["unfixed"]["attempts"][0]
     attempt["outcome"] = json.loads(json.dumps(attempt["outcome"]))
     try:
         validate.cell(stored)
     except ValueError as error:
-        assert str(error).startswith("arms.broken.attempts[0].observation.")
+        assert str(error).startswith("variants.broken.attempts[0].observation.")
         return
     for known in (CASE, REMARK, control()):
-        outcome = grade(known, next(iter(known.arms)), seen, CATALOGUE)
+        outcome = grade(known, next(iter(known.variants)), seen, CATALOGUE)
         assert json.dumps(outcome.to_json()) and outcome.reason
 
 
@@ -374,8 +399,8 @@ def test_failure_is_found_among_many_similar_ones() -> None:
         f"case-{n}": case(f"case-{n}", [{**EXCEPTION, "message": rf"mismatch \(\d+\) number {n}$"}]) for n in range(30)
     }
     error = exception(message="mismatch (1024) number 29", frames=[SCRIPT, *[NORM] * 40])
-    outcome = grade(catalogue["case-29"], "broken", observation(failed(0, error), failed(1, error)), catalogue)
-    assert outcome.outcome == "fires" and [item.case for item in outcome.recognised] == ["case-29"]
+    outcome = grade(catalogue["case-29"], "unfixed", observation(failed(0, error), failed(1, error)), catalogue)
+    assert outcome.outcome == "reproduced" and [item.case for item in outcome.recognized] == ["case-29"]
 
 
 # -- stored outcomes
@@ -383,7 +408,7 @@ def test_failure_is_found_among_many_similar_ones() -> None:
 
 def test_unknown_outcome_is_refused_when_it_is_read() -> None:
     stored = graded(failed(0), failed(1)).to_json()
-    with pytest.raises(ValueError, match="fired"):
-        Outcome.from_json({**stored, "outcome": "fired"})  # type: ignore[typeddict-item]
-    assert Outcome.from_json({**stored, "otherwise": "nonsense"}).otherwise is None  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match="reproduced"):
+        Outcome.from_json({**stored, "outcome": "reproduced"})  # type: ignore[typeddict-item]
+    assert Outcome.from_json({**stored, "outcome_without_warning": "nonsense"}).outcome_without_warning is None  # type: ignore[typeddict-item]
     assert Outcome.from_json(skipped("needs 2 GPUs").to_json()) == skipped("needs 2 GPUs")

@@ -34,20 +34,20 @@ from repro_matrix.grading.signature import matches
 # -- two samples of a rank
 
 SAMPLE: dict[str, Any] = {
-    "at_s": 10.0, "cpu_s": 5.0, "io": 0, "busy": False, "spins": False, "phase": "body", "stack": "f (x.py:1)",
-    "entered": "c3", "ended": False,
+    "time_s": 10.0, "cpu_s": 5.0, "io": 0, "busy": False, "busy_waiting": False, "phase": "body", "stack": "f (x.py:1)",
+    "collectives_digest": "c3", "ended": False,
 }  # fmt: skip
-LATER = {**SAMPLE, "at_s": 20.0}
-SPINS = {"spins": True, "busy": True}
+LATER = {**SAMPLE, "time_s": 20.0}
+SPINS = {"busy_waiting": True, "busy": True}
 
 
 @pytest.mark.parametrize(
     ("before", "after", "progress"),
     [
         ({}, {}, "stuck"),
-        ({}, {"at_s": 11.4}, "unknown"),
-        ({}, {"at_s": 11.5}, "stuck"),
-        ({}, {"at_s": None}, "unknown"),
+        ({}, {"time_s": 11.4}, "unknown"),
+        ({}, {"time_s": 11.5}, "stuck"),
+        ({}, {"time_s": None}, "unknown"),
         ({}, {"cpu_s": 5.05 + 0.03 * 10}, "stuck"),
         ({}, {"cpu_s": 5.36}, "progress"),
         ({}, {"cpu_s": None}, "unknown"),
@@ -58,16 +58,16 @@ SPINS = {"spins": True, "busy": True}
         ({}, {"phase": None}, "stuck"),
         ({}, {"stack": "g (x.py:2)"}, "progress"),
         ({}, {"stack": None}, "stuck"),
-        ({}, {"entered": "c4"}, "progress"),
-        ({}, {"entered": None}, "stuck"),
-        ({}, {"stack": None, "entered": None}, "unknown"),
+        ({}, {"collectives_digest": "c4"}, "progress"),
+        ({}, {"collectives_digest": None}, "stuck"),
+        ({}, {"stack": None, "collectives_digest": None}, "unknown"),
         ({}, {"ended": True}, "progress"),
         ({"ended": True}, {"ended": True}, "stuck"),
         ({}, {"busy": True}, "unknown"),  # it waits for a core
         ({"busy": True}, {}, "unknown"),
         ({"busy": True}, {"busy": True}, "progress"),
         (SPINS, {**SPINS, "cpu_s": 14.0}, "stuck"),
-        (SPINS, {**SPINS, "cpu_s": 14.0, "entered": "c4"}, "progress"),
+        (SPINS, {**SPINS, "cpu_s": 14.0, "collectives_digest": "c4"}, "progress"),
         ({"busy": True}, {**SPINS, "cpu_s": 14.0}, "progress"),  # it did not spin before
     ],
 )
@@ -82,7 +82,7 @@ def test_progress_needs_two_samples() -> None:
 
 
 def test_one_rank_that_moves_is_progress_of_all() -> None:
-    still, moved, over = (SAMPLE, LATER), (SAMPLE, {**LATER, "entered": "c9"}), {**LATER, "ended": True}
+    still, moved, over = (SAMPLE, LATER), (SAMPLE, {**LATER, "collectives_digest": "c9"}), {**LATER, "ended": True}
     assert attempt_progress({0: still, 1: still}) == "stuck" and attempt_progress({0: still, 1: moved}) == "progress"
     assert attempt_progress({0: still, 1: (None, LATER)}) == "unknown" == attempt_progress({})
     assert attempt_progress({0: (over, over)}) == "unknown", "no rank is left that could be stuck"
@@ -91,15 +91,15 @@ def test_one_rank_that_moves_is_progress_of_all() -> None:
 
 samples = st.fixed_dictionaries(
     {
-        "at_s": st.one_of(st.none(), st.floats(0, 100)),
+        "time_s": st.one_of(st.none(), st.floats(0, 100)),
         "ended": st.booleans(),
         "cpu_s": st.one_of(st.none(), st.floats(0, 50)),
         "io": st.one_of(st.none(), st.integers(0, 1 << 20), st.text()),
         "busy": st.booleans(),
         "phase": st.sampled_from([None, "body", "save"]),
         "stack": st.sampled_from([None, "a", "b"]),
-        "entered": st.sampled_from([None, "a", "b"]),
-        "spins": st.booleans(),
+        "collectives_digest": st.sampled_from([None, "a", "b"]),
+        "busy_waiting": st.booleans(),
     }
 )
 maybe = st.one_of(st.none(), samples, st.just({}))
@@ -109,10 +109,10 @@ pairs = st.dictionaries(st.integers(0, 7), st.tuples(maybe, maybe), min_size=1)
 @given(maybe, maybe)
 def test_stuck_needs_two_samples_in_which_nothing_differs(first: Any, second: Any) -> None:
     if rank_progress(first, second) == "stuck" and not second["ended"]:
-        for key in ("phase", "stack", "entered"):
+        for key in ("phase", "stack", "collectives_digest"):
             assert None in (first[key], second[key]) or first[key] == second[key]
-        assert second["at_s"] - first["at_s"] >= hangs.MIN_INTERVAL_S
-        if not (first["spins"] and second["spins"]):
+        assert second["time_s"] - first["time_s"] >= hangs.MIN_INTERVAL_S
+        if not (first["busy_waiting"] and second["busy_waiting"]):
             assert not first["busy"] and not second["busy"]
 
 
@@ -131,28 +131,28 @@ def test_rank_without_samples_never_makes_a_hang(others: Any) -> None:
 
 
 def timed_out(first: Any, second: Any, *, rank: dict[str, Any] | None = None, **attempt: Any) -> Any:
-    ranks = [{**(rank or ended(0, "deadline")), "looks": first}, {**ended(1, "deadline"), "looks": second}]
+    ranks = [{**(rank or ended(0, "deadline")), "samples": first}, {**ended(1, "deadline"), "samples": second}]
     return timeout_without_hang(Attempt(observation(*ranks, **{"timed_out": True, **attempt})))
 
 
 STILL, MOVED = [SAMPLE, LATER], [SAMPLE, {**LATER, "phase": "step 3"}]
-BLIND = {"stack": None, "entered": None}
-HANG = {"never_meet": None, "limit_s": 30.0, "starting": False}
+BLIND = {"stack": None, "collectives_digest": None}
+HANG = {"deadlock": None, "limit_s": 30.0, "starting": False}
 
 
 def test_timeout_of_ranks_that_stand_still_is_a_hang() -> None:
     assert timed_out(STILL, STILL) is None and timed_out(None, None) is None
     assert timed_out(STILL, MOVED, timed_out=False) is None
     assert timed_out(None, MOVED, rank=failed(0)) is None, "one failed by itself"
-    assert timed_out(None, MOVED, rank=peer_failed(0))[0] == "too slow"
+    assert timed_out(None, MOVED, rank=peer_failed(0))[0] == "timeout_while_progressing"
 
 
 @pytest.mark.parametrize(
     ("first", "second", "hang", "kind", "text"),
     [
-        (STILL, MOVED, None, "too slow", "120 s: rank 1 (phase step 3)"),
-        (STILL, MOVED, HANG, "too slow", "after 30 s"),
-        (STILL, STILL, {**HANG, "starting": True}, "start-up too slow", "30 s (rank 0: body, rank 1: body)"),
+        (STILL, MOVED, None, "timeout_while_progressing", "120 s: rank 1 (phase step 3)"),
+        (STILL, MOVED, HANG, "timeout_while_progressing", "after 30 s"),
+        (STILL, STILL, {**HANG, "starting": True}, "startup_timeout", "30 s (rank 0: body, rank 1: body)"),
         (STILL, STILL[:1], None, "unknown", "(rank 1: not sampled twice)"),
         (STILL, [SAMPLE, {**LATER, "busy": True}], None, "unknown", "(rank 1: about to run)"),
         (STILL, [SAMPLE, {**LATER, "cpu_s": None}], None, "unknown", "(rank 1: its CPU time could not be read)"),
@@ -174,8 +174,8 @@ def entry(sequence: int = 1, op: str = "all_reduce", waits: bool = True, group: 
     return Entry(group, sequence, op, waits)
 
 
-def rank(number: int, *entries: Entry, inside: str = "wait", **more: Any) -> RankCollectives:
-    return RankCollectives(number, inside=inside, entries=entries, **{"complete": True, **more})
+def rank(number: int, *entries: Entry, blocking_call: str = "wait", **more: Any) -> RankCollectives:
+    return RankCollectives(number, blocking_call=blocking_call, entries=entries, **{"complete": True, **more})
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_mismatches_come_with_contradictions_first(ranks: Any, mismatches: Any) 
 
 
 def calls(*functions: str) -> list[RankCollectives]:
-    return [RankCollectives(number, inside=function) for number, function in enumerate(functions)]
+    return [RankCollectives(number, blocking_call=function) for number, function in enumerate(functions)]
 
 
 A, B = ("a", (0, 1)), ("b", (0, 1))
@@ -255,24 +255,43 @@ DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {  # ranks, spi
     "one has ended": ([rank(0, entry()), GONE], False, True),
     "different collectives": ([rank(0, entry()), rank(1, entry(op="broadcast"))], False, True),
     "the same collective": ([rank(0, entry()), rank(1, entry())], False, False),
-    "one is at work": ([rank(0, entry()), rank(1, inside="")], False, False),
+    "one is at work": ([rank(0, entry()), rank(1, blocking_call="")], False, False),
     "one is at work, one has ended": (
-        [rank(0, inside=""), rank(1, entry(group=THREE)), RankCollectives(2, True)], False, False),
+        [rank(0, blocking_call=""), rank(1, entry(group=THREE)), RankCollectives(2, True)],
+        False,
+        False,
+    ),
     "crosswise groups": ([rank(0, entry(group=A)), rank(1, entry(group=B))], False, True),
     "two wait for a third that waits": (
-        [rank(0, entry(group=THREE)), rank(1, entry(group=THREE)), rank(2)], False, True),
-    "a chain that ends at work": ([rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, inside="")], False, False),
+        [rank(0, entry(group=THREE)), rank(1, entry(group=THREE)), rank(2)],
+        False,
+        True,
+    ),
+    "a chain that ends at work": (
+        [rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, blocking_call="")],
+        False,
+        False,
+    ),
     "a chain that can go on": (
-        [rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, entry(group=H))], False, False),
+        [rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, entry(group=H))],
+        False,
+        False,
+    ),
     "two that meet, a third waits for them": (
-        [rank(0, entry(group=A)), rank(1, entry(group=A)), rank(2, entry(group=THREE))], False, False),
-    "a receive without entry": ([rank(0, entry(op="barrier")), rank(1, inside="recv")], False, True),
+        [rank(0, entry(group=A)), rank(1, entry(group=A)), rank(2, entry(group=THREE))],
+        False,
+        False,
+    ),
+    "a receive without entry": ([rank(0, entry(op="barrier")), rank(1, blocking_call="recv")], False, True),
     "a receive without entry, a third at work": (
-        [rank(0, entry(op="barrier", group=THREE)), rank(1, inside="recv"), rank(2, inside="")], False, False),
-    "overwritten entries": ([rank(0, entry()), rank(1, inside="all_reduce", complete=False)], False, False),
-    "the host stands elsewhere": ([rank(0, entry(), inside=""), GONE], False, False),
-    "the host stands elsewhere and spins": ([rank(0, entry(), inside=""), GONE], True, True),
-    "one spins without entry": ([rank(0, entry(), inside=""), rank(1, inside="")], True, False),
+        [rank(0, entry(op="barrier", group=THREE)), rank(1, blocking_call="recv"), rank(2, blocking_call="")],
+        False,
+        False,
+    ),
+    "overwritten entries": ([rank(0, entry()), rank(1, blocking_call="all_reduce", complete=False)], False, False),
+    "the host stands elsewhere": ([rank(0, entry(), blocking_call=""), GONE], False, False),
+    "the host stands elsewhere and spins": ([rank(0, entry(), blocking_call=""), GONE], True, True),
+    "one spins without entry": ([rank(0, entry(), blocking_call=""), rank(1, blocking_call="")], True, False),
     "all have ended": ([RankCollectives(0, ended=True)], False, False),
     "no ranks": ([], False, False),
     # without a recorder
@@ -282,18 +301,18 @@ DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {  # ranks, spi
     "send and receive": (calls("send", "recv"), False, False),
     "no call": (calls("barrier", ""), False, False),
     "a call, and one has ended": ([*calls("barrier"), RankCollectives(1, ended=True)], False, True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DEADLOCKS)
 def test_deadlock(name: str) -> None:
-    ranks, spins, expected = DEADLOCKS[name]
-    assert bool(find_deadlock(ranks, spins)) is expected
+    ranks, busy_waiting, expected = DEADLOCKS[name]
+    assert bool(find_deadlock(ranks, busy_waiting)) is expected
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    entered = {"group": "0", "sequence": 3, "op": "all_reduce", "p2p": False, "waits": True, "frames": []}
-    return {"groups": {"0": [0, 1]}, "collectives": [entered], "complete": True, **changes}
+    collectives_digest = {"group": "0", "sequence": 3, "op": "all_reduce", "p2p": False, "waits": True, "frames": []}
+    return {"groups": {"0": [0, 1]}, "collectives": [collectives_digest], "complete": True, **changes}
 
 
 json_values = st.recursive(
@@ -403,7 +422,7 @@ def test_first_mismatch_of_a_flight_recorder() -> None:
     ranks = [rank_collectives(number, False, "", each) for number, each in enumerate(answers)]
     first = find_mismatches(ranks)[0]
     assert (first.sequence, dict(first.ops), first.missing) == (7, {0: "all_reduce", 2: "all_reduce"}, (1,))
-    assert find_deadlock(ranks, spins=True) is None
+    assert find_deadlock(ranks, busy_waiting=True) is None
 
 
 def test_failure_beside_it_is_no_hang_of_its_own() -> None:

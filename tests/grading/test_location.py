@@ -36,7 +36,7 @@ from repro_matrix.grading.signature import matches
 from repro_matrix.paths import REPROS
 
 sys.path.insert(0, str(REPROS))
-from repro_kit import code_location as place
+from repro_kit import code_location as code_location
 from repro_kit.record import Capture, describe_exception
 
 FILE = str(version.__file__)
@@ -59,7 +59,7 @@ def described(call: Callable[[], Any]) -> dict[str, Any]:
     return describe_exception(caught.value)
 
 
-def fires(error: dict[str, Any], wanted: dict[str, Any] = RAISES) -> bool:
+def reproduced(error: dict[str, Any], wanted: dict[str, Any] = RAISES) -> bool:
     return matches(Signature.model_validate(wanted), observation(failed(0, error), failed(1, error))) is not None
 
 
@@ -81,8 +81,8 @@ def restored() -> Iterator[None]:
 
 def test_package_error_fires() -> None:
     error = described(lambda: version.Version("no version"))
-    assert error["frames"][-1]["place"] == "packaging.version"
-    assert fires(error) and fires(error, FRAMED)
+    assert error["frames"][-1]["code_location"] == "packaging.version"
+    assert reproduced(error) and reproduced(error, FRAMED)
 
 
 def borrowed_name() -> Any:
@@ -154,18 +154,18 @@ def test_imitated_package_does_not_fire(lie: Any, tmp_path: Path, restored: None
     call = lie(tmp_path) if lie.__code__.co_argcount else lie()
     error = described(call)
     assert error["message"] == TEXT, "the lie must get as far as raising the known text"
-    assert not error["frames"][-1]["place"].startswith("packaging")
-    assert not fires(error) and not fires(error, FRAMED)
+    assert not error["frames"][-1]["code_location"].startswith("packaging")
+    assert not reproduced(error) and not reproduced(error, FRAMED)
 
 
 def test_imitations_fire_where_only_names_are_known(tmp_path: Path, restored: None) -> None:
-    """What the place is for: the same records without it fire, as they did before it was recorded."""
+    """What the place is for: the same records without it reproduce, as they did before it was recorded."""
     fired = []
     for lie in LIES[:-1]:
         error = described(lie(tmp_path) if lie.__code__.co_argcount else lie())
         for frame in error["frames"]:
-            del frame["place"]
-        fired.append(fires(error))
+            del frame["code_location"]
+        fired.append(reproduced(error))
     assert sum(fired) >= 5
 
 
@@ -173,7 +173,7 @@ def test_generated_code_is_passed_over() -> None:
     """A dataclass's own __init__ (``<string>``) lies nowhere, and the frames behind it are judged as they are."""
     made = run_with("def __init__(f):\n    f('no version')\n", "<string>", {"__name__": "packaging.version"})
     error = described(lambda: made(version.Version))
-    assert [frame["place"] for frame in error["frames"][-2:]] == ["", "packaging.version"] and fires(error)
+    assert [frame["code_location"] for frame in error["frames"][-2:]] == ["", "packaging.version"] and reproduced(error)
 
 
 def test_decorated_and_nested_functions_have_their_files_origin() -> None:
@@ -181,18 +181,20 @@ def test_decorated_and_nested_functions_have_their_files_origin() -> None:
     def around(text: str) -> Any:
         return version.Version(text)
 
-    assert fires(described(lambda: around("no version")))
+    assert reproduced(described(lambda: around("no version")))
     for module in (json.decoder, logging, functools):
         found = (value for value in vars(module).values() if isinstance(value, types.FunctionType))
         held = [value for value in found if value.__module__ == module.__name__]
-        assert held and {place.of_code(f.__code__, f.__globals__) for f in held} == {module.__name__}
+        assert held and {code_location.of_code(f.__code__, f.__globals__) for f in held} == {module.__name__}
 
 
 def test_compiled_modules_frames_are_the_packages() -> None:
     frames = described(lambda: yaml.load("a: [", Loader=yaml.CSafeLoader))["frames"]
-    assert frames[-1]["file"].endswith(".pyx") and frames[-1]["place"] == "yaml._yaml"
+    assert frames[-1]["file"].endswith(".pyx") and frames[-1]["code_location"] == "yaml._yaml"
     fake = compile("raise ValueError('x')", "yaml/_yaml.pyx", "exec")
-    assert place.of_code(fake, vars(sys.modules["yaml._yaml"])) == "", "code that does something was not compiled"
+    assert code_location.of_code(fake, vars(sys.modules["yaml._yaml"])) == "", (
+        "code that does something was not compiled"
+    )
 
 
 def test_overlay_comes_first(tmp_path: Path) -> None:
@@ -215,7 +217,7 @@ for call in (packaging.late, remote):
     try:
         call()
     except ValueError as error:
-        out.append([frame["place"] for frame in describe_exception(error)["frames"]])
+        out.append([frame["code_location"] for frame in describe_exception(error)["frames"]])
 print(json.dumps(out))
 """
     env = {**os.environ, "PYTHONPATH": str(over.parent), "HF_MODULES_CACHE": str(tmp_path / "modules")}
@@ -228,10 +230,10 @@ print(json.dumps(out))
 
 
 def test_project_code_is_recognised() -> None:
-    frames = described(lambda: place.of_code.__wrapped__())["frames"]  # type: ignore[attr-defined]
+    frames = described(lambda: code_location.of_code.__wrapped__())["frames"]  # type: ignore[attr-defined]
     assert frames
-    assert place.dotted(str(REPROS / "repro_kit" / "run.py")) == "repros.repro_kit.run"
-    assert place.dotted("/somewhere/else.py") == place.dotted("<string>") == ""
+    assert code_location.dotted(str(REPROS / "repro_kit" / "run.py")) == "repros.repro_kit.run"
+    assert code_location.dotted("/somewhere/else.py") == code_location.dotted("<string>") == ""
 
 
 # --- warnings and log records
@@ -277,15 +279,15 @@ def test_log_of_the_package_counts(capture: Capture, tmp_path: Path, monkeypatch
     path.parent.mkdir()
     (path.parent / "__init__.py").touch()
     path.write_text(says("logging.getLogger('any').warning('old format')"))
-    monkeypatch.setattr(place, "_ENTRIES", (str(tmp_path) + "/",))
-    place._roots.cache_clear()
-    place.dotted.cache_clear()
+    monkeypatch.setattr(code_location, "_ENTRIES", (str(tmp_path) + "/",))
+    code_location._roots.cache_clear()
+    code_location.dotted.cache_clear()
     try:
         run_with(path.read_text(), str(path), {"__name__": "x"})()
-        assert capture.logs[0]["place"] == "packaging.speaks" and seen(capture)
+        assert capture.logs[0]["code_location"] == "packaging.speaks" and seen(capture)
     finally:
-        place._roots.cache_clear()
-        place.dotted.cache_clear()
+        code_location._roots.cache_clear()
+        code_location.dotted.cache_clear()
 
 
 # --- stacks, of which only the files are known
@@ -294,7 +296,7 @@ PACKAGES = {"torch": "/venv/lib/python3.11/site-packages/torch", "transformers":
 
 
 @pytest.mark.parametrize(
-    ("file", "where"),
+    ("file", "params"),
     [
         ("/venv/lib/python3.11/site-packages/torch/nn/functional.py", "torch.nn.functional"),
         ("/venv/lib/python3.11/site-packages/torch/__init__.py", "torch"),
@@ -329,8 +331,8 @@ def test_hang_in_a_folder_named_torch_does_not_match() -> None:
 def test_known_text_from_imitated_code_is_a_script_error(restored: None) -> None:
     error = described(borrowed_place())
     known = case(signatures=[RAISES])
-    outcome = grade(known, "broken", observation(failed(0, error), failed(1, error)), [known])
-    assert outcome.outcome == "infra" and f"packaging/version.py:{LINE + 1}" in outcome.reason
+    outcome = grade(known, "unfixed", observation(failed(0, error), failed(1, error)), [known])
+    assert outcome.outcome == "infra_error" and f"packaging/version.py:{LINE + 1}" in outcome.reason
 
 
 # -- names

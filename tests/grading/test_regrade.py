@@ -16,14 +16,16 @@ from repro_matrix.grading.regrade import outcomes_of, regrade
 CASE = case()
 CASES = {CASE.slug: CASE}
 VERSIONS = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
-FIRES, CLEAN = observation(failed(0), failed(1)), observation(ok(0), ok(1))
+REPRODUCED, PASSED = observation(failed(0), failed(1)), observation(ok(0), ok(1))
 
 
-def cell(broken: Any = FIRES, fix: Any = CLEAN, verdict: str = "FIX_HOLDS", **changes: Any) -> dict[str, Any]:
+def cell(unfixed: Any = REPRODUCED, fix: Any = PASSED, verdict: str = "FIXED", **changes: Any) -> dict[str, Any]:
     stack = {"name": "current", "python": "3.11.7", "versions": VERSIONS}
-    names = ["fires" if seen == FIRES else "clean" for seen in (broken, fix)]
-    arms = {"broken": [(names[0], broken)], "fix": [(names[1], fix)]}
-    return document(arms, {"fix": verdict}, **{"key": "some-case/m-fsdp", "path": "x.json", "stack": stack, **changes})
+    names = ["reproduced" if seen == REPRODUCED else "passed" for seen in (unfixed, fix)]
+    variants = {"unfixed": [(names[0], unfixed)], "fix": [(names[1], fix)]}
+    return document(
+        variants, {"fix": verdict}, **{"key": "some-case/m-fsdp", "path": "x.json", "stack": stack, **changes}
+    )
 
 
 def verdicts(*documents: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -37,73 +39,73 @@ def on(**versions: str) -> dict[str, Any]:
 
 
 def test_honest_document_is_as_it_says() -> None:
-    assert verdicts(cell()) == (["FIX_HOLDS"], [])
+    assert verdicts(cell()) == (["FIXED"], [])
 
 
 def test_edited_outcomes_and_verdicts_are_named_and_not_taken() -> None:
-    edited = cell(fix=FIRES)
-    edited["arms"]["fix"]["attempts"][0]["outcome"]["outcome"] = "clean"
+    edited = cell(fix=REPRODUCED)
+    edited["variants"]["fix"]["attempts"][0]["outcome"]["outcome"] = "passed"
     names, notes = verdicts(edited)
-    assert names == ["FIX_BROKEN"]
-    assert len(notes) == 2 and "attempt 0" in notes[0] and "FIX_HOLDS" in notes[1] and "FIX_BROKEN" in notes[1]
+    assert names == ["NOT_FIXED"]
+    assert len(notes) == 2 and "attempt 0" in notes[0] and "FIXED" in notes[1] and "NOT_FIXED" in notes[1]
 
 
 def test_history_makes_it_fixed_upstream() -> None:
-    quiet = cell(CLEAN, verdict="UPSTREAM_FIXED")
-    assert verdicts(quiet) == (["NOT_FIRING"], []), "that is no contradiction"
+    quiet = cell(PASSED, verdict="FIXED_UPSTREAM")
+    assert verdicts(quiet) == (["NOT_REPRODUCED"], []), "that is no contradiction"
     old = {"name": "old", "python": "3.11.7", "versions": {"torch": "2.2.2", "transformers": "5.23.0"}}
     before = cell(stack=old)
-    assert verdicts(quiet, before) == (["UPSTREAM_FIXED", "FIX_HOLDS"], [])
+    assert verdicts(quiet, before) == (["FIXED_UPSTREAM", "FIXED"], [])
     gpu = {**before, "hardware": {**before["hardware"], "accelerator": "cuda"}}
-    assert verdicts(quiet, gpu)[0][0] == "NOT_FIRING", "what a GPU did is no history of a CPU"
-    assert verdicts(quiet, {**before, "key": "some-case/other"})[0][0] == "NOT_FIRING", "another cell"
+    assert verdicts(quiet, gpu)[0][0] == "NOT_REPRODUCED", "what a GPU did is no history of a CPU"
+    assert verdicts(quiet, {**before, "key": "some-case/other"})[0][0] == "NOT_REPRODUCED", "another cell"
     forged = copy.deepcopy(before)
-    forged["arms"]["broken"]["attempts"][0]["observation"] = CLEAN
-    assert verdicts(quiet, forged)[0][0] == "NOT_FIRING", "its outcome says fires, its observation does not"
+    forged["variants"]["unfixed"]["attempts"][0]["observation"] = PASSED
+    assert verdicts(quiet, forged)[0][0] == "NOT_REPRODUCED", "its outcome says reproduces, its observation does not"
 
 
-@pytest.mark.parametrize("arm", ["broken", "fix"])
+@pytest.mark.parametrize("variant", ["unfixed", "fix"])
 @pytest.mark.parametrize(
-    ("versions", "infra"),
+    ("versions", "infra_error"),
     [({"transformers": "5.22.0"}, True), ({"torch": "2.13.0+cu130"}, True),
      ({"peft": "0.1", "numpy": "unknown"}, False),
      ({}, False)],
 )  # fmt: skip
-def test_rank_on_other_versions_than_the_plan_is_no_evidence(arm: str, versions: Any, infra: bool) -> None:
-    made = cell(**{arm: on(**versions)})  # type: ignore[arg-type]
-    outcome = regrade([made], CASES).documents[0]["arms"][arm]["attempts"][0]["outcome"]
-    assert outcome.get("infra") == ("stack changed" if infra else None)
+def test_rank_on_other_versions_than_the_plan_is_no_evidence(variant: str, versions: Any, infra_error: bool) -> None:
+    made = cell(**{variant: on(**versions)})  # type: ignore[arg-type]
+    outcome = regrade([made], CASES).documents[0]["variants"][variant]["attempts"][0]["outcome"]
+    assert outcome.get("infra_error") == ("environment_changed" if infra_error else None)
 
 
-def test_arm_on_its_own_stack_has_its_own_versions() -> None:
+def test_variant_on_its_own_stack_has_its_own_versions() -> None:
     stored: Any = cell(fix=on(transformers="4.39.3"))
-    stored["arms"]["fix"]["stack"] = "older"
-    own = {CASE.slug: case(arms={"broken": {}, "fix": {"flags": {"call": "root"}, "stack": "older"}})}
-    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].outcome == "clean"
-    stored["arms"]["fix"]["attempts"][0]["observation"]["attempt"]["versions"] = VERSIONS
-    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].infra == "stack changed"
+    stored["variants"]["fix"]["stack"] = "older"
+    own = {CASE.slug: case(variants={"unfixed": {}, "fix": {"flags": {"call": "root"}, "stack": "older"}})}
+    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].outcome == "passed"
+    stored["variants"]["fix"]["attempts"][0]["observation"]["attempt"]["versions"] = VERSIONS
+    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].infra_error == "environment_changed"
 
 
 def test_wrong_fingerprint_leaves_the_document_out() -> None:
     stored: Any = cell(fix=observation(ok(0), ok(1), fingerprint="f1"))
-    stored["arms"]["fix"]["fingerprint"] = "f1"
-    assert fingerprint_mismatch(stored) is None and verdicts(stored) == (["FIX_HOLDS"], [])
-    stored["arms"]["fix"]["fingerprint"] = "f2"
+    stored["variants"]["fix"]["fingerprint"] = "f1"
+    assert fingerprint_mismatch(stored) is None and verdicts(stored) == (["FIXED"], [])
+    stored["variants"]["fix"]["fingerprint"] = "f2"
     found = regrade([stored], CASES)
     assert not found.documents and found.left_out[0][0] is stored and "f1" in found.left_out[0][1] and found.notes
 
 
-def test_missing_cases_and_arms_are_not_read() -> None:
+def test_missing_cases_and_variants_are_not_read() -> None:
     assert verdicts(cell(case="gone")) == ([], [])
     stored = cell()
-    stored["arms"]["gone"] = stored["arms"]["fix"]
-    assert "gone" not in regrade([stored], CASES).documents[0]["arms"]
+    stored["variants"]["gone"] = stored["variants"]["fix"]
+    assert "gone" not in regrade([stored], CASES).documents[0]["variants"]
 
 
 def test_outcomes_that_were_just_graded_are_not_graded_again() -> None:
-    made: Any = cell(fix=FIRES)
-    made["arms"]["fix"]["attempts"][0]["outcome"]["outcome"] = "clean"
-    assert regrade([made], CASES, graded=True).documents[0]["verdicts"]["fix"]["name"] == "FIX_HOLDS"
+    made: Any = cell(fix=REPRODUCED)
+    made["variants"]["fix"]["attempts"][0]["outcome"]["outcome"] = "passed"
+    assert regrade([made], CASES, graded=True).documents[0]["verdicts"]["fix"]["name"] == "FIXED"
 
 
 def test_documents_are_graded_once_by_identity() -> None:
@@ -125,17 +127,17 @@ def test_same_release_ignores_a_build_that_only_one_names(one: str, other: str, 
     assert same_release(one, other) is same is same_release(other, one)
 
 
-SEEN = st.sampled_from([FIRES, CLEAN])
-NAMES = st.sampled_from(["FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "CHANGED", "FLAKY"])
-OUTCOMES = st.sampled_from(["fires", "clean", "other_error", "hang", "infra"])
+SEEN = st.sampled_from([REPRODUCED, PASSED])
+NAMES = st.sampled_from(["FIXED", "NOT_FIXED", "DIFFERENT_FAILURE", "NOT_REPRODUCED", "SIGNATURE_MISMATCH", "FLAKY"])
+OUTCOMES = st.sampled_from(["reproduced", "passed", "other_failure", "hang", "infra_error"])
 
 
 @given(SEEN, SEEN, NAMES, OUTCOMES)
-def test_nothing_written_into_a_document_changes_its_grading(broken: Any, fix: Any, name: str, outcome: str) -> None:
-    stored = cell(broken, fix, name)
+def test_nothing_written_into_a_document_changes_its_grading(unfixed: Any, fix: Any, name: str, outcome: str) -> None:
+    stored = cell(unfixed, fix, name)
     honest = verdicts(copy.deepcopy(stored))[0]
-    for arm in ("broken", "fix"):
-        stored["arms"][arm]["attempts"][0]["outcome"]["outcome"] = outcome
+    for variant in ("unfixed", "fix"):
+        stored["variants"][variant]["attempts"][0]["outcome"]["outcome"] = outcome
     before = copy.deepcopy(stored)
     assert verdicts(stored)[0] == honest
     assert stored == before, "what was read stays as it was"

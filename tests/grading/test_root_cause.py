@@ -19,7 +19,7 @@ from repro_matrix.grading.root_cause import (
     portable_path,
     script_error,
 )
-from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.records import validate
 
 # -- lost peers
@@ -68,7 +68,7 @@ EXIT_15 = record(0, done=False, exception=exception("SystemExit", "15"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "type_", "where", "secondary"),
+    ("changes", "kind", "type_", "params", "secondary"),
     [
         ({}, None, "", "", False),
         ({"exit_code": -11, "record": UNDONE, "stack": "    f (/a/torch/x.py:1)"}, "signal", "SIGSEGV", "a.torch.x.f",
@@ -80,8 +80,8 @@ EXIT_15 = record(0, done=False, exception=exception("SystemExit", "15"))
         ({"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\n\n"}, "exit", "exit code 3", "", True),
         ({"exit_code": 3, "record": UNDONE, "log_tail": f"{PEER}\nbad"}, "exit", "exit code 3", "", False),
         ({"record": UNDONE}, "left", "exit code 0", "", False),
-        ({"ended_by": "launcher", "exit_code": None, "signal": "SIGTERM", "record": UNDONE}, None, "", "", False),
-        ({"ended_by": "launcher", "exit_code": 1, "record": EXIT_15}, "exception", "SystemExit",
+        ({"terminated_by": "launcher", "exit_code": None, "signal": "SIGTERM", "record": UNDONE}, None, "", "", False),
+        ({"terminated_by": "launcher", "exit_code": 1, "record": EXIT_15}, "exception", "SystemExit",
          "transformers.models.qwen2.modeling_qwen2.forward", True),
         ({"exit_code": 1, "record": EXIT_15}, "exception", "SystemExit",
          "transformers.models.qwen2.modeling_qwen2.forward", False),
@@ -152,7 +152,7 @@ SCRIPT_FILE = "/home/me/project/repros/some_case.py"
 
 
 def placed(origin: str, file: str = "", line: int = 31) -> dict[str, Any]:
-    return {**frame(origin, "forward", file or None), "place": origin, "line": line}
+    return {**frame(origin, "forward", file or None), "code_location": origin, "line": line}
 
 
 OWN = placed("repros.some_case", SCRIPT_FILE)
@@ -163,7 +163,7 @@ IMITATED = placed("", "/venv/lib/python3.11/site-packages/transformers/models/x.
 
 
 @pytest.mark.parametrize(
-    ("frames", "where"),
+    ("frames", "params"),
     [
         ([OWN], "repros/some_case.py:31"),
         ([OWN, NORM, OWN], "repros/some_case.py:31"),  # a hook of the script's
@@ -178,15 +178,19 @@ IMITATED = placed("", "/venv/lib/python3.11/site-packages/transformers/models/x.
 def test_script_error_by_its_innermost_frame(frames: list[dict[str, Any]], where: str | None, kind: str) -> None:
     error = exception(kind, "name 'x' is not defined", frames)
     for known in (case(), control()):
-        outcome = grade(known, next(iter(known.arms)), observation(failed(0, error), failed(1, error)), [known])
-        assert outcome.infra == ("script" if where else None)
+        outcome = grade(known, next(iter(known.variants)), observation(failed(0, error), failed(1, error)), [known])
+        assert outcome.infra_error == ("script" if where else None)
         assert where is None or where in outcome.reason
 
 
 def test_script_error_counts_only_where_it_came_first() -> None:
     late, early = exception("TimeoutError", "rank 0 did not write", [OWN]), exception(frames=[OWN, NORM])
-    assert grade(case(), "broken", observation(failed(0, early, 1.0), failed(1, late, 9.0)), []).outcome == "fires"
-    assert grade(case(), "broken", observation(failed(0, early, 9.0), failed(1, late, 1.0)), []).infra == "script"
+    assert (
+        grade(case(), "unfixed", observation(failed(0, early, 1.0), failed(1, late, 9.0)), []).outcome == "reproduced"
+    )
+    assert (
+        grade(case(), "unfixed", observation(failed(0, early, 9.0), failed(1, late, 1.0)), []).infra_error == "script"
+    )
     lost = Attempt(observation(failed(0, exception("RuntimeError", PEER, [OWN])), ended(1)))
     assert script_error(lost, find_failures(lost)) is None, "a lost peer is no mistake of the script"
 
@@ -205,13 +209,13 @@ def test_portable_path_is_the_same_on_every_machine(file: str, portable: str) ->
 
 
 @pytest.mark.ranks
-def test_real_rank_that_raises_by_itself(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_real_rank_that_raises_by_itself(tmp_path: Path, warm: ForkserverLauncher) -> None:
     attempt = attempt_of(tmp_path / "a", "raises", world_size=1)
-    promised = {"slug": "none", "options": {}, "promises": {"parameters": "whole"}}
-    attempt.settings.update(case="a-control", arm="control", strategy=promised)
+    promised = {"slug": "none", "options": {}, "invariants": {"parameters": "whole"}}
+    attempt.settings.update(case="a-control", variant="control", strategy=promised)
     seen = launched(warm, attempt)
     outcome = grade(control(), "control", seen, [])
-    assert outcome.infra == "script" and "misbehave.py:" in outcome.reason
+    assert outcome.infra_error == "script" and "misbehave.py:" in outcome.reason
     rank = Rank(seen["ranks"][0])
     assert rank.raised and all(each.is_project for each in rank.raised.frames)
     assert Path(seen["ranks"][0]["record"]["packages"]["torch"]).is_relative_to(sys.prefix)

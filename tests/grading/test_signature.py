@@ -136,8 +136,8 @@ def test_backends_variant_is_preferred(message: str, backend: str, common: str |
         ([failed(0), ok(1)], {}, None),
         ([failed(0), failed(1, exception("ValueError"))], {}, None),
         ([failed(0)], {"world_size": 2}, None),
-        ([failed(0), failed(1) | {"exit_code": None, "signal": "SIGTERM", "ended_by": "launcher"}], {}, (0, 1)),
-        ([failed(0), failed(1, exception("KeyboardInterrupt")) | {"ended_by": "launcher"}], {}, (0,)),
+        ([failed(0), failed(1) | {"exit_code": None, "signal": "SIGTERM", "terminated_by": "launcher"}], {}, (0, 1)),
+        ([failed(0), failed(1, exception("KeyboardInterrupt")) | {"terminated_by": "launcher"}], {}, (0,)),
     ],
 )
 def test_all_ranks_means_every_rank_that_could_show_it(ranks: Any, attempt: Any, expected: Any) -> None:
@@ -169,9 +169,9 @@ LOGGED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "blaming the script's line": ({}, {"category": "W", "file": MINE, "module": "transformers.x"}, True),
     "of the declared category": ({"logger": "FutureWarning"}, {"category": "FutureWarning"}, True),
     "of another category": ({"logger": "FutureWarning"}, {"category": "UserWarning"}, False),
-    "by origin": ({}, {"logger": "x", "file": "f", "place": "transformers.x"}, True),
-    "by another origin": ({}, {"logger": "transformers.x", "place": "torch.x"}, False),
-    "by no origin": ({}, {"logger": "transformers.x", "place": ""}, False),
+    "by origin": ({}, {"logger": "x", "file": "f", "code_location": "transformers.x"}, True),
+    "by another origin": ({}, {"logger": "transformers.x", "code_location": "torch.x"}, False),
+    "by no origin": ({}, {"logger": "transformers.x", "code_location": ""}, False),
 }
 
 
@@ -185,7 +185,7 @@ def test_log_counts_only_from_the_package_itself(name: str) -> None:
 
 # -- checks, signals, hangs
 
-CHECK = {"kind": "oracle", "check": "logits"}
+CHECK = {"kind": "check", "check": "logits"}
 BAD = check("logits", False)
 SIGNAL = {"kind": "signal", "signal": "SIGSEGV"}
 DIED = ok(0, exit_code=-11, record=record(0, done=False), stack=f"    f ({SITE}/torch/x.py:1)")
@@ -197,15 +197,15 @@ DIED = ok(0, exit_code=-11, record=record(0, done=False), stack=f"    f ({SITE}/
         (CHECK, finished(checks=[check(), BAD]), True),
         (CHECK, ok(0), False),
         (CHECK, finished(checks=[BAD], done=False), False),
-        (CHECK, finished(checks=[check(got=0.5)]), False),  # void: the rank says that it passed
-        (CHECK, finished(checks=[check("logits", False, got="half")]), False),  # void: not a number
+        (CHECK, finished(checks=[check(actual=0.5)]), False),  # void: the rank says that it passed
+        (CHECK, finished(checks=[check("logits", False, actual="half")]), False),  # void: not a number
         ({**CHECK, "check": "loss"}, finished(checks=[BAD]), False),
         (SIGNAL, DIED, True),
         (SIGNAL, {**DIED, "exit_code": None, "signal": "SIGSEGV"}, True),
         ({**SIGNAL, "signal": "SIGABRT"}, DIED, False),
         ({**SIGNAL, "frames": [{"module": r"torch\.x", "function": "f"}]}, DIED, True),
         ({**SIGNAL, "frames": [{"module": r"torch\.x", "function": "g"}]}, DIED, False),
-        (SIGNAL, {**DIED, "ended_by": "launcher"}, False),
+        (SIGNAL, {**DIED, "terminated_by": "launcher"}, False),
         (SIGNAL, ended(0, signal="SIGSEGV"), False),
     ],
 )
@@ -260,22 +260,35 @@ def test_hang_message_names_the_innermost_declared_frame() -> None:
 # -- near misses
 
 FRAMED = [{"module": r"transformers\..*", "function": "forward"}, {"module": "a", "function": "b"}]
-ENTRY = {"logger": "x", "message": "an old version of the format", "file": "f.py", "place": "torch.x"}
+ENTRY = {"logger": "x", "message": "an old version of the format", "file": "f.py", "code_location": "torch.x"}
 NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "type": (EXCEPTION, failed(0, exception("ValueError")),
-             "type: ValueError, declared RuntimeError, message ok, package ok"),
-    "message": (EXCEPTION, failed(0, exception(message=" so it is\nnot")),
-                "type ok, message: so it is, declared size mismatch in norm, package ok"),
+    "type": (
+        EXCEPTION,
+        failed(0, exception("ValueError")),
+        "type: ValueError, declared RuntimeError, message ok, package ok",
+    ),
+    "message": (
+        EXCEPTION,
+        failed(0, exception(message=" so it is\nnot")),
+        "type ok, message: so it is, declared size mismatch in norm, package ok",
+    ),
     "package": (EXCEPTION, failed(0, exception(frames=[SCRIPT, TORCH])), "package: torch, declared transformers"),
     "the script's": (EXCEPTION, failed(0, exception(frames=[SCRIPT])), "package: none, declared transformers"),
     "frame": ({**EXCEPTION, "frames": FRAMED}, failed(0), "no frame a b"),
-    "variant": ({**EXCEPTION, "variants": {"nccl": "of n"}, "message": None}, failed(0), "declared nccl: of n"),
+    "overrides": ({**EXCEPTION, "messages": {"nccl": "of n"}, "message": None}, failed(0), "declared nccl: of n"),
     "absent check": ({**CHECK, "check": "absent"}, ok(0), "check absent was made by no rank"),
     "signal's frame": ({**SIGNAL, "frames": FRAMED[1:]}, DIED, "signal ok, no frame a b"),
-    "signal and frame": ({**SIGNAL, "signal": "SIGBUS", "frames": FRAMED[1:]}, DIED,
-                         "SIGSEGV, declared SIGBUS, no frame"),
+    "signal and frame": (
+        {**SIGNAL, "signal": "SIGBUS", "frames": FRAMED[1:]},
+        DIED,
+        "SIGSEGV, declared SIGBUS, no frame",
+    ),
     "log of another package": (LOG, finished(logs=[ENTRY]), "package: torch.x, declared transformers, logger: x"),
-    "log of no package": (LOG, finished(logs=[{**ENTRY, "place": ""}]), "package: nowhere, declared transformers"),
+    "log of no package": (
+        LOG,
+        finished(logs=[{**ENTRY, "code_location": ""}]),
+        "package: nowhere, declared transformers",
+    ),
     # nothing that is close
     "far in type and message": (EXCEPTION, failed(0, exception("ValueError", "another")), ""),
     "far in message and package": (EXCEPTION, failed(0, exception(message="another", frames=[SCRIPT, TORCH])), ""),
@@ -283,10 +296,10 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a check that was made": (CHECK, ok(0), ""),
     "no rank finished": ({**CHECK, "check": "absent"}, finished(done=False), ""),
     "another signal": ({**SIGNAL, "signal": "SIGBUS"}, DIED, ""),
-    "signal from the launcher": ({**SIGNAL, "frames": FRAMED}, {**DIED, "ended_by": "launcher"}, ""),
+    "signal from the launcher": ({**SIGNAL, "frames": FRAMED}, {**DIED, "terminated_by": "launcher"}, ""),
     "log with another text": ({**LOG, "message": "gone"}, finished(logs=[ENTRY]), ""),
     "hang": (HANG, hung(0, "broadcast"), ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -323,7 +336,7 @@ def of_module(pattern: str) -> str:
 
 def framed(module: str, function: str) -> Frame:
     file = f"/venv/lib/python3.11/site-packages/{module.replace('.', '/')}.py"
-    return {"file": file, "line": 1, "function": function, "module": module, "place": module, "code": ""}
+    return {"file": file, "line": 1, "function": function, "module": module, "code_location": module, "code": ""}
 
 
 PART_SCRIPT = {**framed("repros.x", "body"), "file": "/home/me/repros/x.py"}
@@ -345,15 +358,15 @@ def shown(signature: Signature, frames: list[Frame], **part: Any) -> dict[str, A
     kind = part.get("type", signature.type)
     text = part.get("message", of_text(message_patterns(signature)[0]) if message_patterns(signature) else "")
     package = part.get("package", signature.package)
-    backend = next(iter(signature.variants), "gloo")
+    backend = next(iter(signature.messages), "gloo")
     if signature.kind == "exception":
         inner = [framed(f"{package}.inner", "raises")]
         error = exception(kind, text, [*frames, *inner], ["Exception"])
         return observation(failed(0, error), failed(1, error), backend=backend)
     if signature.kind == "log":
-        entry = {"logger": "x", "message": text, "file": "/f.py", "place": f"{package}.inner"}
+        entry = {"logger": "x", "message": text, "file": "/f.py", "code_location": f"{package}.inner"}
         return observation(*(ok(rank, record=record(rank, logs=[entry])) for rank in (0, 1)))
-    if signature.kind == "oracle":
+    if signature.kind == "check":
         failing = check(part.get("check", signature.check), False)
         return observation(*(ok(rank, record=record(rank, checks=[failing])) for rank in (0, 1)))
     stack = stack_of(frames)
@@ -373,7 +386,7 @@ def negatives(signature: Signature) -> Iterator[tuple[str, dict[str, Any]]]:
     if signature.type:
         yield "type", shown(signature, frames, type="LookupError")
     if signature.package:
-        yield "package", shown(signature, frames, package="elsewhere")
+        yield "package", shown(signature, frames, package="ambiguous_with")
     if signature.check:
         yield "check", shown(signature, frames, check="another")
     if signature.signal:
@@ -387,9 +400,14 @@ def negatives(signature: Signature) -> Iterator[tuple[str, dict[str, Any]]]:
 def mutants(signature: Signature) -> Iterator[tuple[str, Signature]]:
     """(the part that any would do for, the signature so)."""
     if message_patterns(signature):
-        anything = dict.fromkeys(signature.variants, ".*")
-        yield "message", signature.model_copy(update={"message": ".*", "variants": anything})
-    for part, value in (("type", "LookupError"), ("package", "elsewhere"), ("check", "another"), ("signal", "SIGBUS")):
+        anything = dict.fromkeys(signature.messages, ".*")
+        yield "message", signature.model_copy(update={"message": ".*", "messages": anything})
+    for part, value in (
+        ("type", "LookupError"),
+        ("package", "ambiguous_with"),
+        ("check", "another"),
+        ("signal", "SIGBUS"),
+    ):
         if getattr(signature, part):
             yield part, signature.model_copy(update={part: value})
     for number in range(len(signature.frames)):
@@ -428,7 +446,7 @@ def test_pattern_that_matches_anything_is_refused(wide: str) -> None:
     with pytest.raises(ValidationError, match=r"anything|needs message"):
         case(signatures=[{**EXCEPTION, "message": wide}])
     with pytest.raises(ValidationError, match=r"anything|needs message"):
-        case(signatures=[{**EXCEPTION, "message": None, "variants": {"gloo": wide or ".*"}}])
+        case(signatures=[{**EXCEPTION, "message": None, "messages": {"gloo": wide or ".*"}}])
 
 
 def test_type_of_every_error_is_refused() -> None:

@@ -9,121 +9,129 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from judging import case, control, document, observation, ok, outcome
-from repro_matrix.grading.outcome import Outcome, Recognised, skipped
+from repro_matrix.grading.outcome import Outcome, Recognized, skipped
 from repro_matrix.grading.verdict import Verdict, count_outcomes, evidence, is_older, judge, judge_pair, wilson
 from repro_matrix.results.exit_code import exit_code
 
 CASE = case()
-NAMES = ["fires", "clean", "other_error", "hang", "infra", "skipped"]
+NAMES = ["reproduced", "passed", "other_failure", "hang", "infra_error", "skipped"]
 
 
-def judged(broken: list[str], fix: list[str], **more: Any) -> Verdict:
-    outcomes = {"broken": [outcome(name) for name in broken], "fix": [outcome(name) for name in fix]}
+def judged(unfixed: list[str], fix: list[str], **more: Any) -> Verdict:
+    outcomes = {"unfixed": [outcome(name) for name in unfixed], "fix": [outcome(name) for name in fix]}
     return judge(CASE, outcomes, **more)["fix"]
 
 
 @pytest.mark.parametrize(
-    ("broken", "fix", "name"),
+    ("unfixed", "fix", "name"),
     [
-        ("fires", "clean", "FIX_HOLDS"),
-        ("fires", "fires", "FIX_BROKEN"),
-        ("fires", "other_error", "FIX_UNMASKS"),
-        ("fires", "hang", "INCONCLUSIVE"),
-        ("clean", "clean", "NOT_FIRING"),
-        ("clean", "fires", "FIX_HARMFUL"),
-        ("clean", "other_error", "FIX_HARMFUL"),
-        ("clean", "hang", "INCONCLUSIVE"),
-        ("other_error", "clean", "CHANGED"),
-        ("other_error", "fires", "CHANGED"),
-        ("other_error", "hang", "CHANGED"),
-        ("hang", "clean", "INCONCLUSIVE"),
-        ("hang", "fires", "INCONCLUSIVE"),
+        ("reproduced", "passed", "FIXED"),
+        ("reproduced", "reproduced", "NOT_FIXED"),
+        ("reproduced", "other_failure", "DIFFERENT_FAILURE"),
+        ("reproduced", "hang", "INCONCLUSIVE"),
+        ("passed", "passed", "NOT_REPRODUCED"),
+        ("passed", "reproduced", "FIX_BREAKS"),
+        ("passed", "other_failure", "FIX_BREAKS"),
+        ("passed", "hang", "INCONCLUSIVE"),
+        ("other_failure", "passed", "SIGNATURE_MISMATCH"),
+        ("other_failure", "reproduced", "SIGNATURE_MISMATCH"),
+        ("other_failure", "hang", "SIGNATURE_MISMATCH"),
+        ("hang", "passed", "INCONCLUSIVE"),
+        ("hang", "reproduced", "INCONCLUSIVE"),
     ],
 )
-def test_verdict_of_agreeing_attempts(broken: str, fix: str, name: str) -> None:
-    found = judged([broken] * 2, [fix] * 3)
-    assert (found.name, found.measured, found.infra) == (name, True, False)
-    assert (found.broken_n, found.fix_n) == (2, 3)
-    assert (found.broken_k, found.fix_k) == (2 * (broken == "fires"), 3 * (fix == "clean"))
+def test_verdict_of_agreeing_attempts(unfixed: str, fix: str, name: str) -> None:
+    found = judged([unfixed] * 2, [fix] * 3)
+    assert (found.name, found.measured, found.infra_error) == (name, True, False)
+    assert (found.unfixed_n, found.fix_n) == (2, 3)
+    assert (found.unfixed_k, found.fix_k) == (2 * (unfixed == "reproduced"), 3 * (fix == "passed"))
 
 
-@pytest.mark.parametrize("lost", ["infra", "skipped"])
+@pytest.mark.parametrize("lost", ["infra_error", "skipped"])
 def test_what_did_not_run_is_no_evidence(lost: str) -> None:
-    for broken, fix in (("fires", lost), (lost, "clean"), ("clean", lost), ("other_error", lost), (lost, lost)):
-        found = judged([broken], [fix])
-        assert (found.name, found.measured, found.infra) == ("INCONCLUSIVE", False, lost == "infra")
-    some = judged(["fires", lost], ["clean", lost])
-    assert (some.name, some.broken_n, some.fix_n) == ("FIX_HOLDS", 1, 1) and "2 attempts not counted" in some.reason
-    assert judge(control(), {"control": [outcome(lost)]})["control"].infra is (lost == "infra")
+    for unfixed, fix in (
+        ("reproduced", lost),
+        (lost, "passed"),
+        ("passed", lost),
+        ("other_failure", lost),
+        (lost, lost),
+    ):
+        found = judged([unfixed], [fix])
+        assert (found.name, found.measured, found.infra_error) == ("INCONCLUSIVE", False, lost == "infra_error")
+    some = judged(["reproduced", lost], ["passed", lost])
+    assert (some.name, some.unfixed_n, some.fix_n) == ("FIXED", 1, 1) and "2 attempts not counted" in some.reason
+    assert judge(control(), {"control": [outcome(lost)]})["control"].infra_error is (lost == "infra_error")
 
 
-def test_arm_without_attempts_has_no_verdict_and_proves_nothing() -> None:
-    assert list(judge(CASE, {"broken": [outcome("fires")], "fix": [outcome("clean")]})) == ["fix"]
-    for outcomes in ({"fix": [outcome("clean")]}, {"broken": [outcome("fires")], "fix": []}):
+def test_variant_without_attempts_has_no_verdict_and_proves_nothing() -> None:
+    assert list(judge(CASE, {"unfixed": [outcome("reproduced")], "fix": [outcome("passed")]})) == ["fix"]
+    for outcomes in ({"fix": [outcome("passed")]}, {"unfixed": [outcome("reproduced")], "fix": []}):
         found = judge(CASE, outcomes)["fix"]
-        assert (found.name, found.measured, found.infra) == ("INCONCLUSIVE", False, False)
+        assert (found.name, found.measured, found.infra_error) == ("INCONCLUSIVE", False, False)
 
 
 @pytest.mark.parametrize(
-    ("broken", "fix"),
-    [(["fires", "fires", "clean"], ["clean", "other_error"]), (["fires"], ["clean", "hang"]),
-     (["clean", "hang"], ["clean"])],
+    ("unfixed", "fix"),
+    [(["reproduced", "reproduced", "passed"], ["passed", "other_failure"]), (["reproduced"], ["passed", "hang"]),
+     (["passed", "hang"], ["passed"])],
 )  # fmt: skip
-def test_attempts_that_disagree_are_flaky(broken: list[str], fix: list[str]) -> None:
-    found = judged(broken, fix)
-    assert (found.name, found.broken_n, found.fix_n) == ("FLAKY", len(broken), len(fix))
-    assert (found.broken_k, found.fix_k) == (broken.count("fires"), fix.count("clean"))
+def test_attempts_that_disagree_are_flaky(unfixed: list[str], fix: list[str]) -> None:
+    found = judged(unfixed, fix)
+    assert (found.name, found.unfixed_n, found.fix_n) == ("FLAKY", len(unfixed), len(fix))
+    assert (found.unfixed_k, found.fix_k) == (unfixed.count("reproduced"), fix.count("passed"))
 
 
 def other(*known: str, kind: Any = "exception") -> Outcome:
-    return Outcome("other_error", "x", tuple(Recognised(name, "s", (0,), kind, "m") for name in known))
+    return Outcome("other_failure", "x", tuple(Recognized(name, "s", (0,), kind, "m") for name in known))
 
 
 @pytest.mark.parametrize(
-    ("broken", "fix", "name"),
+    ("unfixed", "fix", "name"),
     [
-        ([outcome("fires")], [other("tied")], "tied"),
-        ([outcome("fires")], [outcome("other_error")], None),
-        ([other("tied")], [outcome("clean")], "tied"),  # CHANGED names what the broken arm shows
-        ([outcome("fires")], [other("else"), other("tied"), other("tied")], "tied"),  # the most frequent
-        ([outcome("fires")], [other("tied"), other("else")], "else"),  # of equally many the first by name
-        ([outcome("fires")], [other("tied", kind="log")], None),  # a remark is no failure
-        ([outcome("fires")], [outcome("clean")], None),
+        ([outcome("reproduced")], [other("tied")], "tied"),
+        ([outcome("reproduced")], [outcome("other_failure")], None),
+        ([other("tied")], [outcome("passed")], "tied"),  # SIGNATURE_MISMATCH names what the unfixed variant shows
+        ([outcome("reproduced")], [other("else"), other("tied"), other("tied")], "tied"),  # the most frequent
+        ([outcome("reproduced")], [other("tied"), other("else")], "else"),  # of equally many the first by name
+        ([outcome("reproduced")], [other("tied", kind="log")], None),  # a remark is no failure
+        ([outcome("reproduced")], [outcome("passed")], None),
     ],
 )
-def test_known_failure_that_occurs_instead_is_named(broken: Any, fix: Any, name: str | None) -> None:
-    assert judge(CASE, {"broken": broken, "fix": fix})["fix"].named_case == name
+def test_known_failure_that_occurs_instead_is_named(unfixed: Any, fix: Any, name: str | None) -> None:
+    assert judge(CASE, {"unfixed": unfixed, "fix": fix})["fix"].named_case == name
 
 
 @pytest.mark.parametrize(
     ("names", "verdict"),
     [
-        (["clean"], "HEALTHY"), (["clean", "infra"], "HEALTHY"), (["other_error", "other_error"], "UNHEALTHY"),
-        (["fires"], "UNHEALTHY"), (["clean", "other_error"], "FLAKY"), (["hang"], "INCONCLUSIVE"),
-        (["infra"], "INCONCLUSIVE"), ([], "INCONCLUSIVE"),
+        (["passed"], "PASSED"), (["passed", "infra_error"], "PASSED"), (["other_failure", "other_failure"], "FAILED"),
+        (["reproduced"], "FAILED"), (["passed", "other_failure"], "FLAKY"), (["hang"], "INCONCLUSIVE"),
+        (["infra_error"], "INCONCLUSIVE"), ([], "INCONCLUSIVE"),
     ],
 )  # fmt: skip
 def test_control(names: list[str], verdict: str) -> None:
     found = judge(control(), {"control": [outcome(name) for name in names]})
-    assert [(arm, v.name, v.measured) for arm, v in found.items()] == [("control", verdict, bool({*names} - {"infra"}))]
-    assert found["control"].reason and len(found["control"].met) == (verdict == "UNHEALTHY")
+    assert [(variant, v.name, v.measured) for variant, v in found.items()] == [
+        ("control", verdict, bool({*names} - {"infra_error"}))
+    ]
+    assert found["control"].reason and len(found["control"].failure_ids) == (verdict == "FAILED")
 
 
-def test_arm_against_any_other_one() -> None:
-    found = judge_pair("some-case", [outcome("fires")] * 2, [outcome("clean"), outcome("infra")])
-    assert (found.name, found.broken_k, found.fix_k) == ("FIX_HOLDS", 2, 1)
-    assert judge_pair("some-case", [outcome("clean")], [outcome("clean")]).name == "NOT_FIRING"
+def test_variant_against_any_other_one() -> None:
+    found = judge_pair("some-case", [outcome("reproduced")] * 2, [outcome("passed"), outcome("infra_error")])
+    assert (found.name, found.unfixed_k, found.fix_k) == ("FIXED", 2, 1)
+    assert judge_pair("some-case", [outcome("passed")], [outcome("passed")]).name == "NOT_REPRODUCED"
 
 
 def test_outcomes_are_counted_with_the_most_frequent_first() -> None:
-    assert count_outcomes([outcome("fires")] * 3) == "fires 3/3"
-    mixed = [outcome(name) for name in ("clean", "fires", "fires", "infra")]
-    assert count_outcomes(mixed) == "fires 2/3, clean 1/3"
+    assert count_outcomes([outcome("reproduced")] * 3) == "reproduces 3/3"
+    mixed = [outcome(name) for name in ("passed", "reproduced", "reproduced", "infra_error")]
+    assert count_outcomes(mixed) == "reproduces 2/3, clean 1/3"
     assert count_outcomes([skipped("needs 2 GPUs")]) == "skipped: needs 2 GPUs" and count_outcomes([]) == "not run"
 
 
 def test_verdict_is_json() -> None:
-    assert json.loads(json.dumps(judged(["fires"], ["clean"]).to_json()))["interval"] == [0.2065, 1.0]
+    assert json.loads(json.dumps(judged(["reproduced"], ["passed"]).to_json()))["interval"] == [0.2065, 1.0]
 
 
 # -- fixed upstream
@@ -132,10 +140,10 @@ NOW = {"python": "3.10.1", "torch": "2.13.0+cpu", "transformers": "5.23.0", "num
 OLD = {"torch": "2.2.2", "transformers": "4.39.3", "numpy": "2.0"}
 
 
-def older(fires: str = "fires", versions: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
+def older(reproduced: str = "reproduced", versions: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
     stack = {"name": "spring-2024", "python": "3.11.7", "versions": {"python": "3.11.7", **(versions or OLD)}}
-    made = document({"broken": [(fires, observation())], "fix": [("clean", observation())]}, stack=stack)
-    made["arms"]["broken"]["settings"] = settings
+    made = document({"unfixed": [(reproduced, observation())], "fix": [("passed", observation())]}, stack=stack)
+    made["variants"]["unfixed"]["settings"] = settings
     return made
 
 
@@ -146,55 +154,58 @@ def changed(made: dict[str, Any]) -> dict[str, Any]:
 
 def sometimes() -> dict[str, Any]:
     made = older()
-    made["arms"]["broken"]["attempts"] += older("clean")["arms"]["broken"]["attempts"]
+    made["variants"]["unfixed"]["attempts"] += older("passed")["variants"]["unfixed"]["attempts"]
     return made
 
 
-def without_broken() -> dict[str, Any]:
+def without_unfixed() -> dict[str, Any]:
     made = older()
-    del made["arms"]["broken"]
+    del made["variants"]["unfixed"]
     return made
 
 
 @pytest.mark.parametrize(
     ("history", "name"),
     [
-        ([older()], "UPSTREAM_FIXED"),
-        ([], "NOT_FIRING"),
-        ([older("clean")], "NOT_FIRING"),
-        ([older("infra")], "NOT_FIRING"),
-        ([sometimes()], "NOT_FIRING"),
-        ([older(versions={"torch": "2.14.0"})], "NOT_FIRING"),  # a newer stack that fires is a regression to come
-        ([older(versions={"torch": "2.2.2", "transformers": "5.24.0"})], "NOT_FIRING"),
-        ([changed(older())], "NOT_FIRING"),  # a patch may have made it fire
-        ([without_broken()], "NOT_FIRING"),
-        ([older(steps=40)], "NOT_FIRING"),  # measured with other settings
-        ([older(steps=40), older(steps=3)], "UPSTREAM_FIXED"),
+        ([older()], "FIXED_UPSTREAM"),
+        ([], "NOT_REPRODUCED"),
+        ([older("passed")], "NOT_REPRODUCED"),
+        ([older("infra_error")], "NOT_REPRODUCED"),
+        ([sometimes()], "NOT_REPRODUCED"),
+        (
+            [older(versions={"torch": "2.14.0"})],
+            "NOT_REPRODUCED",
+        ),  # a newer stack that reproduces is a regression to come
+        ([older(versions={"torch": "2.2.2", "transformers": "5.24.0"})], "NOT_REPRODUCED"),
+        ([changed(older())], "NOT_REPRODUCED"),  # a patch may have made it reproduce
+        ([without_unfixed()], "NOT_REPRODUCED"),
+        ([older(steps=40)], "NOT_REPRODUCED"),  # measured with other settings
+        ([older(steps=40), older(steps=3)], "FIXED_UPSTREAM"),
     ],
 )
 def test_fixed_upstream_needs_a_comparable_older_reproduction(history: Any, name: str) -> None:
-    found = judged(["clean"], ["clean"], history=history, versions=NOW, settings={"steps": 3})
+    found = judged(["passed"], ["passed"], history=history, versions=NOW, settings={"steps": 3})
     assert found.name == name
-    assert judged(["fires"], ["clean"], history=history, versions=NOW).name == "FIX_HOLDS"
+    assert judged(["reproduced"], ["passed"], history=history, versions=NOW).name == "FIXED"
 
 
 def test_patched_stack_fixes_nothing_upstream() -> None:
-    patched = judged(["clean"], ["clean"], history=[older()], versions=NOW, changed=["torch/a.py differs"])
-    assert patched.name == "NOT_FIRING" and "torch/a.py differs" in patched.reason
+    patched = judged(["passed"], ["passed"], history=[older()], versions=NOW, changed=["torch/a.py differs"])
+    assert patched.name == "NOT_REPRODUCED" and "torch/a.py differs" in patched.reason
 
 
 @pytest.mark.parametrize(
     ("here", "there", "name"),
-    [({"cpu_fp16": True}, {"cpu_fp16": True}, "UPSTREAM_FIXED"),
-     ({"cpu_fp16": True}, {"cpu_fp16": False}, "NOT_FIRING"),
-     ({"cpu_fp16": True}, {}, "NOT_FIRING"), ({}, {"cpu_fp16": True}, "NOT_FIRING")],
+    [({"cpu_fp16": True}, {"cpu_fp16": True}, "FIXED_UPSTREAM"),
+     ({"cpu_fp16": True}, {"cpu_fp16": False}, "NOT_REPRODUCED"),
+     ({"cpu_fp16": True}, {}, "NOT_REPRODUCED"), ({}, {"cpu_fp16": True}, "NOT_REPRODUCED")],
 )  # fmt: skip
 def test_fixed_upstream_needs_the_same_capabilities(here: Any, there: Any, name: str) -> None:
-    known, before = case(depends_on=["cpu_fp16"]), older()
-    before["hardware"]["facts"] = there
-    clean = {"broken": [outcome("clean")], "fix": [outcome("clean")]}
-    assert judge(known, clean, [before], NOW, {}, here)["fix"].name == name
-    assert judge(CASE, clean, [before], NOW, {}, here)["fix"].name == "UPSTREAM_FIXED", "it does not depend on it"
+    known, before = case(depends_on_capabilities=["cpu_fp16"]), older()
+    before["hardware"]["capabilities"] = there
+    passed = {"unfixed": [outcome("passed")], "fix": [outcome("passed")]}
+    assert judge(known, passed, [before], NOW, {}, here)["fix"].name == name
+    assert judge(CASE, passed, [before], NOW, {}, here)["fix"].name == "FIXED_UPSTREAM", "it does not depend on it"
 
 
 @pytest.mark.parametrize(
@@ -215,25 +226,29 @@ def test_older_compares_packages_that_both_have(versions: Any, than: Any, expect
 # -- a failure that nothing stored shows
 
 
-@pytest.mark.parametrize("broken", ["clean", "other_error"])
-@pytest.mark.parametrize("fix", ["clean", "other_error", "fires"])
-def test_new_case_that_does_not_fire_is_inconclusive(broken: str, fix: str) -> None:
-    outcomes = {"broken": [outcome(broken, "why")], "fix": [outcome(fix)]}
+@pytest.mark.parametrize("unfixed", ["passed", "other_failure"])
+@pytest.mark.parametrize("fix", ["passed", "other_failure", "reproduced"])
+def test_new_case_that_does_not_fire_is_inconclusive(unfixed: str, fix: str) -> None:
+    outcomes = {"unfixed": [outcome(unfixed, "why")], "fix": [outcome(fix)]}
     found = judge(case(expect=[]), outcomes)["fix"]
-    assert found.name == "INCONCLUSIVE" and found.unseen and found.measured and not found.met
+    assert found.name == "INCONCLUSIVE" and found.unseen and found.measured and not found.failure_ids
     assert not judge(CASE, outcomes)["fix"].unseen
-    stored = document({"broken": [(broken, observation(ok(0)))], "fix": [(fix, observation(ok(0)))]})
+    stored = document({"unfixed": [(unfixed, observation(ok(0)))], "fix": [(fix, observation(ok(0)))]})
     assert exit_code([{**stored, "verdicts": {"fix": found.to_json()}}], 1) == 3
 
 
 def test_new_case_that_fires_or_fired_has_a_verdict() -> None:
     new = case(expect=[])
-    assert judge(new, {"broken": [outcome("fires")], "fix": [outcome("clean")]})["fix"].name == "FIX_HOLDS"
-    clean = {"broken": [outcome("clean")], "fix": [outcome("clean")]}
-    assert judge(new, clean, [older()])["fix"].name == "UPSTREAM_FIXED"
-    assert not judge(new, clean, [older(steps=40)], NOW, {"steps": 3})["fix"].unseen, "it was seen, with other settings"
-    lost = {"broken": [outcome("infra")], "fix": [outcome("clean")]}
-    assert not judge(new, lost)["fix"].unseen and not judge(new, {**clean, "fix": [outcome("infra")]})["fix"].unseen
+    assert judge(new, {"unfixed": [outcome("reproduced")], "fix": [outcome("passed")]})["fix"].name == "FIXED"
+    passed = {"unfixed": [outcome("passed")], "fix": [outcome("passed")]}
+    assert judge(new, passed, [older()])["fix"].name == "FIXED_UPSTREAM"
+    assert not judge(new, passed, [older(steps=40)], NOW, {"steps": 3})["fix"].unseen, (
+        "it was seen, with other settings"
+    )
+    lost = {"unfixed": [outcome("infra_error")], "fix": [outcome("passed")]}
+    assert (
+        not judge(new, lost)["fix"].unseen and not judge(new, {**passed, "fix": [outcome("infra_error")]})["fix"].unseen
+    )
 
 
 # -- how certain
@@ -260,30 +275,34 @@ SOME = st.lists(st.sampled_from(NAMES), max_size=5)
 
 
 @given(SOME, SOME)
-def test_counts_are_of_evidence(broken: list[str], fix: list[str]) -> None:
-    found = judged(broken, fix)
-    assert (found.broken_k, found.fix_k) == (broken.count("fires"), fix.count("clean"))
-    assert found.broken_n == len(evidence(outcome(name) for name in broken))
+def test_counts_are_of_evidence(unfixed: list[str], fix: list[str]) -> None:
+    found = judged(unfixed, fix)
+    assert (found.unfixed_k, found.fix_k) == (unfixed.count("reproduced"), fix.count("passed"))
+    assert found.unfixed_n == len(evidence(outcome(name) for name in unfixed))
     assert found.fix_n == len(evidence(outcome(name) for name in fix)) and found.reason
 
 
-@given(SOME, SOME, st.sampled_from(["skipped", "infra"]), st.booleans())
-def test_skip_never_raises_confidence(broken: list[str], fix: list[str], lost: str, to_fix: bool) -> None:
-    before = judged(broken, fix)
-    after = judged(broken + [lost] * (not to_fix), fix + [lost] * to_fix)
-    assert (after.name, after.interval, after.broken_interval) == (before.name, before.interval, before.broken_interval)
+@given(SOME, SOME, st.sampled_from(["skipped", "infra_error"]), st.booleans())
+def test_skip_never_raises_confidence(unfixed: list[str], fix: list[str], lost: str, to_fix: bool) -> None:
+    before = judged(unfixed, fix)
+    after = judged(unfixed + [lost] * (not to_fix), fix + [lost] * to_fix)
+    assert (after.name, after.interval, after.unfixed_interval) == (
+        before.name,
+        before.interval,
+        before.unfixed_interval,
+    )
 
 
 @given(SOME, SOME)
-def test_fix_holds_only_where_all_evidence_agrees(broken: list[str], fix: list[str]) -> None:
-    counted, counted_fix = set(broken) - {"infra", "skipped"}, set(fix) - {"infra", "skipped"}
-    assert (judged(broken, fix).name == "FIX_HOLDS") == (counted == {"fires"} and counted_fix == {"clean"})
+def test_fix_holds_only_where_all_evidence_agrees(unfixed: list[str], fix: list[str]) -> None:
+    counted, counted_fix = set(unfixed) - {"infra_error", "skipped"}, set(fix) - {"infra_error", "skipped"}
+    assert (judged(unfixed, fix).name == "FIXED") == (counted == {"reproduced"} and counted_fix == {"passed"})
 
 
 @given(SOME, SOME, st.randoms(use_true_random=False))
-def test_order_of_attempts_does_not_matter(broken: list[str], fix: list[str], random: Any) -> None:
-    before = judged(broken, fix)
-    random.shuffle(broken)
+def test_order_of_attempts_does_not_matter(unfixed: list[str], fix: list[str], random: Any) -> None:
+    before = judged(unfixed, fix)
+    random.shuffle(unfixed)
     random.shuffle(fix)
-    after = judged(broken, fix)
+    after = judged(unfixed, fix)
     assert (before.name, before.interval) == (after.name, after.interval)

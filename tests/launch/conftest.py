@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from repro_matrix.launch.attempt import Launcher
-from repro_matrix.launch.forkserver import WarmLauncher
-from repro_matrix.launch.torchrun import ColdLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
+from repro_matrix.launch.torchrun import TorchrunLauncher
 
 TORCHRUN = pytest.param("torchrun", marks=pytest.mark.slow)  # each start takes seconds: the gate runs only a few
 
 
-@pytest.fixture(params=["warm", TORCHRUN])
-def launcher(request: pytest.FixtureRequest, warm: WarmLauncher) -> Launcher:
+@pytest.fixture(params=["forkserver", TORCHRUN])
+def launcher(request: pytest.FixtureRequest, warm: ForkserverLauncher) -> Launcher:
     """Each launcher in turn. ``parametrize("launcher", [...], indirect=True)`` selects and marks otherwise."""
-    return ColdLauncher() if request.param == "torchrun" else warm
+    return TorchrunLauncher() if request.param == "torchrun" else warm

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt_logs, observe, open_launcher, processes, sampling, torchrun, watch
-from repro_matrix.launch.attempt import Attempt, clean, environment, prepare, remove, tmp_of
+from repro_matrix.launch.attempt import Attempt, environment, passed, prepare, remove, tmp_of
 from repro_matrix.launch.command_line import torchrun_line
 from repro_matrix.launch.watch import Watched
 
@@ -92,7 +92,7 @@ def test_tmp_of_long_path_is_elsewhere(tmp_path: Path) -> None:
     assert len(str(attempt.tmp)) < 70 and attempt.tmp == tmp_of(attempt.directory)
     prepare(attempt)
     assert attempt.tmp.is_dir()
-    clean(attempt)
+    passed(attempt)
     assert not attempt.tmp.exists() and not attempt.directory.exists()
 
 
@@ -110,13 +110,13 @@ def test_torchrun_line_is_exact(tmp_path: Path) -> None:
     assert words[:6] == ["env", "A=b c", "torchrun", "--standalone", "--nproc-per-node", "2"]
     flags = [words[index + 1] for index, word in enumerate(words) if word == "--flag"]
     assert flags == ["fault=x y", "value=null", 'word="true"', "number=1.5"]
-    assert words[words.index("--device") + 1] == "cpu" and words[words.index("--arm") + 1] == "broken"
+    assert words[words.index("--device") + 1] == "cpu" and words[words.index("--variant") + 1] == "unfixed"
     line = torchrun_line(dataclasses.replace(attempt, python="/stack/bin/python"))
     assert line.startswith("/stack/bin/python -m torch.distributed.run --standalone")
 
 
 def test_open_launcher_by_name() -> None:
-    for name, is_called in (("torchrun", "torchrun"), ("warm", "warm"), ("auto", "warm")):
+    for name, is_called in (("torchrun", "torchrun"), ("forkserver", "forkserver"), ("auto", "forkserver")):
         launcher = open_launcher(name)
         assert launcher.name == is_called
         launcher.close()
@@ -139,7 +139,7 @@ def observed(
 
 
 def told(exit_code: int | None = 1, signal: str | None = None, by: str = "self") -> dict[str, Any]:
-    return {"rank": 0, "pid": 99999999, "exit_code": exit_code, "signal": signal, "ended_by": by}
+    return {"rank": 0, "pid": 99999999, "exit_code": exit_code, "signal": signal, "terminated_by": by}
 
 
 def raised(kind: str, message: str, phase: str = "body", module: str = "__main__") -> dict[str, Any]:
@@ -163,7 +163,7 @@ def raised(kind: str, message: str, phase: str = "body", module: str = "__main__
 )
 def test_invalid_record_is_reported_with_its_key(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
     seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [told()], {**raised("ValueError", "x"), **changes})
-    assert seen["ranks"][0]["record"] is None and seen["ranks"][0]["doubt"].startswith(key)
+    assert seen["ranks"][0]["record"] is None and seen["ranks"][0]["validation_error"].startswith(key)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_observation_separates_infra_from_failures_of_the_case(
     tmp_path: Path, record: dict[str, Any], kind: str | None
 ) -> None:
     seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [told()], record)
-    assert (seen["infra"] or {}).get("kind") == kind
+    assert (seen["infra_error"] or {}).get("kind") == kind
     assert seen["ranks"][0]["record"] == record and seen["attempt"]["wall_s"] == 2.5
 
 
@@ -204,28 +204,30 @@ def test_observation_reports_failed_gpu_before_its_peers(tmp_path: Path) -> None
         for rank, record in enumerate((peer, second)):
             (attempt.records / f"rank-{rank}.json").write_text(json.dumps(record))
         seen = observe.observation(attempt, "torchrun", ["python"], Watched(started=10.0, ended=12.5), worker_exit=0)
-        assert seen["infra"]["kind"] == kind and (
-            kind == "device" or "rank 1: RuntimeError" in seen["infra"]["message"]
+        assert seen["infra_error"]["kind"] == kind and (
+            kind == "device" or "rank 1: RuntimeError" in seen["infra_error"]["message"]
         )
 
 
 def test_observation_records_who_ended_a_rank(tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path / "a", "x", world_size=1)
-    assert observed(attempt, [told(None, "SIGKILL")])["infra"]["kind"] == "memory"
-    assert observed(attempt, [told(None, "SIGKILL", "launcher")])["infra"] is None
+    assert observed(attempt, [told(None, "SIGKILL")])["infra_error"]["kind"] == "memory"
+    assert observed(attempt, [told(None, "SIGKILL", "launcher")])["infra_error"] is None
     seen = observed(attempt, [told(None, "SIGKILL")], timed_out=True)
-    assert seen["infra"] is None and seen["ranks"][0]["ended_by"] == "deadline"
-    assert observed(attempt, [told(0)], timed_out=True)["ranks"][0]["ended_by"] == "self"  # it was just ending
+    assert seen["infra_error"] is None and seen["ranks"][0]["terminated_by"] == "deadline"
+    assert observed(attempt, [told(0)], timed_out=True)["ranks"][0]["terminated_by"] == "self"  # it was just ending
 
 
 def test_failed_launch_is_infra(tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path / "a", "x", world_size=1)
-    assert observed(attempt, [])["infra"]["kind"] == "launch"
-    assert observed(attempt, [told(None)], finished=False)["infra"]["kind"] == "lost"
-    assert observed(attempt, [], timed_out=True)["infra"]["message"].startswith("no rank was up at the deadline")
-    assert observed(attempt, [told()], log="Traceback\nImportError: no kit\n")["infra"]["message"].endswith("no kit")
+    assert observed(attempt, [])["infra_error"]["kind"] == "launch"
+    assert observed(attempt, [told(None)], finished=False)["infra_error"]["kind"] == "lost"
+    assert observed(attempt, [], timed_out=True)["infra_error"]["message"].startswith("no rank was up at the deadline")
+    assert observed(attempt, [told()], log="Traceback\nImportError: no kit\n")["infra_error"]["message"].endswith(
+        "no kit"
+    )
     attempt.launch_file.write_text("[]")
-    assert observe.observation(attempt, "torchrun", [], Watched(started=0.0))["infra"]["kind"] == "launch"
+    assert observe.observation(attempt, "torchrun", [], Watched(started=0.0))["infra_error"]["kind"] == "launch"
 
 
 @given(st.binary(max_size=300))
@@ -320,7 +322,7 @@ def test_ranks_are_sampled_until_it_is_known_whether_they_move(
         at = 3.0 * len(seen)
         return {
             0: sampling.Sample(
-                {"at_s": at, "cpu_s": 1.0, "io": 0, "busy": bool(seen[-1]), "stack": "a", "ended": False}
+                {"time_s": at, "cpu_s": 1.0, "io": 0, "busy": bool(seen[-1]), "stack": "a", "ended": False}
             )
         }
 

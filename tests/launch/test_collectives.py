@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from repro_kit.settings import arm_axis, resolve
+from repro_kit.settings import resolve, variant_axis
 
 import pytest
 from launching import two_ranks
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
-from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.paths import CONF, REPROS, ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -34,26 +34,29 @@ def conf(group: str, name: str) -> dict:
 
 
 def job(case: Case) -> dict | None:
-    """A case's control, or a fix of it that holds: a broken arm would not get to its checks. None: not on two ranks.
+    """A case's control, or a fix of it that holds: a unfixed variant would not get to its checks. None: not on two
+    ranks.
 
     DeepSpeed's cases are left out: it compiles for minutes where nobody has, and their checks are the same kit's.
     """
     raw = conf("case", case.slug)
-    if case.simulated or case.needs.gpus or any("deepspeed" in one for one in case.needs.requires):
+    if case.simulated or case.requires.gpus or any("deepspeed" in one for one in case.requires.packages):
         return None
-    if not case.launch.process_group or raw.get("launch", {}).get("teardown") or case.slug.startswith("colossalai"):
+    if not case.launch.process_group or raw.get("launch", {}).get("normal_exit") or case.slug.startswith("colossalai"):
         return None
-    holds = [arm for entry in case.expect for arm, said in entry.verdicts.items() if said in ("FIX_HOLDS", "HEALTHY")]
-    arm = next((arm for arm in holds if arm in case.arms), next(iter(case.arms)))
-    model, strategy = (arm_axis(raw, arm, axis, raw["axes"][axis][0]) for axis in ("model", "strategy"))
-    settings = resolve(raw, arm, model=conf("model", model), strategy=conf("strategy", strategy), device="cpu")
+    holds = [
+        variant for entry in case.expect for variant, said in entry.verdicts.items() if said in ("FIXED", "PASSED")
+    ]
+    variant = next((variant for variant in holds if variant in case.variants), next(iter(case.variants)))
+    model, strategy = (variant_axis(raw, variant, axis, raw["axes"][axis][0]) for axis in ("model", "strategy"))
+    settings = resolve(raw, variant, model=conf("model", model), strategy=conf("strategy", strategy), device="cpu")
     script = REPROS / case.script_name
     two = settings.get("world_size", settings.get("ranks")) == 2
     return {"name": case.slug, "script": str(script), "settings": settings} if two else None
 
 
 @pytest.mark.parametrize("gate", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gate", "the others"])
-def test_no_collective_is_given_a_tensor_of_the_cpu(warm: WarmLauncher, gate: bool, tmp_path: Path) -> None:
+def test_no_collective_is_given_a_tensor_of_the_cpu(warm: ForkserverLauncher, gate: bool, tmp_path: Path) -> None:
     train = job(CATALOGUE.cases["train-step"])
     assert train
     jobs = [found for name, case in CATALOGUE.cases.items() if (name in GATE) == gate and (found := job(case))]

@@ -71,7 +71,7 @@ CASES_OWN = {
 }  # fmt: skip
 
 
-ALL = {"device": DEVICE, "card": CARD, "card or program": CARD_OR_PROGRAM, None: CASES_OWN}
+ALL = {"device": DEVICE, "card": CARD, "gpu_or_program": CARD_OR_PROGRAM, None: CASES_OWN}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, errors in ALL.items() for name in errors])

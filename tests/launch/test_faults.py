@@ -39,8 +39,8 @@ def tail(rank: int, text: str) -> Callable[[Json], Any]:
     return check
 
 
-def leftover(count: int, text: str = "") -> Callable[[Json], Any]:
-    return lambda seen: len([each for each in seen["attempt"]["leftover"] if text in each]) == count
+def leaked_processes(count: int, text: str = "") -> Callable[[Json], Any]:
+    return lambda seen: len([each for each in seen["attempt"]["leaked_processes"] if text in each]) == count
 
 
 def stack(rank: int, *words: str) -> Callable[[Json], Any]:
@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 
     does: str
     ends: dict[int, End]
-    infra: str | None = None
+    infra_error: str | None = None
     checks: tuple[Callable[[Json], Any], ...] = ()
     flags: Json = {}  # noqa: RUF012 - never written
     script: str = "misbehave.py"
@@ -67,44 +67,62 @@ OK: End = (0, None, "self")
 HANG: End = (None, "SIGTERM", "deadline")
 FAULTS = {
     "raises": Fault(
-        "raises", {0: FAILED, 1: (None, "SIGTERM", "launcher")},
-        checks=(message("rank 0 of 2 does not want to"),), flags={"rank": 0, "others": "wait"},
+        "raises",
+        {0: FAILED, 1: (None, "SIGTERM", "launcher")},
+        checks=(message("rank 0 of 2 does not want to"),),
+        flags={"rank": 0, "others": "wait"},
     ),
     "raises while its peer ignores SIGTERM": Fault(
         "ignores_term", {0: FAILED, 1: (None, "SIGKILL", "launcher")}, script="two_faults.py"
     ),
     "ends, without finishing, or with processes, shared memory, binary or much output left behind": Fault(
-        "each", dict.fromkeys(range(5), OK),
-        checks=(never_done(0), leftover(3), leftover(2, "killed"), leftover(1, "/dev/shm"), tail(3, "after it"),
-               tail(4, "the last line")),
+        "each",
+        dict.fromkeys(range(5), OK),
+        checks=(
+            never_done(0),
+            leaked_processes(3),
+            leaked_processes(2, "killed"),
+            leaked_processes(1, "/dev/shm"),
+            tail(3, "after it"),
+            tail(4, "the last line"),
+        ),
         flags={"each": ["leaves", "grandchildren", "leaves_memory", "binary", "prints"], "megabytes": 400},
     ),
     "hangs in Python, ignores SIGTERM or has a grandchild in its own session": Fault(
-        "each", {0: OK, 1: HANG, 2: (None, "SIGKILL", "deadline"), 3: HANG},
+        "each",
+        {0: OK, 1: HANG, 2: (None, "SIGKILL", "deadline"), 3: HANG},
         checks=(stack(1, "stuck_in_here"), stack(2, "ignores_term"), stack(3, "grandchild_and_stuck")),
-        flags={"each": ["nothing", "stuck_in_here", "ignores_term", "grandchild_and_stuck"]}, stuck=3,
+        flags={"each": ["nothing", "stuck_in_here", "ignores_term", "grandchild_and_stuck"]},
+        stuck=3,
     ),
     "os._exit(3)": Fault("leaves", {0: (3, None, "self")}, checks=(never_done(0),), flags={"rank": 0, "code": 3}),
     "segfaults": Fault(
-        "segfault", {1: (None, "SIGSEGV", "self")}, checks=(never_done(1), stack(1, "# faulthandler", "segfault")),
+        "segfault",
+        {1: (None, "SIGSEGV", "self")},
+        checks=(never_done(1), stack(1, "# faulthandler", "segfault")),
         flags={"rank": 1},
     ),
     "aborts in C++": Fault(
-        "aborts_in_cpp", {1: (None, "SIGABRT", "self")}, checks=(never_done(1), stack(1, "aborts_in_cpp")),
+        "aborts_in_cpp",
+        {1: (None, "SIGABRT", "self")},
+        checks=(never_done(1), stack(1, "aborts_in_cpp")),
         flags={"rank": 1},
     ),
     "is killed": Fault("killed", {1: (None, "SIGKILL", "self")}, "memory", flags={"rank": 1}),
     "is killed by the OOM killer": Fault("out_of_memory", {0: (None, "SIGKILL", "self")}, "memory", flags={"rank": 0}),
     "meets a limit on its memory": Fault("no_memory", {1: FAILED}, "memory", flags={"rank": 1}),
     "hangs in a collective": Fault(
-        "hang", {}, script="collective.py", stuck=2,
-        checks=(stack(0, "barrier", "collective.py"), stack(1, "recv", "collective.py"), leftover(0)),
+        "hang",
+        {},
+        script="collective.py",
+        stuck=2,
+        checks=(stack(0, "barrier", "collective.py"), stack(1, "recv", "collective.py"), leaked_processes(0)),
     ),
     "fills the disk": Fault("disk_full", {0: FAILED}, "disk", flags={"rank": 0}),
     "has no room for its record": Fault("disk_full_for_the_record", {0: FAILED}, "disk", flags={"rank": 0}),
     # Both fail: the launcher may end one before it has failed by itself.
     "cannot import what it needs": Fault("none", {}, "import", (failed_together,), script="no_kit.py"),
-}  # fmt: skip
+}
 
 
 # With torchrun each takes ten times as long: the gate runs one of them there.
@@ -112,7 +130,7 @@ IN_GATE = {"raises"}
 LAUNCHES = [
     pytest.param(name, launcher, marks=[pytest.mark.slow] if launcher == "torchrun" and name not in IN_GATE else [])
     for name in FAULTS
-    for launcher in ("torchrun", "warm")
+    for launcher in ("torchrun", "forkserver")
 ]
 
 
@@ -130,7 +148,7 @@ def test_faulty_rank_gets_its_outcome(
     result = launched_until(launcher, attempt, fault.stuck) if fault.stuck else launched(launcher, attempt)
     assert result["attempt"]["launcher"] == launcher.name and "retried" not in result["attempt"]
     assert result["attempt"]["timed_out"] == bool(fault.stuck) and result["attempt"]["wall_s"] < 400
-    assert (result["infra"] or {}).get("kind") == fault.infra, result["infra"]
+    assert (result["infra_error"] or {}).get("kind") == fault.infra_error, result["infra_error"]
     assert {rank: ends(result)[rank] for rank in fault.ends} == fault.ends
     for number, check in enumerate(fault.checks):
         assert check(result), (number, result["ranks"], result["attempt"])

@@ -14,7 +14,7 @@ import pytest
 from launching import Json, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt
 from repro_matrix.launch.attempt_logs import read_launch
-from repro_matrix.launch.forkserver import WarmLauncher, server_environment, spec_of, why_cold
+from repro_matrix.launch.forkserver import ForkserverLauncher, cold_start_reason, server_environment, spec_of
 from repro_matrix.paths import ROOT
 
 ranks = pytest.mark.ranks
@@ -46,7 +46,7 @@ run.fact("fds", sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("
 
 
 @ranks
-def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLauncher) -> None:
     attempts = [scripted(tmp_path / name, STATE, env={"A_VARIABLE": "x"}) for name in ("a", "b")]
     pairs = [facts(launched(warm, attempt)) for attempt in attempts]
     every = [fact for pair in pairs for fact in pair]
@@ -70,13 +70,13 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: WarmLauncher) ->
 
 
 @ranks
-def test_forked_script_is_read_again_after_an_edit(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_forked_script_is_read_again_after_an_edit(tmp_path: Path, warm: ForkserverLauncher) -> None:
     for value in (1, 2):
         assert facts(launched(warm, scripted(tmp_path / "a", f'run.fact("value", {value})')))[0] == {"value": value}
 
 
 @ranks
-def test_server_computes_transformers_mapping_in_advance(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_server_computes_transformers_mapping_in_advance(tmp_path: Path, warm: ForkserverLauncher) -> None:
     body = (
         "import transformers.conversion_mapping as mapping\n"
         "run.fact('there', getattr(mapping, '_checkpoint_conversion_mapping_cache', 0) is not None)"
@@ -94,7 +94,7 @@ class FakeTorchrun:
     name = "torchrun"
 
     def launch(self, attempt: Attempt, stop: Any) -> Json:
-        return {"attempt": {"launcher": self.name}, "ranks": [], "infra": None}
+        return {"attempt": {"launcher": self.name}, "ranks": [], "infra_error": None}
 
     def close(self) -> None:
         pass
@@ -126,7 +126,7 @@ def importing(tmp_path: Path, module: str, code: str, name: str = "a") -> Attemp
     ],
 )
 def test_unsafe_import_starts_with_torchrun_and_is_named(
-    tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch, code: str, parts: tuple[str, ...]
+    tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch, code: str, parts: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(warm, "_cold", FakeTorchrun())
     about = launched(warm, importing(tmp_path, "imported_module", code))["attempt"]
@@ -134,25 +134,25 @@ def test_unsafe_import_starts_with_torchrun_and_is_named(
 
 
 @ranks
-def test_stack_without_torch_is_infra(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_stack_without_torch_is_infra(tmp_path: Path, warm: ForkserverLauncher) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), env={"PYTHONPATH": str(tmp_path)})
     result = launched(warm, attempt)
-    assert "(import)" in result["attempt"]["cold"] and result["infra"]["kind"] == "import"
+    assert "(import)" in result["attempt"]["cold"] and result["infra_error"]["kind"] == "import"
 
 
 @ranks
-def test_attempt_with_cold_reason_starts_with_torchrun(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_attempt_with_cold_reason_starts_with_torchrun(tmp_path: Path, warm: ForkserverLauncher) -> None:
     attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), cold="it counts its file descriptors")
     about = launched(warm, attempt)["attempt"]
     assert (about["launcher"], about["cold"]) == ("torchrun", "it counts its file descriptors")
 
 
 def test_why_cold_names_attempts_that_cannot_be_forked(plain: Attempt) -> None:
-    assert why_cold(plain) is None
-    assert why_cold(dataclasses.replace(plain, cold="why")) == "why"
-    assert why_cold(dataclasses.replace(plain, settings={**plain.settings, "teardown": True}))
-    assert why_cold(dataclasses.replace(plain, id="x" * 300))
+    assert cold_start_reason(plain) is None
+    assert cold_start_reason(dataclasses.replace(plain, cold="why")) == "why"
+    assert cold_start_reason(dataclasses.replace(plain, settings={**plain.settings, "normal_exit": True}))
+    assert cold_start_reason(dataclasses.replace(plain, id="x" * 300))
 
 
 # --- servers that die
@@ -160,7 +160,7 @@ def test_why_cold_names_attempts_that_cannot_be_forked(plain: Attempt) -> None:
 
 @ranks
 @pytest.mark.parametrize("victim", [pytest.param("server", marks=pytest.mark.slow), "supervisor"])
-def test_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: WarmLauncher, victim: str) -> None:
+def test_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: ForkserverLauncher, victim: str) -> None:
     def entries() -> list[Json]:
         return list(read_launch(attempt.launch_file)["ranks"])
 
@@ -178,12 +178,12 @@ def test_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: W
         object.__setattr__(attempt, "deadline_s", 0.0)
         result = future.result(timeout=200)
     assert result["attempt"]["retried"].startswith("lost: ") and "SIGKILL" in result["attempt"]["retried"]
-    assert result["attempt"]["timed_out"] and result["infra"] is None
+    assert result["attempt"]["timed_out"] and result["infra_error"] is None
 
 
 SERVER = "import os\nrun.fact('server', int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]))"
 # What a package may do to a server that imported it, at the server's first fork.
-UNHEALTHY = {
+FAILED = {
     "has_threads": "import threading, time, os\n"
     "start = threading.Thread(target=time.sleep, args=(60,), daemon=True).start\n"
     "os.register_at_fork(after_in_parent=start)",
@@ -201,10 +201,10 @@ def only_once(tmp_path: Path, code: str) -> str:
 
 @ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", UNHEALTHY)
+@pytest.mark.parametrize("fault", FAILED)
 def test_unhealthy_server_is_replaced_and_no_attempt_is_lost(tmp_path: Path, fault: str) -> None:
-    (tmp_path / f"{fault}.py").write_text(only_once(tmp_path, UNHEALTHY[fault]))
-    warm, servers = WarmLauncher(), []
+    (tmp_path / f"{fault}.py").write_text(only_once(tmp_path, FAILED[fault]))
+    warm, servers = ForkserverLauncher(), []
     try:
         for name in ("a", "b"):
             attempt = scripted(tmp_path / name, SERVER, imports=(fault,), env={"PYTHONPATH": str(tmp_path)})
@@ -225,11 +225,11 @@ def test_server_without_room_for_a_process_is_infra_memory(tmp_path: Path) -> No
         "    if len(calls) in (1, 4):\n        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
         "    return fork()\nos.fork = crowded\n"
     )
-    warm = WarmLauncher()
+    warm = ForkserverLauncher()
     try:
         for name, text in (("a", "no process"), ("b", "no process for rank 1")):
-            infra = launched(warm, importing(tmp_path, "crowded", code, name))["infra"]
-            assert infra["kind"] == "memory" and text in infra["message"], infra
+            infra_error = launched(warm, importing(tmp_path, "crowded", code, name))["infra_error"]
+            assert infra_error["kind"] == "memory" and text in infra_error["message"], infra_error
     finally:
         warm.close()
 
@@ -238,25 +238,25 @@ def test_server_without_room_for_a_process_is_infra_memory(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_server_killed_during_import_costs_one_start_with_torchrun(tmp_path: Path) -> None:
     code = only_once(tmp_path, "os.kill(os.getpid(), 9)")
-    warm = WarmLauncher()
+    warm = ForkserverLauncher()
     warm._cold = FakeTorchrun()  # type: ignore[assignment]
     try:
         first, second = (launched(warm, importing(tmp_path, "is_killed", code, name))["attempt"] for name in "ab")
     finally:
         warm.close()
-    assert (first["launcher"], second["launcher"]) == ("torchrun", "warm")
+    assert (first["launcher"], second["launcher"]) == ("torchrun", "forkserver")
     assert "(died)" in first["cold"] and "SIGKILL" in first["cold"]
 
 
 @ranks
-def test_server_killed_between_attempts_is_replaced(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_server_killed_between_attempts_is_replaced(tmp_path: Path, warm: ForkserverLauncher) -> None:
     first = facts(launched(warm, scripted(tmp_path / "a", SERVER)))[0]["server"]
     os.kill(first, signal.SIGKILL)
     assert facts(launched(warm, scripted(tmp_path / "b", SERVER)))[0]["server"] != first
 
 
 @ranks
-def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: ForkserverLauncher) -> None:
     def count() -> tuple[int, int, int]:
         server = psutil.Process(pid)
         return server.num_fds(), len(server.children()), psutil.Process().num_fds()
@@ -266,8 +266,8 @@ def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: WarmLaunc
     before = count()
     for n in range(10):
         result = launched(warm, attempt_of(tmp_path / f"n{n}", "nothing", "collective.py"))
-        assert result["infra"] is None and ends(result) == [(0, None, "self")] * 2
-        assert "retried" not in result["attempt"] and result["attempt"]["leftover"] == []
+        assert result["infra_error"] is None and ends(result) == [(0, None, "self")] * 2
+        assert "retried" not in result["attempt"] and result["attempt"]["leaked_processes"] == []
     assert count() == before
 
 
@@ -281,7 +281,7 @@ while time.monotonic() < limit:
 
 @ranks
 @pytest.mark.slow
-def test_short_lived_processes_do_not_harm_other_attempts(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_short_lived_processes_do_not_harm_other_attempts(tmp_path: Path, warm: ForkserverLauncher) -> None:
     """A process that had ended between two reads of /proc once took the server, and all its attempts, along."""
     facts(launched(warm, scripted(tmp_path / "first", SERVER)))
     with ThreadPoolExecutor(1) as pool:

@@ -12,13 +12,13 @@ from launching import Json, attempt_of, launched, launched_until
 from repro_matrix.grading import hangs
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.launch import watch
-from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
 
 pytestmark = pytest.mark.ranks
 FOREVER = 600.0
 
 
-def seen_of(warm: WarmLauncher, folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Json]:
+def seen_of(warm: ForkserverLauncher, folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Json]:
     """All of them at once: they mostly wait."""
 
     def one(item: tuple[str, dict[str, Any]]) -> Json:
@@ -28,23 +28,23 @@ def seen_of(warm: WarmLauncher, folder: Path, wanted: dict[str, dict[str, Any]])
         return dict(zip(wanted, pool.map(one, wanted.items())))
 
 
-def test_deadlocked_ranks_end_before_the_deadline(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_deadlocked_ranks_end_before_the_deadline(tmp_path: Path, warm: ForkserverLauncher) -> None:
     wanted = {"other_collective": {"deadline": FOREVER}, "crossed_groups": {"deadline": FOREVER, "world_size": 3}}
     seen = seen_of(warm, tmp_path, wanted)
     for name, words in (("other_collective", "rank 0 in all_gather"), ("crossed_groups", "did not enter it")):
         attempt = seen[name]["attempt"]
-        assert attempt["timed_out"] and words in attempt["hang"]["never_meet"] and seen[name]["infra"] is None
-        assert attempt["wall_s"] < FOREVER and attempt["working_s"] is not None
+        assert attempt["timed_out"] and words in attempt["hang"]["deadlock"] and seen[name]["infra_error"] is None
+        assert attempt["wall_s"] < FOREVER and attempt["startup_s"] is not None
         for rank in seen[name]["ranks"]:
-            assert rank["ended_by"] == "deadline" and rank["record"]["phase"] in ("start", "body")
-            assert len(rank["looks"]) == 2 and hangs.rank_progress(*rank["looks"]) == "stuck"
+            assert rank["terminated_by"] == "deadline" and rank["record"]["phase"] in ("start", "body")
+            assert len(rank["samples"]) == 2 and hangs.rank_progress(*rank["samples"]) == "stuck"
             assert "waits.py" in rank["stack"]
     group = seen["other_collective"]["ranks"][1]["collectives"]
     assert group["groups"]["0"] == [0, 1] and group["collectives"][-1]["waits"]
 
 
 def test_waiting_rank_reports_the_frames_of_its_collective(
-    tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the host has gone on from there, so that the backtrace does not show it."""
     take = watch.sampling.take
@@ -59,29 +59,32 @@ def test_waiting_rank_reports_the_frames_of_its_collective(
 
 
 @pytest.mark.slow
-def test_slow_ranks_are_not_ended_early(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_slow_ranks_are_not_ended_early(tmp_path: Path, warm: ForkserverLauncher) -> None:
     """Asleep, at work, waiting for a compiler, connecting: each for longer than two looks take."""
     slow = {"deadline": FOREVER, "seconds": 9}
     wanted = {"sleeps": slow, "connects": slow, "computes": slow, "compiles": {**slow, "seconds": 3}}
     for name, seen in seen_of(warm, tmp_path, wanted).items():
-        assert not seen["attempt"]["timed_out"] and seen["infra"] is None, name
+        assert not seen["attempt"]["timed_out"] and seen["infra_error"] is None, name
         assert all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in seen["ranks"]), name
 
 
-def test_deadline_separates_slow_from_hanging_ranks(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_deadline_separates_slow_from_hanging_ranks(tmp_path: Path, warm: ForkserverLauncher) -> None:
     wanted = {"computes": {"deadline": 2, "seconds": FOREVER}, "leaves": {"deadline": 2}, "sleeps": {"deadline": 2,
               "seconds": FOREVER}}  # fmt: skip
     seen = seen_of(warm, tmp_path, wanted)
     slow = seen["computes"]
-    assert slow["infra"]["kind"] == "too slow" and "rank 0 (phase body)" in slow["infra"]["message"]
+    assert (
+        slow["infra_error"]["kind"] == "timeout_while_progressing"
+        and "rank 0 (phase body)" in slow["infra_error"]["message"]
+    )
     for name in ("leaves", "sleeps"):
-        assert seen[name]["infra"] is None and hangs.timeout_without_hang(Attempt(seen[name])) is None, name
-        assert seen[name]["attempt"]["timed_out"] and not seen[name]["attempt"]["hang"]["never_meet"], name
-    assert seen["leaves"]["ranks"][0]["looks"][-1]["ended"] and seen["leaves"]["ranks"][0]["exit_code"] == 0
+        assert seen[name]["infra_error"] is None and hangs.timeout_without_hang(Attempt(seen[name])) is None, name
+        assert seen[name]["attempt"]["timed_out"] and not seen[name]["attempt"]["hang"]["deadlock"], name
+    assert seen["leaves"]["ranks"][0]["samples"][-1]["ended"] and seen["leaves"]["ranks"][0]["exit_code"] == 0
 
 
-def test_ranks_stuck_in_imports_are_infra(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_ranks_stuck_in_imports_are_infra(tmp_path: Path, warm: ForkserverLauncher) -> None:
     attempt = attempt_of(tmp_path / "a", "nobody", "never_starts.py")
     seen = launched_until(warm, replace(attempt, start_limit_s=200.0), 2, start_limit_s=0.0)
-    assert seen["infra"]["kind"] == "start-up too slow" and seen["attempt"]["working_s"] is None
+    assert seen["infra_error"]["kind"] == "startup_timeout" and seen["attempt"]["startup_s"] is None
     assert all("never_starts" in rank["stack"] for rank in seen["ranks"])

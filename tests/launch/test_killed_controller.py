@@ -16,7 +16,7 @@ from repro_matrix.results.store import Store
 from test_end_to_end import CASE, ours, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the gate kills launchers: test_warm, test_launch_cold
-WORDS = ("matrix", f"case={CASE}", "arms=[summon,ddp]", "repeat=2", "launcher=warm", "order=listed")
+WORDS = ("matrix", f"case={CASE}", "variants=[summon,ddp]", "repeat=2", "launcher=warm", "order=listed")
 KILLS = 4
 
 
@@ -30,17 +30,17 @@ def run(tmp_path: Path, results: str, *words: str) -> subprocess.Popen[str]:
 
 
 def recorded(tmp_path: Path, results: str) -> dict[str, Any]:
-    """Every recorded attempt, by cell, arm and place."""
+    """Every recorded attempt, by cell, variant and place."""
     return {
-        f"{document['key']} {arm} {index}": attempt["observation"]
+        f"{document['key']} {variant} {index}": attempt["observation"]
         for document in Store(tmp_path / results / "results").documents()
-        for arm, entry in document["arms"].items()
+        for variant, entry in document["variants"].items()
         for index, attempt in enumerate(entry["attempts"])
     }
 
 
 def table(out: str) -> list[tuple[Any, ...]]:
-    return sorted((row["case"], row["arm"], row["outcome"], row["verdict"]) for row in json.loads(out)["rows"])
+    return sorted((row["case"], row["variant"], row["outcome"], row["verdict"]) for row in json.loads(out)["rows"])
 
 
 def test_killed_run_resumes_to_the_result_of_an_undisturbed_run(

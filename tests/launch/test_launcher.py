@@ -37,19 +37,19 @@ from launching import (
 from repro_matrix.launch import processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, Launcher, remove
 from repro_matrix.launch.attempt_logs import read_launch
-from repro_matrix.launch.forkserver import WarmLauncher
-from repro_matrix.launch.torchrun import ColdLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
+from repro_matrix.launch.torchrun import TorchrunLauncher
 from repro_matrix.paths import ROOT
 from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers
 from test_end_to_end import Once, measured_from_cold
 
 pytestmark = pytest.mark.ranks
-BOTH = pytest.mark.parametrize("launcher", ["torchrun", "warm"], indirect=True)  # in the gate, too
+BOTH = pytest.mark.parametrize("launcher", ["torchrun", "forkserver"], indirect=True)  # in the gate, too
 
 
 def test_launcher_normal_end_records_every_rank(tmp_path: Path, launcher: Launcher) -> None:
     result = launched(launcher, attempt_of(tmp_path / "a", "nothing"))
-    assert result["infra"] is None and result["attempt"]["leftover"] == []
+    assert result["infra_error"] is None and result["attempt"]["leaked_processes"] == []
     assert ends(result) == [(0, None, "self")] * 2 and all(rank["record"]["done"] for rank in result["ranks"])
     fact = result["ranks"][0]["record"]["facts"]
     assert fact["store"] == "True" and free(int(fact["port"]))
@@ -65,8 +65,8 @@ def test_launcher_ctrl_c_ends_attempt_at_once(tmp_path: Path, launcher: Launcher
         wait_for(lambda: stuck(attempt, 2))
         stop.set()
         result = future.result(timeout=200)  # long before the deadline, and before its ranks end
-    assert result["attempt"]["interrupted"] and not result["attempt"]["timed_out"] and result["infra"] is None
-    assert [rank["ended_by"] for rank in result["ranks"]] == ["user", "user"]
+    assert result["attempt"]["interrupted"] and not result["attempt"]["timed_out"] and result["infra_error"] is None
+    assert [rank["terminated_by"] for rank in result["ranks"]] == ["user", "user"]
     later = launched(launcher, attempt_of(tmp_path / "b", "nothing"), stop)
     assert later["attempt"]["interrupted"] and later["ranks"][0]["record"] is None
 
@@ -84,7 +84,7 @@ def test_launcher_taken_port_is_tried_once_more(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, asked = Attempt.spec, []
-    taken_for = 2 if launcher.name == "warm" else 1  # prepare asks for the spec, and the fork server again
+    taken_for = 2 if launcher.name == "forkserver" else 1  # prepare asks for the spec, and the fork server again
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -95,7 +95,7 @@ def test_launcher_taken_port_is_tried_once_more(
 
         monkeypatch.setattr(Attempt, "spec", first_taken)
         result = launched(launcher, attempt_of(tmp_path / "a", "nothing"))
-    assert result["attempt"]["retried"].startswith("port") and result["infra"] is None
+    assert result["attempt"]["retried"].startswith("port") and result["infra_error"] is None
     assert ends(result) == [(0, None, "self")] * 2
 
 
@@ -103,24 +103,24 @@ def test_launcher_taken_port_is_tried_once_more(
 @BOTH
 def test_launcher_unusable_interpreter_is_infra(tmp_path: Path, launcher: Launcher, python: str) -> None:
     attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), python=python)
-    assert launched(launcher, attempt)["infra"]["kind"] == "launch"
+    assert launched(launcher, attempt)["infra_error"]["kind"] == "launch"
 
 
 def test_torchrun_killed_worker_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path / "a", "grandchild_and_stuck", deadline=400)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(launched, ColdLauncher(), attempt)
+        future = pool.submit(launched, TorchrunLauncher(), attempt)
         wait_for(lambda: stuck(attempt, 2))
         time.sleep(1.2)  # the watch has checked the tree; else it finds leaked processes by their token
         running = processes.with_token(ATTEMPT_TOKEN, attempt.id)
         next(each for each in running if "elastic.py" in " ".join(each.cmdline())).kill()
         result = future.result(timeout=200)
-    assert result["infra"]["kind"] == "lost" and "SIGKILL" in result["infra"]["message"]
-    assert not result["attempt"]["timed_out"] and len(result["attempt"]["leftover"]) >= 2
+    assert result["infra_error"]["kind"] == "lost" and "SIGKILL" in result["infra_error"]["message"]
+    assert not result["attempt"]["timed_out"] and len(result["attempt"]["leaked_processes"]) >= 2
 
 
 def test_hang_without_py_spy_has_stacks_from_faulthandler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmLauncher
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: ForkserverLauncher
 ) -> None:
     monkeypatch.setattr(sampling, "py_spy", lambda pid: ("", "py-spy: Permission Denied"))
     result = launched_until(warm, attempt_of(tmp_path / "a", "stuck_in_here"), 2)
@@ -154,34 +154,39 @@ def essence(observation: Json) -> list[Json]:
     return out
 
 
-def case_attempt(directory: Path, slug: str, arm: str, model: str, strategy: str) -> Attempt:
+def case_attempt(directory: Path, slug: str, variant: str, model: str, strategy: str) -> Attempt:
     files = {name: ROOT / "conf" / group / f"{name}.yaml" for group, name in
              (("case", slug), ("model", model), ("strategy", strategy))}  # fmt: skip
     conf = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in files.items()}
-    settings = resolve(conf[slug], arm, model=conf[model], strategy=conf[strategy], device="cpu", backend="gloo")
+    settings = resolve(conf[slug], variant, model=conf[model], strategy=conf[strategy], device="cpu", backend="gloo")
     script = ROOT / "repros" / f"{slug.replace('-', '_')}.py"
-    return dataclasses.replace(attempt_of(directory, arm, deadline=200), script=script, settings=settings)
+    return dataclasses.replace(attempt_of(directory, variant, deadline=200), script=script, settings=settings)
 
 
-@pytest.mark.parametrize("arm", ["broken", pytest.param("summon", marks=pytest.mark.slow)])
-def test_launchers_give_the_same_outcome_of_a_case(tmp_path: Path, warm: WarmLauncher, once: Once, arm: str) -> None:
-    attempt = case_attempt(tmp_path / "warm", "qwen15-fsdp-norm-shard", arm, "qwen1.5-0.5b", "fsdp")
+@pytest.mark.parametrize("variant", ["unfixed", pytest.param("summon", marks=pytest.mark.slow)])
+def test_launchers_give_the_same_outcome_of_a_case(
+    tmp_path: Path, warm: ForkserverLauncher, once: Once, variant: str
+) -> None:
+    attempt = case_attempt(tmp_path / "forkserver", "qwen15-fsdp-norm-shard", variant, "qwen1.5-0.5b", "fsdp")
     forked = json.loads(json.dumps(launched(warm, dataclasses.replace(attempt, imports=("transformers",)))))
-    cold = measured_from_cold(once, tmp_path, arm)["document"]["arms"][arm]["attempts"][0]["observation"]
-    assert (forked["attempt"]["launcher"], cold["attempt"]["launcher"]) == ("warm", "torchrun")
+    cold = measured_from_cold(once, tmp_path, variant)["document"]["variants"][variant]["attempts"][0]["observation"]
+    assert (forked["attempt"]["launcher"], cold["attempt"]["launcher"]) == ("forkserver", "torchrun")
     assert essence(forked) == essence(cold)
-    if arm == "broken":
+    if variant == "unfixed":
         assert cold["ranks"][0]["record"]["exception"]["frames"][-1]["module"].startswith("transformers.")
     assert set(forked["attempt"]) == set(cold["attempt"]) - {"fingerprint", "versions"}  # which the run adds
 
 
 def test_launchers_give_the_same_environment_without_the_users_variables(
-    tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in HOSTILE.items():
         monkeypatch.setenv(name, value)
     body = 'import os\nrun.fact("env", dict(os.environ))\nrun.fact("optimize", sys.flags.optimize)'
-    both = [launched(warm, scripted(tmp_path / "a", body)), launched(ColdLauncher(), scripted(tmp_path / "b", body))]
+    both = [
+        launched(warm, scripted(tmp_path / "a", body)),
+        launched(TorchrunLauncher(), scripted(tmp_path / "b", body)),
+    ]
     for result in both:
         for fact in (rank["record"]["facts"] for rank in result["ranks"]):
             assert fact["optimize"] == 0 and fact["env"][ATTEMPT_TOKEN] == result["attempt"]["id"]
@@ -213,7 +218,7 @@ else:
 """
 
 
-def test_stale_lock_of_a_killed_rank_does_not_block_the_next_attempt(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_stale_lock_of_a_killed_rank_does_not_block_the_next_attempt(tmp_path: Path, warm: ForkserverLauncher) -> None:
     """torch.utils.file_baton: a rank loads an extension under a lock file that stays when the rank is killed."""
     for name, kill in (("a", True), ("b", False), ("c", False)):
         attempt = scripted(tmp_path / name, LOADS_EXTENSION, stack_cache=tmp_path / "stack", deadline_s=200.0)
@@ -221,7 +226,7 @@ def test_stale_lock_of_a_killed_rank_does_not_block_the_next_attempt(tmp_path: P
         result = launched(warm, attempt)
         lock = tmp_path / "stack" / "torch_extensions" / "an_op" / "lock"
         if kill:
-            assert result["infra"]["kind"] == "memory" and lock.exists()
+            assert result["infra_error"]["kind"] == "memory" and lock.exists()
         else:  # b waits for a dead holder; in c one rank waits for the other, which lives
             assert facts(result) and not lock.exists(), result
 
@@ -251,7 +256,7 @@ def test_torchrun_killed_controller_is_cleared_by_the_next_run(tmp_path: Path) -
 def test_forkserver_killed_controller_leaves_no_process(tmp_path: Path) -> None:
     state, run_id = tmp_path / "state", f"run-{os.getpid()}-warm"
     folder = state / "runs" / run_id / "a"
-    controller = subprocess.Popen([sys.executable, str(FAULTS / "controller.py"), "warm", str(state), run_id])
+    controller = subprocess.Popen([sys.executable, str(FAULTS / "controller.py"), "forkserver", str(state), run_id])
     try:
         wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2)
         left = processes.with_token(RUN_TOKEN, run_id)

@@ -18,7 +18,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.environment import stacks
 from repro_matrix.grading.observation import raised_chain
 from repro_matrix.grading.root_cause import is_peer_error
-from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.paths import BASELINE, ROOT
 from repro_matrix.results.store import Store
 from repro_matrix.runner import prerequisites as wanted
@@ -26,16 +26,16 @@ from repro_matrix.runner import session
 from repro_matrix.runner.attempts import recipe
 
 Show = Callable[..., dict[str, str]]
-BY_HAND = "device-map-distributed"  # has a Trainer, and an arm with a variable of its own
+BY_HAND = "device-map-distributed"  # has a Trainer, and a variant with a variable of its own
 
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str]) -> Show:
-    """Arm -> its line."""
+    """Variant -> its line."""
 
     def shown(case: str, *words: str) -> dict[str, str]:
         assert cli.main(["show", case, *words, "--json"]) == 0
-        return {arm["arm"]: arm["torchrun"] for arm in json.loads(capsys.readouterr().out)["arms"]}
+        return {variant["variant"]: variant["torchrun"] for variant in json.loads(capsys.readouterr().out)["variants"]}
 
     return shown
 
@@ -85,31 +85,33 @@ def test_torchrun_line_contains_the_stacks_environment(show: Show, overlay: Path
         env = dict(word.split("=", 1) for word in words[1 : words.index("torchrun")])
         assert words[0] == "env" and env["PYTHONPATH"] == str(overlay) and env["PATH"] == f"{own}:$PATH"
         assert "TORCH_EXTENSIONS_DIR" in env and f'{own}:"$PATH"' in line, "the reader's own follow, not this user's"
-    assert [arm for arm, line in lines.items() if " ACCELERATE_BYPASS_DEVICE_MAP=true" in f" {line}"] == ["bypass"]
+    assert [variant for variant, line in lines.items() if " ACCELERATE_BYPASS_DEVICE_MAP=true" in f" {line}"] == [
+        "bypass"
+    ]
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    line = show(BY_HAND, "model=llama-2-7b", f"stack=python:{python}")["broken"]
+    line = show(BY_HAND, "model=llama-2-7b", f"stack=python:{python}")["unfixed"]
     assert f" {python} -m torch.distributed.run --standalone --nproc-per-node 2 repros/device_map_distr" in line
 
 
 @pytest.mark.ranks
-def test_torchrun_line_gives_the_errors_of_the_run(show: Show, warm: WarmLauncher, tmp_path: Path) -> None:
+def test_torchrun_line_gives_the_errors_of_the_run(show: Show, warm: ForkserverLauncher, tmp_path: Path) -> None:
     """A case that needs torch alone: from cold the line imports a stack three times."""
     case = "fsdp-optim-state-padding"
-    prepared = session.prepare([f"case={case}", "arms=[broken]", "hardware=cpu"])
-    (plan,) = (arm for arm in prepared.plans[0].arms if arm.arm == "broken")
+    prepared = session.prepare([f"case={case}", "variants=[broken]", "hardware=cpu"])
+    (plan,) = (variant for variant in prepared.plans[0].variants if variant.variant == "unfixed")
     attempt = recipe(prepared.catalogue, plan, prepared.stacks[plan.stack], tmp_path / "run")
     seen = launched(warm, dataclasses.replace(attempt, run_id="test-run"))
     assert any(rank["record"]["exception"] for rank in seen["ranks"]), seen
-    done = in_a_clean_shell(show(case)["broken"], tmp_path)
+    done = in_a_clean_shell(show(case)["unfixed"], tmp_path)
     assert prints_recorded_errors(done, seen["ranks"]), done
 
 
 @pytest.mark.ranks
 @pytest.mark.slow  # the gate runs a plain line, and looks at what the others give
 def test_torchrun_line_uses_the_overlay(show: Show, overlay: Path, tmp_path: Path) -> None:
-    done = in_a_clean_shell(show("qwen15-fsdp-norm-shard")["broken"], tmp_path)
+    done = in_a_clean_shell(show("qwen15-fsdp-norm-shard")["unfixed"], tmp_path)
     assert done.returncode and "RuntimeError: the release that was laid over" in done.stdout + done.stderr, done
 
 
@@ -120,9 +122,12 @@ def test_torchrun_line_in_another_python_gives_the_stored_errors(show: Show, tmp
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     stored = next(
-        document for document in Store(BASELINE).documents(cases=[BY_HAND])
-        if document["stack"]["name"] == "current" and document["model"] == "llama-2-7b" and "bypass" in document["arms"]
-    )  # fmt: skip
+        document
+        for document in Store(BASELINE).documents(cases=[BY_HAND])
+        if document["stack"]["name"] == "current"
+        and document["model"] == "llama-2-7b"
+        and "bypass" in document["variants"]
+    )
     line = show(BY_HAND, "model=llama-2-7b", "strategy=ddp", f"stack=python:{python}")["bypass"]
     done = in_a_clean_shell(line, tmp_path)
-    assert prints_recorded_errors(done, stored["arms"]["bypass"]["attempts"][0]["observation"]["ranks"]), done
+    assert prints_recorded_errors(done, stored["variants"]["bypass"]["attempts"][0]["observation"]["ranks"]), done

@@ -21,8 +21,8 @@ def cells(*texts: str) -> list[matrix.Cell]:
 
 
 def test_everything_is_every_case_on_its_axes() -> None:
-    want = sum(len(c.axes.model) * len(c.axes.strategy) for c in CATALOGUE.cases.values())
-    assert len(cells()) == want == len(set(cells()))
+    expected = sum(len(c.axes.model) * len(c.axes.strategy) for c in CATALOGUE.cases.values())
+    assert len(cells()) == expected == len(set(cells()))
 
 
 @given(
@@ -98,10 +98,10 @@ def test_a_flag_value_outside_its_choices() -> None:
         cells("case=qwen15-fsdp-norm-shard", "flags.call=innr")
 
 
-def test_broken_arm_is_always_run() -> None:
+def test_unfixed_variant_is_always_run() -> None:
     case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
-    assert matrix.arms_of(case, ["root-call"]) == ["broken", "root-call"]
-    assert matrix.arms_of(case, None) == list(case.arms)
+    assert matrix.variants_of(case, ["root-call"]) == ["unfixed", "root-call"]
+    assert matrix.variants_of(case, None) == list(case.variants)
 
 
 def test_enumeration_does_not_read_files_per_cell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from repro_matrix.planning.memory import (
     DEADLINE_FACTOR,
     GIB,
     MIB,
-    Facts,
+    Capabilities,
     Layout,
     add_memory,
     choose_reference,
@@ -44,9 +44,9 @@ VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0",
 STACK = Stack("current", sys.executable, VERSIONS)
 
 
-def facts(layers: int, layer: int, root: int, size: int = 2, trainable: float = 1.0) -> Facts:
+def facts(layers: int, layer: int, root: int, size: int = 2, trainable: float = 1.0) -> Capabilities:
     total = layers * layer + root
-    return Facts(
+    return Capabilities(
         parameters=total, trainable=round(total * trainable), bytes=size, buffers=1000, tied=False, layers=layers,
         layer=layer, root=root, largest=max(root // 2, layer // 4), split=total - total // 50,
         activations={2: 10 * layer, 4: 19 * layer},
@@ -75,7 +75,7 @@ layouts = st.builds(
 
 
 @given(models, layouts)
-def test_plan_peak_is_the_sum_of_its_parts(model: Facts, layout: Layout) -> None:
+def test_plan_peak_is_the_sum_of_its_parts(model: Capabilities, layout: Layout) -> None:
     found = plan(model, layout)
     for phase in (*found.host, *found.device):
         assert sum(phase.parts().values()) == phase.rank() >= 0
@@ -88,7 +88,7 @@ def test_plan_peak_is_the_sum_of_its_parts(model: Facts, layout: Layout) -> None
 
 
 @given(models, layouts)
-def test_plan_is_monotone(model: Facts, layout: Layout) -> None:
+def test_plan_is_monotone(model: Capabilities, layout: Layout) -> None:
     def training(ranks: int) -> int:
         found = plan(model, replace(layout, ranks=ranks, trains=True, reference="none", copies=0))
         return sum(next(phase for phase in found.device or found.host if phase.name == "training").each.values())
@@ -104,7 +104,7 @@ def test_plan_is_monotone(model: Facts, layout: Layout) -> None:
 
 
 @given(models, st.integers(1, 16))
-def test_weights_held_depend_on_the_strategy(model: Facts, ranks: int) -> None:
+def test_weights_held_depend_on_the_strategy(model: Capabilities, ranks: int) -> None:
     whole = model.bytes * model.parameters
     for strategy in ("fsdp", "fsdp2", "zero3"):
         assert 0 <= weights_held(model, Layout(strategy, ranks)) * ranks - whole < model.bytes * ranks
@@ -113,7 +113,7 @@ def test_weights_held_depend_on_the_strategy(model: Facts, ranks: int) -> None:
 
 
 @given(models, st.integers(2, 64))
-def test_activations_are_linear_in_the_sequences(model: Facts, sequences: int) -> None:
+def test_activations_are_linear_in_the_sequences(model: Capabilities, sequences: int) -> None:
     step = model.activation_bytes(4) - model.activation_bytes(3)
     assert abs(model.activation_bytes(sequences) - model.activation_bytes(2) - step * (sequences - 2)) <= sequences
 
@@ -134,7 +134,7 @@ def planned(
     stacks = {name: replace(STACK, name=name) for name in ("current", "torch2.2-tf4.39")}
     settings = RunSettings(scale=Scale.full, deadline=deadline)
     (cell,) = Planner(CATALOGUE, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
-    return add_memory(cell, CATALOGUE, profile, machine, lambda arm: (QWEN_14B, 350.0), deadline)
+    return add_memory(cell, CATALOGUE, profile, machine, lambda variant: (QWEN_14B, 350.0), deadline)
 
 
 def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
@@ -151,7 +151,7 @@ def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
     ],
 )
 def test_add_memory_plans_the_phases_that_a_case_has(case: str, phases: set[str]) -> None:
-    memory = planned(case, machine=replace(LAPTOP, memory_gb=1e6)).arms[0].memory
+    memory = planned(case, machine=replace(LAPTOP, memory_gb=1e6)).variants[0].memory
     assert memory and {phase.name for phase in memory.host} - {"reference", "drawing"} == phases
 
 
@@ -173,15 +173,15 @@ def test_add_memory_skips_what_does_not_fit_with_the_numbers(
     strategy: str, profile: Profile, machine: Machine, texts: list[str]
 ) -> None:
     found = planned(strategy=strategy, profile=profile, machine=machine)
-    assert found.arms[0].skip and found.arms[0].skip.kind == "memory" and found.arms[0].memory
+    assert found.variants[0].skip and found.variants[0].skip.kind == "memory" and found.variants[0].memory
     assert all(text in str(found.skipped) for text in texts), found.skipped
 
 
 def test_add_memory_keeps_what_fits_and_what_is_unknown() -> None:
-    arm = planned().arms[0]
-    assert arm.skipped is None and arm.settings["reference"] == "host"
-    bare = replace(planned(machine=LAPTOP), arms=(replace(arm, memory=None, skip=None),))
-    assert add_memory(bare, CATALOGUE, CPU, LAPTOP, lambda arm: None) == bare
+    variant = planned().variants[0]
+    assert variant.skipped is None and variant.settings["reference"] == "host"
+    bare = replace(planned(machine=LAPTOP), variants=(replace(variant, memory=None, skip=None),))
+    assert add_memory(bare, CATALOGUE, CPU, LAPTOP, lambda variant: None) == bare
 
 
 def test_choose_reference_takes_the_first_that_fits() -> None:
@@ -195,17 +195,19 @@ def test_choose_reference_takes_the_first_that_fits() -> None:
 
 
 @given(models, layouts, st.integers(1, 96))
-def test_expected_seconds_grow_with_the_model_and_shrink_with_cores(model: Facts, layout: Layout, cores: int) -> None:
+def test_expected_seconds_grow_with_the_model_and_shrink_with_cores(
+    model: Capabilities, layout: Layout, cores: int
+) -> None:
     bigger = replace(model, parameters=2 * model.parameters)
     assert expected_seconds(bigger, layout, cores) >= expected_seconds(model, layout, cores)
     assert expected_seconds(model, layout, cores + 1) <= expected_seconds(model, layout, cores)
 
 
 def test_deadline_follows_from_the_plan_unless_the_user_sets_one() -> None:
-    arm = planned().arms[0]
-    assert arm.deadline > 3600 > CATALOGUE.cases["train-step"].launch.deadline
-    assert arm.expected_s and arm.expected_s * DEADLINE_FACTOR == arm.deadline
-    assert planned(deadline=77.0).arms[0].deadline == 77.0
+    variant = planned().variants[0]
+    assert variant.deadline > 3600 > CATALOGUE.cases["train-step"].launch.deadline
+    assert variant.expected_s and variant.expected_s * DEADLINE_FACTOR == variant.deadline
+    assert planned(deadline=77.0).variants[0].deadline == 77.0
 
 
 # -- what the stack reports of the real models
@@ -253,7 +255,7 @@ def test_model_facts_have_the_published_number_of_parameters(name: str, worker: 
     assert found["layers"] * found["layer"] + found["root"] == PARAMETERS[name]
     assert found["largest"] == config["vocab_size"] * config["hidden_size"]
     assert 0.99 * PARAMETERS[name] < found["split"] < PARAMETERS[name]
-    assert not found["activations"] or Facts.from_json(found).activation_bytes(2) > 0
+    assert not found["activations"] or Capabilities.from_json(found).activation_bytes(2) > 0
 
 
 def test_model_facts_with_checkpointing_and_lora_need_less(worker: Any) -> None:
@@ -272,4 +274,4 @@ def test_model_facts_measure_a_rank_before_any_model() -> None:
     asked = json.dumps({"models": {}, "bases": [["transformers"], ["no_such_package"]]})
     done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300, check=True)
     bases = json.loads(done.stdout.splitlines()[-1])["bases"]
-    assert 50 < bases["transformers"]["warm"] <= bases["transformers"]["cold"] and bases["no_such_package"] == {}
+    assert 50 < bases["transformers"]["forkserver"] <= bases["transformers"]["cold"] and bases["no_such_package"] == {}

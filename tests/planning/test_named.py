@@ -53,10 +53,10 @@ def test_seeds_are_every_failure_that_a_write_up_claims_something_of() -> None:
 
 
 def test_known_is_where_the_stored_measurement_fires() -> None:
-    found = request.fires_on(catalogue.load(), {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
+    found = request.reproduces_on(catalogue.load(), {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
     assert found["qwen15-fsdp-kv-cache"] == ["torch2.2-tf4.39"]  # nowhere else but in version maps of it
     assert {"current", "torch2.2-tf4.39"} == set(found["fsdp-tied-embeddings"])
-    assert found["train-step"] == ["current"]  # never fires: where its file says
+    assert found["train-step"] == ["current"]  # never reproduces: where its file says
     by_case = {(cell.case, cell.stack) for cell in cells("case=qwen15-fsdp-kv-cache,fsdp-tied-*", "stack=known")}
     assert by_case == {
         ("qwen15-fsdp-kv-cache", "torch2.2-tf4.39"),
@@ -66,11 +66,11 @@ def test_known_is_where_the_stored_measurement_fires() -> None:
 
 
 def test_a_case_that_fired_in_a_version_map_alone_is_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A floating stack is no place where anything is known to fire: it is whatever the index holds today."""
+    """A floating stack is no place where anything is known to reproduce: it is whatever the index holds today."""
 
     def documents(stacks: list[str]) -> list[dict[str, object]]:
-        arms = {"broken": {"attempts": [{"outcome": {"outcome": "fires"}}]}}
-        return [{"case": "train-step", "stack": {"name": name}, "arms": arms} for name in stacks]
+        variants = {"unfixed": {"attempts": [{"outcome": {"outcome": "reproduced"}}]}}
+        return [{"case": "train-step", "stack": {"name": name}, "variants": variants} for name in stacks]
 
     known = catalogue.load()
     for stored, wanted in (
@@ -79,7 +79,7 @@ def test_a_case_that_fired_in_a_version_map_alone_is_known_there(monkeypatch: py
         (["newest", "current"], ["current"]),
     ):
         monkeypatch.setattr(Store, "documents", lambda *_, found=stored, **__: iter(documents(found)))
-        assert request.fires_on(known, {"train-step"}) == {"train-step": wanted}
+        assert request.reproduces_on(known, {"train-step"}) == {"train-step": wanted}
 
 
 def test_the_command_line_wins_over_a_preset() -> None:

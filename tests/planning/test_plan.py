@@ -64,13 +64,13 @@ def plans(
 NORM = "case=qwen15-fsdp-norm-shard"
 
 
-def test_plan_gives_every_arm_its_settings() -> None:
+def test_plan_gives_every_variant_its_settings() -> None:
     plan = plans(NORM)[0]
-    assert [arm.arm for arm in plan.arms] == list(CATALOGUE.cases["qwen15-fsdp-norm-shard"].arms)
-    by_name = {arm.arm: arm for arm in plan.arms}
-    assert by_name["broken"].settings["flags"]["call"] == "inner"
+    assert [variant.variant for variant in plan.variants] == list(CATALOGUE.cases["qwen15-fsdp-norm-shard"].variants)
+    by_name = {variant.variant: variant for variant in plan.variants}
+    assert by_name["unfixed"].settings["flags"]["call"] == "inner"
     assert by_name["root-call"].settings["flags"]["call"] == "root"
-    assert by_name["broken"].settings["model"]["config"]["hidden_size"] == 1024
+    assert by_name["unfixed"].settings["model"]["config"]["hidden_size"] == 1024
 
 
 def test_plan_fewer_gpus_than_ranks_is_skipped() -> None:
@@ -107,9 +107,9 @@ def test_plan_missing_stack_is_skipped() -> None:
     assert plan.skipped and "no interpreter at /x" in plan.skipped
 
 
-def test_plan_skipped_first_arm_skips_the_cell() -> None:
+def test_plan_skipped_first_variant_skips_the_cell() -> None:
     profile = Profile("gpu1", "cuda", "nccl", gpus(1))
-    assert all(arm.skipped for plan in plans(profile=profile) for arm in plan.arms if plan.skipped)
+    assert all(variant.skipped for plan in plans(profile=profile) for variant in plan.variants if plan.skipped)
 
 
 @given(st.sampled_from(["torch>=2.4", "torch<2.4", "torch==2.13.0", "transformers<5", "colossalai", "torch"]))
@@ -121,20 +121,20 @@ def test_unmet_requirement_names_the_requirement(text: str) -> None:
 
 def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
     def prints(**changes: object) -> list[str]:
-        return [arm.fingerprint for arm in plans(NORM, settings=replace(RunSettings(), **changes))[0].arms]
+        return [variant.fingerprint for variant in plans(NORM, settings=replace(RunSettings(), **changes))[0].variants]
 
     assert prints() == prints() == prints(jobs=7, keep=True)
     assert set(prints()).isdisjoint(prints(seed=1))
     newer = FakeStack(versions={**FakeStack().versions, "torch": "2.14.0"})
-    assert set(prints()).isdisjoint(arm.fingerprint for arm in plans(NORM, stack=newer)[0].arms)
+    assert set(prints()).isdisjoint(variant.fingerprint for variant in plans(NORM, stack=newer)[0].variants)
     edited, again = FakeStack(key="one", changed=("torch/a.py",)), FakeStack(key="two", changed=("torch/a.py",))
-    apart = [{arm.fingerprint for arm in plans(NORM, stack=stack)[0].arms} for stack in (edited, again)]
+    apart = [{variant.fingerprint for variant in plans(NORM, stack=stack)[0].variants} for stack in (edited, again)]
     assert set(prints()).isdisjoint(apart[0]) and apart[0].isdisjoint(apart[1]), "a patched environment, and its next"
     case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
-    arms = {**case.arms, "summon": case.arms["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
-    other = replace(CATALOGUE, cases={**CATALOGUE.cases, case.slug: case.model_copy(update={"arms": arms})})
-    changed = [arm.fingerprint for arm in plans(NORM, known=other)[0].arms]
-    assert [arm for arm, one, two in zip(case.arms, prints(), changed) if one != two] == ["summon"]
+    variants = {**case.variants, "summon": case.variants["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
+    other = replace(CATALOGUE, cases={**CATALOGUE.cases, case.slug: case.model_copy(update={"variants": variants})})
+    changed = [variant.fingerprint for variant in plans(NORM, known=other)[0].variants]
+    assert [variant for variant, one, two in zip(case.variants, prints(), changed) if one != two] == ["summon"]
 
 
 CARDS = [pytest.param(8, "NVIDIA A100-SXM4-80GB", id="a100x8"), pytest.param(4, "NVIDIA H200", id="gpu4")]
@@ -150,21 +150,21 @@ def on(count: int, name: str, *texts: str) -> list[CellPlan]:
 
 
 @pytest.mark.parametrize("count, name", CARDS)
-def test_plan_on_a_large_node_keeps_each_arms_ranks(count: int, name: str) -> None:
+def test_plan_on_a_large_node_keeps_each_variants_ranks(count: int, name: str) -> None:
     for plan in on(count, name):
         case = CATALOGUE.cases[plan.cell.case]
         assert plan.cell.ranks == case.launch.world_size
-        for arm in plan.arms:
-            assert arm.world_size == (case.arms[arm.arm].world_size or case.launch.world_size)
-            if arm.settings["strategy"]["slug"] == "tp":
-                assert arm.settings["tp_size"] == arm.world_size
+        for variant in plan.variants:
+            assert variant.world_size == (case.variants[variant.variant].world_size or case.launch.world_size)
+            if variant.settings["strategy"]["slug"] == "tp":
+                assert variant.settings["tp_size"] == variant.world_size
 
 
 def test_plan_rank_sweep_keeps_pinned_ranks() -> None:
     eight = plans(NORM, "ranks=8")[0]
-    sizes = {arm.arm: arm.world_size for arm in eight.arms}
-    assert sizes["broken"] == sizes["ddp"] == 8 and sizes["three-ranks"] == 3 and sizes["four-ranks"] == 4
-    four = {arm.arm: arm.skipped for arm in plans(NORM, "ranks=4")[0].arms}
+    sizes = {variant.variant: variant.world_size for variant in eight.variants}
+    assert sizes["unfixed"] == sizes["ddp"] == 8 and sizes["three-ranks"] == 3 and sizes["four-ranks"] == 4
+    four = {variant.variant: variant.skipped for variant in plans(NORM, "ranks=4")[0].variants}
     assert four["four-ranks"] and four["three-ranks"] is None
     pinned = plans("case=tp-heads-not-divisible", "ranks=8")[0]
     assert pinned.skipped and "needs exactly 4" in pinned.skipped
@@ -176,10 +176,10 @@ def test_plan_too_few_ranks_are_skipped(case: str, ranks: int) -> None:
     for plan in plans(f"case={case}", f"ranks={ranks}"):
         if ranks < found.min_ranks:
             assert plan.skipped == f"needs at least {found.min_ranks} ranks; ranks={ranks}"
-        elif ranks != own and not found.scales:
+        elif ranks != own and not found.supports_other_world_sizes:
             assert plan.skipped and "does not declare `scales`" in plan.skipped
-        for arm in plan.arms:
-            assert arm.skipped or arm.world_size == (found.arms[arm.arm].world_size or ranks)
+        for variant in plan.variants:
+            assert variant.skipped or variant.world_size == (found.variants[variant.variant].world_size or ranks)
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,12 @@ def test_plan_indivisible_heads_are_skipped() -> None:
 
 
 def test_plan_counts_devices_apart_from_ranks() -> None:
-    by_name = {arm.arm: arm for arm in plans("case=qwen-device-map-devices", profile=TWO)[0].arms}
+    by_name = {variant.variant: variant for variant in plans("case=qwen-device-map-devices", profile=TWO)[0].variants}
     assert (by_name["hooks-removed"].world_size, by_name["hooks-removed"].gpus) == (1, 2)
     assert (by_name["whole"].world_size, by_name["whole"].gpus) == (1, 1)
-    single = {arm.arm: arm for arm in plans("case=device-map-distributed", profile=TWO)[0].arms}["single-process"]
+    single = {variant.variant: variant for variant in plans("case=device-map-distributed", profile=TWO)[0].variants}[
+        "single-process"
+    ]
     assert (single.world_size, single.gpus) == (1, 2)
 
 
@@ -229,13 +231,13 @@ def test_plan_ranks_that_share_gpus_need_default_compute_mode() -> None:
     assert {cell.hardware for cell in place(CATALOGUE, cells, [closed, on_cpu], auto=True).cells} == {"cpu"}
 
 
-def test_resolve_prefers_the_arms_sizes_to_the_users() -> None:
+def test_resolve_prefers_the_variants_sizes_to_the_users() -> None:
     raw = CATALOGUE.raw["case"]["train-step"]
-    made = {**raw, "arms": {"own": {"world_size": 4, "tp_size": 2}, "other": {}}}
+    made = {**raw, "variants": {"own": {"world_size": 4, "tp_size": 2}, "other": {}}}
     at = {"model": CATALOGUE.raw["model"]["qwen1.5-0.5b"], "strategy": CATALOGUE.raw["strategy"]["tp"]}
 
-    def sizes(arm: str, **run: int) -> tuple[int, int]:
-        settings = resolve(made, arm, **at, **run)
+    def sizes(variant: str, **run: int) -> tuple[int, int]:
+        settings = resolve(made, variant, **at, **run)
         return settings["world_size"], settings["tp_size"]
 
     assert sizes("own", world_size=8, tp_size=8) == sizes("own") == (4, 2)
@@ -244,7 +246,7 @@ def test_resolve_prefers_the_arms_sizes_to_the_users() -> None:
 
 def test_place_cpu_cases_on_the_cpu_of_a_gpu_node() -> None:
     for plan in on(8, "NVIDIA A100-SXM4-80GB", "case=qwen-remote-code-*,fsdp-cpu-offload-state-dict"):
-        assert plan.cell.hardware == plan.profile.name == "cpu" and all(arm.gpus == 0 for arm in plan.arms)
+        assert plan.cell.hardware == plan.profile.name == "cpu" and all(variant.gpus == 0 for variant in plan.variants)
     assert "runs on the CPU only" in str(plans("case=qwen-remote-code-run", profile=TWO)[0].skipped)
 
 
@@ -252,9 +254,15 @@ def test_place_one_gpu_measures_what_it_can() -> None:
     found = on(1, "NVIDIA H200")
     where = {(plan.cell.case, plan.cell.strategy): plan.cell.hardware for plan in found}
     assert where["train-step", "ddp"] == "gpu1-shared" and where["train-step", "fsdp"] == "cpu"
-    shared = [arm for plan in found if plan.cell.hardware == "gpu1-shared" for arm in plan.arms if not arm.skipped]
-    assert shared and all(arm.gpus == 1 and arm.settings["backend"] == "gloo" for arm in shared)
-    assert {arm.settings["strategy"]["slug"] for arm in shared} == {"ddp"}
+    shared = [
+        variant
+        for plan in found
+        if plan.cell.hardware == "gpu1-shared"
+        for variant in plan.variants
+        if not variant.skipped
+    ]
+    assert shared and all(variant.gpus == 1 and variant.settings["backend"] == "gloo" for variant in shared)
+    assert {variant.settings["strategy"]["slug"] for variant in shared} == {"ddp"}
     measured = [plan for plan in found if not plan.skipped]
     assert len(measured) >= len([plan for plan in plans() if not plan.skipped])
 
@@ -262,8 +270,8 @@ def test_place_one_gpu_measures_what_it_can() -> None:
 def test_sweeps_have_distinct_keys() -> None:
     def keys(*texts: str) -> set[str]:
         selection = overrides.parse(["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts])
-        variant = matrix.variant_of(compose_run(selection.run), selection.patches)
-        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, variant)}
+        overrides = matrix.overrides_of(compose_run(selection.run), selection.patches)
+        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, overrides)}
 
     sweeps = [
         ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"], ["tp_size=2"],
@@ -278,16 +286,16 @@ def test_sweeps_have_distinct_keys() -> None:
 
 @pytest.mark.parametrize("value", ["1", "true", "a b/c", "", "x=y,z", "it's {1}"])
 def test_variant_of_environment_is_an_override(value: str) -> None:
-    (word,) = matrix.variant_of(RunSettings(env={"OMP_NUM_THREADS": value}), {})
+    (word,) = matrix.overrides_of(RunSettings(env={"OMP_NUM_THREADS": value}), {})
     assert compose_run([word]).env == {"OMP_NUM_THREADS": value}
 
 
 def test_plan_full_size_is_bfloat16_unless_requested_otherwise() -> None:
     full = RunSettings(scale=Scale.full)
-    assert plans("case=train-step", "strategy=ddp")[0].arms[0].settings["flags"]["dtype"] == "float32"
-    found = plans("case=train-step", "strategy=ddp", settings=full)[0].arms[0]
+    assert plans("case=train-step", "strategy=ddp")[0].variants[0].settings["flags"]["dtype"] == "float32"
+    found = plans("case=train-step", "strategy=ddp", settings=full)[0].variants[0]
     assert found.settings["flags"]["dtype"] == "bfloat16" and found.skipped is None
-    asked = plans("case=train-step", "strategy=ddp", "flags.dtype=float32", settings=full)[0].arms[0]
+    asked = plans("case=train-step", "strategy=ddp", "flags.dtype=float32", settings=full)[0].variants[0]
     assert asked.settings["flags"]["dtype"] == "float32"
 
 
@@ -302,9 +310,9 @@ def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
     texts = ["case=train-step", "model=qwen-14b", "strategy=fsdp", "model.config.num_hidden_layers=2"]
     selection = overrides.parse(texts)
     known, full = catalogue.load(patches=selection.patches), RunSettings(scale=Scale.full)
-    named = matrix.enumerate_cells(known, selection, matrix.variant_of(full, selection.patches))
+    named = matrix.enumerate_cells(known, selection, matrix.overrides_of(full, selection.patches))
     assert "scale=full" in named[0].key and "num_hidden_layers=2" in named[0].key
-    found = plans(*texts, settings=full, known=known)[0].arms[0].settings["model"]["config"]
+    found = plans(*texts, settings=full, known=known)[0].variants[0].settings["model"]["config"]
     assert found["num_hidden_layers"] == 2 and found["hidden_size"] == 5120
 
 
@@ -314,4 +322,4 @@ def test_plan_accepts_a_case_that_is_not_in_conf(tmp_path: Path) -> None:
     known = matrix.with_case(CATALOGUE, case)
     assert "mine" not in CATALOGUE.cases and known.script(known.cases["mine"]) == script
     (plan,) = plans("case=mine", "model=qwen1.5-0.5b", "strategy=ddp", known=known)
-    assert plan.skipped is None and [arm.arm for arm in plan.arms] == ["control"]
+    assert plan.skipped is None and [variant.variant for variant in plan.variants] == ["control"]

@@ -62,22 +62,22 @@ def test_a_session_has_its_part_of_the_selection() -> None:
     assert nightly and set(nightly["repeat"].values()) == {3}, "as the named matrix says"
 
 
-def test_arms_that_are_right_for_the_selection_are_right_for_its_shards() -> None:
-    """The shard whose cases have none of them ended with "unknown arm": half of the run could not be made."""
+def test_variants_that_are_right_for_the_selection_are_right_for_its_shards() -> None:
+    """The shard whose cases have none of them ended with "unknown variant": half of the run could not be made."""
     texts = ["case=train-step,ddp-ready-once", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu"]
 
-    def arms(*more: str) -> dict[str, list[str]]:
+    def variants(*more: str) -> dict[str, list[str]]:
         found = session.prepare([*texts, *more], build_stacks=False).plans
-        return {plan.cell.case: [arm.arm for arm in plan.arms] for plan in found}
+        return {plan.cell.case: [variant.variant for variant in plan.variants] for plan in found}
 
-    asked = "arms=[broken,no-check*]"
-    parts = [arms(asked, f"shard={number}/2") for number in (1, 2)]
-    assert parts[0] | parts[1] == arms(asked) == {
-        "train-step": ["control"], "ddp-ready-once": ["broken", "no-checkpointing"]
+    asked = "variants=[broken,no-check*]"
+    parts = [variants(asked, f"shard={number}/2") for number in (1, 2)]
+    assert parts[0] | parts[1] == variants(asked) == {
+        "train-step": ["control"], "ddp-ready-once": ["unfixed", "no-checkpointing"]
     } and all(len(part) == 1 for part in parts)  # fmt: skip
     for number in (1, 2):
-        with pytest.raises(ConfigError, match="unknown arm 'brokn'"):
-            arms("arms=[brokn]", f"shard={number}/2")
+        with pytest.raises(ConfigError, match="unknown variant 'brokn'"):
+            variants("variants=[brokn]", f"shard={number}/2")
 
 
 def made(root: Path, number: int, cells: list[str], complete: bool = True, **changed: Any) -> Path:
@@ -90,7 +90,7 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     said_commit = changed.get("commit", "c0ffee")
     shards.write(folder, said, {"current": stack}, (said_commit, changed.get("dirty", False)))
     for cell in listed[: None if complete else -1]:
-        wrote = document({"broken": [("clean", observation(ok(0), ok(1)))]}, {}, case=cell.case, key=cell.key)
+        wrote = document({"unfixed": [("passed", observation(ok(0), ok(1)))]}, {}, case=cell.case, key=cell.key)
         wrote["provenance"]["git_commit"] = said_commit
         wrote["stack"]["versions"] = {"torch": stack.versions["torch"]}  # the relevant ones, as a run writes them
         path = folder / "cpu" / "torch2.13.0" / f"{cell.key}.json"
@@ -126,7 +126,7 @@ def test_a_missing_part_and_a_missing_cell_are_named(tmp_path: Path, capsys: pyt
         (lambda one: one["provenance"].update(git_commit="older"), "measured at another commit: older"),
         (lambda one: one["provenance"].update(git_dirty=True), "measured on a changed tree, and the shard was not"),
         (lambda one: one["stack"]["versions"].update(torch="2.12.0"), "measured with other versions"),
-        (lambda one: one["arms"]["broken"].update(attempts=[]), "not complete"),
+        (lambda one: one["variants"]["unfixed"].update(attempts=[]), "not complete"),
         (lambda one: one.update(complete=False), "not complete"),
     ],
 )

@@ -13,7 +13,7 @@ from repro_matrix.grading import expectations as expect
 from repro_matrix.grading import root_cause, verdict
 from repro_matrix.grading.regrade import Regraded, regrade
 from repro_matrix.paths import BASELINE, RESULTS
-from repro_matrix.records import validate as doubt
+from repro_matrix.records import validate as validation_error
 from repro_matrix.results.accept import publication
 from repro_matrix.results.store import Store
 from repro_matrix.results.supported import unbacked
@@ -34,12 +34,12 @@ def judged() -> Regraded:
 
 
 def attempts(case: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(arm, observation, stored outcome) of every stored attempt of a case."""
+    """(variant, observation, stored outcome) of every stored attempt of a case."""
     return [
-        (arm, attempt["observation"], attempt["outcome"])
+        (variant, attempt["observation"], attempt["outcome"])
         for document in documents()
         if document["case"] == case
-        for arm, held in document["arms"].items()
+        for variant, held in document["variants"].items()
         for attempt in held["attempts"]
     ]
 
@@ -49,16 +49,18 @@ def test_every_document_is_complete_and_of_its_type() -> None:
     assert documents()
     for document in documents():
         assert document["complete"], document["path"]
-        doubt.cell({k: v for k, v in document.items() if k != "path"})
+        validation_error.cell({k: v for k, v in document.items() if k != "path"})
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one a case", "every one"])
 def test_documents_fit_the_schema(every: bool) -> None:
     """The schema is made from the types (test_result_schema), and asking it takes a hundred times as long: by the gate
-    of each case its smallest document, and of each of its arms one attempt."""
+    of each case its smallest document, and of each of its variants one attempt."""
     schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
-    by_size = sorted(documents(), key=lambda one: -sum(len(arm["attempts"]) for arm in one["arms"].values()))
+    by_size = sorted(
+        documents(), key=lambda one: -sum(len(variant["attempts"]) for variant in one["variants"].values())
+    )
     one = {document["case"]: document for document in by_size}
     assert len(one) > 1
     for document in documents() if every else map(first_attempts, one.values()):
@@ -67,14 +69,18 @@ def test_documents_fit_the_schema(every: bool) -> None:
 
 
 def first_attempts(document: dict[str, Any]) -> dict[str, Any]:
-    return {**document, "arms": {name: {**a, "attempts": a["attempts"][:1]} for name, a in document["arms"].items()}}
+    return {
+        **document,
+        "variants": {name: {**a, "attempts": a["attempts"][:1]} for name, a in document["variants"].items()},
+    }
 
 
 def fired(case: str) -> bool:
-    return any(outcome["outcome"] == "fires" for _, _, outcome in attempts(case))
+    return any(outcome["outcome"] == "reproduced" for _, _, outcome in attempts(case))
 
 
-# Cases that no machine of ours can make fire, with what they wait for: named, so that the list cannot grow silently.
+# Cases that no machine of ours can make reproduce, with what they wait for: named, so that the list cannot grow
+# silently.
 UNSEEN = {"qwen-device-map-devices": "two GPUs"}
 
 
@@ -82,20 +88,20 @@ UNSEEN = {"qwen-device-map-devices": "two GPUs"}
 def test_every_failure_has_a_stored_observation_that_its_signature_matches(case: str) -> None:
     if case in UNSEEN and not fired(case):
         pytest.skip(f"its observation waits for {UNSEEN[case]}")
-    assert fired(case), f"no stored measurement in {BASELINE} shows {case} firing: run it, then `repro accept`"
+    assert fired(case), f"no stored measurement in {BASELINE} shows {case} reproducing: run it, then `repro accept`"
 
 
-def test_no_signature_matches_another_cases_broken_arm_undeclared() -> None:
+def test_no_signature_matches_another_cases_unfixed_variant_undeclared() -> None:
     """Of an edited signature as it is now: ``judged`` grades every observation against all cases."""
     for document in judged().documents:
         case = CATALOGUE.cases[document["case"]]
-        for attempt in document["arms"].get("broken", {}).get("attempts", []):
+        for attempt in document["variants"].get("unfixed", {}).get("attempts", []):
             outcome = attempt["outcome"]
-            if outcome["outcome"] != "fires":
-                continue  # a broken arm that meets another case instead is CHANGED, and says which
-            for other in {item["case"] for item in outcome["recognised"]} - {case.slug}:
-                both = case.slug in CATALOGUE.cases[other].occurs_with or other in case.occurs_with
-                assert both, f"{case.slug}'s broken arm also shows {other}: neither declares occurs_with"
+            if outcome["outcome"] != "reproduced":
+                continue  # a unfixed variant that meets another case instead is SIGNATURE_MISMATCH, and says which
+            for other in {item["case"] for item in outcome["recognized"]} - {case.slug}:
+                both = case.slug in CATALOGUE.cases[other].also_matches or other in case.also_matches
+                assert both, f"{case.slug}'s unfixed variant also shows {other}: neither declares occurs_with"
 
 
 def test_everything_that_is_expected_was_measured() -> None:
@@ -109,7 +115,7 @@ def test_a_deleted_or_changed_document_that_something_rests_on_is_missed() -> No
         own = [d for d in judged().documents if d["case"] == slug]
         for number, document in enumerate(own):
             others = own[:number] + own[number + 1 :]
-            verdicts = {arm: {**found, "name": "FLAKY"} for arm, found in document["verdicts"].items()}
+            verdicts = {variant: {**found, "name": "FLAKY"} for variant, found in document["verdicts"].items()}
             missed = unbacked(case, others)
             assert bool(missed) == bool(unbacked(case, [*others, {**document, "verdicts": verdicts}])), document["path"]
             assert missed or not _ends(case, document), document["path"]
@@ -125,7 +131,7 @@ def test_nothing_is_published_that_backs_nothing() -> None:
 def _ends(case: Any, document: dict[str, Any]) -> bool:
     have = document["stack"]["versions"]
     return any(
-        document["where"] in entry.cells and any(end.items() <= have.items() for end in entry.measured)
+        document["params"] in entry.cells and any(end.items() <= have.items() for end in entry.measured_at)
         for entry in case.expect
     )
 
@@ -140,9 +146,11 @@ def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
     for document in judged().documents:
         case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
         at = (document["stack"]["versions"], hardware["profile"], hardware["facts"])
-        for arm, stored in document["verdicts"].items():
-            wanted = expect.expected(case, document["where"], arm, *at)
-            found = verdict.Verdict(**{**stored, "met": tuple(root_cause.Met(**item) for item in stored["met"])})
-            where = f"{document['path']} {arm}"
-            assert expect.compare(found, wanted) in ("expected", "unset"), where
+        for variant, stored in document["verdicts"].items():
+            wanted = expect.expected(case, document["params"], variant, *at)
+            found = verdict.Verdict(
+                **{**stored, "failure_ids": tuple(root_cause.FailureId(**item) for item in stored["failure_ids"])}
+            )
+            where = f"{document['path']} {variant}"
+            assert expect.compare(found, wanted) in ("expected", "no_expectation"), where
             assert expect.failure_note(found, wanted) == "", where

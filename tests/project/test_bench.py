@@ -12,7 +12,7 @@ from repro_matrix.results.store import write_json
 
 from bench import catalogue, launch, match, probe, report
 
-CLEAN = outcome("clean").to_json()
+PASSED = outcome("passed").to_json()
 
 
 @pytest.mark.ranks
@@ -20,14 +20,14 @@ def test_launch_measures_both_launchers(tmp_path: Path) -> None:
     out = tmp_path / "launch.json"
     launch.main(["--kinds", "fsdp", "--ranks", "2", "--warm", "2", "--cold", "1", "--out", str(out)])
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["cold"]["cpu_s"] > row["warm"]["cpu_s"] > 0 and row["server"]["cpu_s"] > 0
+    assert row["cold"]["cpu_s"] > row["forkserver"]["cpu_s"] > 0 and row["server"]["cpu_s"] > 0
 
 
 @pytest.mark.ranks
 def test_catalogue_runs_the_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     words = ["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", "repeat=1", "hardware=cpu"]
-    row = catalogue.run("warm", tmp_path / "results", words)
+    row = catalogue.run("forkserver", tmp_path / "results", words)
     assert row["exit_code"] in (0, 1, 3) and row["attempts"] >= 1 and row["cpu_s"] > row["attempts_cpu_s"] > 0
     assert catalogue.outcomes(tmp_path / "results")
 
@@ -50,22 +50,24 @@ def test_match_reads_every_kind_of_log(tmp_path: Path) -> None:
     assert not rows[0]["names"] and rows[1]["names"] == rows[2]["names"] != []
 
 
-def fires(signature: str) -> dict[str, Any]:
+def reproduced(signature: str) -> dict[str, Any]:
     known = {"case": "c", "signature": signature, "ranks": [0], "kind": "exception", "message": "m"}
-    return {**CLEAN, "outcome": "fires", "recognised": [known]}
+    return {**PASSED, "outcome": "reproduced", "recognized": [known]}
 
 
 def error(kind: str) -> dict[str, Any]:
-    primary = {"rank": 0, "type": kind, "message": "m", "where": "x.py:1"}
-    return {**CLEAN, "outcome": "other_error", "primary": primary}
+    primary = {"rank": 0, "type": kind, "message": "m", "params": "x.py:1"}
+    return {**PASSED, "outcome": "other_failure", "primary": primary}
 
 
 def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
-    for name, arms in cells.items():
+    for name, variants in cells.items():
         made = observation(ok(0), ok(1))
-        result = document({arm: [(each["outcome"], made) for each in outcomes] for arm, outcomes in arms.items()})
-        for arm, outcomes in arms.items():
-            for attempt, judged in zip(result["arms"][arm]["attempts"], outcomes):
+        result = document(
+            {variant: [(each["outcome"], made) for each in outcomes] for variant, outcomes in variants.items()}
+        )
+        for variant, outcomes in variants.items():
+            for attempt, judged in zip(result["variants"][variant]["attempts"], outcomes):
                 attempt["outcome"] = judged
         path = root / "cpu" / "stack" / "c" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,14 +77,16 @@ def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
 
 def test_catalogue_differences_names_every_difference(tmp_path: Path) -> None:
     one = folder(
-        tmp_path / "one", m={"broken": [fires("s")], "fix": [CLEAN, error("OSError")], "other": [error("OSError")]},
-        n={"broken": [CLEAN]},
-    )  # fmt: skip
+        tmp_path / "one",
+        m={"unfixed": [reproduced("s")], "fix": [PASSED, error("OSError")], "other": [error("OSError")]},
+        n={"unfixed": [PASSED]},
+    )
     same = folder(
-        tmp_path / "same", m={"broken": [fires("s")], "fix": [error("OSError"), CLEAN], "other": [error("OSError")]},
-        n={"broken": [CLEAN]},
-    )  # fmt: skip
-    other = folder(tmp_path / "other", m={"broken": [fires("t")], "fix": [CLEAN], "other": [error("KeyError")]})
+        tmp_path / "same",
+        m={"unfixed": [reproduced("s")], "fix": [error("OSError"), PASSED], "other": [error("OSError")]},
+        n={"unfixed": [PASSED]},
+    )
+    other = folder(tmp_path / "other", m={"unfixed": [reproduced("t")], "fix": [PASSED], "other": [error("KeyError")]})
     assert list(catalogue.differences(one, same)) == []
     assert [line.split(":")[0] for line in catalogue.differences(one, other)] == [
         "c/m broken", "c/m fix", "c/m other", "c/n broken"

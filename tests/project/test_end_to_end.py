@@ -29,18 +29,18 @@ def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def measured(tmp_path: Path, launcher: str, arm: str) -> dict[str, Any]:
+def measured(tmp_path: Path, launcher: str, variant: str) -> dict[str, Any]:
     """The rows and the document of a run of ``CASE`` that left nothing behind."""
-    done = start(tmp_path, "run", CASE, f"arms=[{arm}]", f"launcher={launcher}", "--json")
+    done = start(tmp_path, "run", CASE, f"variants=[{variant}]", f"launcher={launcher}", "--json")
     out, err = done.communicate(timeout=800)
     assert done.returncode == 0, err
     wait_for(lambda: not ours(tmp_path))
     return {"rows": json.loads(out)["rows"], "document": documents(tmp_path)[0]}
 
 
-def measured_from_cold(once: Once, tmp_path: Path, arm: str = "broken") -> dict[str, Any]:
-    """Any other arm than the broken one takes twice as many processes, each of which imports the stack."""
-    return dict(once(f"cold-{arm}", lambda: measured(tmp_path / "cold", "torchrun", arm)))
+def measured_from_cold(once: Once, tmp_path: Path, variant: str = "unfixed") -> dict[str, Any]:
+    """Any other variant than the broken one takes twice as many processes, each of which imports the stack."""
+    return dict(once(f"cold-{variant}", lambda: measured(tmp_path / "cold", "torchrun", variant)))
 
 
 def documents(tmp_path: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,9 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def attempts(tmp_path: Path) -> int:
-    return sum(len(arm["attempts"]) for document in documents(tmp_path) for arm in document["arms"].values())
+    return sum(
+        len(variant["attempts"]) for document in documents(tmp_path) for variant in document["variants"].values()
+    )
 
 
 def ours(tmp_path: Path) -> list[psutil.Process]:
@@ -65,25 +67,25 @@ def ours(tmp_path: Path) -> list[psutil.Process]:
 
 
 def launchers(document: dict[str, Any]) -> set[str]:
-    observations = [each["observation"] for arm in document["arms"].values() for each in arm["attempts"]]
+    observations = [each["observation"] for variant in document["variants"].values() for each in variant["attempts"]]
     return {observation["attempt"]["launcher"] for observation in observations}
 
 
-@pytest.mark.slow  # the gate has the broken arm from cold (test_warm), and the fix warm (below)
+@pytest.mark.slow  # the gate has the unfixed variant from cold (test_warm), and the fix warm (below)
 def test_a_case_with_and_without_its_fix_from_cold(tmp_path: Path, once: Once) -> None:
     done = measured_from_cold(once, tmp_path, "summon")
-    rows = {row["arm"]: row for row in done["rows"]}
-    assert rows["broken"]["outcome"] == "fires"
-    assert rows["summon"]["verdict"] == "FIX_HOLDS"
+    rows = {row["variant"]: row for row in done["rows"]}
+    assert rows["unfixed"]["outcome"] == "reproduced"
+    assert rows["summon"]["verdict"] == "FIXED"
     stored = done["document"]
-    ranks = stored["arms"]["summon"]["attempts"][0]["observation"]["ranks"]
+    ranks = stored["variants"]["summon"]["attempts"][0]["observation"]["ranks"]
     assert len(ranks) == 2 and all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in ranks)
     assert launchers(stored) == {"torchrun"}
     assert stored["stack"]["versions"]["torch"] and stored["provenance"]["command"] and stored["hardware"]["cpu"]
 
 
 def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on_to_the_end(tmp_path: Path) -> None:
-    words = ("run", CASE, "arms=[root-call,summon]", "launcher=warm")
+    words = ("run", CASE, "variants=[root-call,summon]", "launcher=warm")
     first = start(tmp_path, *words)
     wait_for(lambda: attempts(tmp_path) >= 1)
     first.send_signal(signal.SIGINT)
@@ -101,11 +103,11 @@ def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on_to_the_end(tmp_path: P
     assert second.returncode == 0, err
     said = json.loads(out)
     assert said["summary"]["reused"] == kept and said["summary"]["attempts"] + said["summary"]["reused"] == 3
-    rows = {row["arm"]: row for row in said["rows"]}
-    assert rows["broken"]["outcome"] == "fires"
-    assert rows["summon"]["verdict"] == "FIX_HOLDS"
-    assert rows["root-call"]["verdict"] == "FIX_UNMASKS" and "fsdp-tied-embeddings" in rows["root-call"]["reason"]
-    assert launchers(documents(tmp_path)[0]) == {"warm"}
+    rows = {row["variant"]: row for row in said["rows"]}
+    assert rows["unfixed"]["outcome"] == "reproduced"
+    assert rows["summon"]["verdict"] == "FIXED"
+    assert rows["root-call"]["verdict"] == "DIFFERENT_FAILURE" and "fsdp-tied-embeddings" in rows["root-call"]["reason"]
+    assert launchers(documents(tmp_path)[0]) == {"forkserver"}
     wait_for(lambda: not ours(tmp_path))
 
 
@@ -122,18 +124,21 @@ def test_a_case_that_cannot_be_imported_is_named_and_the_others_go_on(
     (root / "conf/case/lacking.yaml").write_text(yaml.safe_dump(about), encoding="utf-8")
     (root / "repros/lacking.py").write_text("import no_such_package\n", encoding="utf-8")
     monkeypatch.setenv("REPRO_ROOT", str(root))
-    done = start(tmp_path, "matrix", "case=lacking,ddp-module-bypass", "arms=[root-call]", "--json")
+    done = start(tmp_path, "matrix", "case=lacking,ddp-module-bypass", "variants=[root-call]", "--json")
     out, err = done.communicate(timeout=600)
     assert done.returncode == 3, err  # less was measured than asked for
-    rows = {(row["case"], row["arm"]): row for row in json.loads(out)["rows"]}
-    for arm in ("broken", "root-call"):
-        assert rows["lacking", arm]["outcome"] == "infra" and "no_such_package" in rows["lacking", arm]["reason"]
-    assert rows["ddp-module-bypass", "root-call"]["verdict"] == "FIX_HOLDS"
+    rows = {(row["case"], row["variant"]): row for row in json.loads(out)["rows"]}
+    for variant in ("unfixed", "root-call"):
+        assert (
+            rows["lacking", variant]["outcome"] == "infra_error"
+            and "no_such_package" in rows["lacking", variant]["reason"]
+        )
+    assert rows["ddp-module-bypass", "root-call"]["verdict"] == "FIXED"
 
 
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
-    run = start(tmp_path, "run", CASE, "arms=[summon]", "launcher=torchrun")
+    run = start(tmp_path, "run", CASE, "variants=[summon]", "launcher=torchrun")
     wait_for(lambda: any("elastic.py" in " ".join(process.cmdline()) for process in ours(tmp_path)))
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)
@@ -143,13 +148,13 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_the_page_is_the_last_line_but_one_also_beside_another_run(tmp_path: Path) -> None:
-    asked = ("matrix", "case=ddp-module-bypass", "arms=[broken]", "repeat=1")
+    asked = ("matrix", "case=ddp-module-bypass", "variants=[broken]", "repeat=1")
     first = start(tmp_path, *asked)
     said, err = first.communicate(timeout=800)
     assert first.returncode == 0, err
     page = tmp_path / "results" / "report.html"
     assert said.splitlines()[-2] == f"page: {page}" and page.is_file()
-    assert "of 1 cell the broken arm alone was measured" in " ".join(said.split())
+    assert "of 1 cell the unfixed variant alone was measured" in " ".join(said.split())
     before = shutil.copytree(tmp_path / "results", tmp_path / "before")
     again = start(tmp_path, *asked, "--against", str(before))
     said, err = again.communicate(timeout=800)

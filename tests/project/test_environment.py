@@ -70,7 +70,7 @@ def test_the_setting_passes_a_variable_on_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_a_given_variable_is_recorded_and_part_of_the_fingerprint(tmp_path: Path) -> None:
-    plain, given_one = plans(NORM)[0].arms[0], plans(NORM, settings=RunSettings(env={"X": "y"}))[0].arms[0]
+    plain, given_one = plans(NORM)[0].variants[0], plans(NORM, settings=RunSettings(env={"X": "y"}))[0].variants[0]
     assert "env" not in plain.settings and given_one.settings["env"] == {"X": "y"}
     assert plain.fingerprint != given_one.fingerprint
     attempt = attempt_of(tmp_path / "a", "nothing")
@@ -79,12 +79,16 @@ def test_a_given_variable_is_recorded_and_part_of_the_fingerprint(tmp_path: Path
     assert shlex.split(torchrun_line(attempt))[:2] == ["env", "X=y"]
 
 
-def test_an_arms_own_variable_is_what_its_file_says() -> None:
+def test_an_variants_own_variable_is_what_its_file_says() -> None:
     texts = ["case=device-map-distributed"]
     changed = RunSettings(env={"ACCELERATE_BYPASS_DEVICE_MAP": "false"})
-    before, after = ({a.arm: a.fingerprint for a in plans(*texts, settings=s)[0].arms} for s in (None, changed))
-    same = [arm for arm in before if before[arm] == after[arm]]
-    assert same == [name for name, arm in CATALOGUE.cases["device-map-distributed"].arms.items() if arm.env] != []
+    before, after = ({a.variant: a.fingerprint for a in plans(*texts, settings=s)[0].variants} for s in (None, changed))
+    same = [variant for variant in before if before[variant] == after[variant]]
+    assert (
+        same
+        == [name for name, variant in CATALOGUE.cases["device-map-distributed"].variants.items() if variant.env]
+        != []
+    )
 
 
 def test_by_hand_a_note_names_what_the_harness_would_not_pass_on(tmp_path: Path) -> None:
@@ -110,14 +114,15 @@ def test_the_same_outcome_among_sixty_hostile_variables(
     everything = session.prepare(texts)
     first = {plan.cell.case: plan for plan in reversed(everything.plans)}
     fixes = {
-        case: next(a.arm for a in plan.arms if a.arm != "broken" and not a.skipped) for case, plan in first.items()
+        case: next(a.variant for a in plan.variants if a.variant != "unfixed" and not a.skipped)
+        for case, plan in first.items()
     }
-    prepared = session.prepare([*texts, f"arms=[{','.join(sorted(set(fixes.values())))}]"])
+    prepared = session.prepare([*texts, f"variants=[{','.join(sorted(set(fixes.values())))}]"])
     prepared.plans = [plan for plan in prepared.plans if plan.cell == first[plan.cell.case].cell]
     workplace.execute(prepared, lambda event: None, threading.Event())
     documents: dict[str, Any] = {document["case"]: document for document in Store(tmp_path / "r").documents()}
     assert set(documents) == set(traps)
     for case, fix in fixes.items():
         verdict = documents[case]["verdicts"][fix]
-        assert verdict["expected"] == "as expected" or verdict["name"] == "FIX_HOLDS", json.dumps(verdict)
+        assert verdict["expected"] == "as expected" or verdict["name"] == "FIXED", json.dumps(verdict)
     assert os.environ["PYTHONOPTIMIZE"] == "1"

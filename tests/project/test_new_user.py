@@ -39,11 +39,11 @@ def test_a_key_that_transformers_knows_is_added(capsys: pytest.CaptureFixture[st
     assert cli.main(["list", "case=train-step", "model.config.num_hidden_layers=4"]) == 0
 
 
-def test_arms_are_a_list_however_they_are_written() -> None:
-    for text in ("arms=broken", "arms=[broken]"):
-        assert compose_run([text]).arms == ["broken"]
-    assert compose_run(["arms=broken,root-call"]).arms == ["broken", "root-call"]
-    assert compose_run(["arms=null"]).arms is None
+def test_variants_are_a_list_however_they_are_written() -> None:
+    for text in ("variants=broken", "variants=[broken]"):
+        assert compose_run([text]).variants == ["unfixed"]
+    assert compose_run(["variants=broken,root-call"]).variants == ["unfixed", "root-call"]
+    assert compose_run(["variants=null"]).variants is None
 
 
 def test_one_is_not_several() -> None:
@@ -58,11 +58,11 @@ def test_json_calls_a_case_a_case_and_names_the_document(capsys: pytest.CaptureF
 
     from repro_matrix.paths import BASELINE
     from repro_matrix.records import paths as place
-    from repro_matrix.results.rows import arm_rows
+    from repro_matrix.results.rows import variant_rows
     from repro_matrix.results.store import Store
 
     assert cli.main(["show", "train-step", "model=qwen-7b", "strategy=ddp", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["case"] == "train-step" and "slug" not in told
     stored = next(Store(BASELINE).documents(cases=["train-step"]))
-    assert all(Path(place.read(row["document"]).file).is_file() for row in arm_rows(stored))
+    assert all(Path(place.read(row["document"]).file).is_file() for row in variant_rows(stored))

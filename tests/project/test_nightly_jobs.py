@@ -175,7 +175,7 @@ def test_every_step_runs_in_a_clean_clone(clone: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     summary = tmp_path / "summary.md"
-    tiny = {"SELECTION": "case=fsdp-uniform-dtype arms=[broken]", "REPEAT": "1", "FLOATING": "", "BISECT": "0s"}
+    tiny = {"SELECTION": "case=fsdp-uniform-dtype variants=[broken]", "REPEAT": "1", "FLOATING": "", "BISECT": "0s"}
     own = {
         "PATH": os.environ["PATH"], "HOME": str(home), "REPRO_CACHE": str(tmp_path / "cache"), "HARDWARE": "cpu",
         "NIGHT": "run-7", "KEPT": "nightly-kept/cpu", "PAGE": "https://example.org/7", "CI": "true",
@@ -199,7 +199,7 @@ def test_every_step_runs_in_a_clean_clone(clone: Path, tmp_path: Path) -> None:
     for name, text in steps().items():
         if name.startswith("gitlab"):
             run(text, clone, job)
-    assert json.loads(document.read_text())["arms"] == before["arms"], "it went on; nothing was measured again"
+    assert json.loads(document.read_text())["variants"] == before["variants"], "it went on; nothing was measured again"
     assert len(load_history(home / "nightly-kept" / "cpu" / "history", [])) == 1
 
 

@@ -26,20 +26,20 @@ def matrix(tmp_path: Path, cards: list[Card], *words: str) -> tuple[int, str, di
     command += [f"stack=python:{python}", f"results={tmp_path / 'results'}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     found = [json.loads(path.read_text()) for path in (tmp_path / "results").rglob("*.json")]
-    documents = {f"{each['hardware']['profile']} {each['case']}": each for each in found if "arms" in each}
+    documents = {f"{each['hardware']['profile']} {each['case']}": each for each in found if "variants" in each}
     return done.returncode, done.stdout + done.stderr, documents
 
 
 def test_one_card_measures_what_its_ranks_can_share(tmp_path: Path) -> None:
     """Every run on such a machine ended with "the harness itself is broken here": its planted cells were skipped."""
-    words = ["case=train-step,ddp-uneven-batches", "model=qwen1.5-0.5b", "strategy=ddp", "arms=[broken,join]"]
+    words = ["case=train-step,ddp-uneven-batches", "model=qwen1.5-0.5b", "strategy=ddp", "variants=[broken,join]"]
     code, said, found = matrix(tmp_path, [Card(H200)], *words)
     assert code == 0, said
     assert "hardware gpu1 (1 x NVIDIA H200), backend nccl, no cell for it | gpu1-shared (1 x NVIDIA H200)" in said
-    assert found["gpu1-shared train-step"]["verdicts"]["control"]["name"] == "HEALTHY"
+    assert found["gpu1-shared train-step"]["verdicts"]["control"]["name"] == "PASSED"
     uneven = found["gpu1-shared ddp-uneven-batches"]
-    assert uneven["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == "fires", "a hang, on one card"
-    assert uneven["verdicts"]["join"]["name"] == "FIX_HOLDS"
+    assert uneven["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced", "a hang, on one card"
+    assert uneven["verdicts"]["join"]["name"] == "FIXED"
     assert found.keys() == {"gpu1-shared train-step", "gpu1-shared ddp-uneven-batches"}
 
 
@@ -50,11 +50,11 @@ def test_eight_cards_measure_side_by_side_what_a_cpu_predicted(tmp_path: Path) -
     assert "hardware a100x8 (8 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks | cpu, backend gloo" in said
     assert found.keys() == {"a100x8 train-step", "a100x8 ddp-ready-once", "cpu card-zero-simulated"}
     used = {
-        card for arm in found["a100x8 ddp-ready-once"]["arms"].values() for attempt in arm["attempts"]
+        card for variant in found["a100x8 ddp-ready-once"]["variants"].values() for attempt in variant["attempts"]
         for card in attempt["observation"]["attempt"]["gpus"]
     }  # fmt: skip
     assert len(used) > 2, "packed, two cards each"
-    assert "as predicted" in said or "nothing unexpected" in said
+    assert "matches_cpu" in said or "nothing unexpected" in said
 
 
 def test_cards_that_others_use_are_named_and_the_rest_is_measured(tmp_path: Path) -> None:
@@ -62,6 +62,6 @@ def test_cards_that_others_use_are_named_and_the_rest_is_measured(tmp_path: Path
     code, said, found = matrix(tmp_path, [Card(processes=[BUSY]), Card()], *words)
     assert code == 3, said
     assert "process 4242 (30000 MiB)" in said and "harness itself is broken" not in said
-    assert found["cpu card-zero-simulated"]["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == "fires"
-    (attempt,) = found["gpu2 train-step"]["arms"]["control"]["attempts"]
-    assert attempt["outcome"]["infra"] == "cards"
+    assert found["cpu card-zero-simulated"]["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced"
+    (attempt,) = found["gpu2 train-step"]["variants"]["control"]["attempts"]
+    assert attempt["outcome"]["infra_error"] == "cards"

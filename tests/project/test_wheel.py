@@ -96,19 +96,19 @@ def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
     run("stack", "list")
     run("matrix", "case=odd-batch,train-step", "model=our-head,qwen1.5-0.5b", "strategy=by-hand,ddp", "--dry-run")
     shown = json.loads(run("show", "odd-batch", "--json").stdout)
-    line = shown["arms"][1]["torchrun"]
+    line = shown["variants"][1]["torchrun"]
     assert f"PYTHONPATH={package}/data/repros" in line and "failures/scripts/odd_batch.py" in line
 
     run("run", "odd-batch", "repeat=3", "hardware=cpu")
     (stored,) = (team / "results" / "scratch").rglob("our-head-by-hand.json")
     document = json.loads(stored.read_text())
-    assert document["verdicts"]["drop-last"]["name"] == "FIX_HOLDS" and not document["provenance"]["git_dirty"]
+    assert document["verdicts"]["drop-last"]["name"] == "FIXED" and not document["provenance"]["git_dirty"]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=team, capture_output=True, text=True).stdout.strip()
     assert document["provenance"]["git_commit"] == commit
 
     run("accept", "case=odd-batch", "--reason", "first measured")
-    assert "FIX_HOLDS" in (team / "results/expected/odd-batch.yaml").read_text()
-    (published,) = (document["key"] for document in Store(team / "results" / "baseline").documents())
+    assert "FIXED" in (team / "results/expected/odd-batch.yaml").read_text()
+    (published,) = (document["cell_id"] for document in Store(team / "results" / "baseline").documents())
     assert published == "odd-batch/our-head-by-hand"
     refused = run("accept", "case=train-step", "--reason", "none", code=2)
     assert "no complete measurement" in refused.stderr
@@ -136,4 +136,4 @@ def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
 
 def _log(document: dict[str, Any]) -> str:
     """What torchrun's own users would have: the first failing rank's output."""
-    return str(document["arms"]["broken"]["attempts"][0]["observation"]["ranks"][0]["log_tail"])
+    return str(document["variants"]["unfixed"]["attempts"][0]["observation"]["ranks"][0]["log_tail"])

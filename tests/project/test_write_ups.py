@@ -54,21 +54,23 @@ def test_a_row_has_one_home(found: catalogue.Catalogue) -> None:
     assert sorted(rows) == sorted(set(rows))
 
 
-def test_against_is_an_arm_that_shares_all_but_one_change(found: catalogue.Catalogue) -> None:
-    """An arm that is compared with another than the broken one differs from it in one flag, option or axis."""
+def test_against_is_an_variant_that_shares_all_but_one_change(found: catalogue.Catalogue) -> None:
+    """A variant that is compared with another than the broken one differs from it in one flag, option or axis."""
     for case in found.cases.values():
         for claim in case.claims:
-            for prediction in claim.predicts:
-                if prediction.against is None:
+            for prediction in claim.predictions:
+                if prediction.relative_to is None:
                     continue
                 about = found.cases[prediction.case or case.slug]
-                one, other = (_settings(about, name) for name in (prediction.arm, prediction.against))
+                one, other = (_settings(about, name) for name in (prediction.variant, prediction.relative_to))
                 apart = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
-                assert len(apart) == 1, f"{case.slug}: {claim.id}: {prediction.arm} and {prediction.against}: {apart}"
+                assert len(apart) == 1, (
+                    f"{case.slug}: {claim.id}: {prediction.variant} and {prediction.relative_to}: {apart}"
+                )
 
 
 def _settings(case: Case, name: str) -> dict[str, object]:
-    arm = case.arms[name]
-    flags = {**{flag: spec.default for flag, spec in case.flags.items()}, **arm.flags}
-    axes = {axis: getattr(arm, axis) for axis in ("model", "strategy", "world_size", "tp_size", "devices", "stack")}
-    return {**flags, **case.options, **arm.options, **axes}
+    variant = case.variants[name]
+    flags = {**{flag: spec.default for flag, spec in case.flags.items()}, **variant.flags}
+    axes = {axis: getattr(variant, axis) for axis in ("model", "strategy", "world_size", "tp_size", "devices", "stack")}
+    return {**flags, **case.options, **variant.options, **axes}

@@ -246,11 +246,11 @@ def test_results_that_are_compared_with_themselves_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    clean = [("clean", observation(ok(0), ok(1)))]
+    passed = [("passed", observation(ok(0), ok(1)))]
     for name in ("a", "b"):
         path = tmp_path / name / "cpu" / "s" / "some-case" / "m.json"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(document({"broken": clean, "fix": clean}, {})))
+        path.write_text(json.dumps(document({"unfixed": passed, "fix": passed}, {})))
     (tmp_path / "link").symlink_to(tmp_path / "a")
     told = "compared with themselves"
     for other, same in (("a", True), ("link", True), ("b", False)):

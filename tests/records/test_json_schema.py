@@ -13,48 +13,93 @@ from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictNa
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
 from repro_matrix.records import json_schema as schema
-from repro_matrix.records import validate as doubt
+from repro_matrix.records import validate as validation_error
 
 SCHEMA = json.loads(schema.FILE.read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)
 
 
 def example() -> dict[str, Any]:
-    """A cell as the store writes it: one arm fires, one is clean, one was skipped."""
+    """A cell as the store writes it: one variant reproduces, one is clean, one was skipped."""
     known = case()
     note = {"logger": "transformers.x", "level": "WARNING", "message": "m", "file": "f", "function": "g"}
     warning = {"category": "UserWarning", "message": "m", "file": "f", "line": 1, "module": "torch"}
-    broken = observation(failed(0, exception(cause=exception())), ended(1), torchrun=None)
+    unfixed = observation(failed(0, exception(cause=exception())), ended(1), torchrun=None)
     fix = observation(ok(0), ok(1, record=record(1, logs=[note], warnings=[warning])))
-    lost = observation(infra={"kind": "disk", "message": "no space left"}, world_size=2)
-    attempts = {"broken": [broken, lost], "fix": [fix], "other-fix": []}
-    graded = {arm: [grade(known, arm, seen, [known]) for seen in there] for arm, there in attempts.items()}
-    verdicts = {arm: {**asdict(found), "expected": "unset", "expectation": None}
-                for arm, found in judge(known, graded).items()}  # fmt: skip
-    return json.loads(json.dumps({
-        "schema": 1, "key": "some-case/m-fsdp", "where": "m/fsdp", "case": "some-case", "title": "a case",
-        "kind": "failure", "simulated": None, "references": ["o/r#1"], "model": "m", "strategy": "fsdp",
-        "flags": {"call": "root"}, "ranks": 2, "variant": [], "scale": "tiny", "weights": "random",
-        "stack": {"name": "current", "python": "3.11.7", "versions": {"torch": "2.13.0+cpu"}, "label": "torch2.13.0"},
-        "hardware": {"profile": "gpu1", "accelerator": "cuda", "cpu": "a cpu", "cores": 2, "memory_gb": 8.0,
-                     "driver": "570.1", "os": "Linux", "gpus": [{"name": "g", "uuid": "GPU-1", "memory_mb": 81559}]},
-        "provenance": {"git_commit": None, "git_dirty": True, "harness_version": "0.1.0", "command": "repro matrix",
-                       "started": 1.0, "ended": None, "seed": 0, "launcher": "torchrun"},
-        "arms": {
-            arm: {"skipped": None if there else "needs 2 GPUs", "stack": "current", "fingerprint": "f", "settings": {},
-                  "attempts": [{"observation": seen, "outcome": asdict(found)}
-                               for seen, found in zip(there, graded[arm])]}
-            for arm, there in attempts.items()
-        },
-        "verdicts": verdicts, "complete": False,
-    }))  # fmt: skip
+    lost = observation(infra_error={"kind": "disk", "message": "no space left"}, world_size=2)
+    attempts = {"unfixed": [unfixed, lost], "fix": [fix], "other-fix": []}
+    graded = {variant: [grade(known, variant, seen, [known]) for seen in there] for variant, there in attempts.items()}
+    verdicts = {variant: {**asdict(found), "expected": "no_expectation", "expectation": None}
+                for variant, found in judge(known, graded).items()}  # fmt: skip
+    return json.loads(
+        json.dumps(
+            {
+                "schema": 1,
+                "key": "some-case/m-fsdp",
+                "params": "m/fsdp",
+                "case": "some-case",
+                "title": "a case",
+                "kind": "failure",
+                "simulated": None,
+                "references": ["o/r#1"],
+                "model": "m",
+                "strategy": "fsdp",
+                "flags": {"call": "root"},
+                "ranks": 2,
+                "overrides": [],
+                "scale": "tiny",
+                "weights": "random",
+                "stack": {
+                    "name": "current",
+                    "python": "3.11.7",
+                    "versions": {"torch": "2.13.0+cpu"},
+                    "label": "torch2.13.0",
+                },
+                "hardware": {
+                    "profile": "gpu1",
+                    "accelerator": "cuda",
+                    "cpu": "a cpu",
+                    "cores": 2,
+                    "memory_gb": 8.0,
+                    "driver": "570.1",
+                    "os": "Linux",
+                    "gpus": [{"name": "g", "uuid": "GPU-1", "memory_mb": 81559}],
+                },
+                "provenance": {
+                    "git_commit": None,
+                    "git_dirty": True,
+                    "harness_version": "0.1.0",
+                    "command": "repro matrix",
+                    "started": 1.0,
+                    "ended": None,
+                    "seed": 0,
+                    "launcher": "torchrun",
+                },
+                "variants": {
+                    variant: {
+                        "skipped": None if there else "needs 2 GPUs",
+                        "stack": "current",
+                        "fingerprint": "f",
+                        "settings": {},
+                        "attempts": [
+                            {"observation": seen, "outcome": asdict(found)}
+                            for seen, found in zip(there, graded[variant])
+                        ],
+                    }
+                    for variant, there in attempts.items()
+                },
+                "verdicts": verdicts,
+                "complete": False,
+            }
+        )
+    )
 
 
 def complaints(document: Any) -> list[str]:
     """By the JSON Schema; the types, which the readers trust, must say the same of it."""
     found = [f"{'/'.join(map(str, error.path))}: {error.message}" for error in VALIDATOR.iter_errors(document)]
     try:
-        doubt.cell(document)
+        validation_error.cell(document)
     except ValueError as error:
         assert found, f"only the types refuse it: {error}"
     else:
@@ -78,7 +123,7 @@ def test_an_example_is_valid() -> None:
 def test_a_control_is_valid() -> None:
     document = example()
     document["kind"] = "control"
-    document["arms"] = {"control": document["arms"]["fix"]}
+    document["variants"] = {"control": document["variants"]["fix"]}
     document["verdicts"] = {"control": document["verdicts"]["fix"]}
     assert complaints(document) == []
 
@@ -98,14 +143,14 @@ def test_the_schema_knows_every_outcome_verdict_and_kind() -> None:
         (("unknown",), 1),
         (("case",), "Not A Slug"),
         (("kind",), "control"),
-        (("arms",), {}),
-        (("arms", "fix", "skipped"), "a skipped arm has no attempts"),
-        (("arms", "fix", "attempts", 0, "outcome", "outcome"), "passed"),
-        (("arms", "fix", "attempts", 0, "outcome", "reason"), ""),
-        (("arms", "fix", "attempts", 0, "observation", "ranks", 0, "ended_by"), "someone"),
-        (("arms", "fix", "attempts", 0, "observation", "ranks", 0, "record", "done"), "yes"),
-        (("arms", "broken", "attempts", 1, "observation", "infra", "kind"), "weather"),
-        (("verdicts", "broken"), {}),
+        (("variants",), {}),
+        (("variants", "fix", "skipped"), "a skipped variant has no attempts"),
+        (("variants", "fix", "attempts", 0, "outcome", "outcome"), "passed"),
+        (("variants", "fix", "attempts", 0, "outcome", "reason"), ""),
+        (("variants", "fix", "attempts", 0, "observation", "ranks", 0, "terminated_by"), "someone"),
+        (("variants", "fix", "attempts", 0, "observation", "ranks", 0, "record", "done"), "yes"),
+        (("variants", "unfixed", "attempts", 1, "observation", "infra_error", "kind"), "weather"),
+        (("verdicts", "unfixed"), {}),
         (("verdicts", "fix", "name"), "GOOD"),
         (("verdicts", "fix", "interval"), [0.1]),
         (("hardware", "gpus"), ["a gpu"]),
@@ -130,41 +175,41 @@ def test_every_required_key_is_required(key: str) -> None:
 
 def test_what_types_cannot_say_is_named_by_its_place() -> None:
     def wrong(**changes: Any) -> str:
-        with pytest.raises(ValueError, match=r"^(arms|verdicts)\b") as found:
-            doubt.cell({**example(), **changes})
+        with pytest.raises(ValueError, match=r"^(variants|verdicts)\b") as found:
+            validation_error.cell({**example(), **changes})
         return str(found.value)
 
     whole = example()
-    fix, said = whole["arms"]["fix"], whole["verdicts"]["fix"]
+    fix, said = whole["variants"]["fix"], whole["verdicts"]["fix"]
     only = {"control": fix}
-    assert doubt.cell(whole) is whole, "nothing is converted"
-    assert wrong(arms={"fix": fix}) == "arms: a failure has the arm broken"
-    assert wrong(verdicts={"broken": said}) == "verdicts.broken: verdicts are of the other arms"
-    assert wrong(kind="control", verdicts={}).startswith("arms.broken: a control has the one arm control")
-    assert wrong(kind="control", arms=only) == "verdicts.fix: a control has the one arm control"
-    skipped = {**whole["arms"], "fix": {**fix, "skipped": "no"}}
-    assert wrong(arms=skipped) == "arms.fix: an arm that was skipped has no attempts"
+    assert validation_error.cell(whole) is whole, "nothing is converted"
+    assert wrong(variants={"fix": fix}) == "variants: a failure has the variant broken"
+    assert wrong(verdicts={"unfixed": said}) == "verdicts.broken: verdicts are of the other variants"
+    assert wrong(kind="control", verdicts={}).startswith("variants.broken: a control has the one variant control")
+    assert wrong(kind="control", variants=only) == "verdicts.fix: a control has the one variant control"
+    skipped = {**whole["variants"], "fix": {**fix, "skipped": "no"}}
+    assert wrong(variants=skipped) == "variants.fix: a variant that was skipped has no attempts"
 
 
 def test_a_record_is_doubted_where_it_arrives() -> None:
     honest = record(0)
-    assert doubt.record(honest) is honest
+    assert validation_error.record(honest) is honest
     for value, said in (
         ({**honest, "rank": "0"}, "rank: Input should be a valid integer"), ("text", "it: "),
         ({**honest, "checks": [{}]}, "checks[0].name: Field required"),
         ({**honest, "versions": {"a b": 1}}, "versions.'a b'"),
     ):  # fmt: skip
         with pytest.raises(ValueError) as found:
-            doubt.record(value)
+            validation_error.record(value)
         assert str(found.value).startswith(said), found.value
     with pytest.raises(ValueError, match=r"; and \d+ more$") as many:
-        doubt.record({})
-    assert str(many.value).count("Field required") == doubt.SHOWN
+        validation_error.record({})
+    assert str(many.value).count("Field required") == validation_error.SHOWN
     with pytest.raises(ValueError, match=r"required$") as three:
-        doubt.record({key: value for key, value in honest.items() if key not in ("rank", "done", "phase")})
+        validation_error.record({key: value for key, value in honest.items() if key not in ("rank", "done", "phase")})
     assert str(three.value).count("Field required") == 3
 
 
 def test_a_place_in_words() -> None:
-    assert doubt.place(()) == "it" and doubt.place((0, "a")) == "[0].a"
-    assert doubt.place(("arms", "x-y", "attempts", 0, "a b")) == "arms.x-y.attempts[0].'a b'"
+    assert validation_error.code_location(()) == "it" and validation_error.code_location((0, "a")) == "[0].a"
+    assert validation_error.code_location(("variants", "x-y", "attempts", 0, "a b")) == "variants.x-y.attempts[0].'a b'"

@@ -9,21 +9,19 @@ from repro_matrix.report.page_model import Cell, cells_of
 from repro_matrix.results.summary import Row, rows_of
 
 
-def stored_cell(
-    verdict: str = "FIX_HOLDS", state: str = "expected", error: str = "boom", **changes: Any
-) -> dict[str, Any]:
+def stored_cell(verdict: str = "FIXED", state: str = "expected", error: str = "boom", **changes: Any) -> dict[str, Any]:
     """The stored result of a cell: ``broken`` fails with ``error``, ``fix`` has the verdict."""
     failing = observation(failed(0, exception("RuntimeError", error)), failed(1, exception("RuntimeError", error)))
     passing = observation(ok(0), ok(1))
-    works = verdict in ("FIX_HOLDS", "HEALTHY")
+    works = verdict in ("FIXED", "PASSED")
     result = document(
-        {"broken": [("fires", failing)], "fix": [("clean", passing) if works else ("other_error", failing)]},
+        {"unfixed": [("reproduced", failing)], "fix": [("passed", passing) if works else ("other_failure", failing)]},
         {"fix": verdict},
         **changes,
     )
-    result["verdicts"]["fix"] |= {"expected": state, "expectation": "FIX_HOLDS"}
-    for arm, call in (("broken", "inner"), ("fix", "root")):
-        result["arms"][arm]["settings"] = {"flags": {"call": call}, "model": {"slug": "m"}}
+    result["verdicts"]["fix"] |= {"expected": state, "expectation": "FIXED"}
+    for variant, call in (("unfixed", "inner"), ("fix", "root")):
+        result["variants"][variant]["settings"] = {"flags": {"call": call}, "model": {"slug": "m"}}
     return result
 
 
@@ -37,5 +35,5 @@ def cell(*args: Any, source: str = "", **changes: Any) -> Cell:
 
 
 def skipped_cell(reason: str = "needs 2 GPUs", **changes: Any) -> Cell:
-    (only,) = cells_of(rows(document({"broken": reason, "fix": reason}, {}, **changes)))
+    (only,) = cells_of(rows(document({"unfixed": reason, "fix": reason}, {}, **changes)))
     return only

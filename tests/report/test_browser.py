@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"), p
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    cells = [cell(case="one"), cell("FIX_BROKEN", "unexpected", case="two", model="special")]
+    cells = [cell(case="one"), cell("NOT_FIXED", "unexpected", case="two", model="special")]
     path = tmp_path / "page.html"
     path.write_text(render_file(build_page(cells, "a title", "created now", {})), encoding="utf-8")
     return path
@@ -44,7 +44,7 @@ def cells_of_dom(dom: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("anchor", "hidden", "text"),
     [("", set(), "2 of 2 cells"), ("q=special", {"one"}, "1 of 2 cells"), ("compared=unexpected", {"one"}, "1 of 2"),
-     ("verdict=FIX_HOLDS", {"two"}, "1 of 2 cells"), ("q=nothing+like+it", {"one", "two"}, "0 of 2 cells")],
+     ("verdict=FIXED", {"two"}, "1 of 2 cells"), ("q=nothing+like+it", {"one", "two"}, "0 of 2 cells")],
 )  # fmt: skip
 def test_filters_of_the_address_hide_cells(
     page: Path, tmp_path: Path, anchor: str, hidden: set[str], text: str

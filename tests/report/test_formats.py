@@ -22,8 +22,13 @@ REMARKS = Remarks(["x.json: damaged"], ["run: interrupted"], ["entry expired"], 
 
 
 def mixed() -> list[Cell]:
-    return [cell(), cell("FIX_BROKEN", "unexpected", case="loud"), cell("CHANGED", "differs from cpu", case="news"),
-            cell("CHANGED", "unset", case="new", flags={"call": "root"}), skipped_cell(case="away")]  # fmt: skip
+    return [
+        cell(),
+        cell("NOT_FIXED", "unexpected", case="loud"),
+        cell("SIGNATURE_MISMATCH", "differs_from_cpu", case="news"),
+        cell("SIGNATURE_MISMATCH", "no_expectation", case="new", flags={"call": "root"}),
+        skipped_cell(case="away"),
+    ]
 
 
 def test_junit_has_a_failure_a_skip_and_errors_for_what_is_no_evidence() -> None:
@@ -43,7 +48,7 @@ def test_junit_names_the_checks_with_a_tolerance_only_where_there_is_one() -> No
 
 
 def test_every_format_reads_hostile_text(hostile: str) -> None:
-    cells = [cell("FIX_UNMASKS", "unexpected", hostile, model=hostile, title=hostile), skipped_cell(hostile)]
+    cells = [cell("DIFFERENT_FAILURE", "unexpected", hostile, model=hostile, title=hostile), skipped_cell(hostile)]
     remarks = Remarks([hostile], [hostile], [hostile], [hostile])
     assert JUnitXml.fromstring(to_junit(cells, remarks).encode())
     assert json.loads(to_json(cells, (), (), "now", remarks))["rows"]
@@ -58,14 +63,14 @@ def test_json_is_valid_by_its_schema() -> None:
     claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "upheld", "2 measurements")
     value = json.loads(to_json(mixed(), [claim], ["results/x"], "now", REMARKS))
     jsonschema.validate(value, json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")))
-    assert value["unread"] == ["x.json: damaged"] and "a note" in value["notes"] and value["counts"]["fires"] == 4
+    assert value["unread"] == ["x.json: damaged"] and "a note" in value["notes"] and value["counts"]["reproduced"] == 4
     odd = next(row for row in value["rows"] if row["expected"] == "unexpected")
-    assert odd["command"] == "repro run loud model=m strategy=fsdp arms=fix" and odd["expectation"] == "FIX_HOLDS"
+    assert odd["command"] == "repro run loud model=m strategy=fsdp variants=fix" and odd["expectation"] == "FIXED"
 
 
 def test_csv_has_a_column_for_each_package_and_no_formula() -> None:
-    (broken, fix) = csv.DictReader(io.StringIO(to_csv([cell(model="=1+1")])))
-    assert (broken["model"], fix["verdict"], fix["torch"], fix["deepspeed"]) == ("'=1+1", "FIX_HOLDS", "2.13.0", "")
+    (unfixed, fix) = csv.DictReader(io.StringIO(to_csv([cell(model="=1+1")])))
+    assert (unfixed["model"], fix["verdict"], fix["torch"], fix["deepspeed"]) == ("'=1+1", "FIXED", "2.13.0", "")
 
 
 def test_markdown_of_each_kind_of_result(snapshot: Callable[[str, str], None]) -> None:
@@ -80,6 +85,6 @@ def test_markdown_headline_when_nothing_differs(cells: list[Cell]) -> None:
 @given(st.integers(0, 300), st.text(max_size=400))
 @settings(max_examples=10)
 def test_markdown_stays_under_its_limit_and_keeps_every_section(count: int, text: str) -> None:
-    odd = cell("FIX_BROKEN", "unexpected", error=text)
+    odd = cell("NOT_FIXED", "unexpected", error=text)
     markdown = to_markdown([*[odd] * count, skipped_cell()])
     assert len(markdown.encode(errors="replace")) <= MOST and "### Not measured" in markdown

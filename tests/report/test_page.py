@@ -81,14 +81,14 @@ def test_block_of_a_long_text_is_cut_and_marked(size: int, limit: int) -> None:
 @given(st.text(min_size=1, max_size=80))
 def test_page_escapes_every_text(text: str) -> None:
     bomb = f"<img src=x onerror=alert(1)>{text}</script><script>"
-    bad = cell("FIX_BROKEN", "unexpected", error=bomb, model=bomb, title=bomb, references=[bomb])
+    bad = cell("NOT_FIXED", "unexpected", error=bomb, model=bomb, title=bomb, references=[bomb])
     for written in (render_file(page(bad)), *render_site(page(bad)).values()):
         assert "<img" not in written and written.count("<script>") == written.count("</script>") == 1
 
 
 def test_page_of_hostile_evidence_is_well_formed(hostile: str) -> None:
     names = {name: hostile for name in ("title", "model", "simulated")}
-    parsed = shown(cell("FIX_UNMASKS", "unexpected", hostile, **names), skipped_cell(hostile), notes=[hostile])
+    parsed = shown(cell("DIFFERENT_FAILURE", "unexpected", hostile, **names), skipped_cell(hostile), notes=[hostile])
     assert len(parsed.find("details", class_="cell")) == 2
     assert not [text for _, _, found in parsed.elements for text in found if "\x1b" in text or "\u202e" in text]
 
@@ -97,22 +97,26 @@ def test_page_of_hostile_evidence_is_well_formed(hostile: str) -> None:
 
 
 def test_page_lists_what_needs_attention_first_with_error_and_command() -> None:
-    parsed = shown(cell(case="quiet"), cell("FIX_BROKEN", "unexpected", case="loud"),
-                   cell("CHANGED", "differs from cpu", case="news"))  # fmt: skip
+    parsed = shown(cell(case="quiet"), cell("NOT_FIXED", "unexpected", case="loud"),
+                   cell("SIGNATURE_MISMATCH", "differs_from_cpu", case="news"))  # fmt: skip
     first, second = parsed.find("ol", class_="news") and [
         text for text in parsed.find("li") if "the whole cell" in text
     ]
     assert "differs from expectation loud m/fsdp" in first and "RuntimeError: boom" in first
-    assert "repro run loud model=m strategy=fsdp arms=fix" in first and "differs from CPU news" in second
+    assert "repro run loud model=m strategy=fsdp variants=fix" in first and "differs from CPU news" in second
     sections = [attrs["id"] for tag, attrs, _ in parsed.elements if tag == "section" and attrs.get("class") == "case"]
     assert sections[-1] == "quiet"
 
 
 @pytest.mark.parametrize(
     ("cells", "text"),
-    [((), "Nothing was measured"), ((cell(),), "Nothing differs from its expectation."),
-     ((cell("CHANGED", "unset"),), "1 measured arm has no expectation yet"), ((skipped_cell(),), "needs 2 GPUs")],
-)  # fmt: skip
+    [
+        ((), "Nothing was measured"),
+        ((cell(),), "Nothing differs from its expectation."),
+        ((cell("SIGNATURE_MISMATCH", "no_expectation"),), "1 measured variant has no expectation yet"),
+        ((skipped_cell(),), "needs 2 GPUs"),
+    ],
+)
 def test_page_headline(cells: tuple[Cell, ...], text: str) -> None:
     (section,) = shown(*cells).find("section", aria_labelledby="attention") or shown(*cells).find(
         "section", **{"aria-labelledby": "attention"}
@@ -121,7 +125,7 @@ def test_page_headline(cells: tuple[Cell, ...], text: str) -> None:
 
 
 def test_page_is_self_contained() -> None:
-    written = unescape(render_file(page(cell("FIX_BROKEN", "unexpected", references=["a/b#1", "http://evil"]))))
+    written = unescape(render_file(page(cell("NOT_FIXED", "unexpected", references=["a/b#1", "http://evil"]))))
     addresses = set(re.findall(r'(?:href|src)="([^"#][^"]*)"', written))
     assert addresses == {"https://github.com/a/b/issues/1"}
     assert "default-src 'none'" in written and "@import" not in written and "url(" not in written
@@ -148,35 +152,35 @@ def test_every_link_of_the_page_and_the_site_has_a_target() -> None:
 
 def test_case_status_is_of_the_newest_stack() -> None:
     stacks = [{"name": v, "python": "3", "versions": {"torch": "2.13.0", "transformers": v}} for v in ("4.9", "4.36")]
-    old, new = cell(stack=stacks[0]), cell("NOT_FIRING", stack=stacks[1])
-    passed = document({"broken": [("clean", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]},
-                      {"fix": "NOT_FIRING"}, stack=stacks[1])  # fmt: skip
+    old, new = cell(stack=stacks[0]), cell("NOT_REPRODUCED", stack=stacks[1])
+    passed = document({"unfixed": [("passed", observation(ok(0)))], "fix": [("passed", observation(ok(0)))]},
+                      {"fix": "NOT_REPRODUCED"}, stack=stacks[1])  # fmt: skip
     (case,) = page(old, new).cases
-    assert case.label.name == "fires" and "4.36" in case.status
+    assert case.label.name == "reproduced" and "4.36" in case.status
     (case,) = page(old, *cells_of(rows(passed))).cases
-    assert case.label.name == "NOT_FIRING" and case.fixes == ()
+    assert case.label.name == "NOT_REPRODUCED" and case.fixes == ()
     (case,) = page(old).cases
     assert case.fixes == ("fix",) and [(one.name, n) for one, n in case.by_strategy["fsdp"]] == [
-        ("fires", 1),
-        ("FIX_HOLDS", 1),
+        ("reproduced", 1),
+        ("FIXED", 1),
     ]
 
 
 def test_control_status_counts_cells_that_pass() -> None:
-    passed = document({"control": [("clean", observation(ok(0)))]}, {"control": "HEALTHY"}, kind="control")
+    passed = document({"control": [("passed", observation(ok(0)))]}, {"control": "PASSED"}, kind="control")
     failing = document(
-        {"control": [("other_error", observation(ok(0)))]}, {"control": "UNHEALTHY"}, kind="control", model="n"
+        {"control": [("other_failure", observation(ok(0)))]}, {"control": "FAILED"}, kind="control", model="n"
     )
     (case,) = page(*cells_of(rows(passed)), *cells_of(rows(failing))).cases
-    assert case.label.name == "UNHEALTHY" and case.status.startswith("1 of 2 cells pass")
+    assert case.label.name == "FAILED" and case.status.startswith("1 of 2 cells pass")
 
 
 def test_results_side_by_side_show_differences_and_count_the_rest() -> None:
     left = [cell(source="a"), cell(source="a", model="only-a")]
-    right = [cell("FIX_BROKEN", source="b")]
+    right = [cell("NOT_FIXED", source="b")]
     built = page(*left, *right, sources=["a", "b"])
-    assert [(d.arm, [entry and entry[0].name for entry in d.labels]) for d in built.differences] == [
-        ("fix", ["FIX_HOLDS", "FIX_BROKEN"]), ("broken", ["fires", None]), ("fix", ["FIX_HOLDS", None])]  # fmt: skip
+    assert [(d.variant, [entry and entry[0].name for entry in d.labels]) for d in built.differences] == [
+        ("fix", ["FIXED", "NOT_FIXED"]), ("unfixed", ["reproduced", None]), ("fix", ["FIXED", None])]  # fmt: skip
     assert built.same == 1 and len(Document(render_file(built)).find("details", class_="cell")) == 3
 
 
@@ -186,27 +190,27 @@ def test_release_axis_names_the_release_that_changed_the_result() -> None:
             verdict, stack={"name": release, "python": "3", "versions": {"torch": "2.2.2", "transformers": release}}
         )
 
-    axis, every_stack = release_axes([at("4.44.0", "FIX_HOLDS"), at("4.9.0", "FIX_BROKEN"), at("4.40.0", "FIX_BROKEN")])
+    axis, every_stack = release_axes([at("4.44.0", "FIXED"), at("4.9.0", "NOT_FIXED"), at("4.40.0", "NOT_FIXED")])
     assert (axis.package, axis.columns, axis.steady) == ("transformers", ("4.9.0", "4.40.0", "4.44.0"), 1)
-    ((before, after, arms),) = axis.changes
+    ((before, after, variants),) = axis.changes
     assert (before.column, before.label.name, after.column, after.label.name) == (
         "4.40.0",
-        "FIX_BROKEN",
+        "NOT_FIXED",
         "4.44.0",
-        "FIX_HOLDS",
+        "FIXED",
     )
-    assert arms == ["fix"] and every_stack.package == ""
+    assert variants == ["fix"] and every_stack.package == ""
 
 
-def test_history_lists_arms_that_changed_and_counts_steady_ones() -> None:
-    names = ["FIX_HOLDS", "INCONCLUSIVE", "FIX_BROKEN"]
+def test_history_lists_variants_that_changed_and_counts_steady_ones() -> None:
+    names = ["FIXED", "INCONCLUSIVE", "NOT_FIXED"]
     runs = [run_of(f"run {number}", [cell(name), *([cell(model="new")] if number else [])])
             for number, name in enumerate(names)]  # fmt: skip
     past = page(cell(), runs=runs).history
     assert past and past.runs == ("run 0", "run 1", "run 2") and past.steady == 3
     (strip,) = past.strips
     assert [one.name for one in strip.labels] == names and strip.last_change == 2
-    assert "1 arms changed" in " ".join(shown(cell(), runs=runs).find("section")) or past.strips
+    assert "1 variants changed" in " ".join(shown(cell(), runs=runs).find("section")) or past.strips
 
 
 def test_claims_stand_under_their_case() -> None:
@@ -231,8 +235,8 @@ def test_labels_differ_in_symbol_or_text() -> None:
     assert set(names) <= LABELS.keys()
     verdicts = [LABELS[name] for name in VerdictName.__args__]  # type: ignore[attr-defined]
     assert len({(one.symbol, one.text) for one in verdicts}) == len(verdicts)
-    assert [LABELS["FIX_HOLDS"].count(n) for n in (1, 2)] == ["1 fix works", "2 fixes work"]
-    assert label_of(None, ["fires", "clean"], "fires 2/3, clean 1/3").text == "fires 2/3, clean 1/3"
+    assert [LABELS["FIXED"].count(n) for n in (1, 2)] == ["1 fix works", "2 fixes work"]
+    assert label_of(None, ["reproduced", "passed"], "reproduces 2/3, clean 1/3").text == "reproduces 2/3, clean 1/3"
     assert label_of("OF_A_LATER_RELEASE", (), "").text == "OF_A_LATER_RELEASE"
 
 

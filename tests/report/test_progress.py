@@ -17,11 +17,11 @@ def plan(name: str) -> CellPlan:
 
 
 def start(progress: Progress, name: str, device: str = "gpu0") -> None:
-    progress.event(Event("start", plan(name), "broken", device=device))
+    progress.event(Event("start", plan(name), "unfixed", device=device))
 
 
 def end(progress: Progress, name: str, seconds: float) -> None:
-    progress.event(Event("attempt", plan(name), "broken", outcome={"outcome": "clean"}, seconds=seconds))
+    progress.event(Event("attempt", plan(name), "unfixed", outcome={"outcome": "passed"}, seconds=seconds))
 
 
 def test_running_cells_are_shown_with_device_and_age_until_they_end() -> None:
@@ -62,7 +62,7 @@ def test_no_more_lines_than_fit_and_what_is_built_is_among_them() -> None:
     assert progress.at_work() == lines[:-1]
 
 
-def test_without_a_terminal_a_long_silence_is_broken(
+def test_without_a_terminal_a_long_silence_is_unfixed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     now = 0.0

@@ -119,15 +119,18 @@ def test_report_takes_earlier_runs_from_a_folder(folder: Path, tmp_path: Path) -
     assert "monday" in text and "these results" in text
 
 
-def test_page_shows_the_help_of_the_catalogues_arms(tmp_path: Path) -> None:
+def test_page_shows_the_help_of_the_catalogues_variants(tmp_path: Path) -> None:
     case = catalogs.load().cases[SLUG]
-    arm = next(name for name, one in case.arms.items() if one.help and name != "broken")
+    variant = next(name for name, one in case.variants.items() if one.help and name != "unfixed")
     path = store(tmp_path / "mine")
     stored = json.loads(path.read_text())
-    stored["arms"][arm], stored["verdicts"][arm] = stored["arms"].pop("fix"), stored["verdicts"].pop("fix")
+    stored["variants"][variant], stored["verdicts"][variant] = (
+        stored["variants"].pop("fix"),
+        stored["verdicts"].pop("fix"),
+    )
     write_json(path, stored)
     assert main(["report", str(tmp_path / "mine"), "--format", "html", "--output", str(tmp_path / "p.html")]) == 0
-    assert case.arms[arm].help.split()[0] in (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert case.variants[variant].help.split()[0] in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 def test_a_site_is_not_written_among_other_files(tmp_path: Path) -> None:

@@ -15,145 +15,147 @@ from repro_matrix import text
 from repro_matrix.report import summary
 from repro_matrix.report.terminal import summary_line
 from repro_matrix.results.exit_code import exit_code
-from repro_matrix.results.rows import again, arm_rows, by_attention
+from repro_matrix.results.rows import again, by_attention, variant_rows
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
 BOOM["ranks"][0]["log_tail"] = "an early line\n" * 9 + "Traceback\n\x1b[31mRuntimeError: boom\u202e\x07\n"
 
 
-def cell(
-    verdict: str = "FIX_HOLDS", expected: str = "expected", case: str = "some-case", **changes: Any
-) -> dict[str, Any]:
+def cell(verdict: str = "FIXED", expected: str = "expected", case: str = "some-case", **changes: Any) -> dict[str, Any]:
     made = document(
-        {"broken": [("fires", BOOM)], "fix": [("other_error", BOOM)]}, {"fix": verdict}, case=case, **changes
+        {"unfixed": [("reproduced", BOOM)], "fix": [("other_failure", BOOM)]}, {"fix": verdict}, case=case, **changes
     )
-    made["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIX_HOLDS"}
+    made["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIXED"}
     return made
 
 
 def shown(*documents: dict[str, Any]) -> list[str]:
-    return list(summary.lines(documents, by_attention(row for d in documents for row in arm_rows(d))))
+    return list(summary.lines(documents, by_attention(row for d in documents for row in variant_rows(d))))
 
 
 def test_what_differs_stands_first_with_its_error_and_the_command_that_shows_it_again() -> None:
-    said = shown(cell(case="quiet"), cell("FIX_BROKEN", "unexpected", case="loud", flags={"call": "root"}))
-    assert said[1] == "DIFFERS from what is expected: 1 arm"
-    assert said[2] == "  loud m/fsdp, arm fix"
-    assert said[3] == "    expected FIX_HOLDS, measured FIX_BROKEN: because"
+    said = shown(cell(case="quiet"), cell("NOT_FIXED", "unexpected", case="loud", flags={"call": "root"}))
+    assert said[1] == "DIFFERS from what is expected: 1 variant"
+    assert said[2] == "  loud m/fsdp, variant fix"
+    assert said[3] == "    expected FIXED, measured NOT_FIXED: because"
     assert said[4:8] == ["    | an early line", "    | an early line", "    | Traceback", "    | RuntimeError: boom  "]
-    assert said[8] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' arms=fix"
+    assert said[8] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
     cases = said[said.index("CASES measured") + 1 :]
-    assert cases == ["! loud     1 cell  fires: 1 fix broken", "  quiet    1 cell  fires: 1 fix holds"]
+    assert cases == ["! loud     1 cell  reproduces: 1 fix broken", "  quiet    1 cell  reproduces: 1 fix holds"]
 
 
-def test_arms_that_differ_for_one_reason_are_told_once() -> None:
-    """Where a broken arm meets something else, all its fixes do: twenty times eight lines that said the same."""
-    odd = cell("CHANGED", "unexpected", case="loud")
-    for arm, wanted in (("third", "FIX_HOLDS"), ("fourth", "FIX_BROKEN")):
-        odd["arms"][arm] = odd["arms"]["fix"]
-        odd["verdicts"][arm] = odd["verdicts"]["fix"] | {"expectation": wanted}
+def test_variants_that_differ_for_one_reason_are_told_once() -> None:
+    """Where a unfixed variant meets something else, all its fixes do: twenty times eight lines that said the same."""
+    odd = cell("SIGNATURE_MISMATCH", "unexpected", case="loud")
+    for variant, wanted in (("third", "FIXED"), ("fourth", "NOT_FIXED")):
+        odd["variants"][variant] = odd["variants"]["fix"]
+        odd["verdicts"][variant] = odd["verdicts"]["fix"] | {"expectation": wanted}
     odd["verdicts"]["last"] = odd["verdicts"]["fix"] | {"reason": "another one"}
-    odd["arms"]["last"] = odd["arms"]["fix"]
+    odd["variants"]["last"] = odd["variants"]["fix"]
     said = shown(odd)
-    assert said[1] == "DIFFERS from what is expected: 4 arms"
+    assert said[1] == "DIFFERS from what is expected: 4 variants"
     heads = [line for line in said if line.startswith("  loud m/fsdp")]
-    assert heads == ["  loud m/fsdp, arms fix, third, fourth", "  loud m/fsdp, arm last"]
-    told = "    expected FIX_HOLDS (fix, third), expected FIX_BROKEN (fourth), measured CHANGED: because"
-    assert said[3] == told and "    expected FIX_HOLDS, measured CHANGED: another one" in said
+    assert heads == ["  loud m/fsdp, variants fix, third, fourth", "  loud m/fsdp, variant last"]
+    told = "    expected FIXED (fix, third), expected NOT_FIXED (fourth), measured SIGNATURE_MISMATCH: because"
+    assert said[3] == told and "    expected FIXED, measured SIGNATURE_MISMATCH: another one" in said
     assert [line for line in said if line.startswith("    $")] == [
-        "    $ repro run loud model=m strategy=fsdp arms=fix,third,fourth",
-        "    $ repro run loud model=m strategy=fsdp arms=last",
+        "    $ repro run loud model=m strategy=fsdp variants=fix,third,fourth",
+        "    $ repro run loud model=m strategy=fsdp variants=last",
     ]
 
 
-def test_a_broken_arm_alone_is_told_without_loose_ends() -> None:
+def test_a_unfixed_variant_alone_is_told_without_loose_ends() -> None:
     alone = cell()
-    alone["arms"].pop("fix")
+    alone["variants"].pop("fix")
     alone["verdicts"] = {}
-    rows = list(arm_rows(alone))
-    assert shown(alone)[-1] == "  some-case    1 cell  fires"
+    rows = list(variant_rows(alone))
+    assert shown(alone)[-1] == "  some-case    1 cell  reproduces"
     assert summary_line(rows).startswith("nothing unexpected")
 
 
 def test_the_command_names_the_stack() -> None:
-    odd = cell("FIX_BROKEN", "unexpected", case="loud")
+    odd = cell("NOT_FIXED", "unexpected", case="loud")
     odd["stack"] = {**odd["stack"], "name": "/my locks/now.txt"}
-    assert shown(odd)[8] == "    $ repro run loud model=m strategy=fsdp 'stack=/my locks/now.txt' arms=fix"
+    assert shown(odd)[8] == "    $ repro run loud model=m strategy=fsdp 'stack=/my locks/now.txt' variants=fix"
 
 
 def test_a_command_that_is_wrapped_can_be_pasted() -> None:
-    odd = cell("FIX_BROKEN", "unexpected", flags={"call": "root and more"}, model="a-model-of-many-parameters")
+    odd = cell("NOT_FIXED", "unexpected", flags={"call": "root and more"}, model="a-model-of-many-parameters")
     odd["stack"] = {**odd["stack"], "name": "/my locks/now.txt"}
-    said = list(summary.lines([odd], list(by_attention(arm_rows(odd))), 60))
+    said = list(summary.lines([odd], list(by_attention(variant_rows(odd))), 60))
     first = next(number for number, line in enumerate(said) if line.startswith("    $ "))
     command = list(itertools.takewhile(lambda line: line, said[first:]))
     words = shlex.split("\n".join(command).partition("$")[2].replace("\\\n", ""))  # as a shell does
     assert len(command) > 1 and max(map(len, command)) <= 60
-    assert words == shlex.split(again(next(row for row in arm_rows(odd) if row["arm"] == "fix")))
+    assert words == shlex.split(again(next(row for row in variant_rows(odd) if row["variant"] == "fix")))
 
 
 def test_a_command_is_the_same_in_every_shell() -> None:
-    """bash took a flag's quotes, and zsh the brackets of `arms=[fix]` for a pattern."""
-    odd = cell("FIX_BROKEN", "unexpected", flags={"call": "root x", "n": [1, 2], "on": True})
-    row = next(row for row in arm_rows(odd) if row["arm"] == "fix")
-    assert shlex.split(again(row))[5:] == ['flags.call="root x"', "flags.n=[1, 2]", "flags.on=true", "arms=fix"]
+    """bash took a flag's quotes, and zsh the brackets of `variants=[fix]` for a pattern."""
+    odd = cell("NOT_FIXED", "unexpected", flags={"call": "root x", "n": [1, 2], "on": True})
+    row = next(row for row in variant_rows(odd) if row["variant"] == "fix")
+    assert shlex.split(again(row))[5:] == ['flags.call="root x"', "flags.n=[1, 2]", "flags.on=true", "variants=fix"]
     assert not re.search(r"[\[\]*?{}!$;&|<>()~#]", re.sub(r"'[^']*'", "", again(row)))
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     documents = [
-        cell("FIX_BROKEN", "unexpected", case="a-case-with-a-name-that-is-long", flags={"call": "root " * 5}),
-        cell("CHANGED", "unset", model="a-model-of-many-parameters"),
-        cell("CHANGED", "differs from cpu"),
+        cell("NOT_FIXED", "unexpected", case="a-case-with-a-name-that-is-long", flags={"call": "root " * 5}),
+        cell("SIGNATURE_MISMATCH", "no_expectation", model="a-model-of-many-parameters"),
+        cell("SIGNATURE_MISMATCH", "differs_from_cpu"),
     ]
-    rows = by_attention(row for document in documents for row in arm_rows(document))
+    rows = by_attention(row for document in documents for row in variant_rows(document))
     said = [line for line in summary.lines(documents, rows, width) if " " in line.strip(" \\") and "'flags" not in line]
     assert max(map(len, said)) <= width  # but for a single word of a command, which is not taken apart
 
 
 def test_news_is_listed_before_the_cases_and_by_its_verdicts() -> None:
-    news = cell("FIX_BROKEN", "differs from cpu", case="other")
-    said = shown(cell("CHANGED", "unset"), cell("CHANGED", "unset", model="n"), news)
+    news = cell("NOT_FIXED", "differs_from_cpu", case="other")
+    said = shown(
+        cell("SIGNATURE_MISMATCH", "no_expectation"), cell("SIGNATURE_MISMATCH", "no_expectation", model="n"), news
+    )
     titles = [line for line in said if line[:3].isupper()]
     assert titles == [
-        "NEWS: differs from what a CPU showed: 1 arm",
-        "NEW, nothing is expected of them yet: 2 arms",
+        "NEWS: differs from what a CPU showed: 1 variant",
+        "NEW, nothing is expected of them yet: 2 variants",
         "CASES measured",
     ]
-    assert "  some-case m/fsdp, n/fsdp: CHANGED: fix" in said
+    assert "  some-case m/fsdp, n/fsdp: SIGNATURE_MISMATCH: fix" in said
 
 
 def test_a_catalogue_that_is_wholly_new_is_told_by_case() -> None:
     """It was a line for each cell: 187 of the catalogue's first night on another machine."""
-    verdicts = ["CHANGED", "FIX_HOLDS"] * 20
-    wholly = [cell(told, "unset", case=f"c{n}", model=m) for n, told in enumerate(verdicts) for m in "ab"]
+    verdicts = ["SIGNATURE_MISMATCH", "FIXED"] * 20
+    wholly = [cell(told, "no_expectation", case=f"c{n}", model=m) for n, told in enumerate(verdicts) for m in "ab"]
     for number, one in enumerate(wholly):
-        one["arms"][f"only-{number}"] = one["arms"].pop("fix")  # no two cells say the same
+        one["variants"][f"only-{number}"] = one["variants"].pop("fix")  # no two cells say the same
         one["verdicts"][f"only-{number}"] = one["verdicts"].pop("fix")
-    in_part = [cell("FIX_BROKEN", "unset", case="known", model="x"), cell(case="known", model="y")]
+    in_part = [cell("NOT_FIXED", "no_expectation", case="known", model="x"), cell(case="known", model="y")]
     said = shown(*wholly, *in_part)
-    assert said[1] == "NEW, nothing is expected of them yet: 81 arms"
-    assert said[2] == "  all of 40 cases, marked + below; `--all` prints every arm"
+    assert said[1] == "NEW, nothing is expected of them yet: 81 variants"
+    assert said[2] == "  all of 40 cases, marked + below; `--all` prints every variant"
     assert said[3:6] == ["  known in 1 cell: 1 fix broken", "", "CASES measured (+: all of it is new)"]
     assert [line[0] for line in said[6:]] == [*"+" * 40, " "] and len(said) == 6 + 41
-    assert "+ c0      2 cells  fires: 2 fail otherwise" in said
+    assert "+ c0      2 cells  reproduces: 2 fail otherwise" in said
 
 
-def test_what_came_in_between_is_read_where_a_launched_arm_gave_no_answer() -> None:
+def test_what_came_in_between_is_read_where_a_launched_variant_gave_no_answer() -> None:
     """It was "NEW: INCONCLUSIVE", and its reason in the documents only."""
-    said = shown(cell("INCONCLUSIVE", "unset"), cell("INCONCLUSIVE", "unset", case="other"), cell(case="quiet"))
-    assert said[1:3] == ["NO ANSWER: 2 arms", "   2  because [2 cases]"]
+    said = shown(
+        cell("INCONCLUSIVE", "no_expectation"), cell("INCONCLUSIVE", "no_expectation", case="other"), cell(case="quiet")
+    )
+    assert said[1:3] == ["NO ANSWER: 2 variants", "   2  because [2 cases]"]
     assert not [line for line in said if line.startswith("NEW")]
     assert "NO ANSWER" not in "".join(shown(cell("INCONCLUSIVE", "expected")))
 
 
 def test_what_was_not_measured_is_grouped_by_its_reason() -> None:
     lacking = [
-        document({"broken": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}, case=c) for c in "ab"
+        document({"unfixed": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {"fix": "INCONCLUSIVE"}, case=c) for c in "ab"
     ]
-    said = shown(*lacking, document({"broken": "needs vllm"}, {}, case="c"))
-    assert said[1:] == ["NOT MEASURED: 5 arms", "   4  needs 2 GPUs [2 cases]", "   1  needs vllm [c]"]
+    said = shown(*lacking, document({"unfixed": "needs vllm"}, {}, case="c"))
+    assert said[1:] == ["NOT MEASURED: 5 variants", "   4  needs 2 GPUs [2 cases]", "   1  needs vllm [c]"]
 
 
 def test_a_quiet_run_says_no_more_than_its_cases() -> None:
@@ -162,12 +164,12 @@ def test_a_quiet_run_says_no_more_than_its_cases() -> None:
     assert shown() == []
 
 
-@given(st.text(max_size=400), st.sampled_from(["unexpected", "unset", "differs from cpu", "expected"]))
+@given(st.text(max_size=400), st.sampled_from(["unexpected", "no_expectation", "differs_from_cpu", "expected"]))
 def test_no_text_widens_or_obeys(hostile: str, expected: str) -> None:
-    made = cell("FIX_UNMASKS", expected)
+    made = cell("DIFFERENT_FAILURE", expected)
     made["verdicts"]["fix"]["reason"] = hostile
-    made["arms"]["fix"]["attempts"][0]["observation"]["ranks"][0]["log_tail"] = hostile * 3
-    skipped = document({"broken": hostile or "x"}, {}, case="b")
+    made["variants"]["fix"]["attempts"][0]["observation"]["ranks"][0]["log_tail"] = hostile * 3
+    skipped = document({"unfixed": hostile or "x"}, {}, case="b")
     for line in shown(made, skipped):
         assert len(line) <= text.WIDTH and line.isprintable(), repr(line)
 
@@ -178,79 +180,91 @@ def test_what_a_terminal_would_obey_is_gone_as_a_whole() -> None:
 
 
 def test_the_last_line_says_the_exit_code_and_why() -> None:
-    rows = arm_rows(cell("FIX_BROKEN", "unexpected"))
-    assert summary.ending(1, rows).startswith("exit code 1: 1 arm differ")
+    rows = variant_rows(cell("NOT_FIXED", "unexpected"))
+    assert summary.ending(1, rows).startswith("exit code 1: 1 variant differ")
     assert summary.ending(0, rows) == "exit code 0: nothing unexpected"
     assert "repro doctor" in summary.ending(3, rows)
 
 
-def test_a_broken_arm_measured_alone_that_fails_otherwise_is_said_and_is_not_green() -> None:
+def test_a_unfixed_variant_measured_alone_that_fails_otherwise_is_said_and_is_not_green() -> None:
     """Without a fix beside it there is no verdict: nothing compares it with what is expected."""
 
     def alone(*kinds: str, verdicts: dict[str, Any] | None = None) -> dict[str, Any]:
-        made = document({"broken": [(kind, observation(ok(0))) for kind in kinds]}, verdicts or {})
+        made = document({"unfixed": [(kind, observation(ok(0))) for kind in kinds]}, verdicts or {})
         made["complete"] = True
         return made
 
-    for kinds, code in ((("fires", "fires"), 0), (("clean",), 0), (("fires", "other_error"), 3), (("hang",), 3)):
+    for kinds, code in (
+        (("reproduced", "reproduced"), 0),
+        (("passed",), 0),
+        (("reproduced", "other_failure"), 3),
+        (("hang",), 3),
+    ):
         stored = [alone(*kinds)]
         assert exit_code(stored, 1) == code, kinds  # type: ignore[arg-type]
-        said = " ".join(summary.lines(stored, arm_rows(stored[0])))  # type: ignore[arg-type]
-        assert ("ANOTHER FAILURE THAN THE KNOWN ONE, of 1 broken arm measured alone" in said) == (code == 3)
+        said = " ".join(summary.lines(stored, variant_rows(stored[0])))  # type: ignore[arg-type]
+        assert ("ANOTHER FAILURE THAN THE KNOWN ONE, of 1 unfixed variant measured alone" in said) == (code == 3)
     judged = document(
-        {"broken": [("other_error", observation(ok(0)))], "fix": [("clean", observation(ok(0)))]}, {"fix": "CHANGED"}
+        {"unfixed": [("other_failure", observation(ok(0)))], "fix": [("passed", observation(ok(0)))]},
+        {"fix": "SIGNATURE_MISMATCH"},
     )
     assert exit_code([judged], 1) == 0, "its fix's verdict says it"  # type: ignore[list-item]
 
 
-def test_a_cell_of_which_every_arm_fails_alike_shows_nothing_and_is_not_green() -> None:
-    """As where a script meets an illegal access on a card in each arm: CHANGED throughout was news, exit code 0."""
+def test_a_cell_of_which_every_variant_fails_alike_shows_nothing_and_is_not_green() -> None:
+    """As where a script meets an illegal access on a card in each variant: SIGNATURE_MISMATCH throughout was news, exit
+    code 0."""
 
-    def of(expected: str | None = None, **arms: str | None) -> list[Any]:
-        """Each arm's error, or None: it was clean."""
+    def of(expected: str | None = None, **variants: str | None) -> list[Any]:
+        """Each variant's error, or None: it was clean."""
         made = document(
-            {name: [("clean", observation(ok(0)))] for name in arms}, {a: "CHANGED" for a in arms if a != "broken"}
+            {name: [("passed", observation(ok(0)))] for name in variants},
+            {a: "SIGNATURE_MISMATCH" for a in variants if a != "unfixed"},
         )
-        for name, error in arms.items():
+        for name, error in variants.items():
             if error:
                 primary = {
                     "rank": 0,
                     "type": error,
                     "message": f"at {name}",
-                    "where": "torch.cuda.x",
+                    "params": "torch.cuda.x",
                     "kind": "exception",
                 }
-                outcome = made["arms"][name]["attempts"][0]["outcome"]
-                outcome |= {"outcome": "other_error", "reason": f"rank 0: {error} in torch.cuda.x", "primary": primary}
+                outcome = made["variants"][name]["attempts"][0]["outcome"]
+                outcome |= {
+                    "outcome": "other_failure",
+                    "reason": f"rank 0: {error} in torch.cuda.x",
+                    "primary": primary,
+                }
         for said in made["verdicts"].values():
-            said["expected"] = expected or "differs from cpu"
+            said["expected"] = expected or "differs_from_cpu"
         return [made]
 
     def told(stored: list[Any]) -> bool:
-        said = " ".join(summary.lines(stored, arm_rows(stored[0])))
+        said = " ".join(summary.lines(stored, variant_rows(stored[0])))
         assert ("EVERY ARM FAILS ALIKE, in 1 cell" in said) == (exit_code(stored, 1) == 3)
         return "rank 0: AcceleratorError in torch.cuda.x" in said and exit_code(stored, 1) == 3
 
-    same = {"broken": "AcceleratorError", "fix": "AcceleratorError", "other": "AcceleratorError"}
+    same = {"unfixed": "AcceleratorError", "fix": "AcceleratorError", "other": "AcceleratorError"}
     assert told(of(**same)), "by what was met and where, not by the words"
     assert not told(of(**{**same, "other": "ValueError"}))
     assert not told(of(**{**same, "other": None}))
     assert not told(of(**same, expected="expected")), "it is what this case shows there"
     known = of(**same)
-    for arm in known[0]["arms"].values():
-        arm["attempts"][0]["outcome"]["outcome"] = "fires"
+    for variant in known[0]["variants"].values():
+        variant["attempts"][0]["outcome"]["outcome"] = "reproduced"
     assert not told(known), "the known failure, which no fix cures"
 
 
-def test_a_broken_arm_by_itself_is_compared_with_nothing_and_that_is_said() -> None:
-    """Clean where it is known to fire, "nothing unexpected" was all that was said."""
-    ran: list[Any] = [("clean", observation(ok(0)))]
-    told = "1 cell: only the broken arm was measured, so there is no verdict"
-    by_itself = arm_rows(document({"broken": ran}, {}))
+def test_a_unfixed_variant_by_itself_is_compared_with_nothing_and_that_is_said() -> None:
+    """Clean where it is known to reproduce, "nothing unexpected" was all that was said."""
+    ran: list[Any] = [("passed", observation(ok(0)))]
+    told = "1 cell: only the unfixed variant was measured, so there is no verdict"
+    by_itself = variant_rows(document({"unfixed": ran}, {}))
     assert told in summary_line(by_itself)
     assert "2 cells" in summary_line([*by_itself, *({**row, "stack": "other"} for row in by_itself)])
-    beside = arm_rows(document({"broken": ran, "fix": ran}, {"fix": "NOT_FIRING"}))
-    assert "only the broken arm" not in summary_line(beside)
-    assert "only the broken arm" not in summary_line([{**row, "attempts": 0} for row in by_itself]), (
+    beside = variant_rows(document({"unfixed": ran, "fix": ran}, {"fix": "NOT_REPRODUCED"}))
+    assert "only the unfixed variant" not in summary_line(beside)
+    assert "only the unfixed variant" not in summary_line([{**row, "attempts": 0} for row in by_itself]), (
         "it was not measured"
     )

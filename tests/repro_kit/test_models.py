@@ -61,7 +61,7 @@ def test_tiny_keeps_what_failures_depend_on_and_the_tp_plan_fits(name: str) -> N
 def test_what_a_failure_depends_on_keeps_its_real_value(scale: str, hidden: int, layers: int) -> None:
     model = yaml.safe_load((CONF / "model" / "qwen1.5-1.8b.yaml").read_text(encoding="utf-8"))
     assert model_settings(model, "tiny", "random")["config"]["hidden_size"] < hidden
-    config = model_settings(model, scale, "random", keeps=["hidden_size"])["config"]
+    config = model_settings(model, scale, "random", preserve_config=["hidden_size"])["config"]
     assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
 
 
@@ -134,7 +134,7 @@ def run_of(name: str, strategy: str = "ddp", **changes: Any) -> Any:
     model = model_settings(CATALOGUE.raw["model"][name], "tiny", "random")
     model["config"] = {**model["config"], "num_hidden_layers": 4}
     options = dict(CATALOGUE.raw["strategy"][strategy]["options"])
-    record = SimpleNamespace(data={"in_force": [], "metrics": {}, "facts": {}})
+    record = SimpleNamespace(data={"effects": [], "metrics": {}, "facts": {}})
     values = {
         "model": model, "seed": 3, "device": torch.device("cpu"), "options": options, "world_size": 1, "tp_size": 1,
         "flags": {}, "fact": lambda *_: None, "record": record, "rank": 0,
@@ -256,9 +256,9 @@ def test_what_is_drawn_unit_by_unit_is_what_one_process_draws(strategy: str, gro
 
     for name in ("llama-2-7b", "qwen1.5-0.5b"):  # untied, and tied
         model, weights = drawable(run_of(name, strategy))
-        got = dict(STRATEGIES[strategy](run_of(name, strategy), model, 0.1, weights).each())
-        want = dict(build(run_of(name)).named_parameters())
-        assert set(got) == set(want) and all(torch.equal(got[key], want[key]) for key in want)
+        actual = dict(STRATEGIES[strategy](run_of(name, strategy), model, 0.1, weights).each())
+        expected = dict(build(run_of(name)).named_parameters())
+        assert set(actual) == set(expected) and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "qwen-14b"])
@@ -289,10 +289,10 @@ def test_published_weights_are_read_parameter_by_parameter(tmp_path: Path, monke
     model, weights = drawable(run, torch.bfloat16)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     weights.fill(model)
-    want = dict(whole.named_parameters())
-    assert all(torch.equal(value, want[name]) for name, value in model.named_parameters())
+    expected = dict(whole.named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
     other, drawn = drawable(run, torch.bfloat16, seed=9)  # what a checkpoint is loaded into: not the published weights
-    assert not torch.equal(drawn.fill(other).lm_head.weight, want["model.embed_tokens.weight"])
+    assert not torch.equal(drawn.fill(other).lm_head.weight, expected["model.embed_tokens.weight"])
 
 
 # --- bfloat16 on a CPU that has no instructions for it
@@ -303,10 +303,13 @@ def test_products_in_float32_are_bfloat16s_rounded_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(products, "BLOCK", 7)
     a, b, bias = (torch.randn(*shape).bfloat16() for shape in ((20, 30), (30, 16), (16,)))
-    want = a.double() @ b.double()
-    for got, exact in ((products._product(a, b, None), want), (products._product(a, b, bias), want + bias.double())):
-        assert got.dtype == torch.bfloat16
-        assert float((got.double() - exact).norm() / exact.norm()) < 2 * torch.finfo(torch.bfloat16).eps / 4
+    expected = a.double() @ b.double()
+    for actual, exact in (
+        (products._product(a, b, None), expected),
+        (products._product(a, b, bias), expected + bias.double()),
+    ):
+        assert actual.dtype == torch.bfloat16
+        assert float((actual.double() - exact).norm() / exact.norm()) < 2 * torch.finfo(torch.bfloat16).eps / 4
     out = products._mm(a.float(), b.float())  # what is float32 stays as it is
     assert torch.equal(out, a.float() @ b.float())
     assert torch.equal(
@@ -327,8 +330,8 @@ class MappedRun(SimpleNamespace):
             device_kind="cuda", flags={"device_map": "auto"}, checks={}, fact=lambda *_: None,
         )  # fmt: skip
 
-    def check(self, name: str, *, got: Any, want: Any, looked_at: str) -> None:
-        self.checks[name] = got == want
+    def check(self, name: str, *, actual: Any, expected: Any, subject: str) -> None:
+        self.checks[name] = actual == expected
 
 
 def split_checked(monkeypatch: pytest.MonkeyPatch, case: str, run: MappedRun, places: dict[str, Any]) -> bool:
@@ -367,7 +370,8 @@ def accelerates_map(run: MappedRun, cards: int) -> dict[str, Any]:
 def test_what_accelerate_spreads_over_any_number_of_cards_is_a_split(
     case: str, model: str, cards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """Four cards were asked for four parts: a tiny model has three, and every arm that keeps its map was in error."""
+    """Four cards were asked for four parts: a tiny model has three, and every variant that keeps its map was in
+    error."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))

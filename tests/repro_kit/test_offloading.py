@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from repro_kit import norms
-from repro_kit import reference_checks as proof
+from repro_kit import reference_checks as pass_criteria
 from repro_kit.lora_training import checkpoint, lora_to_draw
 from repro_kit.models import batch, drawable
 from repro_kit.offloaded_model import Streamed
@@ -44,8 +44,8 @@ def test_what_is_put_is_what_is_read(tmp_path_factory: Any, wanted: list[tuple[l
     shelf = Shelf(path)
     assert set(shelf) == set(tensors) and len(shelf) == len(tensors)
     for name, tensor in tensors.items():
-        want = tensor.t() if tensor.dim() == 2 else tensor
-        assert shelf[name].dtype == want.dtype and torch.equal(shelf[name], want)
+        expected = tensor.t() if tensor.dim() == 2 else tensor
+        assert shelf[name].dtype == expected.dtype and torch.equal(shelf[name], expected)
 
 
 def test_a_shelf_that_was_changed_is_refused(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_a_norm_in_chunks_is_the_norm(size: int, chunk: int, across: bool) -> No
         a = torch.randn(3, size).t()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norms, "CHUNK", chunk)
-        for got, want in (
+        for actual, expected in (
             (norms.norm(a), a), (norms.norm(a, b), a - b), (norms.norm(a, b, c, d), (a - b) - (c - d)),
         ):  # fmt: skip
-            assert got == pytest.approx(float(want.norm()), rel=1e-5)
+            assert actual == pytest.approx(float(expected.norm()), rel=1e-5)
         a[-1, -1] = math.inf
         assert norms.norm(a) == math.inf
         a[-1, -1] = math.nan
@@ -126,7 +126,7 @@ def trained(start: Any, run: Any, folder: Path | None) -> tuple[list[float], lis
     def after(_: int, model: Any) -> None:
         seen.append({name: value.detach().clone() for name, value in model.named_parameters()})
 
-    return train_alone(start, loss, STEPS, proof.LR, after, folder), seen
+    return train_alone(start, loss, STEPS, pass_criteria.LR, after, folder), seen
 
 
 def same(one: Any, other: Any) -> bool:
@@ -185,7 +185,7 @@ def test_all_checks_pass_with_the_reference_layer_by_layer_and_a_wrong_training_
     for factor in (1.0, 1.01):
         run = a_run(work_dir=str(tmp_path), reference="layers")
         model = Tiny()
-        found = trained_against(proof.Reference(run, model), run, model, factor)
+        found = trained_against(pass_criteria.Reference(run, model), run, model, factor)
         states[factor] = {name: check.state for name, check in found.items()}
     assert set(states[1.0].values()) == {"passed"}, states
     assert states[1.01]["gradient"] == states[1.01]["updates"] == "failed", states
@@ -217,7 +217,7 @@ def one() -> Iterator[tuple[Any, Drawn]]:
 def test_no_more_than_one_module_and_what_is_moved_is_in_memory(one: tuple[Any, Drawn], tmp_path: Path) -> None:
     run, start = one
     sizes = [p.numel() for p in start.bare.parameters()]
-    at = Counting(start.bare, start.value, proof.LR, tmp_path / "weights")
+    at = Counting(start.bare, start.value, pass_criteria.LR, tmp_path / "weights")
     with at as seen:
         for step in range(2):
             seen.step(lambda model, step=step: model(**batch(run, 0, step), use_cache=False).loss)

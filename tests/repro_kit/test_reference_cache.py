@@ -14,7 +14,7 @@ from typing import Any
 from repro_kit import cache_key as depends
 from repro_kit import reference
 from repro_kit import reference_cache as common
-from repro_kit import reference_checks as proof
+from repro_kit import reference_checks as pass_criteria
 from repro_kit.reference_cache import MADE, Common
 from repro_kit.run import Run
 from repro_kit.single_process import train_alone
@@ -57,17 +57,17 @@ def made_by(run: Run) -> str:
 
 def trained(run: Run, model: Any, **more: Any) -> Any:
     """A reference and an honest training; the states of its checks."""
-    found = trained_against(proof.Reference(run, model, **more), run, model)
+    found = trained_against(pass_criteria.Reference(run, model, **more), run, model)
     return {name: check.state for name, check in found.items()}
 
 
 def test_the_second_attempt_takes_what_the_first_made(tmp_path: Path) -> None:
     one, other = a_rank(tmp_path, "one"), a_rank(tmp_path, "other")
     calls.clear()
-    first = proof.Reference(one, Counted())
+    first = pass_criteria.Reference(one, Counted())
     assert made_by(one) == "one" and len(calls) == 2 * one.steps  # plain and perturbed
     calls.clear()
-    second = proof.Reference(other, Counted())
+    second = pass_criteria.Reference(other, Counted())
     assert made_by(other) == "one" and not calls
     assert second.truth() == first.truth() and second.noise() == first.noise()
     assert all(torch.equal(first.after(w)[n], second.after(w)[n]) for w in ("first", "last") for n in first.after(w))
@@ -76,8 +76,8 @@ def test_the_second_attempt_takes_what_the_first_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["truth", "noise"])
 def test_numbers_that_were_changed_on_the_disk_are_refused(tmp_path: Path, name: str) -> None:
-    """A noise 30 times as large, changed before others took it, made their faults HEALTHY: it is their tolerance."""
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    """A noise 30 times as large, changed before others took it, made their faults PASSED: it is their tolerance."""
+    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     [written] = [path for path in (tmp_path / "one").rglob(name)]
     assert reference.verified(written)["losses"]
     found = json.loads(written.read_text(encoding="utf-8"))
@@ -99,7 +99,7 @@ def test_a_rank_that_reads_changed_numbers_has_no_verdict(tmp_path: Path, monkey
         return leave(self, key, made)
 
     monkeypatch.setattr(Common, "leave", late)
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     taking = a_rank(tmp_path, "other")
     with pytest.raises(ValueError, match="noise of the reference is not what was written"):
         trained(taking, Tiny())
@@ -110,7 +110,7 @@ def test_by_hand_nothing_is_shared(tmp_path: Path) -> None:
     for number in "12":
         run = a_run(work_dir=str(tmp_path / number))
         calls.clear()
-        proof.Reference(run, Counted())
+        pass_criteria.Reference(run, Counted())
         assert len(calls) == 2 * run.steps and "reference" not in run.record.data["facts"]
 
 
@@ -159,11 +159,11 @@ CHANGES: dict[str, Callable[[Run, Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
 def test_another_model_has_another_reference(tmp_path: Path, change: Callable[[Run, Any], Any]) -> None:
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     for attempt, whose in (("other", "other"), ("again", "other")):
         run, model = a_rank(tmp_path, attempt), Tiny()
         change(run, model)
-        proof.Reference(run, model)
+        pass_criteria.Reference(run, model)
         assert made_by(run) == whose
 
 
@@ -171,47 +171,49 @@ def test_another_model_has_another_reference(tmp_path: Path, change: Callable[[R
     "changes", [{"steps": 3}, {"seed": 1}, {"case": "d"}, {"model": {"config": {"vocab_size": 29}}}], ids=str
 )
 def test_other_settings_have_another_reference(tmp_path: Path, changes: dict[str, Any]) -> None:
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     run = a_rank(tmp_path, "other", **changes)
-    proof.Reference(run, Tiny())
+    pass_criteria.Reference(run, Tiny())
     assert made_by(run) == "other"
 
 
 @pytest.mark.parametrize("more", [{"ranks": 3}, {"computes_in": torch.bfloat16}], ids=str)
 def test_another_way_to_train_has_another_reference(tmp_path: Path, more: dict[str, Any]) -> None:
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     run = a_rank(tmp_path, "other")
-    proof.Reference(run, Tiny(), **more)
+    pass_criteria.Reference(run, Tiny(), **more)
     assert made_by(run) == "other"
 
 
 def test_other_surroundings_have_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof.Reference(a_rank(tmp_path, "0"), Tiny())
+    pass_criteria.Reference(a_rank(tmp_path, "0"), Tiny())
     changes: list[Callable[[], None]] = [
         lambda: monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default"),
-        lambda: monkeypatch.setitem(proof.RATES, torch.float32, 0.2),
+        lambda: monkeypatch.setitem(pass_criteria.RATES, torch.float32, 0.2),
         lambda: monkeypatch.setattr(depends, "sources", lambda: "another kit"),
         lambda: monkeypatch.setattr(depends, "installed", lambda: {"torch": "0.1"}),
         lambda: monkeypatch.setattr(depends, "machine_facts", lambda: {"cpu_capability": "other"}),
         lambda: monkeypatch.setattr(sys, "executable", "/another/python"),
         lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
         lambda: monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "yes"),
-        lambda: monkeypatch.setattr(proof, "batch", None),  # nothing: what it was made with is an argument's default
+        lambda: monkeypatch.setattr(
+            pass_criteria, "batch", None
+        ),  # nothing: what it was made with is an argument's default
     ]
     for number, change in enumerate(changes, 1):
         change()
         run = a_rank(tmp_path, str(number))
-        proof.Reference(run, Tiny())
+        pass_criteria.Reference(run, Tiny())
         assert made_by(run) == str(min(number, len(changes) - 1))
 
 
 def test_a_flag_that_is_read_afterwards_does_not_matter(tmp_path: Path) -> None:
     one = a_rank(tmp_path, "one")
-    proof.Reference(one, Tiny())
+    pass_criteria.Reference(one, Tiny())
     other = a_rank(tmp_path, "other")
     other.settings["flags"]["sabotage"] = other.flags.__class__(other.flags)["sabotage"]
     dict.__setitem__(other.flags, "sabotage", "no_reduction")  # as train_step.py reads it: after the reference
-    proof.Reference(other, Tiny())
+    pass_criteria.Reference(other, Tiny())
     assert made_by(other) == "one" and other.flags["sabotage"] == "no_reduction"
 
 
@@ -225,7 +227,7 @@ def test_what_is_read_while_it_is_made_is_not_shared(tmp_path: Path) -> None:
 
     for attempt in ("one", "other"):
         asked = a_rank(tmp_path, attempt)
-        proof.Reference(asked, Asking())
+        pass_criteria.Reference(asked, Asking())
         assert made_by(asked) == attempt
 
 
@@ -237,10 +239,10 @@ def test_an_attempt_that_fails_while_making_it_leaves_nothing(tmp_path: Path, mo
 
     monkeypatch.setattr(reference, "train_alone", failing)
     with pytest.raises(RuntimeError, match="no memory"):
-        proof.Reference(a_rank(tmp_path, "one"), Tiny())
+        pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     monkeypatch.undo()
     other = a_rank(tmp_path, "other")
-    proof.Reference(other, Tiny())
+    pass_criteria.Reference(other, Tiny())
     assert made_by(other) == "other"
 
 
@@ -253,7 +255,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_an_edited_tensor_is_computed_again(tmp_path: Path) -> None:
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     shelf = place(tmp_path) / "last"
     data = bytearray(shelf.read_bytes())
     data[2] ^= 1
@@ -262,14 +264,14 @@ def test_an_edited_tensor_is_computed_again(tmp_path: Path) -> None:
     other = a_rank(tmp_path, "other")
     assert set(trained(other, Tiny()).values()) == {"passed"} and made_by(other) == "other"
     third = a_rank(tmp_path, "third")
-    proof.Reference(third, Tiny())
+    pass_criteria.Reference(third, Tiny())
     assert made_by(third) == "other"  # it is whole again
 
 
 def test_a_tensor_edited_after_it_was_taken_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    proof.Reference(a_rank(tmp_path, "one"), Tiny())
+    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     other = a_rank(tmp_path, "other")
-    found = proof.Reference(other, Tiny())
+    found = pass_criteria.Reference(other, Tiny())
     assert made_by(other) == "one"
     with open(place(tmp_path) / "last", "r+b") as file:
         file.write(b"xx")

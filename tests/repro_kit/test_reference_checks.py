@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from repro_kit import reference_checks as proof
+from repro_kit import reference_checks as pass_criteria
 from repro_kit import saved_models as stored
 from repro_kit import saving
 from repro_kit.error_reduction import all_apart, apart, worst
@@ -36,9 +36,19 @@ NUMBER = st.floats(allow_nan=True, allow_infinity=True)
 
 def a_run(**changes: Any) -> Run:
     settings = {
-        "case": "c", "arm": "control", "flags": {}, "model": {"config": {"vocab_size": 30}}, "strategy": {"slug": "x"},
-        "steps": 2, "seed": 0, "tp_size": 1, "devices": 1, "device": "cpu", "backend": "gloo", **changes,
-    }  # fmt: skip
+        "case": "c",
+        "variant": "control",
+        "flags": {},
+        "model": {"config": {"vocab_size": 30}},
+        "strategy": {"slug": "x"},
+        "steps": 2,
+        "seed": 0,
+        "tp_size": 1,
+        "devices": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        **changes,
+    }
     return Run(settings, Record(None, 0, 1))
 
 
@@ -79,18 +89,20 @@ def test_tensors_apart(bad: float) -> None:
 
 def compared(now: dict[str, Any], moved: float = 3.0) -> tuple[float, float, str]:
     """``a`` may be off by FACTOR x 0.1, ``b`` by FACTOR x 0.05, ``c`` by nothing; the whole moved by 5."""
-    want = {name: torch.zeros(2) for name in "abc"}
+    expected = {name: torch.zeros(2) for name in "abc"}
     noise, stored = {"a": 0.1, "b": 0.03, "c": 0.0}, {"a": 0.0, "b": 0.04, "c": 0.0}
     went = {"a": moved, "b": moved and 4.0, "c": 0.0}
-    found = proof.compare({k: torch.tensor([v, 0.0]) for k, v in now.items()}, want, went, noise, stored, "ab")
-    assert found["want"] == 0.0
-    return found["got"], found["tolerance"], found["looked_at"]
+    found = pass_criteria.compare(
+        {k: torch.tensor([v, 0.0]) for k, v in now.items()}, expected, went, noise, stored, "ab"
+    )
+    assert found["expected"] == 0.0
+    return found["actual"], found["tolerance"], found["subject"]
 
 
 def test_the_tensor_that_is_worst_for_what_it_is_allowed_is_said() -> None:
-    factor = proof.FACTOR
-    got, tolerance, said = compared({"a": 0.2, "b": 0.11, "c": 0.0})
-    assert (got, tolerance) == (pytest.approx(0.11 / 5), pytest.approx(factor * 0.05 / 5))
+    factor = pass_criteria.FACTOR
+    actual, tolerance, said = compared({"a": 0.2, "b": 0.11, "c": 0.0})
+    assert (actual, tolerance) == (pytest.approx(0.11 / 5), pytest.approx(factor * 0.05 / 5))
     assert said == "3 tensors, as parts of the whole update; the worst: b"
     assert compared({"a": 0.3, "b": 0.11})[:2] == (pytest.approx(0.3 / 5), pytest.approx(factor * 0.1 / 5))
     assert compared({"a": 0.0, "b": 0.0, "c": 0.1})[1:] == (
@@ -101,19 +113,23 @@ def test_the_tensor_that_is_worst_for_what_it_is_allowed_is_said() -> None:
     assert compared({"a": 0.1, "b": 0.1, "other": 9.0})[2].startswith("2 tensors")
     assert compared({"a": 0.0}) == (math.inf, 0.0, "missing: b")
     assert math.isnan(compared({"a": 0.0, "b": 0.0}, moved=0.0)[0]), "nothing moved: nothing is proven"
-    many = proof.compare({}, {}, {}, {}, {}, "dcab")
-    assert many["looked_at"] == "missing: a, b, c" and many["tolerance"] == 0.0
+    many = pass_criteria.compare({}, {}, {}, {}, {}, "dcab")
+    assert many["subject"] == "missing: a, b, c" and many["tolerance"] == 0.0
 
 
 def test_the_whole_is_judged_beside_its_tensors() -> None:
     names = [f"t{number}" for number in range(4)]
     ones = dict.fromkeys(names, 1.0)
-    now = {name: torch.tensor([proof.FACTOR * 0.9]) for name in names}
-    found = proof.compare(now, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names)
-    assert found["got"] / found["tolerance"] == pytest.approx(0.9), "each is within, and so is the whole"
-    last = {**now, "t3": torch.tensor([1.1 * proof.FACTOR])}
-    found = proof.compare(last, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names)
-    assert found["got"] / found["tolerance"] == pytest.approx(1.1) and found["looked_at"].endswith("the worst: t3")
+    now = {name: torch.tensor([pass_criteria.FACTOR * 0.9]) for name in names}
+    found = pass_criteria.compare(
+        now, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names
+    )
+    assert found["actual"] / found["tolerance"] == pytest.approx(0.9), "each is within, and so is the whole"
+    last = {**now, "t3": torch.tensor([1.1 * pass_criteria.FACTOR])}
+    found = pass_criteria.compare(
+        last, {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names
+    )
+    assert found["actual"] / found["tolerance"] == pytest.approx(1.1) and found["subject"].endswith("the worst: t3")
 
 
 def test_one_unit_in_the_last_place_is_of_the_wider_spaced_dtype() -> None:
@@ -137,16 +153,16 @@ def test_a_parameter_is_updated_as_soon_as_its_gradient_is_there_and_only_then()
 
 def test_what_a_rank_saw_is_of_its_first_step() -> None:
     run, model = a_run(), Tiny()
-    own = proof.Own(model)
+    own = pass_criteria.Own(model)
     assert all(map(math.isnan, own.seen())) and own.calls == 0
-    first = proof.batch(run, 0, 0)
+    first = pass_criteria.batch(run, 0, 0)
     model(**first).loss.backward()
     ids = first["input_ids"].flatten().double()
     seen = own.seen()
     assert seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
-    model(**proof.batch(run, 0, 1)).loss.backward()
+    model(**pass_criteria.batch(run, 0, 1)).loss.backward()
     assert own.seen() == seen and own.calls == 2
-    silent = proof.Own(other := Tiny())
+    silent = pass_criteria.Own(other := Tiny())
     with torch.no_grad():
         other(**first)
     assert silent.seen()[0] == seen[0] and math.isnan(silent.seen()[1]), "nothing went back"
@@ -165,9 +181,9 @@ def test_ranks_differ_or_share_a_batch(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, seen: list[list[float]], state: str
 ) -> None:
     run = a_run(work_dir=str(tmp_path))
-    reference = proof.Reference(run, Tiny(), same_batch=shared)
+    reference = pass_criteria.Reference(run, Tiny(), same_batch=shared)
     run.world_size = 2
-    monkeypatch.setattr(proof, "gather", lambda of, mine: seen)
+    monkeypatch.setattr(pass_criteria, "gather", lambda of, mine: seen)
     reference.check_batches(run)
     assert checks_of(run)["batches"].state == state
 
@@ -178,11 +194,11 @@ def test_losses_are_meant_over_the_ranks_and_a_step_that_was_not_made_is_none(
     def states(mine: list[float], others: float) -> list[str]:
         run = a_run(work_dir=str(tmp_path))
         run.world_size = 2
-        monkeypatch.setattr(proof, "gather", lambda of, padded: [padded, [loss + others for loss in truth]])
+        monkeypatch.setattr(pass_criteria, "gather", lambda of, padded: [padded, [loss + others for loss in truth]])
         reference.check_losses(run, mine)
         return [checks_of(run)[name].state for name in ("steps", "loss")]
 
-    reference = proof.Reference(a_run(work_dir=str(tmp_path)), Tiny())
+    reference = pass_criteria.Reference(a_run(work_dir=str(tmp_path)), Tiny())
     truth = reference.truth()["losses"]
     assert states([loss - 0.5 for loss in truth], 0.5) == ["passed", "passed"], "the mean is the reference's"
     assert states(truth, 0.5) == ["passed", "failed"]
@@ -222,7 +238,7 @@ def trained_against(
     optimizer = torch.optim.SGD(model.parameters(), lr=rate * reference.lr)
     snapshots, losses = [], []
     for step in range(run.steps):
-        loss = model(**proof.batch(run, 0, step)).loss
+        loss = model(**pass_criteria.batch(run, 0, step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -238,7 +254,7 @@ def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any
     """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
     run = a_run(work_dir=str(tmp))
     model = Tiny()
-    reference = proof.Reference(run, model)
+    reference = pass_criteria.Reference(run, model)
     return trained_against(reference, run, model, spoil=spoil)
 
 
@@ -255,10 +271,10 @@ def test_an_honest_training_passes_and_the_model_is_left_as_it_was(tmp_path: Any
         if steps == 0:
             began.update({name: value.clone() for name, value in of.named_parameters()})
 
-    train_alone(off, lambda of, step: of(**proof.batch(a_run(), 0, step)).loss, 2, 0.1, look)
+    train_alone(off, lambda of, step: of(**pass_criteria.batch(a_run(), 0, step)).loss, 2, 0.1, look)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(torch.equal(off.value(name), value) for name, value in began.items())
-    assert proof.norm(began["embed.weight"], before["embed.weight"]) > 0
+    assert pass_criteria.norm(began["embed.weight"], before["embed.weight"]) > 0
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -299,7 +315,7 @@ def test_a_parameter_that_is_missing_or_moved_by_little_more_than_rounding_is_se
 @pytest.mark.parametrize("bad", BAD)
 def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
     run = a_run(work_dir=str(tmp_path))
-    reference = proof.Reference(run, Tiny())
+    reference = pass_criteria.Reference(run, Tiny())
     reference.check_losses(run, [reference.truth()["losses"][0], bad])
     found = checks_of(run)
     assert found["steps"].failed and found["loss"].failed
@@ -307,7 +323,7 @@ def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
 
 def test_a_reference_that_is_not_finite_proves_nothing(tmp_path: Any) -> None:
     run = a_run(work_dir=str(tmp_path))
-    reference = proof.Reference(run, Tiny())
+    reference = pass_criteria.Reference(run, Tiny())
     last = list(reference.truth()["last"])[-1]
     reference.truth()["last"][last] = math.nan
     reference.check(run, last=dict(Tiny().named_parameters()))
@@ -316,8 +332,8 @@ def test_a_reference_that_is_not_finite_proves_nothing(tmp_path: Any) -> None:
 
 def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(work_dir=str(tmp_path))
-    monkeypatch.setitem(proof.RATES, torch.float32, 0.0)
-    reference = proof.Reference(run, Tiny())
+    monkeypatch.setitem(pass_criteria.RATES, torch.float32, 0.0)
+    reference = pass_criteria.Reference(run, Tiny())
     reference.check(run, last=dict(Tiny().named_parameters()))
     assert checks_of(run)["updates"].state != "passed"
 
@@ -327,7 +343,7 @@ def test_the_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
     """A gradient that is off by a part: far more than rounding in float32, within it in bfloat16."""
     run = a_run(work_dir=str(tmp_path), steps=1)
     model = Tiny().to(dtype)
-    reference = proof.Reference(run, model)
+    reference = pass_criteria.Reference(run, model)
     went = reference.after("last")
     now = {
         name: began + (1.001 * (went[name].float() - began.float())).to(dtype)
@@ -347,7 +363,7 @@ def test_reloaded_weights_and_states_that_are_not_finite_are_seen(bad: float) ->
     def made() -> tuple[Any, Any]:
         model = Tiny()
         optimizer = torch.optim.Adam(model.parameters())
-        model(**proof.batch(a_run(), 0, 0)).loss.backward()
+        model(**pass_criteria.batch(a_run(), 0, 0)).loss.backward()
         optimizer.step()
         return model, optimizer
 
@@ -379,10 +395,10 @@ def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monk
         def each(self) -> Any:
             yield from {"a": torch.ones(2), "b": torch.tensor([1.0, self.value])}.items()
 
-    monkeypatch.setattr(proof.dist, "barrier", lambda: None)
+    monkeypatch.setattr(pass_criteria.dist, "barrier", lambda: None)
     for memory, file, state in ((1.0, 1.0, "passed"), (1.0, bad, "failed"), (bad, 1.0, "failed")):
         run = a_run(work_dir=str(tmp_path))
-        proof.check_checkpoint(run, Held(memory), lambda file=file: Held(file))  # type: ignore[arg-type,misc]
+        pass_criteria.check_checkpoint(run, Held(memory), lambda file=file: Held(file))  # type: ignore[arg-type,misc]
         assert checks_of(run)["checkpoint"].state == state
 
 
@@ -404,12 +420,14 @@ def test_what_a_rank_does_is_named_while_it_does_it(tmp_path: Any, monkeypatch: 
 
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "of the attempt before").touch()
-    monkeypatch.setattr(proof.dist, "barrier", lambda: None)
-    proof.check_checkpoint(run, Watched(), Watched)  # type: ignore[arg-type]
+    monkeypatch.setattr(pass_criteria.dist, "barrier", lambda: None)
+    pass_criteria.check_checkpoint(run, Watched(), Watched)  # type: ignore[arg-type]
     assert during == [("save", "checkpoint"), ("load", "checkpoint")]
 
-    monkeypatch.setattr(proof, "Runs", lambda run, *_: during.append((run.record.data["phase"], "runs")) or _Runs)
-    proof.Reference(run, Tiny())
+    monkeypatch.setattr(
+        pass_criteria, "Runs", lambda run, *_: during.append((run.record.data["phase"], "runs")) or _Runs
+    )
+    pass_criteria.Reference(run, Tiny())
     assert during[-1] == ("reference", "runs")
 
 
@@ -417,13 +435,13 @@ class _Runs:
     truth = noise = after = None
 
 
-@pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
+@pytest.mark.parametrize(("params", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
 def test_the_reference_is_drawn_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
     run, drawn = a_run(reference=where), []
     monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU
-    monkeypatch.setattr(proof, "Drawn", lambda model, weights, device: drawn.append(str(device)))
-    monkeypatch.setattr(proof, "Runs", lambda *_: _Runs)
-    proof.Reference(run, Tiny(), weights=object())  # type: ignore[arg-type]
+    monkeypatch.setattr(pass_criteria, "Drawn", lambda model, weights, device: drawn.append(str(device)))
+    monkeypatch.setattr(pass_criteria, "Runs", lambda *_: _Runs)
+    pass_criteria.Reference(run, Tiny(), weights=object())  # type: ignore[arg-type]
     assert drawn == [on]
 
 
@@ -461,7 +479,7 @@ def test_tf32_would_be_noticed_and_is_pinned_off(tmp_path: Any, pinned: bool, mo
 
     run = a_run(work_dir=str(tmp_path))
     model = Tiny()
-    reference = proof.Reference(run, model)  # computed on the CPU, which knows no TF32
+    reference = pass_criteria.Reference(run, model)  # computed on the CPU, which knows no TF32
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -472,7 +490,7 @@ def test_tf32_would_be_noticed_and_is_pinned_off(tmp_path: Any, pinned: bool, mo
                 "matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False,
             }  # fmt: skip
         for step in range(run.steps):
-            model(**proof.batch(run, 0, step)).loss.backward()
+            model(**pass_criteria.batch(run, 0, step)).loss.backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= reference.lr * parameter.grad
@@ -500,10 +518,21 @@ def test_no_environment_turns_tf32_on_in_a_rank() -> None:
 def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_so(tmp_path: Any) -> None:
     """As a container's start-up code leaves it, or a package that the warm server has imported."""
     settings = {
-        "case": "c", "arm": "broken", "flags": {}, "model": {}, "strategy": {}, "steps": 1, "seed": 0, "tp_size": 1,
-        "devices": 1, "device": "cpu", "backend": "gloo", "process_group": False, "teardown": False,
+        "case": "c",
+        "variant": "unfixed",
+        "flags": {},
+        "model": {},
+        "strategy": {},
+        "steps": 1,
+        "seed": 0,
+        "tp_size": 1,
+        "devices": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        "process_group": False,
+        "normal_exit": False,
         "record_dir": str(tmp_path),
-    }  # fmt: skip
+    }
     code = (
         "import repro_kit, torch; from repro_kit.run import execute; torch.set_float32_matmul_precision('high'); "
         "torch.backends.cudnn.allow_tf32 = True; assert torch.backends.cuda.matmul.allow_tf32; "
@@ -515,23 +544,23 @@ def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_
     assert facts["float32"] == {"matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False}
 
 
-# --- what was in force
+# --- what was in effect
 
 
 def test_a_library_that_says_nothing_of_the_whole_is_measured_by_what_the_script_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ColossalAI's parameters are plain tensors, of which each rank has a part: of gradients, too."""
-    from repro_kit import instrumentation as in_force
+    from repro_kit import instrumentation as effects
 
-    monkeypatch.setattr(in_force, "count_collectives", lambda: None)
+    monkeypatch.setattr(effects, "count_collectives", lambda: None)
     run, model = a_run(), Tiny()
-    in_force.watch(run, model, whole=10_000)
+    effects.watch(run, model, whole=10_000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(**proof.batch(run, 0, 0)).loss.backward()
+    model(**pass_criteria.batch(run, 0, 0)).loss.backward()
     optimizer.step()
     run.watched.put()
-    found = {item["what"]: item.get("whole") for item in run.record.data["in_force"]}
+    found = {item["what"]: item.get("whole") for item in run.record.data["effects"]}
     assert found["parameters"] == found["gradients"] == found["updates"] == 10_000
 
 
@@ -550,37 +579,41 @@ def logits_of(dtype: Any = torch.float32) -> tuple[Single, Any]:
         return Single(model, lambda whole: {"logits": whole(data)}), model(data)
 
 
-def state_of(one: Single, got: Any, **more: Any) -> str:
+def state_of(one: Single, actual: Any, **more: Any) -> str:
     run = a_run()
-    one.check(run, "logits", got, **more)
+    one.check(run, "logits", actual, **more)
     return checks_of(run)["logits"].state
 
 
 @pytest.mark.parametrize(("dtype", "seen"), [(torch.float32, 1e-5), (torch.bfloat16, 0.4)])
 def test_one_element_that_is_off_by_more_than_rounding_is_seen(dtype: Any, seen: float) -> None:
-    one, want = logits_of(dtype)
-    assert state_of(one, want) == "passed"
+    one, expected = logits_of(dtype)
+    assert state_of(one, expected) == "passed"
     exact = layers(dtype).double()(layer_inputs(dtype).double()).to(dtype)  # another way to compute it
     assert state_of(one, exact) == "passed"
-    wrong = want.clone()
-    wrong[-1, -1] += seen * want.abs().max()
+    wrong = expected.clone()
+    wrong[-1, -1] += seen * expected.abs().max()
     assert state_of(one, wrong) == "failed"
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_what_is_not_finite_or_not_there_is_seen(bad: float) -> None:
-    one, want = logits_of()
-    wrong = want.clone()
+    one, expected = logits_of()
+    wrong = expected.clone()
     wrong[-1, -1] = bad
     assert state_of(one, wrong) == "failed"
-    assert state_of(one, want[:-1]) == "failed" and state_of(one, torch.empty_like(want, device="meta")) == "failed"
-    assert state_of(one, {"another": want}) == "failed" and state_of(one, {}) == "failed"
+    assert (
+        state_of(one, expected[:-1]) == "failed"
+        and state_of(one, torch.empty_like(expected, device="meta")) == "failed"
+    )
+    assert state_of(one, {"another": expected}) == "failed" and state_of(one, {}) == "failed"
 
 
 def test_what_is_like_it_has_its_tolerance() -> None:
-    one, want = logits_of()
+    one, expected = logits_of()
     assert (
-        state_of(one, 2 * want, like=2 * want) == "passed" and state_of(one, 2 * want, like=2.0001 * want) == "failed"
+        state_of(one, 2 * expected, like=2 * expected) == "passed"
+        and state_of(one, 2 * expected, like=2.0001 * expected) == "failed"
     )
 
 
@@ -590,8 +623,8 @@ def test_a_yardstick_that_is_no_good_proves_nothing() -> None:
     assert state_of(one, torch.tensor(0.0)) == "void"
     nothing = Single(model, lambda whole: {"logits": torch.zeros(3)})
     assert state_of(nothing, torch.zeros(3)) == "void"
-    broken = Single(model, lambda whole: {"logits": torch.full((3,), math.nan)})
-    assert state_of(broken, torch.full((3,), math.nan)) != "passed"
+    unfixed = Single(model, lambda whole: {"logits": torch.full((3,), math.nan)})
+    assert state_of(unfixed, torch.full((3,), math.nan)) != "passed"
 
 
 def test_a_tensor_of_zeros_must_be_zeros() -> None:

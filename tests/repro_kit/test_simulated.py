@@ -34,24 +34,24 @@ def test_a_simulated_case_takes_no_gpu() -> None:
 def simulated(group: dict[str, Any] | None) -> str:
     """The outcome's reason of an attempt of two simulated ranks that recorded this process group."""
     known = case(simulated="fake tensors", accelerator="cpu", launch={"backend": "fake"})
-    settings = {"flags": {}, "strategy": {"slug": "ddp", "options": {}, "promises": {"parameters": "whole"}}}
-    items = [{"what": "parameters", "got": 9, "whole": 9, "bytes": 36}, *([group] if group else [])]
-    ranks = [ok(n, record=record(n, in_force=items, read={"flags": [], "options": []})) for n in (0, 1)]
-    return grade(known, "broken", observation(*ranks, backend="fake", settings=settings), [known]).reason
+    settings = {"flags": {}, "strategy": {"slug": "ddp", "options": {}, "invariants": {"parameters": "whole"}}}
+    items = [{"what": "parameters", "actual": 9, "whole": 9, "bytes": 36}, *([group] if group else [])]
+    ranks = [ok(n, record=record(n, effects=items, read={"flags": [], "options": []})) for n in (0, 1)]
+    return grade(known, "unfixed", observation(*ranks, backend="fake", settings=settings), [known]).reason
 
 
 def test_a_simulated_rank_is_judged_by_the_group_that_it_says_it_had() -> None:
-    fake = {"what": "group", "got": 2, "backend": "fake"}
-    assert "not-in-force" not in simulated(fake)
+    fake = {"what": "group", "actual": 2, "backend": "fake"}
+    assert "no_effect" not in simulated(fake)
     assert "no evidence of a process group" in simulated(None)
-    assert "the backend fake was not in force" in simulated({**fake, "backend": "gloo"})
+    assert "the backend fake was not in effect" in simulated({**fake, "backend": "gloo"})
 
 
 @pytest.mark.parametrize("slug", SIMULATED)
 def test_simulated_cases_need_no_cuda_build_and_scale(slug: str) -> None:
     known = CATALOGUE.cases[slug]
-    assert known.scales and not known.needs.gpus and "simulated" in known.title
-    assert not any(re.match("triton|nvidia", item) for item in known.needs.requires)
+    assert known.supports_other_world_sizes and not known.requires.gpus and "simulated" in known.title
+    assert not any(re.match("triton|nvidia", item) for item in known.requires.packages)
 
 
 def rank(script: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -75,19 +75,19 @@ runpy.run_path({str(REPROS / script)!r}, run_name="__main__")
 @pytest.mark.ranks
 @pytest.mark.slow  # the gate has the smaller one
 def test_qwen_14b_at_full_size_on_8_gpus_fires_in_torch(tmp_path: Path) -> None:
-    arguments = ["--arm", "broken", "--scale", "full", "--model", "qwen-14b"]
+    arguments = ["--variant", "unfixed", "--scale", "full", "--model", "qwen-14b"]
     found = rank("qwen_device_map_devices_simulated.py", tmp_path, *arguments)
     assert "found at least two devices" in found["exception"]["message"]
-    assert found["exception"]["frames"][-1]["place"].startswith("torch.")
+    assert found["exception"]["frames"][-1]["code_location"].startswith("torch.")
     assert set(found["facts"]["device_map"].values()) == set(range(8))
     assert found["peak_rss_mb"] < 2048
 
 
 @pytest.mark.ranks
 def test_fsdp_leaves_an_eighth_of_the_model_on_the_ranks_own_gpu(tmp_path: Path) -> None:
-    arguments = ["--case", "card-zero-simulated", "--arm", "own-card", "--strategy", "fsdp"]
+    arguments = ["--case", "card-zero-simulated", "--variant", "own-card", "--strategy", "fsdp"]
     found = rank("wrong_card_simulated.py", tmp_path, *arguments)
     assert found["done"] and [check["passed"] for check in found["checks"]] == [True, True, True]
-    seen = {item["what"]: item for item in found["in_force"]}
-    assert seen["group"] == {"what": "group", "got": 8, "backend": "fake"}
-    assert seen["parameters"]["got"] * 8 == pytest.approx(seen["parameters"]["whole"], rel=1e-3)
+    seen = {item["what"]: item for item in found["effects"]}
+    assert seen["group"] == {"what": "group", "actual": 8, "backend": "fake"}
+    assert seen["parameters"]["actual"] * 8 == pytest.approx(seen["parameters"]["whole"], rel=1e-3)

@@ -17,7 +17,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks as grading_checks
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.outcome import Outcome
-from repro_matrix.launch.forkserver import WarmLauncher
+from repro_matrix.launch.forkserver import ForkserverLauncher
 
 from tests.judging import observation, ok, record
 
@@ -36,7 +36,7 @@ def conf(group: str, name: str) -> dict:
     return yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def run_proofs(warm: WarmLauncher, strategies: tuple[str, ...], folder: Path) -> list[Json]:
+def run_proofs(warm: ForkserverLauncher, strategies: tuple[str, ...], folder: Path) -> list[Json]:
     """The facts that each of two ranks recorded: strategy/dtype/sabotage -> the checks that were made."""
     settings = resolve(
         conf("case", "train-step"), "control", model=conf("model", "llama-3.2-1b"), strategy=conf("strategy", "ddp"),
@@ -57,7 +57,7 @@ def run_proofs(warm: WarmLauncher, strategies: tuple[str, ...], folder: Path) ->
     ids=",".join,
 )
 def test_every_sabotage_is_seen_in_every_strategy(
-    warm: WarmLauncher, strategies: tuple[str, ...], tmp_path: Path
+    warm: ForkserverLauncher, strategies: tuple[str, ...], tmp_path: Path
 ) -> None:
     if strategies[0].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
@@ -92,8 +92,8 @@ KNOWN = catalogue.load()
 TRAIN = KNOWN.cases["train-step"]
 
 
-def measured(warm: WarmLauncher, scenes: list[str], folder: Path, *imports: str) -> list[dict[str, Any]]:
-    """What each of two ranks measured: scene -> in_force, checks, read and the strategy it ran with."""
+def measured(warm: ForkserverLauncher, scenes: list[str], folder: Path, *imports: str) -> list[dict[str, Any]]:
+    """What each of two ranks measured: scene -> effects, checks, read and the strategy it ran with."""
     settings = resolve(
         KNOWN.raw["case"]["train-step"], "control", model=KNOWN.raw["model"]["llama-3.2-1b"],
         strategy=KNOWN.raw["strategy"]["ddp"], device="cpu",
@@ -101,17 +101,17 @@ def measured(warm: WarmLauncher, scenes: list[str], folder: Path, *imports: str)
     return two_ranks(warm, folder, "force_ranks.py", settings, {"scenes": scenes}, *imports)
 
 
-def judged(facts: list[dict[str, Any]], scene: str, in_force: tuple[str, ...] = ()) -> Outcome:
+def judged(facts: list[dict[str, Any]], scene: str, effects: tuple[str, ...] = ()) -> Outcome:
     """As the harness judges it, with every check that the case asks for passed (the scenes' own are real)."""
     known = Case.model_validate(
-        {**TRAIN.model_dump(), "proof": {"kind": "training", "checks": ["steps"], "in_force": list(in_force)}}
+        {**TRAIN.model_dump(), "pass_criteria": {"kind": "training", "checks": ["steps"], "effects": list(effects)}}
     )
-    checks = [{"name": "steps", "passed": True, "got": 2, "want": 2, "tolerance": 0}]
+    checks = [{"name": "steps", "passed": True, "actual": 2, "expected": 2, "tolerance": 0}]
     ranks = []
     for number, rank in enumerate(facts):
         seen = rank[scene]
         assert all(check["passed"] for check in seen["checks"]), (scene, seen["checks"])
-        ranks.append(ok(number, record=record(number, checks=checks, in_force=seen["in_force"], read=seen["read"])))
+        ranks.append(ok(number, record=record(number, checks=checks, effects=seen["effects"], read=seen["read"])))
     settings = {"flags": {}, "strategy": facts[0][scene]["strategy"]}
     return grade(known, "control", observation(*ranks, settings=settings), [known])
 
@@ -127,27 +127,27 @@ def assert_judged(facts: list[dict[str, Any]], says: dict[str, str]) -> None:
         }
         named: tuple[str, ...] = wanted.get(scene.split()[0], ())
         found = judged(facts, scene, named)
-        assert found.outcome == ("infra" if reason else "clean"), (scene, found)
+        assert found.outcome == ("infra_error" if reason else "passed"), (scene, found)
         assert reason in found.reason, (scene, found)
 
 
-def test_what_is_not_in_force_is_no_evidence(warm: WarmLauncher, tmp_path: Path) -> None:
+def test_what_is_not_in_force_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
     says = {
         "ddp": "", "fsdp": "", "checkpointing": "", "adapters and checkpointing": "",
-        "fsdp in NO_SHARD": "fsdp was not in force: every rank holds all parameters",
-        "group of one": "fsdp was not in force: every rank holds all parameters",
-        "checkpointing ignored": "checkpointing was not in force on rank 0: got 0",
-        "lora of nothing": "lora was not in force on rank 0: got 0",
-        "precision": "", "precision of another flag": "precision was not in force on rank 0: got 0",
+        "fsdp in NO_SHARD": "fsdp was not in effect: every rank holds all parameters",
+        "group of one": "fsdp was not in effect: every rank holds all parameters",
+        "checkpointing ignored": "checkpointing was not in effect on rank 0: got 0",
+        "lora of nothing": "lora was not in effect on rank 0: got 0",
+        "precision": "", "precision of another flag": "precision was not in effect on rank 0: got 0",
     }  # fmt: skip
     if importlib.util.find_spec("accelerate"):
-        says["accelerate falls back"] = "fsdp was not in force: every rank holds all parameters"
+        says["accelerate falls back"] = "fsdp was not in effect: every rank holds all parameters"
     assert_judged(measured(warm, list(says), tmp_path, "accelerate", "peft"), says)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-def test_a_stage_of_deepspeed_that_is_not_in_force_is_no_evidence(warm: WarmLauncher, tmp_path: Path) -> None:
-    says = {"zero3": "", "zero3 in stage 0": "zero3 was not in force: every rank holds all parameters"}
+def test_a_stage_of_deepspeed_that_is_not_in_force_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
+    says = {"zero3": "", "zero3 in stage 0": "zero3 was not in effect: every rank holds all parameters"}
     assert_judged(measured(warm, list(says), tmp_path, "deepspeed"), says)

@@ -42,15 +42,15 @@ def test_own_folders_are_not_published_and_all_else_is() -> None:
 
 def measured(*outcomes: str, stack: str = "current", complete: bool = True) -> dict[str, Any]:
     attempts = [{"outcome": {"outcome": outcome, "reason": "because"}} for outcome in outcomes]
-    return {"complete": complete, "stack": {"name": stack}, "arms": {"broken": {"attempts": attempts}}}
+    return {"complete": complete, "stack": {"name": stack}, "variants": {"unfixed": {"attempts": attempts}}}
 
 
 def test_what_only_infrastructure_answered_is_not_published() -> None:
     document = measured
-    assert _usable(document("infra", "fires"))
-    assert not _usable(document("fires", stack="current+transformers#0123456789ab")), "a commit is no release"
-    assert not _usable(document("fires", complete=False))
-    assert not _usable(document("infra", "infra")) and not _usable(document())
+    assert _usable(document("infra_error", "reproduced"))
+    assert not _usable(document("reproduced", stack="current+transformers#0123456789ab")), "a commit is no release"
+    assert not _usable(document("reproduced", complete=False))
+    assert not _usable(document("infra_error", "infra_error")) and not _usable(document())
 
 
 def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was() -> None:
@@ -69,12 +69,14 @@ def test_a_failure_that_was_never_seen_is_refused_and_a_control_has_none() -> No
     known = catalogue.load().cases
     failure = known[SLUG]
     control = next(case for case in known.values() if case.kind != "failure")
-    accept._refuse(failure, [measured("clean"), measured("fires")])
-    accept._refuse(control, [measured("clean")])
-    with pytest.raises(ResultsError, match=r"fired in none of 2 attempts, here and in the baseline; last: because"):
-        accept._refuse(failure, [measured("clean", "other_error")])
-    with pytest.raises(ResultsError, match=r"fired in none of 0 attempts, here and in the baseline$"):
-        accept._refuse(failure, [{"arms": {"fix": {"attempts": [{"outcome": {"outcome": "fires"}}]}}}])
+    accept._refuse(failure, [measured("passed"), measured("reproduced")])
+    accept._refuse(control, [measured("passed")])
+    with pytest.raises(
+        ResultsError, match=r"reproduced in none of 2 attempts, here and in the baseline; last: because"
+    ):
+        accept._refuse(failure, [measured("passed", "other_failure")])
+    with pytest.raises(ResultsError, match=r"reproduced in none of 0 attempts, here and in the baseline$"):
+        accept._refuse(failure, [{"variants": {"fix": {"attempts": [{"outcome": {"outcome": "reproduced"}}]}}}])
 
 
 def test_a_table_of_which_nothing_is_left_goes(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_table_of_which_nothing_is_left_goes(tmp_path: Path) -> None:
 
 def put(folder: Path, **changes: Any) -> Path:
     """A published document, as if it had been measured into ``folder``."""
-    (document,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["key"])
+    (document,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["cell_id"])
     path = folder / f"{place(document)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in {**document, **changes}.items() if key != "path"}
@@ -115,9 +117,13 @@ def test_what_is_accepted_and_what_is_refused(
     (tmp_path / "empty").mkdir()
     code, _, err = accepted("empty")
     assert code == 2 and "holds no complete measurement of the selected cases" in err
-    (published,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["key"])
-    arms = dict(list(published["arms"].items())[:2])
-    put(tmp_path / "part", arms=arms, verdicts={arm: v for arm, v in published["verdicts"].items() if arm in arms})
+    (published,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["cell_id"])
+    variants = dict(list(published["variants"].items())[:2])
+    put(
+        tmp_path / "part",
+        variants=variants,
+        verdicts={variant: v for variant, v in published["verdicts"].items() if variant in variants},
+    )
     assert "holds no complete measurement" in accepted("part")[2] and not own.baseline.exists()
     put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
     assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
@@ -127,15 +133,19 @@ def test_what_is_accepted_and_what_is_refused(
     assert "measured with other code: repros/x.py has changed since commit abc" in accepted("measured")[2]
     other.clear()
     code, out, _ = accepted("measured", "--plan")
-    assert "of which only some arms were measured" not in out
-    beside = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=4" in d["key"])
-    first = dict(list(beside["arms"].items())[:2])
-    some = {**beside, "arms": first, "verdicts": {arm: v for arm, v in beside["verdicts"].items() if arm in first}}
+    assert "of which only some variants were measured" not in out
+    beside = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=4" in d["cell_id"])
+    first = dict(list(beside["variants"].items())[:2])
+    some = {
+        **beside,
+        "variants": first,
+        "verdicts": {variant: v for variant, v in beside["verdicts"].items() if variant in first},
+    }
     path = put(tmp_path / "more").with_name("beside.json")
     path.write_text(json.dumps({key: value for key, value in some.items() if key != "path"}))
     path.with_name("torn.json").write_text("{")
     code, out, err = accepted("more", "--plan")
-    assert code == 0 and "left out 1 cell of which only some arms were measured" in out and "torn.json" in err
+    assert code == 0 and "left out 1 cell of which only some variants were measured" in out and "torn.json" in err
     code, out, _ = accepted("measured", "--plan")
     assert code == 0 and "1 document to publish" in out and "review and commit" not in out
     assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"

@@ -13,15 +13,15 @@ from packaging.version import Version
 from repro_matrix.results import version_ranges as ranges
 from repro_matrix.results.supported import _beyond, unbacked
 
-CLEAN = [("clean", observation(ok(0), ok(1)))]
+PASSED = [("passed", observation(ok(0), ok(1)))]
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
 RANGE = {"torch": ">=2.13,<2.14", "transformers": ">=5.23,<5.24"}
-BOOM = {"type": "ValueError", "place": "torch.x.f"}
+BOOM = {"type": "ValueError", "code_location": "torch.x.f"}
 
 
-def stored(verdict: str = "FIX_HOLDS", met: list[dict[str, Any]] | None = None, **changes: Any) -> dict[str, Any]:
-    made = document({"broken": CLEAN, "fix": CLEAN}, {"fix": verdict}, where="m/fsdp", **changes)
-    made["verdicts"]["fix"]["met"] = met or []
+def stored(verdict: str = "FIXED", failure_ids: list[dict[str, Any]] | None = None, **changes: Any) -> dict[str, Any]:
+    made = document({"unfixed": PASSED, "fix": PASSED}, {"fix": verdict}, where="m/fsdp", **changes)
+    made["verdicts"]["fix"]["failure_ids"] = failure_ids or []
     return made
 
 
@@ -31,7 +31,7 @@ def at(torch: str, **changes: Any) -> dict[str, Any]:
 
 def expecting(**changes: Any) -> Any:
     entry = {
-        "verdicts": {"fix": "FIX_HOLDS"}, "cells": ["m/fsdp"], "versions": RANGE, "measured": [VERSIONS], "reason": "r",
+        "verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "versions": RANGE, "measured": [VERSIONS], "reason": "r",
     }  # fmt: skip
     return case(expect=[{**entry, **changes}])
 
@@ -41,8 +41,8 @@ def test_what_accept_writes_is_backed() -> None:
     two = [{**VERSIONS, "torch": "2.6.0"}, VERSIONS]
     wide = {**RANGE, "torch": ">=2.6,<2.14"}
     assert unbacked(expecting(versions=wide, measured=two), [at("2.6.0"), stored()]) == []
-    up = expecting(verdicts={"fix": "NOT_FIRING"})
-    assert unbacked(up, [stored("UPSTREAM_FIXED")]) == [], "which of the two depends on what else is stored"
+    up = expecting(verdicts={"fix": "NOT_REPRODUCED"})
+    assert unbacked(up, [stored("FIXED_UPSTREAM")]) == [], "which of the two depends on what else is stored"
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_what_accept_writes_is_backed() -> None:
         ({"cells": ["m/fsdp", "n/fsdp"]}, "n/fsdp on cpu with torch 2.13.0"),
         ({"hardware": "*"}, "no measurement of it is stored"),
         ({"facts": {"cpu_fp16": False}}, "no measurement of it is stored"),
-        ({"verdicts": {"fix": "FIX_BROKEN"}}, "fix is expected to be FIX_BROKEN, and was measured as FIX_HOLDS"),
-        ({"verdicts": {"gone": "FIX_HOLDS"}}, "gone is expected to be FIX_HOLDS, and was measured as nothing"),
+        ({"verdicts": {"fix": "NOT_FIXED"}}, "fix is expected to be NOT_FIXED, and was measured as FIXED"),
+        ({"verdicts": {"gone": "FIXED"}}, "gone is expected to be FIXED, and was measured as nothing"),
     ],
 )  # fmt: skip
 def test_whatever_is_said_beyond_it_is_named(changes: dict[str, Any], told: str) -> None:
@@ -77,19 +77,19 @@ def test_a_fact_is_backed_by_a_measurement_where_it_was_so() -> None:
 
 
 def test_what_was_met_is_part_of_it() -> None:
-    seen = [stored("FIX_UNMASKS", [BOOM])]
-    wanted = {"fix": "FIX_UNMASKS"}
-    assert unbacked(expecting(verdicts=wanted, met={"fix": "ValueError in torch.x.f"}), seen) == []
+    seen = [stored("DIFFERENT_FAILURE", [BOOM])]
+    wanted = {"fix": "DIFFERENT_FAILURE"}
+    assert unbacked(expecting(verdicts=wanted, failure_ids={"fix": "ValueError in torch.x.f"}), seen) == []
     assert unbacked(expecting(verdicts=wanted), seen) == [], "an expectation from before that was written"
-    for met in ("KeyError in torch.x.f", ["KeyError", "ValueError in torch.x.f"]):
-        (line,) = unbacked(expecting(verdicts=wanted, met={"fix": met}), seen)
-        assert line.endswith("was measured as FIX_UNMASKS (ValueError in torch.x.f)")
+    for failure_ids in ("KeyError in torch.x.f", ["KeyError", "ValueError in torch.x.f"]):
+        (line,) = unbacked(expecting(verdicts=wanted, failure_ids={"fix": failure_ids}), seen)
+        assert line.endswith("was measured as DIFFERENT_FAILURE (ValueError in torch.x.f)")
 
 
 def test_one_of_several_measurements_of_an_end_is_enough() -> None:
-    assert unbacked(expecting(), [stored("FIX_BROKEN"), stored()]) == []
-    (line,) = unbacked(expecting(), [stored("FIX_BROKEN"), stored("CHANGED")])
-    assert line.endswith("was measured as CHANGED or FIX_BROKEN")
+    assert unbacked(expecting(), [stored("NOT_FIXED"), stored()]) == []
+    (line,) = unbacked(expecting(), [stored("NOT_FIXED"), stored("SIGNATURE_MISMATCH")])
+    assert line.endswith("was measured as SIGNATURE_MISMATCH or NOT_FIXED")
 
 
 @pytest.mark.parametrize(

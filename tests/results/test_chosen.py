@@ -12,7 +12,7 @@ from repro_matrix.results.filters import chosen
 
 
 def cell(**changes: Any) -> dict[str, Any]:
-    return document({"broken": [("fires", observation(ok(0)))]}, {}, **changes)
+    return document({"unfixed": [("reproduced", observation(ok(0)))]}, {}, **changes)
 
 
 STORED = [

@@ -19,10 +19,10 @@ from repro_matrix.paths import CONF, EXPECTED
 from repro_matrix.results.supported import unbacked
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
-ARMS = st.sampled_from(["fix", "other-fix", "per-rank: [x]", "~"])
+VARIANTS = st.sampled_from(["fix", "other-fix", "per-rank: [x]", "~"])
 ENTRIES = st.builds(
     Expectation,
-    verdicts=st.dictionaries(ARMS, st.sampled_from(["FIX_HOLDS", "CHANGED"]), min_size=1),
+    verdicts=st.dictionaries(VARIANTS, st.sampled_from(["FIXED", "SIGNATURE_MISMATCH"]), min_size=1),
     cells=st.lists(WORDS, max_size=2),
     hardware=st.sampled_from(["cpu", "gpu1"]),
     facts=st.dictionaries(WORDS, st.booleans() | st.just("AVX2"), max_size=1),
@@ -35,11 +35,14 @@ ENTRIES = st.builds(
 @given(st.lists(ENTRIES, min_size=1, max_size=3), st.data())
 def test_the_table_reads_back(entries: list[Expectation], data: Any) -> None:
     said = WORDS | st.lists(WORDS, min_size=2, max_size=3)
-    met = [data.draw(st.dictionaries(st.sampled_from(sorted(e.verdicts)), said)) for e in entries]
-    entries = [e.model_copy(update={"met": seen}) for e, seen in zip(entries, met)]
+    failure_ids = [data.draw(st.dictionaries(st.sampled_from(sorted(e.verdicts)), said)) for e in entries]
+    entries = [e.model_copy(update={"failure_ids": seen}) for e, seen in zip(entries, failure_ids)]
     written = text("some-case", entries)
-    for arm in {arm for entry in entries for arm in entry.verdicts}:
-        assert written.count("\n  " + yaml.safe_dump([arm], default_flow_style=True).strip()[1:-1] + ": [") in (1, 2)
+    for variant in {variant for entry in entries for variant in entry.verdicts}:
+        assert written.count("\n  " + yaml.safe_dump([variant], default_flow_style=True).strip()[1:-1] + ": [") in (
+            1,
+            2,
+        )
     assert table(written) == {"some-case": entries}
 
 
@@ -54,16 +57,16 @@ def table(written: str, name: str = "some-case") -> dict[str, list[Expectation]]
     return found
 
 
-GOOD = text("some-case", [Expectation(verdicts={"fix": "FIX_HOLDS"}, measured=[{"torch": "2.13.0"}], reason="r")])
+GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured=[{"torch": "2.13.0"}], reason="r")])
 
 
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        ("FIX_HOLDS", "FIX_HODLS", "FIX_HOLDS"),
-        ("[FIX_HOLDS]", "[FIX_HOLDS, FIX_HOLDS]", "2 columns for 1 stretches"),
+        ("FIXED", "FIX_HODLS", "FIXED"),
+        ("[FIXED]", "[FIXED, FIXED]", "2 columns for 1 stretches"),
         ("hardware", "hardwear", "hardware"),
-        ("stretches:", "streches:", "stretches"),
+        ("stretches:", "streches:", "ranges"),
         ("case: some-case", "case: other-case", "must be the file's name"),
         ("measured: [{torch: 2.13.0}]", "measured: []", "measured"),
     ],
@@ -95,16 +98,16 @@ def test_a_cases_file_holds_no_expectations(tmp_path: Path) -> None:
 
 def test_what_no_measurement_shows_is_named() -> None:
     versions = {"torch": "2.13.0", "transformers": "5.23.0"}
-    entry = {"verdicts": {"fix": "FIX_HOLDS"}, "cells": ["m/fsdp"], "measured": [versions], "reason": "r"}
+    entry = {"verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "measured": [versions], "reason": "r"}
     entry["versions"] = {"torch": ">=2.13,<2.14", "transformers": ">=5.23,<5.24"}
     known = case(expect=[entry])
-    held = document({}, {"fix": "FIX_HOLDS"}, where="m/fsdp")
+    held = document({}, {"fix": "FIXED"}, where="m/fsdp")
     assert unbacked(known, [held]) == []
-    assert unbacked(known, [document({}, {"fix": "UPSTREAM_FIXED"}, where="m/fsdp")])[0].endswith(
-        "fix is expected to be FIX_HOLDS, and was measured as NOT_FIRING"
+    assert unbacked(known, [document({}, {"fix": "FIXED_UPSTREAM"}, where="m/fsdp")])[0].endswith(
+        "fix is expected to be FIXED, and was measured as NOT_REPRODUCED"
     )
     for other in (
-        {**held, "where": "m/ddp"},
+        {**held, "params": "m/ddp"},
         {**held, "hardware": {**held["hardware"], "profile": "gpu1"}},
         {**held, "stack": {**held["stack"], "versions": {**versions, "torch": "2.12.0"}}},
     ):

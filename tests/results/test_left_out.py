@@ -111,7 +111,7 @@ def test_a_wrong_model_takes_its_cells_along_and_nothing_else(tmp_path: Path) ->
 def test_of_a_case_that_another_ones_claims_name(tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
-    told = {p.case for case in catalogue.load().cases.values() for claim in case.claims for p in claim.predicts}
+    told = {p.case for case in catalogue.load().cases.values() for claim in case.claims for p in claim.predictions}
     for name in told - {None}:
         (conf / "case" / f"{name}.yaml").write_text("slug: [\n")
     found = catalogue.load(conf)
@@ -161,7 +161,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 BAD_TABLES = {
     "results/expected/train-step.yaml:4: not valid YAML": "case: train-step\nstretches:\n- {a: b\nverdicts: {}\nx: ]\n",
-    "results/expected/train-step.yaml: unknown key 'streches'; did you mean 'stretches'?":
+    "results/expected/train-step.yaml: unknown key 'streches'; did you mean 'ranges'?":
         "case: train-step\nstreches: 1\n",
     "results/expected/train-step.yaml: must hold a mapping": "- 1\n",
 }  # fmt: skip
@@ -209,14 +209,13 @@ def test_a_shipped_table_that_differs_from_the_commit_is_believed_where_measurem
     assert unshown.dropped(known) == [] and known.cases[slug] is whole, "as `repro accept` writes it, before the commit"
     assert unshown.files(), "what is published decides now"
     entry = whole.expect[0]
-    arm = next(name for name, verdict in entry.verdicts.items() if verdict == "FIX_HOLDS")
-    flipped = entry.model_copy(update={"verdicts": {**entry.verdicts, arm: "FIX_BROKEN"}})
+    variant = next(name for name, verdict in entry.verdicts.items() if verdict == "FIXED")
+    flipped = entry.model_copy(update={"verdicts": {**entry.verdicts, variant: "NOT_FIXED"}})
     known.cases[slug] = whole.model_copy(update={"expect": [flipped, *whole.expect[1:]]})
     assert unshown.dropped(known, ["train-step"]) == [], "of the cases that are asked for"
     (said,) = unshown.dropped(known)
     assert (
-        f"{table}: not believed" in said
-        and f"{arm} is expected to be FIX_BROKEN, and was measured as FIX_HOLDS" in said
+        f"{table}: not believed" in said and f"{variant} is expected to be NOT_FIXED, and was measured as FIXED" in said
     )
     assert known.cases[slug].expect == []
     gone = EXPECTED / "no-table" / f"{slug}.yaml"

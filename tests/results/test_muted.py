@@ -25,9 +25,9 @@ OK = observation(ok(0), ok(1))
 KEY = "fsdp-generate/qwen2-0.5b-fsdp"
 
 
-def made(expected: str = "unexpected", outcome: str = "clean", **changes: Any) -> dict[str, Any]:
-    found = document({"broken": [(outcome, OK)], "fix": [(outcome, OK)]}, {"fix": "FIX_BROKEN"}, key=KEY, **changes)
-    found["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIX_HOLDS"}
+def made(expected: str = "unexpected", outcome: str = "passed", **changes: Any) -> dict[str, Any]:
+    found = document({"unfixed": [(outcome, OK)], "fix": [(outcome, OK)]}, {"fix": "NOT_FIXED"}, key=KEY, **changes)
+    found["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIXED"}
     return found
 
 
@@ -36,37 +36,41 @@ def mute(days: int = 1, **changes: Any) -> Mute:
 
 
 @given(
-    st.sampled_from(["unexpected", "expected", "unset", "as predicted", "differs from cpu"]),
-    st.sampled_from(["clean", "infra", "fires"]), st.integers(-2, 2), st.sampled_from([None, "fix", "broken"]),
+    st.sampled_from(["unexpected", "expected", "no_expectation", "matches_cpu", "differs_from_cpu"]),
+    st.sampled_from(["passed", "infra_error", "reproduced"]),
+    st.integers(-2, 2),
+    st.sampled_from([None, "fix", "unfixed"]),
     st.sampled_from([KEY, "other/cell"]),
-)  # fmt: skip
-def test_only_a_live_mute_of_that_arm_changes_what_differs(
-    expected: str, outcome: str, days: int, arm: str | None, key: str
+)
+def test_only_a_live_mute_of_that_variant_changes_what_differs(
+    expected: str, outcome: str, days: int, variant: str | None, key: str
 ) -> None:
     one = made(expected, outcome)
-    found = muted.applied([one], [mute(days, arm=arm, cell=key)], TODAY)
+    found = muted.applied([one], [mute(days, variant=variant, cell=key)], TODAY)
     (after,) = found.documents
-    silent = expected == "unexpected" and days >= 0 and arm != "broken" and key == KEY
+    silent = expected == "unexpected" and days >= 0 and variant != "unfixed" and key == KEY
     assert after["verdicts"]["fix"]["expected"] == ("muted" if silent else expected)
     assert bool(found.expired) == (days < 0 and key == KEY)
     before, now = exit_code([one], 1), exit_code(found.documents, 1)
-    assert now == (before if not silent else 3 if outcome == "infra" else 0), "what was not measured is never muted"
+    assert now == (before if not silent else 3 if outcome == "infra_error" else 0), (
+        "what was not measured is never muted"
+    )
     assert one == made(expected, outcome), "what is stored stays"
 
 
 def test_what_gave_no_answer_stays_what_it_is() -> None:
-    one = made(outcome="infra")
+    one = made(outcome="infra_error")
     one["verdicts"]["fix"] |= {"name": "INCONCLUSIVE", "measured": False}
     (after,) = muted.applied([one], [mute()], TODAY).documents
     assert after["verdicts"]["fix"]["expected"] == "unexpected" and exit_code([after], 1) == 1
 
 
-def test_summary_lists_muted_arms_with_their_owner() -> None:
+def test_summary_lists_muted_variants_with_their_owner() -> None:
     (one,) = muted.applied([made()], [mute()], TODAY).documents
-    listed = rows.arm_rows(one)
+    listed = rows.variant_rows(one)
     said = list(summary.lines([one], listed))
-    assert "MUTED, known and owned (`repro mute`): 1 arm" in said and all(len(text) <= WIDTH for text in said)
-    assert any("FIX_BROKEN: #12 (ada, until 2026-11-23)" in text for text in said)
+    assert "MUTED, known and owned (`repro mute`): 1 variant" in said and all(len(text) <= WIDTH for text in said)
+    assert any("NOT_FIXED: #12 (ada, until 2026-11-23)" in text for text in said)
     assert not any(text.startswith("DIFFERS") for text in said)
 
 

@@ -57,8 +57,16 @@ def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatc
 
 def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None:
     found = catalogue.load()
-    settings = {"case": "odd-batch", "arm": "broken", "model": {"slug": "our-head"}, "strategy": {"slug": "by-hand"},
-                "tp_size": 1, "steps": 1, "seed": 0, "flags": {}}  # fmt: skip
+    settings = {
+        "case": "odd-batch",
+        "variant": "unfixed",
+        "model": {"slug": "our-head"},
+        "strategy": {"slug": "by-hand"},
+        "tp_size": 1,
+        "steps": 1,
+        "seed": 0,
+        "flags": {},
+    }
     attempt = Attempt(
         id="x", run_id="x", directory=team, script=found.script(found.cases["odd-batch"]), settings=settings,
         python="/elsewhere/python", world_size=2, deadline_s=1, env={"PYTHONPATH": "/overlay"}, kit=paths.REPROS,
@@ -67,7 +75,7 @@ def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None
     assert private_environment(attempt)["PYTHONPATH"] == f"/overlay:{paths.REPROS}"
     words = torchrun_line(attempt)
     assert f"PYTHONPATH=/overlay:{paths.REPROS} " in words and " failures/scripts/odd_batch.py " in words
-    assert "--case failures/case/odd-batch.yaml --arm broken --model failures/model/our-head.yaml" in words
+    assert "--case failures/case/odd-batch.yaml --variant broken --model failures/model/our-head.yaml" in words
 
 
 def test_pyproject_serves_as_well_and_not_both(team: Path) -> None:
@@ -120,12 +128,12 @@ def test_a_clash_of_names_names_both_files(team: Path, group: str, name: str) ->
 
 def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(team: Path) -> None:
     table = "case: {}\nstretches: [{{cells: [our-head/by-hand], measured: [{{torch: 2.13.0}}], reason: r}}]\n"
-    table += "verdicts: {{drop-last: [FIX_HOLDS]}}\n"
+    table += "verdicts: {{drop-last: [FIXED]}}\n"
     folder = team / "results" / "expected"
     folder.mkdir(parents=True)
     (folder / "odd-batch.yaml").write_text(table.format("odd-batch"))
     (entry,) = catalogue.load().cases["odd-batch"].expect
-    assert entry.verdicts == {"drop-last": "FIX_HOLDS"}
+    assert entry.verdicts == {"drop-last": "FIXED"}
     (folder / "odd-batch.yaml").rename(folder / "train-step.yaml")
     (folder / "train-step.yaml").write_text(table.format("train-step"))
     cases = catalogue.load().cases  # the others go on
@@ -197,7 +205,7 @@ def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
 WRITTEN = """case: odd-batch
 stretches:
 - {CELLS, hardware: cpu, versions: {}, measured: [{torch: 2.13.0}], reason: said so}
-verdicts: {drop-last: [FIX_BROKEN]}
+verdicts: {drop-last: [NOT_FIXED]}
 """
 
 
@@ -208,7 +216,7 @@ def test_an_expectation_that_no_measurement_shows_is_not_believed(team: Path, ce
     assert session.prepare(["case=odd-batch"], build_stacks=False).left_out == []
     file.write_text(WRITTEN.replace("CELLS", cells))
     prepared = session.prepare(["case=odd-batch"], build_stacks=False)
-    assert prepared.catalogue.cases["odd-batch"].expect == [], "FIX_BROKEN would be as expected"
+    assert prepared.catalogue.cases["odd-batch"].expect == [], "NOT_FIXED would be as expected"
     (told,) = prepared.left_out  # the run says so at its end, and ends with 3
     assert told.startswith(f"{file}: not believed: odd-batch: ")
     assert session.prepare(["case=ddp-unfinished-reduction"], build_stacks=False).left_out == []
@@ -217,9 +225,16 @@ def test_an_expectation_that_no_measurement_shows_is_not_believed(team: Path, ce
 def measured(team: Path, verdict: str) -> None:
     """A document of the case in the user's own baseline, as `repro accept` leaves it: all of it but the verdict."""
     ranks = [ok(rank, record=record(rank, checks=[check("sum")])) for rank in (0, 1)]
-    clean = [("clean", observation(*ranks))]
-    made = document({"broken": clean, "drop-last": clean}, {"drop-last": verdict}, case="odd-batch", model="our-head",
-                    strategy="by-hand", where="our-head/by-hand", key="odd-batch/our-head-by-hand")  # fmt: skip
+    passed = [("passed", observation(*ranks))]
+    made = document(
+        {"unfixed": passed, "drop-last": passed},
+        {"drop-last": verdict},
+        case="odd-batch",
+        model="our-head",
+        strategy="by-hand",
+        where="our-head/by-hand",
+        key="odd-batch/our-head-by-hand",
+    )
     path = team / "results/baseline/cpu/torch2.13.0-tf5.23.0-abc/odd-batch/our-head-by-hand.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, made)
@@ -228,18 +243,19 @@ def measured(team: Path, verdict: str) -> None:
 def test_who_reads_results_believes_no_such_expectation_either(
     team: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A forged table made a report green (``expected``), and of a case's own mistake an answer (``CHANGED``)."""
+    """A forged table made a report green (``expected``), and of a case's own mistake an answer
+    (``SIGNATURE_MISMATCH``)."""
     monkeypatch.setenv("REPRO_CACHE", str(team.parent / "cache"))
     file = team / "results" / "expected" / "odd-batch.yaml"
     run = team / "run"
-    measured(team, "NOT_FIRING")
+    measured(team, "NOT_REPRODUCED")
     shutil.copytree(team / "results/baseline", run)
     found: dict[str, dict[str, object]] = {}
     for name, text in (
         ("none", None),
-        ("believed", WRITTEN.replace("FIX_BROKEN", "NOT_FIRING").replace("versions: {}", ENDS)),
+        ("believed", WRITTEN.replace("NOT_FIXED", "NOT_REPRODUCED").replace("versions: {}", ENDS)),
         ("forged", WRITTEN),
-        ("wide", WRITTEN.replace("FIX_BROKEN", "NOT_FIRING")),
+        ("wide", WRITTEN.replace("NOT_FIXED", "NOT_REPRODUCED")),
     ):
         if text:
             file.parent.mkdir(exist_ok=True)
@@ -254,13 +270,13 @@ def test_who_reads_results_believes_no_such_expectation_either(
             said = capsys.readouterr()
             told.append(f"{file}: not believed: odd-batch: " in said.err)
             if words[0] == "report":
-                (row,) = [row for row in json.loads(said.out)["rows"] if row["arm"] == "drop-last"]
+                (row,) = [row for row in json.loads(said.out)["rows"] if row["variant"] == "drop-last"]
         found[name] = {"told": told, "expected": row["expected"]}
     assert found == {
-        "none": {"told": [False] * 3, "expected": "unset"},
+        "none": {"told": [False] * 3, "expected": "no_expectation"},
         "believed": {"told": [False] * 3, "expected": "expected"},
-        "forged": {"told": [True] * 3, "expected": "unset"},
-        "wide": {"told": [True] * 3, "expected": "unset"},
+        "forged": {"told": [True] * 3, "expected": "no_expectation"},
+        "wide": {"told": [True] * 3, "expected": "no_expectation"},
     }
 
 

@@ -17,9 +17,12 @@ from repro_matrix.results.accept_checks import refusals
 from repro_matrix.results.store import Store
 
 
-def cell(verdict: str = "FIX_HOLDS", attempts: int = 3, **changes: Any) -> dict[str, Any]:
-    arms: Any = {arm: [(name, observation(ok(0)))] * attempts for arm, name in (("broken", "fires"), ("fix", "clean"))}
-    return document(arms, {"fix": verdict}, key="some-case/m-fsdp", **changes)
+def cell(verdict: str = "FIXED", attempts: int = 3, **changes: Any) -> dict[str, Any]:
+    variants: Any = {
+        variant: [(name, observation(ok(0)))] * attempts
+        for variant, name in (("unfixed", "reproduced"), ("fix", "passed"))
+    }
+    return document(variants, {"fix": verdict}, key="some-case/m-fsdp", **changes)
 
 
 def provenance(**changes: Any) -> dict[str, Any]:
@@ -41,27 +44,27 @@ def test_a_changed_tree_is_refused() -> None:
 
 
 @pytest.mark.parametrize("attempts", [0, 1, 2])
-def test_fewer_than_three_attempts_of_an_arm_are_refused(attempts: int) -> None:
+def test_fewer_than_three_attempts_of_an_variant_are_refused(attempts: int) -> None:
     found = refusals([cell(attempts=attempts)])
-    assert [one.arm for one in found] == ["broken", "fix"]
+    assert [one.variant for one in found] == ["unfixed", "fix"]
     assert "3 are the floor (repeat=3)" in found[0].why
 
 
 def test_only_attempts_that_count_are_counted_and_a_skip_needs_none() -> None:
     lost = cell()
-    lost["arms"]["fix"]["attempts"][0]["outcome"] = {"outcome": "infra"}
+    lost["variants"]["fix"]["attempts"][0]["outcome"] = {"outcome": "infra_error"}
     (found,) = refusals([lost])
-    assert "arm fix: 2 attempts that count" in str(found)
+    assert "variant fix: 2 attempts that count" in str(found)
     skipped = cell()
-    skipped["arms"]["fix"] = {"skipped": "needs 2 GPUs", "settings": {}, "attempts": []}
+    skipped["variants"]["fix"] = {"skipped": "needs 2 GPUs", "settings": {}, "attempts": []}
     assert refusals([skipped]) == []
 
 
-@pytest.mark.parametrize("verdict", ["CHANGED", "FIX_HARMFUL"])
+@pytest.mark.parametrize("verdict", ["SIGNATURE_MISMATCH", "FIX_BREAKS"])
 def test_what_may_be_a_mistake_is_published_only_when_it_is_named(verdict: str) -> None:
     (found,) = refusals([cell(verdict)])
-    assert f"arm fix: {verdict}: because (--take {verdict} if so)" in str(found)
-    other = {"CHANGED": "FIX_HARMFUL", "FIX_HARMFUL": "CHANGED"}[verdict]
+    assert f"variant fix: {verdict}: because (--take {verdict} if so)" in str(found)
+    other = {"SIGNATURE_MISMATCH": "FIX_BREAKS", "FIX_BREAKS": "SIGNATURE_MISMATCH"}[verdict]
     assert refusals([cell(verdict)], [other]) == refusals([cell(verdict)])
     assert refusals([cell(verdict)], [verdict]) == []
 
@@ -76,10 +79,12 @@ def test_one_profile_is_one_machine() -> None:
     assert refusals([on("a"), on("a", os="newer", memory_gb=1.0)]) == []
 
 
-@given(st.lists(st.sampled_from(["FIX_HOLDS", "CHANGED", "FIX_HARMFUL"]), max_size=4), st.integers(0, 4))
+@given(st.lists(st.sampled_from(["FIXED", "SIGNATURE_MISMATCH", "FIX_BREAKS"]), max_size=4), st.integers(0, 4))
 def test_naming_more_never_refuses_more(verdicts: list[str], attempts: int) -> None:
     documents = [cell(verdict, attempts) for verdict in verdicts]
-    none, some, both = (set(refusals(documents, n)) for n in ((), ("CHANGED",), ("CHANGED", "FIX_HARMFUL")))
+    none, some, both = (
+        set(refusals(documents, n)) for n in ((), ("SIGNATURE_MISMATCH",), ("SIGNATURE_MISMATCH", "FIX_BREAKS"))
+    )
     assert both <= some <= none
     assert bool(both) == (attempts < 3 and bool(verdicts))
 

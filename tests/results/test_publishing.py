@@ -23,10 +23,10 @@ KNOWN = case(expect=[])
 Stored = dict[str, Any]
 
 
-def cell(release: str, verdict: str = "FIX_HOLDS", where: str = "m/fsdp", **changes: Any) -> Stored:
+def cell(release: str, verdict: str = "FIXED", where: str = "m/fsdp", **changes: Any) -> Stored:
     made = document(
-        {name: [("fires", observation(failed(0)))] for name in ("broken", "fix", "other-fix")},
-        {"fix": verdict, "other-fix": "FIX_BROKEN"}, where=where, key=f"some-case/{where.replace('/', '-')}", **changes,
+        {name: [("reproduced", observation(failed(0)))] for name in ("unfixed", "fix", "other-fix")},
+        {"fix": verdict, "other-fix": "NOT_FIXED"}, where=where, key=f"some-case/{where.replace('/', '-')}", **changes,
     )  # fmt: skip
     made["stack"] = {
         **made["stack"],
@@ -34,8 +34,8 @@ def cell(release: str, verdict: str = "FIX_HOLDS", where: str = "m/fsdp", **chan
         "versions": {"torch": "2.6.0", "transformers": release},
         "label": f"tf{release}",
     }
-    for arm in made["arms"].values():
-        arm["fingerprint"] = "same"
+    for variant in made["variants"].values():
+        variant["fingerprint"] = "same"
     return made
 
 
@@ -44,9 +44,7 @@ def decide(held: list[Stored], given: list[Stored], known: Case = KNOWN) -> Publ
 
 
 RELEASES = [f"4.{minor}.0" for minor in range(30, 38)]
-LINES = st.dictionaries(
-    st.sampled_from(RELEASES), st.sampled_from(["FIX_HOLDS", "FIX_BROKEN", "INCONCLUSIVE"]), min_size=1
-)
+LINES = st.dictionaries(st.sampled_from(RELEASES), st.sampled_from(["FIXED", "NOT_FIXED", "INCONCLUSIVE"]), min_size=1)
 
 
 def after(held: list[Stored], found: Publication) -> list[Stored]:
@@ -84,10 +82,16 @@ def test_what_was_measured_again_and_says_the_same_is_left() -> None:
     new["provenance"] = {**new["provenance"], "started": 5000.0}
     assert decide([old], [new]).same == [place(old)]
     for other in (
-        cell("4.38.0", "FIX_BROKEN"),
+        cell("4.38.0", "NOT_FIXED"),
         {**new, "hardware": {**new["hardware"], "cpu": "another"}},
-        {**new, "arms": {**new["arms"], "fix": {**new["arms"]["fix"], "fingerprint": "other"}}},
-        {**new, "arms": {**new["arms"], "fix": {**new["arms"]["fix"], "attempts": new["arms"]["fix"]["attempts"] * 3}}},
+        {**new, "variants": {**new["variants"], "fix": {**new["variants"]["fix"], "fingerprint": "other"}}},
+        {
+            **new,
+            "variants": {
+                **new["variants"],
+                "fix": {**new["variants"]["fix"], "attempts": new["variants"]["fix"]["attempts"] * 3},
+            },
+        },
     ):
         assert list(decide([old], [other]).written) == [place(old)]
 
@@ -102,72 +106,72 @@ def test_a_stack_that_has_a_name_is_kept_between_two_releases_that_say_the_same(
 
 def test_what_backs_nothing_is_left_out_and_taken_back() -> None:
     """No expectation, no end of a range, no signature: also of a stack that has a name."""
-    first, inner, last = (cell(f"4.{minor}.0", "NOT_FIRING") for minor in (38, 39, 40))
+    first, inner, last = (cell(f"4.{minor}.0", "NOT_REPRODUCED") for minor in (38, 39, 40))
     named = {**inner, "stack": {**inner["stack"], "name": "torch2.2-tf4.39"}}
     for one in (first, named, last):
-        for attempt in one["arms"]["broken"]["attempts"]:
-            attempt["outcome"] = {**attempt["outcome"], "outcome": "clean"}
+        for attempt in one["variants"]["unfixed"]["attempts"]:
+            attempt["outcome"] = {**attempt["outcome"], "outcome": "passed"}
     assert decide([first, last], [named]).inner == [place(named)], (
-        "where the failure does not fire it is no stack=known"
+        "where the failure does not reproduce it is no stack=known"
     )
     assert decide([first, named, last], [cell("4.44.0")]).dropped == [place(named)]
     silent = cell("4.39.0", "INCONCLUSIVE")
     silent["verdicts"]["other-fix"]["name"] = "INCONCLUSIVE"
-    assert list(decide([], [silent]).written) == [place(silent)], "its failure fires"
-    silent["arms"]["broken"] = named["arms"]["broken"]
+    assert list(decide([], [silent]).written) == [place(silent)], "its failure reproduces"
+    silent["variants"]["unfixed"] = named["variants"]["unfixed"]
     found = decide([], [silent])
     assert (found.written, found.nothing, found.tables) == ({}, [place(silent)], {"some-case": None})
     assert decide([silent], [cell("4.44.0", where="n/fsdp")]).dropped == [place(silent)]
     beside = decide([silent], [cell("4.40.0")])
     assert beside.dropped == [], "it ends the range of 4.40"
-    sick = {**silent, "verdicts": {"fix": {**silent["verdicts"]["fix"], "name": "UNHEALTHY"}}}
+    sick = {**silent, "verdicts": {"fix": {**silent["verdicts"]["fix"], "name": "FAILED"}}}
     assert list(decide([], [sick]).written) == [place(sick)], "a control that fails: what says why nothing is expected"
 
 
 def test_a_stack_built_anew_replaces_what_it_answered_under_its_older_label() -> None:
-    old, other, new = cell("4.38.0"), cell("4.38.0", where="n/fsdp"), cell("4.38.0", "FIX_BROKEN")
+    old, other, new = cell("4.38.0"), cell("4.38.0", where="n/fsdp"), cell("4.38.0", "NOT_FIXED")
     new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
     found = decide([old, other], [new])
     assert (list(found.written), found.dropped) == ([place(new)], [place(old)])
-    fewer = {**new, "arms": {name: new["arms"][name] for name in ("broken", "fix")}}
-    elsewhere = {**new, "stack": {**new["stack"], "name": "base+transformers@4.38"}}
-    assert [decide([old], [one]).dropped for one in (fewer, elsewhere)] == [[], []]
+    fewer = {**new, "variants": {name: new["variants"][name] for name in ("unfixed", "fix")}}
+    ambiguous_with = {**new, "stack": {**new["stack"], "name": "base+transformers@4.38"}}
+    assert [decide([old], [one]).dropped for one in (fewer, ambiguous_with)] == [[], []]
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_two_published_documents_of_one_cell_the_later_counts(order: int) -> None:
     """A cell's file of its own and its line, where `accept` was killed between the two."""
-    early, late = cell("4.38.0", "FIX_BROKEN"), cell("4.38.0")
+    early, late = cell("4.38.0", "NOT_FIXED"), cell("4.38.0")
     early["provenance"] = {**early["provenance"], "started": 50.0}
-    told = str(decide([early, late][::order], [cell("4.38.0", "NOT_FIRING", where="n/fsdp")]).tables["some-case"])
-    assert "fix: [FIX_HOLDS, NOT_FIRING]" in told
+    told = str(decide([early, late][::order], [cell("4.38.0", "NOT_REPRODUCED", where="n/fsdp")]).tables["some-case"])
+    assert "fix: [FIXED, NOT_REPRODUCED]" in told
 
 
 def test_what_is_replaced_says_nothing_any_more() -> None:
     """Its table spoke for both, and for a release that no document of it shows."""
-    old, new = cell("4.38.0"), cell("4.38.0", "FIX_BROKEN")
+    old, new = cell("4.38.0"), cell("4.38.0", "NOT_FIXED")
     new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
-    assert "FIX_HOLDS" not in str(decide([old], [new]).tables["some-case"])
+    assert "FIXED" not in str(decide([old], [new]).tables["some-case"])
 
 
 def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:
-    old, new = cell("4.38.0"), cell("4.38.0", "FIX_BROKEN")
-    del new["arms"]["other-fix"]
+    old, new = cell("4.38.0"), cell("4.38.0", "NOT_FIXED")
+    del new["variants"]["other-fix"]
     found = decide([old], [new])
-    assert found.written == {} and "FIX_HOLDS" in str(found.tables["some-case"])
+    assert found.written == {} and "FIXED" in str(found.tables["some-case"])
 
 
 def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one() -> None:
     expect = {
-        "verdicts": {"fix": "FIX_HOLDS", "other-fix": "FIX_BROKEN"}, "met": {"other-fix": "some-case/norm"},
+        "verdicts": {"fix": "FIXED", "other-fix": "NOT_FIXED"}, "failure_ids": {"other-fix": "some-case/norm"},
         "cells": ["m/fsdp"], "measured": [{}], "reason": "r",
     }  # fmt: skip
-    new = cell("4.38.0", "CHANGED")
-    told = [(c.arm, c.old, c.new) for c in decide([], [new], case(expect=[expect])).changes]
-    assert told == [("fix", "FIX_HOLDS", "CHANGED"), ("other-fix", "FIX_BROKEN (some-case/norm)", "FIX_BROKEN")]
+    new = cell("4.38.0", "SIGNATURE_MISMATCH")
+    told = [(c.variant, c.old, c.new) for c in decide([], [new], case(expect=[expect])).changes]
+    assert told == [("fix", "FIXED", "SIGNATURE_MISMATCH"), ("other-fix", "NOT_FIXED (some-case/norm)", "NOT_FIXED")]
     assert [c.old for c in decide([], [new]).changes] == ["", ""]
     nothing = decide([], [cell("4.38.0", "INCONCLUSIVE")]).changes
-    assert [c.arm for c in nothing] == ["other-fix"], "what decided nothing is no change"
+    assert [c.variant for c in nothing] == ["other-fix"], "what decided nothing is no change"
     (one, _) = decide([], [new]).changes
     assert (one.case, one.where, one.stack) == ("some-case", "m/fsdp", "base+transformers@4.38.0")
     both = decide([], [cell("4.39.0", where="n/fsdp"), cell("4.38.0")]).changes
@@ -186,8 +190,8 @@ def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Ca
     stored = regrade(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
     path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
-    stored["arms"]["broken"]["fingerprint"] = "other"
-    for attempt in stored["arms"]["broken"]["attempts"]:
+    stored["variants"]["unfixed"]["fingerprint"] = "other"
+    for attempt in stored["variants"]["unfixed"]["attempts"]:
         attempt["observation"] = {
             **attempt["observation"], "attempt": {**attempt["observation"]["attempt"], "fingerprint": "other"},
         }  # fmt: skip
@@ -208,19 +212,22 @@ def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Ca
 def test_a_plan_of_what_is_refused_is_shown_with_the_reasons_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one attempt an arm it was a line of refusal for each arm, and no plan."""
+    """Of one attempt a variant it was a line of refusal for each variant, and no plan."""
     slug = "fsdp2-mixed-dtensor"
     stored = regrade(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
     path = tmp_path / f"{place(stored)}.json"
     path.parent.mkdir(parents=True)
-    for arm in stored["arms"].values():
-        arm["attempts"] = arm["attempts"][:1]
+    for variant in stored["variants"].values():
+        variant["attempts"] = variant["attempts"][:1]
     path.write_text(json.dumps({key: value for key, value in stored.items() if key != "path"}))
     assert main(["accept", f"case={slug}", "--plan", "--from", str(tmp_path)]) == 2
     told = capsys.readouterr()
     assert "1 document to publish" in told.out
     reasons = told.err[told.err.index("would not be published:") :].splitlines()[1:]
-    assert len(reasons) == 1 and f"{len(stored['arms'])} arms of 1 cell: 1 attempt that counts; 3 are" in reasons[0]
+    assert (
+        len(reasons) == 1
+        and f"{len(stored['variants'])} variants of 1 cell: 1 attempt that counts; 3 are" in reasons[0]
+    )
 
 
 def _cases() -> dict[str, Case]:

@@ -10,14 +10,14 @@ from judging import case
 from packaging.specifiers import SpecifierSet
 from repro_matrix.results.version_ranges import expectations, measured, runs, whole
 
-KNOWN = case(arms={"broken": {}, "fix": {}, "newer": {"stack": "current"}})
+KNOWN = case(variants={"unfixed": {}, "fix": {}, "newer": {"stack": "current"}})
 RELEASES = [f"4.{minor}.{patch}" for minor in range(36, 44) for patch in range(3)]
 
 
 def document(release: str, fix: str, torch: str = "2.2.2", where: str = "m/fsdp", **more: str) -> dict[str, Any]:
-    verdicts = {"fix": {"name": fix}, **{arm: {"name": name} for arm, name in more.items()}}
+    verdicts = {"fix": {"name": fix}, **{variant: {"name": name} for variant, name in more.items()}}
     return {
-        "where": where, "verdicts": verdicts, "arms": {"broken": {}, **{arm: {} for arm in verdicts}},
+        "params": where, "verdicts": verdicts, "variants": {"unfixed": {}, **{variant: {} for variant in verdicts}},
         "stack": {"versions": {"torch": torch, "transformers": release}}, "hardware": {"profile": "cpu"},
     }  # fmt: skip
 
@@ -25,75 +25,83 @@ def document(release: str, fix: str, torch: str = "2.2.2", where: str = "m/fsdp"
 def said(*documents: dict[str, Any]) -> list[tuple[str, str, str, Any]]:
     found = [item for d in documents for item in measured(KNOWN, d, d["stack"]["versions"]["transformers"])]
     return [
-        (arm, verdict, entry.versions["transformers"], [end["transformers"] for end in entry.measured])
+        (variant, verdict, entry.versions["transformers"], [end["transformers"] for end in entry.measured_at])
         for entry in expectations(found, "measured")
-        for arm, verdict in entry.verdicts.items()
+        for variant, verdict in entry.verdicts.items()
     ]
 
 
 def test_one_measurement_holds_for_its_minor_release() -> None:
-    assert said(document("4.39.3", "FIX_HOLDS")) == [("fix", "FIX_HOLDS", ">=4.39,<4.40", ["4.39.3"])]
-    assert said(document("5.0.0+cpu", "FIX_HOLDS"))[0][2] == ">=5.0,<5.1"
+    assert said(document("4.39.3", "FIXED")) == [("fix", "FIXED", ">=4.39,<4.40", ["4.39.3"])]
+    assert said(document("5.0.0+cpu", "FIXED"))[0][2] == ">=5.0,<5.1"
 
 
 def test_neighbours_that_agree_are_one_range_that_names_its_two_ends() -> None:
-    line = [document(r, "FIX_HOLDS") for r in ("4.38.0", "4.40.1", "4.43.1")]
-    line += [document("4.37.2", "CHANGED"), document("4.43.2", "FIX_BROKEN"), document("4.44.0", "CHANGED")]
+    line = [document(r, "FIXED") for r in ("4.38.0", "4.40.1", "4.43.1")]
+    line += [
+        document("4.37.2", "SIGNATURE_MISMATCH"),
+        document("4.43.2", "NOT_FIXED"),
+        document("4.44.0", "SIGNATURE_MISMATCH"),
+    ]
     assert said(*line) == [
-        ("fix", "CHANGED", ">=4.37,<4.38", ["4.37.2"]),
-        ("fix", "FIX_HOLDS", ">=4.38,<=4.43.1", ["4.38.0", "4.43.1"]),
-        ("fix", "FIX_BROKEN", ">=4.43.2,<4.44", ["4.43.2"]),
-        ("fix", "CHANGED", ">=4.44,<4.45", ["4.44.0"]),
+        ("fix", "SIGNATURE_MISMATCH", ">=4.37,<4.38", ["4.37.2"]),
+        ("fix", "FIXED", ">=4.38,<=4.43.1", ["4.38.0", "4.43.1"]),
+        ("fix", "NOT_FIXED", ">=4.43.2,<4.44", ["4.43.2"]),
+        ("fix", "SIGNATURE_MISMATCH", ">=4.44,<4.45", ["4.44.0"]),
     ]
 
 
 def test_what_a_range_does_not_need_is_named_as_inner() -> None:
-    line = [item for r in ("4.38.0", "4.38.1", "4.39.0") for item in measured(KNOWN, document(r, "FIX_HOLDS"), r)]
+    line = [item for r in ("4.38.0", "4.38.1", "4.39.0") for item in measured(KNOWN, document(r, "FIXED"), r)]
     assert [(run.kept, run.inner) for run in runs(line)] == [(["4.38.0", "4.39.0"], ["4.38.1"])]
 
 
 def test_a_release_without_a_verdict_ends_a_range() -> None:
-    line = [document("4.38.0", "FIX_HOLDS"), document("4.39.0", "INCONCLUSIVE"), document("4.40.0", "FIX_HOLDS")]
+    line = [document("4.38.0", "FIXED"), document("4.39.0", "INCONCLUSIVE"), document("4.40.0", "FIXED")]
     assert [item[2] for item in said(*line)] == [">=4.38,<4.39", ">=4.40,<4.41"]
 
 
 def test_other_stacks_and_cells_are_lines_of_their_own() -> None:
-    assert len(said(document("4.38.0", "FIX_HOLDS"), document("4.40.0", "FIX_HOLDS", torch="2.6.0"))) == 2
-    cells = [document("4.38.0", "FIX_HOLDS"), document("4.38.0", "FIX_HOLDS", where="other/fsdp")]
-    found = [item for d in cells for item in measured(KNOWN, d, d["where"])]
+    assert len(said(document("4.38.0", "FIXED"), document("4.40.0", "FIXED", torch="2.6.0"))) == 2
+    cells = [document("4.38.0", "FIXED"), document("4.38.0", "FIXED", where="other/fsdp")]
+    found = [item for d in cells for item in measured(KNOWN, d, d["params"])]
     assert [entry.cells for entry in expectations(found, "x")] == [["m/fsdp", "other/fsdp"]]
-    cells[1] = document("4.38.1", "FIX_HOLDS", where="other/fsdp")  # the same range, and measured with another release
-    found = [item for d in cells for item in measured(KNOWN, d, d["where"])]
+    cells[1] = document("4.38.1", "FIXED", where="other/fsdp")  # the same range, and measured with another release
+    found = [item for d in cells for item in measured(KNOWN, d, d["params"])]
     ends = [(e.cells, [end["transformers"] for end in e.measured]) for e in expectations(found, "x")]
     assert ends == [(["m/fsdp"], ["4.38.0"]), (["other/fsdp"], ["4.38.1"])]
 
 
-def test_an_arm_with_a_stack_of_its_own_is_expected_apart() -> None:
-    line = [document("4.38.0", "FIX_HOLDS"), document("4.39.3", "FIX_HOLDS", newer="FIX_UNMASKS")]
+def test_an_variant_with_a_stack_of_its_own_is_expected_apart() -> None:
+    line = [document("4.38.0", "FIXED"), document("4.39.3", "FIXED", newer="DIFFERENT_FAILURE")]
     assert said(*line) == [
-        ("fix", "FIX_HOLDS", ">=4.38,<4.40", ["4.38.0", "4.39.3"]),
-        ("newer", "FIX_UNMASKS", ">=4.39,<4.40", ["4.39.3"]),
+        ("fix", "FIXED", ">=4.38,<4.40", ["4.38.0", "4.39.3"]),
+        ("newer", "DIFFERENT_FAILURE", ">=4.39,<4.40", ["4.39.3"]),
     ]
 
 
 def test_fixed_upstream_and_not_firing_are_one_expectation() -> None:
-    line = [document("4.44.0", "NOT_FIRING"), document("4.45.0", "UPSTREAM_FIXED")]
-    assert [item[1:3] for item in said(*line)] == [("NOT_FIRING", ">=4.44,<4.46")]
+    line = [document("4.44.0", "NOT_REPRODUCED"), document("4.45.0", "FIXED_UPSTREAM")]
+    assert [item[1:3] for item in said(*line)] == [("NOT_REPRODUCED", ">=4.44,<4.46")]
 
 
 def test_an_entry_that_says_the_same_keeps_its_reason() -> None:
-    line = [item for item in measured(KNOWN, document("4.38.0", "FIX_HOLDS"), "p")]
+    line = [item for item in measured(KNOWN, document("4.38.0", "FIXED"), "p")]
     old = expectations(line, "first")
-    line += measured(KNOWN, document("4.39.0", "FIX_BROKEN"), "q")
+    line += measured(KNOWN, document("4.39.0", "NOT_FIXED"), "q")
     assert [entry.reason for entry in expectations(line, "second", old)] == ["first", "second"]
 
 
-def test_a_search_for_one_arm_is_no_measurement_of_the_cell() -> None:
-    assert whole(KNOWN, document("4.38.0", "FIX_HOLDS")), "the arm on a stack of its own may be left out"
-    assert not whole(KNOWN, {"arms": {"broken": {}}})
+def test_a_search_for_one_variant_is_no_measurement_of_the_cell() -> None:
+    assert whole(KNOWN, document("4.38.0", "FIXED")), "the variant on a stack of its own may be left out"
+    assert not whole(KNOWN, {"variants": {"unfixed": {}}})
 
 
-@given(st.lists(st.sampled_from(["FIX_HOLDS", "FIX_BROKEN", "CHANGED", "INCONCLUSIVE", None]), max_size=len(RELEASES)))
+@given(
+    st.lists(
+        st.sampled_from(["FIXED", "NOT_FIXED", "SIGNATURE_MISMATCH", "INCONCLUSIVE", None]), max_size=len(RELEASES)
+    )
+)
 def test_each_measured_release_lies_in_one_range_and_that_says_what_was_measured(history: list[str | None]) -> None:
     probed = {release: verdict for release, verdict in zip(RELEASES, history) if verdict}
     entries = said(*(document(release, verdict) for release, verdict in probed.items()))

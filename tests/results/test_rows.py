@@ -58,7 +58,7 @@ def test_load_rows_reads_a_fresh_summary_without_evidence(
     write_rows(folder, rows)
     graded.clear()
     assert load_rows(folder, cases) == rows and graded == []
-    assert {row.arm for row in rows} >= {"broken"} and all(row.attempts or row.skipped for row in rows)
+    assert {row.variant for row in rows} >= {"unfixed"} and all(row.attempts or row.skipped for row in rows)
 
 
 @pytest.mark.parametrize("how", ["edited", "grader", "case", "cut", "missing"])
@@ -115,8 +115,8 @@ def test_rows_appended_cell_by_cell_are_read(folder: Path, cases: Mapping[str, C
         summary.append_cell(folder, Path(document["path"]), document, cases)
     graded.clear()
     again = load_rows(folder, cases)
-    assert [(row.evidence, row.arm, row.outcome) for row in again] == [
-        (row.evidence, row.arm, row.outcome) for row in rows
+    assert [(row.evidence, row.variant, row.outcome) for row in again] == [
+        (row.evidence, row.variant, row.outcome) for row in rows
     ]
     assert graded == []
 

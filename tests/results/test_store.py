@@ -19,7 +19,7 @@ from repro_matrix.results.store import Store
 
 
 def document(started: float, attempts: int = 1) -> dict[str, Any]:
-    made = judging.document({"broken": [("clean", judging.observation(judging.ok(0)))] * attempts})
+    made = judging.document({"unfixed": [("passed", judging.observation(judging.ok(0)))] * attempts})
     made["provenance"]["started"] = started
     return dict(json.loads(json.dumps(made)))
 
@@ -106,15 +106,15 @@ def test_what_is_no_document_is_said_in_words(store: Store) -> None:
     """It was "KeyError: 'provenance'", of a JSON Schema too."""
     store.root.mkdir()
     (store.root / "a.json").write_text('{"$schema": "https://json-schema.org/draft/2020-12/schema"}')
-    (store.root / "b.json").write_text('{"schema": 1, "arms": {}}')
-    (store.root / "c.json").write_text('{"schema": 0, "arms": {}, "provenance": {"started": 1}}')
+    (store.root / "b.json").write_text('{"schema": 1, "variants": {}}')
+    (store.root / "c.json").write_text('{"schema": 0, "variants": {}, "provenance": {"started": 1}}')
     assert list(store.documents()) == []
     first, second, third = store.damaged
     assert "schema 0: older than any that this repro-matrix reads (1)" in third
     assert "(a JSON Schema, no cell document)" in first and "(not a cell document: it has no 'provenance')" in second
 
 
-NEWER = '{"schema": 2, "arms": {}, "provenance": {"started": 1}}'
+NEWER = '{"schema": 2, "variants": {}, "provenance": {"started": 1}}'
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01", NEWER])
@@ -142,18 +142,25 @@ def test_a_document_of_a_newer_schema_is_named_and_never_overwritten(store: Stor
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("arms", "broken", "attempts", 0, "outcome", "outcome"), "fine", "arms.broken.attempts[0].outcome.outcome: "),
-        (("arms", "broken", "attempts", 0, "observation", "ranks", 0, "record", "checks", 0, "name"), 3,
-         "arms.broken.attempts[0].observation.ranks[0].record.checks[0].name: "),
+        (
+            ("variants", "unfixed", "attempts", 0, "outcome", "outcome"),
+            "fine",
+            "variants.broken.attempts[0].outcome.outcome: ",
+        ),
+        (
+            ("variants", "unfixed", "attempts", 0, "observation", "ranks", 0, "record", "checks", 0, "name"),
+            3,
+            "variants.broken.attempts[0].observation.ranks[0].record.checks[0].name: ",
+        ),
         (("stack", "versions", "torch"), 2, "stack.versions.torch: "),
         (("case",), "Not A Slug", "case: "),
-        (("verdicts", "broken"), {}, "verdicts.broken.name: Field required"),
-        (("arms", "broken", "skipped"), "why", "arms.broken: an arm that was skipped has no attempts"),
-        (("kind",), "control", "arms.broken: a control has the one arm control"),
-        (("arms",), {}, "arms: "),
+        (("verdicts", "unfixed"), {}, "verdicts.broken.name: Field required"),
+        (("variants", "unfixed", "skipped"), "why", "variants.broken: a variant that was skipped has no attempts"),
+        (("kind",), "control", "variants.broken: a control has the one variant control"),
+        (("variants",), {}, "variants: "),
         (("stack",), None, "stack: "),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_document_is_named_with_the_place_inside_it(
     store: Store, path: tuple[Any, ...], value: Any, said: str
 ) -> None:
@@ -237,7 +244,7 @@ LINKS = [("gpu1/s/some-case/m.json", 3), ("gpu1/s/some-case", 3), ("gpu1/s", 2),
 
 
 @pytest.mark.parametrize(("below", "left"), LINKS)
-@pytest.mark.parametrize("target", ["nowhere", "elsewhere"])
+@pytest.mark.parametrize("target", ["nowhere", "ambiguous_with"])
 def test_store_names_a_link_in_place_of_a_document(
     below: str,
     left: int,
@@ -254,12 +261,12 @@ def test_store_names_a_link_in_place_of_a_document(
             at.parent.mkdir(parents=True)
             at.write_text(json.dumps({**document(1), "case": case, "key": f"{case}/m-{hardware}"}))
     path = root / below
-    path.rename(tmp_path / "elsewhere")
+    path.rename(tmp_path / "ambiguous_with")
     path.symlink_to(tmp_path / target)
     (root / "latest").symlink_to("nowhere")
     store = Store(root)
     found = len(list(store.documents()))
-    if path.suffix and target == "elsewhere":  # a link to a document is one
+    if path.suffix and target == "ambiguous_with":  # a link to a document is one
         assert (found, store.damaged) == (4, [])
         return
     assert found == left and [f"{path}: damaged (a link that leads to " in told for told in store.damaged] == [True]

@@ -25,17 +25,22 @@ from test_engine import CATALOGUE, PROVENANCE, STACK
 
 
 def came_out(**changed: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Documents as they are planted, but for these arms."""
-    as_planted = {"works": ("FIX_HOLDS", []), "lies": ("FIX_UNMASKS", [{"check": "sum"}]), "control": ("HEALTHY", [])}
+    """Documents as they are planted, but for these variants."""
+    as_planted = {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", [{"check": "sum"}]), "control": ("PASSED", [])}
     found = as_planted | changed
     return [
         {
-            "case": case, "stack": {"name": "current"}, "hardware": {"profile": "cpu"},
-            "arms": {},
-            "verdicts": {arm: {"name": found[arm][0], "met": found[arm][1], "reason": "because"} for arm in arms},
+            "case": case,
+            "stack": {"name": "current"},
+            "hardware": {"profile": "cpu"},
+            "variants": {},
+            "verdicts": {
+                variant: {"name": found[variant][0], "failure_ids": found[variant][1], "reason": "because"}
+                for variant in variants
+            },
         }
-        for case, arms in canary.PLANTED.items()
-    ]  # fmt: skip
+        for case, variants in canary.PLANTED.items()
+    ]
 
 
 def test_what_comes_out_as_planted_is_no_reason_to_stop() -> None:
@@ -43,22 +48,26 @@ def test_what_comes_out_as_planted_is_no_reason_to_stop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "verdict", "met"),
+    ("variant", "verdict", "failure_ids"),
     [
-        ("works", "NOT_FIRING", []),  # the failure was not seen
-        ("works", "FIX_BROKEN", [{"case": "canary-failure", "signature": "planted"}]),
-        ("lies", "FIX_HOLDS", []),  # a wrong number was believed
-        ("lies", "FIX_UNMASKS", [{"type": "RuntimeError", "place": "torch.f"}]),  # it failed, and not as planted
+        ("works", "NOT_REPRODUCED", []),  # the failure was not seen
+        ("works", "NOT_FIXED", [{"case": "canary-failure", "signature": "planted"}]),
+        ("lies", "FIXED", []),  # a wrong number was believed
+        (
+            "lies",
+            "DIFFERENT_FAILURE",
+            [{"type": "RuntimeError", "code_location": "torch.f"}],
+        ),  # it failed, and not as planted
         ("control", "INCONCLUSIVE", []),
-        ("control", "UNHEALTHY", [{"check": "sum"}]),
+        ("control", "FAILED", [{"check": "sum"}]),
     ],
 )
-def test_whatever_comes_out_otherwise_is_named(arm: str, verdict: str, met: list[dict[str, Any]]) -> None:
-    (told,) = canary.wrong(came_out(**{arm: (verdict, met)}))
-    assert f"/{arm}, stack current on cpu: planted" in told and f"{verdict}: because" in told
+def test_whatever_comes_out_otherwise_is_named(variant: str, verdict: str, failure_ids: list[dict[str, Any]]) -> None:
+    (told,) = canary.wrong(came_out(**{variant: (verdict, failure_ids)}))
+    assert f"/{variant}, stack current on cpu: planted" in told and f"{verdict}: because" in told
 
 
-def test_an_arm_that_was_not_judged_is_wrong() -> None:
+def test_an_variant_that_was_not_judged_is_wrong() -> None:
     documents = came_out()
     documents[0]["verdicts"] = {}
     assert len(canary.wrong(documents)) == 2
@@ -69,10 +78,10 @@ def test_they_are_not_of_the_catalogue() -> None:
     assert not canary.PLANTED.keys() & known.cases.keys()
     planted = canary.catalogue(known, ["torch", "transformers"])
     assert planted.cases.keys() == canary.PLANTED.keys()
-    for slug, arms in canary.PLANTED.items():
+    for slug, variants in canary.PLANTED.items():
         case = planted.cases[slug]
         assert case.launch.imports == ["torch", "transformers"] and planted.script(case).is_file()
-        assert {*arms, "broken"} >= case.arms.keys() >= arms.keys()
+        assert {*variants, "unfixed"} >= case.variants.keys() >= variants.keys()
 
 
 CARDS = tuple(Gpu(i, "NVIDIA A100-SXM4-80GB", f"GPU-{i}", 81920) for i in range(8))
@@ -112,15 +121,17 @@ def test_wherever_something_is_launched_they_can_be_launched_too(name: str, rank
         seen.extend(plans)
         return Summary(documents=came_out())
 
-    some = replace(plan, arms=[replace(arm, skip=None) for arm in plan.arms])  # what it is does not matter here
+    some = replace(
+        plan, variants=[replace(variant, skip=None) for variant in plan.variants]
+    )  # what it is does not matter here
     assert canary.look(about, [some], run, Store(Path("nowhere")), threading.Event()) is None
     assert {each.cell.case for each in seen} == canary.PLANTED.keys()
-    assert [arm.skip for each in seen for arm in each.arms] == [None] * 4
+    assert [variant.skip for each in seen for variant in each.variants] == [None] * 4
     assert {each.cell.ranks for each in seen} == {ranks}
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
-def test_cards_that_others_use_are_no_broken_harness(free: int) -> None:
+def test_cards_that_others_use_are_no_unfixed_harness(free: int) -> None:
     about = given("cpu", "gpu2")
     looked: list[set[tuple[str, int]]] = []
 
@@ -139,34 +150,34 @@ def test_cards_that_others_use_are_no_broken_harness(free: int) -> None:
     assert looked[0] == {("cpu", 2), ("gpu2", 2)}
     assert looked[1:] == ([] if free == 2 else [{("gpu2", 1)}])
 
-    def broken(inner: RunContext, plans: list[CellPlan], *_: Any) -> Summary:
+    def unfixed(inner: RunContext, plans: list[CellPlan], *_: Any) -> Summary:
         return Summary(documents=[one | lacking(one, "device") for one in came_out()])
 
-    told = canary.look(about, plans, broken, Store(Path("nowhere")), threading.Event())
+    told = canary.look(about, plans, unfixed, Store(Path("nowhere")), threading.Event())
     assert told and told.count("planted") == 3, "any other kind is"
 
 
 def lacking(document: dict[str, Any], kind: str) -> dict[str, Any]:
     """What a document says where no attempt could be launched."""
-    attempt = {"outcome": {"outcome": "infra", "reason": "because", "infra": kind}}
-    nothing = {"name": "INCONCLUSIVE", "met": [], "reason": "infra"}
-    return {"arms": {"any": {"attempts": [attempt]}}, "verdicts": dict.fromkeys(document["verdicts"], nothing)}
+    attempt = {"outcome": {"outcome": "infra_error", "reason": "because", "infra_error": kind}}
+    nothing = {"name": "INCONCLUSIVE", "failure_ids": [], "reason": "infra_error"}
+    return {"variants": {"any": {"attempts": [attempt]}}, "verdicts": dict.fromkeys(document["verdicts"], nothing)}
 
 
 @pytest.mark.ranks
 @pytest.mark.xdist_group("stack")
-def test_a_run_measures_them_first_and_stops_where_the_judge_is_broken(
+def test_a_run_measures_them_first_and_stops_where_the_judge_is_unfixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_are_warm: None
 ) -> None:
     results = tmp_path / "results"
-    prepared = session.prepare(["case=fsdp-generate", "arms=[broken]", "hardware=cpu", f"results={results}"])
+    prepared = session.prepare(["case=fsdp-generate", "variants=[broken]", "hardware=cpu", f"results={results}"])
     found = workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)
     assert found.attempts == len(prepared.plans), "the planted attempts are not of the run"
     written = {path.parent.name for path in results.rglob("*.json")}
     assert written == {"fsdp-generate"}, "nobody keeps what was planted"
 
     def believes(*_: Any) -> Outcome:
-        return Outcome("clean", "all is well")
+        return Outcome("passed", "all is well")
 
     monkeypatch.setattr("repro_matrix.results.document.grade.grade", believes)
     before = sorted(path.stat().st_mtime_ns for path in results.rglob("*.json"))

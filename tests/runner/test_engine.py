@@ -29,7 +29,7 @@ from repro_matrix.planning.cells import place
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results import provenance
 from repro_matrix.results.exit_code import bisect_exit, exit_code
-from repro_matrix.results.rows import arm_rows
+from repro_matrix.results.rows import variant_rows
 from repro_matrix.results.store import Store
 from repro_matrix.runner.attempts import Attempts
 from repro_matrix.runner.engine import Engine, Event, Later, RunContext, Summary
@@ -44,7 +44,7 @@ ON_CPU = Profile("cpu", "cpu", "gloo")
 PROVENANCE = {
     "git_commit": None, "git_dirty": False, "harness_version": "0", "command": "repro", "seed": 0, "launcher": "fake",
 }  # fmt: skip
-FIRES = {
+REPRODUCED = {
     "type": "RuntimeError", "module": "builtins", "bases": ["Exception"], "cause": None,
     "message": "The size of tensor a (512) must match the size of tensor b (1024) at non-singleton dimension 2",
     "frames": [
@@ -57,14 +57,15 @@ FIRES = {
 
 
 def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
-    proof = CATALOGUE.cases[attempt.settings["case"]].proof
+    pass_criteria = CATALOGUE.cases[attempt.settings["case"]].pass_criteria
     count, now = attempt.settings["steps"], time.time()
     checks = [
-        {"name": name, "passed": True, "got": count, "want": count, "tolerance": 0, "at": 0.5} for name in proof.checks
+        {"name": name, "passed": True, "actual": count, "expected": count, "tolerance": 0, "at": 0.5}
+        for name in pass_criteria.checks
     ]
     ranks = [
         {
-            "rank": rank, "exit_code": 1 if error else 0, "signal": None, "ended_by": "self", "log_tail": "",
+            "rank": rank, "exit_code": 1 if error else 0, "signal": None, "terminated_by": "self", "log_tail": "",
             "stack": None,
             "record": {
                 "schema": 2, "rank": rank, "done": not error, "exception": error, "checks": [] if error else checks,
@@ -72,22 +73,35 @@ def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) ->
                 "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": now,
                 "ended": now + 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
                 "peak_gpu_mb": 512.0 if attempt.settings["device"] == "cuda" else None,
-                **as_promised(attempt.settings, attempt.world_size, proof.in_force),
+                **as_promised(attempt.settings, attempt.world_size, pass_criteria.effects),
             },
         }
         for rank in range(attempt.world_size)
     ]  # fmt: skip
     about = {
-        "id": attempt.id, "launcher": "fake", "command": [], "torchrun": "torchrun", "backend": "gloo",
-        "world_size": attempt.world_size, "started": now, "ended": now + 1.0, "wall_s": 1.0, "cpu_s": 0.2,
+        "id": attempt.id,
+        "launcher": "fake",
+        "command": [],
+        "torchrun": "torchrun",
+        "backend": "gloo",
+        "world_size": attempt.world_size,
+        "started": now,
+        "ended": now + 1.0,
+        "wall_s": 1.0,
+        "cpu_s": 0.2,
         "deadline_s": 1.0,
-        "timed_out": False, "interrupted": False, "leftover": [], "seed": 0, "settings": attempt.settings, **extra,
-    }  # fmt: skip
-    return {"schema": 1, "attempt": about, "infra": None, "ranks": ranks}
+        "timed_out": False,
+        "interrupted": False,
+        "leaked_processes": [],
+        "seed": 0,
+        "settings": attempt.settings,
+        **extra,
+    }
+    return {"schema": 1, "attempt": about, "infra_error": None, "ranks": ranks}
 
 
 class Fake:
-    """Broken fires, fixes are clean; what else happens is up to ``fault``."""
+    """Broken reproduces, fixes are clean; what else happens is up to ``fault``."""
 
     name = "fake"
 
@@ -96,13 +110,13 @@ class Fake:
         self.launched: list[str] = []
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
-        arm = attempt.settings["arm"]
-        self.launched.append(arm)
+        variant = attempt.settings["variant"]
+        self.launched.append(variant)
         if self.fault:
             found = self.fault(attempt, stop)
             if found is not None:
                 return dict(found)
-        return observation(attempt, FIRES if arm == "broken" else None)
+        return observation(attempt, REPRODUCED if variant == "unfixed" else None)
 
     def close(self) -> None: ...
 
@@ -130,30 +144,30 @@ def engine_of(
 
 
 def run(
-    tmp_path: Path, launcher: Fake, *, arms: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
+    tmp_path: Path, launcher: Fake, *, variants: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
     resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
     stop: threading.Event | None = None, code: dict[str, str] | None = None,
 ) -> Summary:  # fmt: skip
-    settings = RunSettings(arms=list(arms), repeat=repeat, jobs=jobs, order=Order.listed)
+    settings = RunSettings(variants=list(variants), repeat=repeat, jobs=jobs, order=Order.listed)
     on_event = (events if events is not None else []).append
     with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history, code=code) as (engine, plans):
         return engine.run(plans, stop or threading.Event(), resume)
 
 
 def verdicts(summary: Summary) -> dict[str, str]:
-    return {arm: verdict["name"] for arm, verdict in summary.documents[0]["verdicts"].items()}
+    return {variant: verdict["name"] for variant, verdict in summary.documents[0]["verdicts"].items()}
 
 
 def test_run_stores_a_graded_document(tmp_path: Path) -> None:
     events: list[Event] = []
     summary = run(tmp_path, Fake(), events=events)
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    assert verdicts(summary) == {"root-call": "FIXED", "summon": "FIXED"}
     stored = list(Store(tmp_path / "results").documents())
     assert len(stored) == 1 and stored[0]["complete"]
-    assert stored[0]["arms"]["broken"]["attempts"][0]["observation"]["ranks"][0]["record"]["exception"]["type"]
+    assert stored[0]["variants"]["unfixed"]["attempts"][0]["observation"]["ranks"][0]["record"]["exception"]["type"]
     kinds = [event.kind for event in events if event.kind != "time"]
     assert kinds[0] == "cells" and kinds.count("attempt") == 3 and kinds[-1] == "cell"
-    assert [row["arm"] for row in arm_rows(stored[0])] == ["broken", "root-call", "summon"]
+    assert [row["variant"] for row in variant_rows(stored[0])] == ["unfixed", "root-call", "summon"]
 
 
 def test_script_changed_during_the_run_is_infra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,42 +180,42 @@ def test_script_changed_during_the_run_is_infra(tmp_path: Path, monkeypatch: pyt
     assert script.is_relative_to(folder)
 
     def saved(attempt: Attempt, stop: threading.Event) -> None:
-        if attempt.settings["arm"] == "root-call":
+        if attempt.settings["variant"] == "root-call":
             script.write_text(script.read_text() + "\n# saved\n")
 
     summary = run(tmp_path, Fake(saved), code=provenance.code_hashes(copied))
-    outcomes = {name: arm["attempts"][0]["outcome"] for name, arm in summary.documents[0]["arms"].items()
-                if arm["attempts"]}  # fmt: skip
-    assert outcomes["broken"]["outcome"] == "fires", "it had ended by then"
-    for arm in ("root-call", "summon"):
-        assert outcomes[arm]["outcome"] == "infra"
-        assert f"{script} or the kit beside it was changed after the run had begun" in outcomes[arm]["reason"]
+    outcomes = {name: variant["attempts"][0]["outcome"] for name, variant in summary.documents[0]["variants"].items()
+                if variant["attempts"]}  # fmt: skip
+    assert outcomes["unfixed"]["outcome"] == "reproduced", "it had ended by then"
+    for variant in ("root-call", "summon"):
+        assert outcomes[variant]["outcome"] == "infra_error"
+        assert f"{script} or the kit beside it was changed after the run had begun" in outcomes[variant]["reason"]
     script.unlink()
     summary = run(tmp_path / "gone", Fake(), code=dict.fromkeys(copied.cases, "abc"))
-    assert "cannot be read" in summary.documents[0]["arms"]["broken"]["attempts"][0]["outcome"]["reason"]
+    assert "cannot be read" in summary.documents[0]["variants"]["unfixed"]["attempts"][0]["outcome"]["reason"]
 
 
 def test_repeat_with_mixed_outcomes_is_flaky(tmp_path: Path) -> None:
     def one_in_three(attempt: Attempt, stop: threading.Event) -> Any:
-        if attempt.settings["arm"] == "summon":
+        if attempt.settings["variant"] == "summon":
             seen.append(attempt.id)
-            return observation(attempt, FIRES) if len(seen) == 2 else None
+            return observation(attempt, REPRODUCED) if len(seen) == 2 else None
         return None
 
     seen: list[str] = []
     summary = run(tmp_path, Fake(one_in_three), repeat=3)
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FLAKY"}
+    assert verdicts(summary) == {"root-call": "FIXED", "summon": "FLAKY"}
     assert summary.documents[0]["verdicts"]["summon"]["fix_k"] == 2
     assert summary.attempts == 9
 
 
 def test_launcher_that_raises_does_not_stop_the_run(tmp_path: Path) -> None:
     def explode(attempt: Attempt, stop: threading.Event) -> Any:
-        if attempt.settings["arm"] == "root-call":
+        if attempt.settings["variant"] == "root-call":
             raise ValueError("a fault of ours")
 
     summary = run(tmp_path, Fake(explode))
-    assert verdicts(summary) == {"root-call": "INCONCLUSIVE", "summon": "FIX_HOLDS"}
+    assert verdicts(summary) == {"root-call": "INCONCLUSIVE", "summon": "FIXED"}
     assert "a fault of ours" in summary.documents[0]["verdicts"]["root-call"]["reason"]
     assert exit_code(summary.documents, 1) == 3
 
@@ -219,14 +233,14 @@ def test_newer_schema_is_refused_before_anything_is_launched(tmp_path: Path, res
 
 
 def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
-    run(tmp_path, Fake(), arms=("root-call",))
+    run(tmp_path, Fake(), variants=("root-call",))
     again = Fake()
     summary = run(tmp_path, again, resume=True)
     assert again.launched == ["summon"] and summary.reused == 2
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    assert verdicts(summary) == {"root-call": "FIXED", "summon": "FIXED"}
     nothing = Fake()
     before = [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]
-    assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "FIXED", "summon": "FIXED"}
     assert nothing.launched == []
     assert before == [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]  # nothing to write
 
@@ -239,16 +253,19 @@ def test_resume_grades_by_the_case_as_it_is_now(tmp_path: Path, monkeypatch: pyt
     other = case.model_copy(update={"signatures": [each for each in mended if each.kind == "exception"]})
     monkeypatch.setitem(CATALOGUE.cases, slug, other)
     nothing = Fake()
-    assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "CHANGED", "summon": "CHANGED"}
+    assert verdicts(run(tmp_path, nothing, resume=True)) == {
+        "root-call": "SIGNATURE_MISMATCH",
+        "summon": "SIGNATURE_MISMATCH",
+    }
     assert nothing.launched == []
-    assert next(Store(tmp_path / "results").documents())["verdicts"]["root-call"]["name"] == "CHANGED"
+    assert next(Store(tmp_path / "results").documents())["verdicts"]["root-call"]["name"] == "SIGNATURE_MISMATCH"
 
 
-def test_resume_with_fewer_arms_keeps_the_others(tmp_path: Path) -> None:
+def test_resume_with_fewer_variants_keeps_the_others(tmp_path: Path) -> None:
     run(tmp_path, Fake())
-    run(tmp_path, Fake(), arms=("root-call",), resume=True)
+    run(tmp_path, Fake(), variants=("root-call",), resume=True)
     stored = next(Store(tmp_path / "results").documents())
-    assert len(stored["arms"]["summon"]["attempts"]) == 1
+    assert len(stored["variants"]["summon"]["attempts"]) == 1
 
 
 def stored_of(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
@@ -256,51 +273,53 @@ def stored_of(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return path, json.loads(path.read_text())
 
 
-def test_resume_drops_an_unselected_arm_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_drops_an_unselected_variant_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, Fake())
     slug = "qwen15-fsdp-norm-shard"
     case, raw = CATALOGUE.cases[slug], CATALOGUE.raw["case"][slug]
-    summon = case.arms["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})
-    monkeypatch.setitem(CATALOGUE.cases, slug, case.model_copy(update={"arms": {**case.arms, "summon": summon}}))
+    summon = case.variants["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})
+    monkeypatch.setitem(
+        CATALOGUE.cases, slug, case.model_copy(update={"variants": {**case.variants, "summon": summon}})
+    )
     monkeypatch.setitem(CATALOGUE.raw["case"], slug, raw)
     nothing = Fake()
-    run(tmp_path, nothing, arms=("root-call",), resume=True)
+    run(tmp_path, nothing, variants=("root-call",), resume=True)
     _, document = stored_of(tmp_path)
-    assert nothing.launched == [] and list(document["arms"]) == ["broken", "root-call"]
+    assert nothing.launched == [] and list(document["variants"]) == ["unfixed", "root-call"]
     assert list(document["verdicts"]) == ["root-call"]
     (older,) = (tmp_path / "results" / "history").rglob("*.json")
-    assert "summon" in json.loads(older.read_text())["arms"], "nothing recorded is lost"
+    assert "summon" in json.loads(older.read_text())["variants"], "nothing recorded is lost"
 
 
 @pytest.mark.parametrize("edited", ["fingerprint", "attempt", "machine"])
 def test_resume_runs_again_what_has_another_fingerprint_or_machine(tmp_path: Path, edited: str) -> None:
     run(tmp_path, Fake())
     path, document = stored_of(tmp_path)
-    arm = document["arms"]["summon"]
+    variant = document["variants"]["summon"]
     if edited == "fingerprint":
-        arm["fingerprint"] = "0" * 16
+        variant["fingerprint"] = "0" * 16
     elif edited == "attempt":
-        arm["attempts"][0]["observation"]["attempt"]["fingerprint"] = "0" * 16
+        variant["attempts"][0]["observation"]["attempt"]["fingerprint"] = "0" * 16
     else:
         document["hardware"]["cpu"] = "another"
     path.write_text(json.dumps(document))
     again = Fake()
     run(tmp_path, again, resume=True)
-    assert again.launched == ["broken", "root-call", "summon"]
+    assert again.launched == ["unfixed", "root-call", "summon"]
 
 
 def test_interrupted_attempt_is_no_result(tmp_path: Path) -> None:
     pressed = threading.Event()  # Ctrl-C
 
     def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
-        if attempt.settings["arm"] == "root-call":
+        if attempt.settings["variant"] == "root-call":
             pressed.set()
             return observation(attempt, None, interrupted=stop.wait(200))
 
     summary = run(tmp_path, Fake(interrupt), stop=pressed)
     assert summary.interrupted and not summary.documents
     stored = next(Store(tmp_path / "results").documents())
-    assert not stored["complete"] and len(stored["arms"]["broken"]["attempts"]) == 1
+    assert not stored["complete"] and len(stored["variants"]["unfixed"]["attempts"]) == 1
     again = Fake()
     run(tmp_path, again, resume=True)
     assert again.launched == ["root-call", "summon"]
@@ -320,16 +339,16 @@ def test_jobs_attempts_run_side_by_side(tmp_path: Path) -> None:
     both = threading.Barrier(2, timeout=200)
 
     def together(attempt: Attempt, stop: threading.Event) -> Any:
-        if attempt.settings["arm"] != "broken":
+        if attempt.settings["variant"] != "unfixed":
             both.wait()  # passes only when two attempts run at once
 
-    assert verdicts(run(tmp_path, Fake(together), jobs=2)) == {"root-call": "FIX_HOLDS", "summon": "FIX_HOLDS"}
+    assert verdicts(run(tmp_path, Fake(together), jobs=2)) == {"root-call": "FIXED", "summon": "FIXED"}
 
 
 def test_gpus_of_another_run_are_waited_for(tmp_path: Path) -> None:
     gpus = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 143771) for index in range(2))
     texts: list[str] = []
-    settings = RunSettings(arms=["root-call"])
+    settings = RunSettings(variants=["root-call"])
     other = GpuLocks(tmp_path / "state", "other")
     held = ["GPU-1"]
     assert other.acquire(held)
@@ -343,7 +362,7 @@ def test_gpus_of_another_run_are_waited_for(tmp_path: Path) -> None:
     profile = Profile("gpu2", "cuda", "nccl", gpus)
     with engine_of(tmp_path, launcher, settings, on_event=watch, profile=profile) as (engine, plans):
         summary = engine.run(plans, threading.Event())
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and launcher.launched == ["broken", "root-call"]
+    assert verdicts(summary) == {"root-call": "FIXED"} and launcher.launched == ["unfixed", "root-call"]
     assert "waiting for GPUs that another run holds" in texts and not texts[-1]
 
 
@@ -351,12 +370,12 @@ def test_upstream_fixed_needs_an_older_failure(tmp_path: Path) -> None:
     older = run(tmp_path / "old", Fake()).documents[0]
     older = json.loads(json.dumps(older).replace("2.13.0", "2.2.2").replace("5.23.0", "4.39.3"))
 
-    def clean(attempt: Attempt, stop: threading.Event) -> Any:
+    def passed(attempt: Attempt, stop: threading.Event) -> Any:
         return observation(attempt, None)
 
-    assert set(verdicts(run(tmp_path / "a", Fake(clean))).values()) == {"NOT_FIRING"}
+    assert set(verdicts(run(tmp_path / "a", Fake(passed))).values()) == {"NOT_REPRODUCED"}
     known = {older["key"]: [older]}
-    assert set(verdicts(run(tmp_path / "b", Fake(clean), history=known)).values()) == {"UPSTREAM_FIXED"}
+    assert set(verdicts(run(tmp_path / "b", Fake(passed), history=known)).values()) == {"FIXED_UPSTREAM"}
 
 
 def test_exit_codes(tmp_path: Path) -> None:
@@ -364,9 +383,13 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert exit_code(documents, 1) == 0
     assert exit_code(documents, 2) == 3 and exit_code([], 1) == 3  # fewer cells than asked for is not green
     assert exit_code(documents, 1, stopped_early=True) == 3
-    documents[0]["arms"]["summon"] |= {"attempts": [], "skipped": "needs", "skip": {"kind": "packages", "needs": []}}
+    documents[0]["variants"]["summon"] |= {
+        "attempts": [],
+        "skipped": "needs",
+        "skip": {"kind": "packages", "needs": []},
+    }
     assert exit_code(documents, 1) == 0
-    documents[0]["arms"]["summon"]["skip"]["kind"] = "build"  # it could be here, and could not be made
+    documents[0]["variants"]["summon"]["skip"]["kind"] = "build"  # it could be here, and could not be made
     assert exit_code(documents, 1) == 3
     documents[0]["verdicts"]["summon"]["expected"] = "unexpected"
     assert exit_code(documents, 5) == 1
@@ -389,7 +412,7 @@ def test_cells_that_wait_for_a_build_run_after_it(tmp_path: Path) -> None:
         first, others = plans[0], plans[1]
         summary = engine.run([first], threading.Event(), later=[Later("stack x", [others.cell], build)])
     assert [document["model"] for document in summary.documents] == [first.cell.model, others.cell.model]
-    assert order == [first.cell.model] * len(first.arms) + [others.cell.model] * len(others.arms)
+    assert order == [first.cell.model] * len(first.variants) + [others.cell.model] * len(others.variants)
 
 
 def test_interrupted_build_adds_no_cells(tmp_path: Path) -> None:

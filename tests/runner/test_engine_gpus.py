@@ -30,14 +30,14 @@ def run_on_gpus(
     nvml: FakeNvml,
     launcher: Fake,
     on_event: Callable[[Event], None] = lambda event: None,
-    arms: tuple[str, ...] = ("root-call",),
+    variants: tuple[str, ...] = ("root-call",),
 ) -> Summary:
-    """One cell of three arms at most, two cards an attempt."""
+    """One cell of three variants at most, two cards an attempt."""
     gpus = tuple(Gpu(index, card.name, card.uuid, card.memory_mb) for index, card in enumerate(nvml.cards))
     profile = Profile("any", "cuda", "nccl", gpus)
     with Nvml(card.uuid for card in nvml.cards) as driver:
         opened = engine_of(
-            tmp_path, launcher, RunSettings(arms=list(arms)), profile=profile, driver=driver, on_event=on_event
+            tmp_path, launcher, RunSettings(variants=list(variants)), profile=profile, driver=driver, on_event=on_event
         )
         with opened as (engine, plans):
             return engine.run(plans, threading.Event())
@@ -61,7 +61,7 @@ def test_attempts_run_side_by_side_on_different_gpus(tmp_path: Path, monkeypatch
         both.wait()
 
     summary = run_on_gpus(tmp_path, nvml, Fake(together))
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
+    assert verdicts(summary) == {"root-call": "FIXED"} and not summary.cards
     first, second = (set(gpus) for gpus in seen)
     assert len(first) == len(second) == 2 and not first & second
 
@@ -81,13 +81,13 @@ def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(tmp_path: Path, mo
     summary = run_on_gpus(tmp_path, nvml, Fake(fall_off))
     assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
     document = summary.documents[0]
-    made = [attempt for arm in document["arms"].values() for attempt in arm["attempts"]]
-    infra = [attempt for attempt in made if attempt["outcome"]["outcome"] == "infra"]
-    assert len(made) == 3 and len(infra) == 1
-    assert f"gpu0 ({nvml.cards[0].uuid}): Xid 79" in infra[0]["outcome"]["reason"]
+    made = [attempt for variant in document["variants"].values() for attempt in variant["attempts"]]
+    infra_error = [attempt for attempt in made if attempt["outcome"]["outcome"] == "infra_error"]
+    assert len(made) == 3 and len(infra_error) == 1
+    assert f"gpu0 ({nvml.cards[0].uuid}): Xid 79" in infra_error[0]["outcome"]["reason"]
     once_more = [attempt["observation"]["attempt"].get("again") for attempt in made]
     assert sum("Xid 79" in str(why) for why in once_more) == 1
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    assert verdicts(summary) == {"root-call": "FIXED"}
     document["verdicts"]["root-call"]["expected"] = "expected"
     assert exit_code(summary.documents, 1) == 0  # nothing is missed
     assert summary.cards == [f"gpu0 ({nvml.cards[0].uuid}) is not used any more: Xid 79"]
@@ -113,7 +113,7 @@ def test_gpu_with_a_problem_after_its_attempt_is_not_used_again(
     summary = run_on_gpus(tmp_path, nvml, Fake(break_it))
     assert len(used) == 3 and nvml.cards[1].uuid in used[0] and all(nvml.cards[1].uuid not in gpus for gpus in used[1:])
     words = {"lost": "GPU is lost", "ecc": "ECC: 2 uncorrected memory errors", "mig": "it is in MIG mode"}[fault]
-    assert words in summary.cards[0] and verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    assert words in summary.cards[0] and verdicts(summary) == {"root-call": "FIXED"}
 
 
 def test_too_few_gpus_left_is_infra_and_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_too_few_gpus_left_is_infra_and_names_them(tmp_path: Path, monkeypatch: 
 
     launcher = Fake(fall_off)
     summary = run_on_gpus(tmp_path, nvml, launcher)
-    assert launcher.launched == ["broken"] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
+    assert launcher.launched == ["unfixed"] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
     reason = summary.documents[0]["verdicts"]["root-call"]["reason"]
     assert "needs 2 GPUs; 1 can be used (gpu1: NVML: GPU is lost)" in reason
     assert exit_code(summary.documents, 1) == 3
@@ -136,7 +136,7 @@ def test_gpu_of_another_user_is_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     nvml.install(monkeypatch)
     used: set[str] = set()
     summary = run_on_gpus(tmp_path, nvml, Fake(lambda attempt, stop: used.update(attempt.gpus)))
-    assert used == {nvml.cards[0].uuid, nvml.cards[2].uuid} and verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    assert used == {nvml.cards[0].uuid, nvml.cards[2].uuid} and verdicts(summary) == {"root-call": "FIXED"}
     assert "gpu1" in summary.cards[0] and "process 4711 (30211 MiB)" in summary.cards[0]
 
 
@@ -164,10 +164,10 @@ def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytes
         if len(used) == 1:
             nvml.cards[0].processes.append(Process(os.getpid(), 512))
 
-    summary = run_on_gpus(tmp_path, nvml, Fake(stay), arms=("root-call", "summon"))
+    summary = run_on_gpus(tmp_path, nvml, Fake(stay), variants=("root-call", "summon"))
     assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
     assert f"process {os.getpid()} of an ended attempt is still on it (512 MiB)" in summary.cards[0]
-    assert set(verdicts(summary).values()) == {"FIX_HOLDS"}  # what the attempt showed stands
+    assert set(verdicts(summary).values()) == {"FIXED"}  # what the attempt showed stands
 
 
 def test_gpu_and_cpu_cells_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +178,12 @@ def test_gpu_and_cpu_cells_run_side_by_side(tmp_path: Path, monkeypatch: pytest.
 
     def together(attempt: Attempt, stop: threading.Event) -> Any:
         launched.append(attempt.gpus)
-        if attempt.settings["arm"] == "broken":
+        if attempt.settings["variant"] == "unfixed":
             both.wait()  # one on the cards, one on the CPU, at once
 
     gpus = tuple(Gpu(index, card.name, card.uuid, card.memory_mb) for index, card in enumerate(nvml.cards))
     profile = Profile("any", "cuda", "nccl", gpus)
-    settings = RunSettings(arms=["root-call"])
+    settings = RunSettings(variants=["root-call"])
     with (
         engine_of(tmp_path / "cpu", Fake(), settings) as (_, on_cpu),
         engine_of(tmp_path / "both", Fake(together), settings, profile=profile) as (engine, plans),
@@ -209,7 +209,7 @@ def failing_on(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) -> 
         rank = made["ranks"][attempt.gpus.index(bad)]
         rank["record"].update(exception=error, phase="body")
         kind = classify_device_error(error, "body")
-        return {**made, "infra": {"kind": kind, "message": f"rank {rank['rank']}: {error['message']}"}}
+        return {**made, "infra_error": {"kind": kind, "message": f"rank {rank['rank']}: {error['message']}"}}
 
     return fail
 
@@ -217,7 +217,7 @@ def failing_on(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) -> 
 FRAMES = [
     {
         "file": "/site-packages/torch/nn/modules/linear.py", "line": 1, "module": "torch.nn.modules.linear",
-        "function": "forward", "place": "torch.nn.modules.linear",
+        "function": "forward", "code_location": "torch.nn.modules.linear",
     }
 ]  # fmt: skip
 PEER = {"type": "DistBackendError", "message": "NCCL error: remote process exited", "frames": FRAMES, "cause": None}
@@ -226,7 +226,7 @@ ECC = {"type": "AcceleratorError", "message": "CUDA error: uncorrectable ECC err
 LAUNCH = {**ECC, "message": "CUDA error: unspecified launch failure", "error_code": 719}
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("code_location", [0, 1])
 def test_gpu_failed_by_a_ranks_error_is_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
@@ -235,12 +235,12 @@ def test_gpu_failed_by_a_ranks_error_is_not_used_again(
     bad, used = nvml.cards[place].uuid, []  # type: ignore[var-annotated]
     summary = run_on_gpus(tmp_path, nvml, Fake(failing_on(bad, ECC, used)))
     assert [bad in gpus for gpus in used].count(True) == 1 and len(used) == 3
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS"}
+    assert verdicts(summary) == {"root-call": "FIXED"}
     rank = next(gpus for gpus in used if bad in gpus).index(bad)
     why = f"gpu{place} ({bad}) is not used any more: rank {rank}: CUDA error: uncorrectable ECC error encountered"
     assert summary.cards == [why]
-    made = [attempt for arm in summary.documents[0]["arms"].values() for attempt in arm["attempts"]]
-    assert [attempt["outcome"]["outcome"] for attempt in made].count("infra") == 1, "kept"
+    made = [attempt for variant in summary.documents[0]["variants"].values() for attempt in variant["attempts"]]
+    assert [attempt["outcome"]["outcome"] for attempt in made].count("infra_error") == 1, "kept"
 
 
 def test_ambiguous_gpu_error_is_repeated_on_other_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +249,12 @@ def test_ambiguous_gpu_error_is_repeated_on_other_gpus(tmp_path: Path, monkeypat
     used: list[tuple[str, ...]] = []
     fault = failing_on(nvml.cards[1].uuid, LAUNCH, used)
     summary = run_on_gpus(
-        tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["arm"] == "broken" else None)
+        tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["variant"] == "unfixed" else None)
     )
-    assert verdicts(summary) == {"root-call": "FIX_HOLDS"} and not summary.cards
-    made = summary.documents[0]["arms"]["broken"]["attempts"]
-    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "fires"]
-    assert made[1]["observation"]["attempt"]["again"]["kind"] == "card or program"
+    assert verdicts(summary) == {"root-call": "FIXED"} and not summary.cards
+    made = summary.documents[0]["variants"]["unfixed"]["attempts"]
+    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra_error", "reproduced"]
+    assert made[1]["observation"]["attempt"]["again"]["kind"] == "gpu_or_program"
     assert len(used) == 2 and not set(used[0]) & set(used[1])
 
 
@@ -264,26 +264,26 @@ def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.
     nvml.install(monkeypatch)
 
     def fault(attempt: Attempt, stop: threading.Event) -> Any:
-        if attempt.settings["arm"] == "broken":
+        if attempt.settings["variant"] == "unfixed":
             return None
         return failing_on(attempt.gpus[0], LAUNCH, [])(attempt, stop)
 
     summary = run_on_gpus(tmp_path, nvml, Fake(fault))
-    made = summary.documents[0]["arms"]["root-call"]["attempts"]
-    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra", "other_error"]
-    assert verdicts(summary) == {"root-call": "FIX_UNMASKS"} and not summary.cards
+    made = summary.documents[0]["variants"]["root-call"]["attempts"]
+    assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra_error", "other_failure"]
+    assert verdicts(summary) == {"root-call": "DIFFERENT_FAILURE"} and not summary.cards
 
 
 def test_retry_only_after_a_gpu_failure_and_only_once() -> None:
-    fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra": None, "ranks": []}
+    fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra_error": None, "ranks": []}
     failed = lost(fine, "gpu3 (GPU-3): Xid 79")
-    assert failed["infra"] == {"kind": "card", "message": "gpu3 (GPU-3): Xid 79"}
-    assert not failed["attempt"]["interrupted"] and fine["infra"] is None
-    assert again(failed, ("GPU-3",)) == {"again": failed["infra"], "avoid": ("GPU-3",)}
-    assert again({**failed, "attempt": {"again": failed["infra"]}}) is None
+    assert failed["infra_error"] == {"kind": "card", "message": "gpu3 (GPU-3): Xid 79"}
+    assert not failed["attempt"]["interrupted"] and fine["infra_error"] is None
+    assert again(failed, ("GPU-3",)) == {"again": failed["infra_error"], "avoid": ("GPU-3",)}
+    assert again({**failed, "attempt": {"again": failed["infra_error"]}}) is None
     same = {"kind": EITHER, "message": "of another attempt"}
-    twice = {**fine, "attempt": {"again": same}, "infra": {"kind": EITHER, "message": "?"}}
-    assert settled(twice)["infra"] is None, "on other cards it came again: it is the program's"
+    twice = {**fine, "attempt": {"again": same}, "infra_error": {"kind": EITHER, "message": "?"}}
+    assert settled(twice)["infra_error"] is None, "on other cards it came again: it is the program's"
     words_alone = {**twice, "attempt": {"again": {"kind": "card", "message": f"{EITHER}: so it says"}}}
-    assert settled(words_alone)["infra"], "the kind tells, not how a message begins"
-    assert again(fine) is None and again({**fine, "infra": {"kind": "launch", "message": "?"}}) is None
+    assert settled(words_alone)["infra_error"], "the kind tells, not how a message begins"
+    assert again(fine) is None and again({**fine, "infra_error": {"kind": "launch", "message": "?"}}) is None

@@ -58,7 +58,7 @@ class FakeDriver:
     def look(self, uuid: str) -> Seen:
         return Seen({4711: 30_000}) if uuid in self.busy else Seen()
 
-    def broken(self) -> dict[str, str]:
+    def unfixed(self) -> dict[str, str]:
         return self.failed
 
 

@@ -21,21 +21,21 @@ from repro_matrix.runner.engine import Event, Summary
 pytest_plugins = ["pytester"]
 CASE = "ddp-unfinished-reduction"
 AT = f"repro::{CASE}::qwen1.5-0.5b/ddp"
-SEEN: dict[str, tuple[str, str]] = {}  # arm -> (verdict, expected); an arm that is not named: (FIX_HOLDS, expected)
+SEEN: dict[str, tuple[str, str]] = {}  # variant -> (verdict, expected); a variant that is not named: (FIXED, expected)
 
 
 def measured(self: Measurement, number: int) -> list[dict[str, Any]]:
-    arms = tuple(self.wanted[number])
-    ASKED.append(arms)
+    variants = tuple(self.wanted[number])
+    ASKED.append(variants)
     return [
-        {"arm": arm, "verdict": verdict, "expected": expected, "expectation": "FIX_HOLDS", "attempts": 1,
-         "reason": f"of {arm}", "torchrun": f"torchrun {arm}", **MORE.get(arm, {})}
-        for arm in arms for verdict, expected in [SEEN.get(arm, ("FIX_HOLDS", "expected"))]
+        {"variant": variant, "verdict": verdict, "expected": expected, "expectation": "FIXED", "attempts": 1,
+         "reason": f"of {variant}", "torchrun": f"torchrun {variant}", **MORE.get(variant, {})}
+        for variant in variants for verdict, expected in [SEEN.get(variant, ("FIXED", "expected"))]
     ]  # fmt: skip
 
 
 ASKED: list[tuple[str, ...]] = []
-MORE: dict[str, dict[str, Any]] = {}  # arm -> what else its row says
+MORE: dict[str, dict[str, Any]] = {}  # variant -> what else its row says
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def test_names_are_readable_and_the_same_whatever_else_is_selected(run: Any) -> 
 
 
 def test_lf_takes_what_failed_last_and_x_stops_there(run: Any) -> None:
-    SEEN["freeze"] = SEEN["touch"] = ("FIX_BROKEN", "unexpected")
+    SEEN["freeze"] = SEEN["touch"] = ("NOT_FIXED", "unexpected")
     result = run("-v", "-k", "freeze or touch or find-unused")
     shown = [line.split()[0] for line in result.outlines if " PASSED" in line or " FAILED" in line]
     assert set(shown) == set(names(run("--collect-only", "-q", "-k", "freeze or touch or find-unused"))), "as typed"
     result.assert_outcomes(passed=1, failed=2)
-    assert {tuple(sorted(arms)) for arms in ASKED} == {("find-unused", "freeze", "touch")}, "one measurement"
-    result.stdout.fnmatch_lines(["*FIX_BROKEN: of freeze*", "*by hand: torchrun freeze*"])
+    assert {tuple(sorted(variants)) for variants in ASKED} == {("find-unused", "freeze", "touch")}, "one measurement"
+    result.stdout.fnmatch_lines(["*NOT_FIXED: of freeze*", "*by hand: torchrun freeze*"])
     SEEN.pop("touch")
     run("-v", "--lf").assert_outcomes(passed=1, failed=1)
     result = run("-v", "--lf", "-x")
@@ -82,13 +82,13 @@ def test_lf_takes_what_failed_last_and_x_stops_there(run: Any) -> None:
 
 
 def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> None:
-    SEEN["bucket-view"] = ("FIX_BROKEN", "expected")
+    SEEN["bucket-view"] = ("NOT_FIXED", "expected")
     result = run("-rx", "-k", "bucket-view")
     result.assert_outcomes(xfailed=1)
-    result.stdout.fnmatch_lines([f"XFAIL {AT}::bucket-view - FIX_BROKEN: of bucket-view"])
-    SEEN["bucket-view"] = ("FIX_HOLDS", "unexpected")  # it was expected to fail, and holds
+    result.stdout.fnmatch_lines([f"XFAIL {AT}::bucket-view - NOT_FIXED: of bucket-view"])
+    SEEN["bucket-view"] = ("FIXED", "unexpected")  # it was expected to fail, and holds
     run("-k", "bucket-view").assert_outcomes(failed=1)
-    SEEN["bucket-view"] = ("FIX_UNMASKS", "unexpected")  # it fails otherwise than it was expected to
+    SEEN["bucket-view"] = ("DIFFERENT_FAILURE", "unexpected")  # it fails otherwise than it was expected to
     run("-k", "bucket-view").assert_outcomes(failed=1)
 
 
@@ -100,35 +100,35 @@ def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
 
 
 def test_a_muted_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
-    SEEN["freeze"] = ("FIX_BROKEN", "muted")
+    SEEN["freeze"] = ("NOT_FIXED", "muted")
     MORE["freeze"] = {"muted": {"owner": "ada", "until": "2026-12-01", "reason": "#12"}}
     result = run("-rx", "-k", "freeze or touch")
     result.assert_outcomes(passed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["XFAIL *FIX_BROKEN: of freeze (muted by ada until 2026-12-01: #12)"])
+    result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of freeze (muted by ada until 2026-12-01: #12)"])
 
 
 def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
-    clean, lost = observation(ok(0), ok(1)), observation(infra={"kind": "port", "message": "taken"})
+    passed, lost = observation(ok(0), ok(1)), observation(infra_error={"kind": "port", "message": "taken"})
     today = date(2026, 11, 22)
 
-    def wrong(broken: list[Any], fix: list[Any], mutes: list[Mute], **changes: Any) -> str:
-        made = document({"broken": broken, "fix": fix}, {"fix": "FIX_HOLDS"}, key="c/m", **changes)
-        rows = {row["arm"]: row for row in rows_of(made, mutes, today)}
+    def wrong(unfixed: list[Any], fix: list[Any], mutes: list[Mute], **changes: Any) -> str:
+        made = document({"unfixed": unfixed, "fix": fix}, {"fix": "FIXED"}, key="c/m", **changes)
+        rows = {row["variant"]: row for row in rows_of(made, mutes, today)}
         return str(rows["fix"]["wrong"])
 
-    fires, good, bad = ("fires", clean), ("clean", clean), ("infra", lost)
-    again = ("clean", observation(ok(0), ok(1), again="port: taken"))
-    assert wrong([fires], [good], []) == ""
-    assert wrong([fires], [good, bad], []) == "1 attempt of fix gave no answer"
-    assert wrong([fires, bad, bad], [good], []) == "2 attempts of broken gave no answer"
-    assert wrong([fires], [bad, again], []) == "", "it was made once more, and answered"
+    reproduced, good, bad = ("reproduced", passed), ("passed", passed), ("infra_error", lost)
+    again = ("passed", observation(ok(0), ok(1), again="port: taken"))
+    assert wrong([reproduced], [good], []) == ""
+    assert wrong([reproduced], [good, bad], []) == "1 attempt of fix gave no answer"
+    assert wrong([reproduced, bad, bad], [good], []) == "2 attempts of broken gave no answer"
+    assert wrong([reproduced], [bad, again], []) == "", "it was made once more, and answered"
 
     def mute(day: int, **more: Any) -> Mute:
         return Mute(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
 
-    assert "its day is over: c/m, ada until 2026-11-21: #12" in wrong([fires], [good], [mute(21)])
-    assert wrong([fires], [good], [mute(22)]) == wrong([fires], [good], [mute(21, arm="other")]) == ""
-    made = document({"broken": [fires], "fix": [good]}, {"fix": "FIX_BROKEN"}, key="c/m")
+    assert "its day is over: c/m, ada until 2026-11-21: #12" in wrong([reproduced], [good], [mute(21)])
+    assert wrong([reproduced], [good], [mute(22)]) == wrong([reproduced], [good], [mute(21, variant="other")]) == ""
+    made = document({"unfixed": [reproduced], "fix": [good]}, {"fix": "NOT_FIXED"}, key="c/m")
     made["verdicts"]["fix"]["expected"] = "unexpected"
     _, row = rows_of(made, [mute(22)], today)
     assert row["expected"] == "muted" and row["muted"]["owner"] == "ada"
@@ -141,8 +141,8 @@ def test_what_is_left_out_is_counted_against_what_there_is(run: Any) -> None:
     run("-k", "freeze").stdout.fnmatch_lines([f"collected {every} items / {every - 1} deselected / 1 selected"])
 
 
-def test_junit_names_case_cell_and_arm(run: Any, pytester: pytest.Pytester) -> None:
-    SEEN["touch"] = ("INCONCLUSIVE", "unset")
+def test_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pytester) -> None:
+    SEEN["touch"] = ("INCONCLUSIVE", "no_expectation")
     run("-k", "freeze or touch", "--junitxml=out.xml").assert_outcomes(passed=1, failed=1)
     cases = list(ET.parse(pytester.path / "out.xml").iter("testcase"))
     assert [(c.get("classname"), c.get("name")) for c in cases] == [
@@ -189,27 +189,32 @@ def test_words_that_select_nothing_are_a_usage_error(text: str, told: str, pytes
     assert told in result.stderr.str()
 
 
-def prepared_measurement(tmp_path: Path, *arms: str) -> Measurement:
+def prepared_measurement(tmp_path: Path, *variants: str) -> Measurement:
     texts = [f"case={CASE}", f"results={tmp_path}"]
-    return Measurement(session.prepare(texts, build_stacks=False), texts, (), wanted={0: list(arms)})
+    return Measurement(session.prepare(texts, build_stacks=False), texts, (), wanted={0: list(variants)})
 
 
-def test_one_run_measures_the_selected_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_run_measures_the_selected_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched: list[Any] = []
 
     def execute(prepared: Any, tell: Any, stop: threading.Event, *, on_warning: Any) -> Summary:
         for plan in prepared.plans:
-            launched.append(tuple(arm.arm for arm in plan.arms))
+            launched.append(tuple(variant.variant for variant in plan.variants))
             tell(Event("cell", plan, document={"plan": plan}))  # type: ignore[arg-type]
         return Summary()
 
     monkeypatch.setattr(workplace, "execute", execute)
     monkeypatch.setattr(
-        "repro_matrix.pytest_plugin.rows_of", lambda document, *mutes: [{"arm": a.arm} for a in document["plan"].arms]
+        "repro_matrix.pytest_plugin.rows_of",
+        lambda document, *mutes: [{"variant": a.variant} for a in document["plan"].variants],
     )
     measurement = prepared_measurement(tmp_path, "touch", "freeze")
-    assert measurement.rows(0) == measurement.rows(0) == [{"arm": "broken"}, {"arm": "freeze"}, {"arm": "touch"}]
-    assert launched == [("broken", "freeze", "touch")]
+    assert (
+        measurement.rows(0)
+        == measurement.rows(0)
+        == [{"variant": "unfixed"}, {"variant": "freeze"}, {"variant": "touch"}]
+    )
+    assert launched == [("unfixed", "freeze", "touch")]
     measurement.close()
 
 

@@ -13,37 +13,37 @@ from repro_matrix.results import document as documents
 from repro_matrix.runner.retry import CARDS, LONGER, LOST_CARD, TOO_SLOW, again, lost, settled, told
 
 CASE = case()
-FIRES, CLEAN = observation(failed(0), failed(1)), observation(ok(0), ok(1))
+REPRODUCED, PASSED = observation(failed(0), failed(1)), observation(ok(0), ok(1))
 
 
-def plan(repeat: int = 2, unasked: dict[str, str] | None = None, **arms: str) -> Any:
-    """Arm -> its fingerprint now; ``skipped`` as a fingerprint: it is."""
+def plan(repeat: int = 2, unasked: dict[str, str] | None = None, **variants: str) -> Any:
+    """Variant -> its fingerprint now; ``skipped`` as a fingerprint: it is."""
     made = [
-        SimpleNamespace(arm=arm, fingerprint=now, skipped="no GPU" if now == "skipped" else None, repeat=repeat)
-        for arm, now in {"broken": "b", "fix": "f", **arms}.items()
+        SimpleNamespace(variant=variant, fingerprint=now, skipped="no GPU" if now == "skipped" else None, repeat=repeat)
+        for variant, now in {"unfixed": "b", "fix": "f", **variants}.items()
     ]
-    return SimpleNamespace(arms=made, unasked=tuple((unasked or {}).items()))
+    return SimpleNamespace(variants=made, unasked=tuple((unasked or {}).items()))
 
 
 def older(**changes: Any) -> dict[str, Any]:
-    found = document({"broken": [("clean", FIRES)], "fix": [("clean", CLEAN), ("infra", CLEAN)]})
+    found = document({"unfixed": [("passed", REPRODUCED)], "fix": [("passed", PASSED), ("infra_error", PASSED)]})
     found["provenance"]["started"] = 1.0
-    for arm, under in (("broken", "b"), ("fix", "f")):
-        found["arms"][arm]["fingerprint"] = under
+    for variant, under in (("unfixed", "b"), ("fix", "f")):
+        found["variants"][variant]["fingerprint"] = under
     return {**found, **changes}
 
 
 def begun(**changes: Any) -> dict[str, Any]:
-    found = document({"broken": [], "fix": []})
+    found = document({"unfixed": [], "fix": []})
     found["provenance"]["started"] = 2.0
     return {**found, **changes}
 
 
 def kept(before: dict[str, Any], at: Any = None, now: dict[str, Any] | None = None) -> tuple[dict[str, int], float]:
-    """Arm -> how many attempts were kept; when the document says that it was begun."""
+    """Variant -> how many attempts were kept; when the document says that it was begun."""
     new = now or begun()
     documents.take_over(new, before, at or plan(), CASE, {CASE.slug: CASE})  # type: ignore[arg-type]
-    return {name: len(arm["attempts"]) for name, arm in new["arms"].items()}, new["provenance"]["started"]
+    return {name: len(variant["attempts"]) for name, variant in new["variants"].items()}, new["provenance"]["started"]
 
 
 def test_believed_rejects_a_document_of_another_case() -> None:
@@ -53,68 +53,68 @@ def test_believed_rejects_a_document_of_another_case() -> None:
 
 def test_what_is_still_the_answer_is_kept_judged_again_and_infra_is_not() -> None:
     new = begun()
-    assert kept(older(), now=new) == ({"broken": 1, "fix": 1}, 1.0)
-    (made,) = new["arms"]["broken"]["attempts"]
-    assert made["outcome"]["outcome"] == "fires", "however it was judged then"
+    assert kept(older(), now=new) == ({"unfixed": 1, "fix": 1}, 1.0)
+    (made,) = new["variants"]["unfixed"]["attempts"]
+    assert made["outcome"]["outcome"] == "reproduced", "however it was judged then"
     assert new["provenance"]["ended"] is None and "ended" in older()["provenance"]
-    assert documents.missing(new, plan()) == [("broken", 1), ("fix", 1)]
+    assert documents.missing(new, plan()) == [("unfixed", 1), ("fix", 1)]
     assert documents.missing(new, plan(repeat=1)) == [] and documents.missing(new, plan(repeat=0)) == []
-    assert documents.missing(new, plan(fix="skipped")) == [("broken", 1)]
+    assert documents.missing(new, plan(fix="skipped")) == [("unfixed", 1)]
 
 
 def test_another_fingerprint_or_machine_or_a_skip_keeps_nothing_and_says_so() -> None:
-    assert kept(older(), plan(fix="other")) == ({"broken": 1, "fix": 0}, 2.0)
-    elsewhere = begun()
-    elsewhere["hardware"] = {**elsewhere["hardware"], "cpu": "another"}
-    assert kept(older(), now=elsewhere) == ({"broken": 0, "fix": 0}, 2.0)
-    assert kept(older(), plan(broken="skipped")) == ({"broken": 0, "fix": 1}, 2.0)
+    assert kept(older(), plan(fix="other")) == ({"unfixed": 1, "fix": 0}, 2.0)
+    ambiguous_with = begun()
+    ambiguous_with["hardware"] = {**ambiguous_with["hardware"], "cpu": "another"}
+    assert kept(older(), now=ambiguous_with) == ({"unfixed": 0, "fix": 0}, 2.0)
+    assert kept(older(), plan(unfixed="skipped")) == ({"unfixed": 0, "fix": 1}, 2.0)
     forged = older()
-    forged["arms"]["fix"]["fingerprint"] = "other"
-    assert kept(forged)[0]["fix"] == 0, "what the document says of its arm is compared, too"
+    forged["variants"]["fix"]["fingerprint"] = "other"
+    assert kept(forged)[0]["fix"] == 0, "what the document says of its variant is compared, too"
 
 
-def test_an_attempt_was_made_under_what_its_arm_says() -> None:
+def test_an_attempt_was_made_under_what_its_variant_says() -> None:
     before = older()
-    (first, _) = before["arms"]["fix"]["attempts"]
+    (first, _) = before["variants"]["fix"]["attempts"]
     first["observation"]["attempt"]["fingerprint"] = "f"
-    assert documents.made_under(first) == "f" and kept(before) == ({"broken": 1, "fix": 1}, 1.0)
-    first["observation"]["attempt"]["fingerprint"] = "of-another-arm"
-    assert kept(before) == ({"broken": 1, "fix": 0}, 2.0)
+    assert documents.made_under(first) == "f" and kept(before) == ({"unfixed": 1, "fix": 1}, 1.0)
+    first["observation"]["attempt"]["fingerprint"] = "of-another-variant"
+    assert kept(before) == ({"unfixed": 1, "fix": 0}, 2.0)
     first["observation"]["attempt"]["fingerprint"] = ""
     assert documents.made_under(first) is None and kept(before)[0]["fix"] == 1, "from before it was stored"
 
 
-def test_an_arm_that_is_not_asked_for_stays_where_it_would_be_made_alike() -> None:
-    only = begun(arms={"broken": begun()["arms"]["broken"]})
+def test_an_variant_that_is_not_asked_for_stays_where_it_would_be_made_alike() -> None:
+    only = begun(variants={"unfixed": begun()["variants"]["unfixed"]})
     at = plan(unasked={"fix": "f"})
-    at.arms.pop()
-    assert kept(older(), at, copy.deepcopy(only)) == ({"broken": 1, "fix": 1}, 1.0)
+    at.variants.pop()
+    assert kept(older(), at, copy.deepcopy(only)) == ({"unfixed": 1, "fix": 1}, 1.0)
     at.unasked = (("fix", "other"),)
-    assert kept(older(), at, copy.deepcopy(only)) == ({"broken": 1}, 2.0)
+    assert kept(older(), at, copy.deepcopy(only)) == ({"unfixed": 1}, 2.0)
     at.unasked = (("fix", "f"), ("gone", "g"))
     before = older()
-    before["arms"]["gone"] = {**before["arms"]["fix"], "fingerprint": "g"}
-    assert "gone" not in kept(before, at, copy.deepcopy(only))[0], "the case has no such arm any more"
+    before["variants"]["gone"] = {**before["variants"]["fix"], "fingerprint": "g"}
+    assert "gone" not in kept(before, at, copy.deepcopy(only))[0], "the case has no such variant any more"
     skipped = older()
-    skipped["arms"]["fix"] = {"skipped": "no GPU", "fingerprint": "f", "settings": {}, "attempts": []}
-    assert kept(skipped, at, copy.deepcopy(only)) == ({"broken": 1, "fix": 0}, 1.0)
+    skipped["variants"]["fix"] = {"skipped": "no GPU", "fingerprint": "f", "settings": {}, "attempts": []}
+    assert kept(skipped, at, copy.deepcopy(only)) == ({"unfixed": 1, "fix": 0}, 1.0)
     empty = older()
-    empty["arms"]["fix"]["attempts"] = []
+    empty["variants"]["fix"]["attempts"] = []
     assert "fix" not in kept(empty, at, copy.deepcopy(only))[0]
 
 
 def test_a_document_of_which_nothing_is_left_is_begun_anew() -> None:
     before = older()
-    for arm in before["arms"].values():
-        arm["attempts"] = []
-    assert kept(before) == ({"broken": 0, "fix": 0}, 2.0)
+    for variant in before["variants"].values():
+        variant["attempts"] = []
+    assert kept(before) == ({"unfixed": 0, "fix": 0}, 2.0)
 
 
 # -- made once more
 
 
-def seen(infra: Any = None, **attempt: Any) -> dict[str, Any]:
-    return {"attempt": {"deadline_s": 40, "interrupted": False, **attempt}, "infra": infra, "ranks": []}
+def seen(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
+    return {"attempt": {"deadline_s": 40, "interrupted": False, **attempt}, "infra_error": infra_error, "ranks": []}
 
 
 @pytest.mark.parametrize("kind", CARDS)
@@ -143,9 +143,9 @@ def test_what_was_too_slow_gets_a_longer_deadline() -> None:
 
 def test_what_came_again_is_the_programs() -> None:
     either = {"kind": EITHER, "message": "m"}
-    assert settled(seen(either, again=either))["infra"] is None
+    assert settled(seen(either, again=either))["infra_error"] is None
     for first, second in ((either, None), ({"kind": LOST_CARD}, either), (None, either), (either, {"kind": LOST_CARD})):
         assert settled(seen(first, again=second)) == seen(first, again=second)
     dead = lost(seen(interrupted=True), "it fell off the bus")
-    assert dead["infra"] == {"kind": LOST_CARD, "message": "it fell off the bus"}
+    assert dead["infra_error"] == {"kind": LOST_CARD, "message": "it fell off the bus"}
     assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40

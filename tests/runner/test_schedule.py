@@ -35,7 +35,7 @@ NODE = Capacity(cores=64, gpus=8, memory_gb=1000)
 
 
 def tasks_of(*widths: tuple[int, float]) -> list[Task]:
-    return [Task(number, "broken", 0, seconds, gpus) for number, (gpus, seconds) in enumerate(widths)]
+    return [Task(number, "unfixed", 0, seconds, gpus) for number, (gpus, seconds) in enumerate(widths)]
 
 
 jobs = st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.floats(0.1, 100)), min_size=1, max_size=30)
@@ -72,10 +72,10 @@ def test_jobs_is_the_limit_that_was_asked_for() -> None:
 
 
 def test_memory_is_not_given_out_twice_and_never_stops_everything() -> None:
-    big = Task(0, "broken", 0, 1.0, memory_gb=12.0)
-    small = Task(1, "broken", 0, 1.0, memory_gb=1.0)
+    big = Task(0, "unfixed", 0, 1.0, memory_gb=12.0)
+    small = Task(1, "unfixed", 0, 1.0, memory_gb=1.0)
     assert pick([big, small], [big], CPU, 0, idle=True) is small
-    huge = Task(2, "broken", 0, 1.0, memory_gb=99.0)
+    huge = Task(2, "unfixed", 0, 1.0, memory_gb=99.0)
     assert pick([huge], [], CPU, 0, idle=False) is huge  # alone: what is recorded may be wrong, and no task is lost
 
 
@@ -93,18 +93,18 @@ def document(
         "key": key,
         "scale": scale,
         "provenance": {"started": started},
-        "arms": {
-            arm: {"attempts": [{"observation": {"attempt": {"wall_s": wall}, "ranks": ranks}} for wall in each]}
-            for arm, each in walls.items()
+        "variants": {
+            variant: {"attempts": [{"observation": {"attempt": {"wall_s": wall}, "ranks": ranks}} for wall in each]}
+            for variant, each in walls.items()
         },
     }
 
 
 def test_the_latest_measurement_is_what_is_expected() -> None:
-    known = recorded([document(2.0, {"broken": [1.0, 3.0, 30.0]}), document(1.0, {"broken": [50.0], "fix": [4.0]})])
-    assert known["a/b", "broken"].seconds == 3.0 and known["a/b", "fix"].seconds == 4.0
-    assert known["a/b", "broken"].memory_gb == pytest.approx(1.0)
-    assert recorded([document(1.0, {"broken": [1.0]}, rss=None)])["a/b", "broken"].memory_gb is None
+    known = recorded([document(2.0, {"unfixed": [1.0, 3.0, 30.0]}), document(1.0, {"unfixed": [50.0], "fix": [4.0]})])
+    assert known["a/b", "unfixed"].seconds == 3.0 and known["a/b", "fix"].seconds == 4.0
+    assert known["a/b", "unfixed"].memory_gb == pytest.approx(1.0)
+    assert recorded([document(1.0, {"unfixed": [1.0]}, rss=None)])["a/b", "unfixed"].memory_gb is None
 
 
 def test_what_was_never_measured_takes_what_its_case_does_but_never_longer_than_its_deadline() -> None:
@@ -115,17 +115,17 @@ def test_what_was_never_measured_takes_what_its_case_does_but_never_longer_than_
     machine, cpu = Machine((), None, "cpu", 2, 24.0, "linux"), Profile("cpu", "cpu", "gloo")
     planner = Planner(found, RunSettings(deadline=60.0), {"cpu": cpu}, machine, {"current": stack}, {})
     plans = planner.plan(place(found, cells, [cpu], auto=False).cells)
-    arm = plans[0].arms[0]
+    variant = plans[0].variants[0]
     key = "qwen15-fsdp-norm-shard/new"
 
     def seconds(*documents: dict[str, Any]) -> float:
-        return expect(recorded(documents), key, arm).seconds
+        return expect(recorded(documents), key, variant).seconds
 
-    own = document(1.0, {"broken": [2.0], "fix": [4.0], "other": [40.0]}, key="qwen15-fsdp-norm-shard/old")
-    full = document(2.0, {"broken": [1350.0]}, key="qwen15-fsdp-norm-shard/full", scale="full")
-    assert seconds() == seconds(full) == seconds(document(1.0, {"broken": [40.0]})) == UNKNOWN_S
+    own = document(1.0, {"unfixed": [2.0], "fix": [4.0], "other": [40.0]}, key="qwen15-fsdp-norm-shard/old")
+    full = document(2.0, {"unfixed": [1350.0]}, key="qwen15-fsdp-norm-shard/full", scale="full")
+    assert seconds() == seconds(full) == seconds(document(1.0, {"unfixed": [40.0]})) == UNKNOWN_S
     assert seconds(own) == seconds(own, full) == 4.0
-    assert seconds(document(1.0, {"broken": [400.0]}, key="qwen15-fsdp-norm-shard/slow")) == 60.0
+    assert seconds(document(1.0, {"unfixed": [400.0]}, key="qwen15-fsdp-norm-shard/slow")) == 60.0
 
 
 # -- on GPUs

@@ -21,9 +21,9 @@ __all__ = ["world"]
 
 
 def found(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    got = world.repro("bisect", CASE, *words, "--json")
+    actual = world.repro("bisect", CASE, *words, "--json")
     out = capsys.readouterr()
-    assert got == code, out.err
+    assert actual == code, out.err
     return dict(json.loads(out.out)) if out.out else {"err": out.err}
 
 
@@ -39,7 +39,7 @@ def test_the_release_that_broke_it(world: World, capsys: pytest.CaptureFixture[s
     (stage,) = data["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.39.3", "transformers 4.40.0")
     assert stage["exact"] and data["probes"] <= math.ceil(math.log2(11)) + 2
-    assert len(world.launched) == data["probes"]  # only the broken arm, each once
+    assert len(world.launched) == data["probes"]  # only the unfixed variant, each once
     report = data["report"]
     assert "transformers 4.40.0 is the first bad release" in report.replace("Transformers", "transformers")
     assert "RuntimeError: The size of tensor a (512) must match" in report
@@ -48,7 +48,7 @@ def test_the_release_that_broke_it(world: World, capsys: pytest.CaptureFixture[s
 
 
 def test_where_good_is_newer_the_search_is_for_the_fix(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.history = lambda versions, arm: "fires" if before(versions, "4.42") else "clean"
+    world.history = lambda versions, variant: "reproduced" if before(versions, "4.42") else "passed"
     data = found(world, capsys, "stack=base", "--good", "4.45.0", "--bad", "4.37.0")
     (stage,) = data["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.41.1")
@@ -56,13 +56,13 @@ def test_where_good_is_newer_the_search_is_for_the_fix(world: World, capsys: pyt
 
 
 def test_swapped_endpoints_are_said_and_searched_when_asked(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.history = lambda versions, arm: "fires" if before(versions, "4.42") else "clean"
+    world.history = lambda versions, variant: "reproduced" if before(versions, "4.42") else "passed"
     err = of_releases(world, capsys, code=2)["err"]
     assert "Good and bad are swapped" in err and "--find-fix" in err
     assert world.probed == ["4.45.0", "4.37.0"]
     (stage,) = of_releases(world, capsys, "--find-fix")["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.41.1")
-    world.history = lambda versions, arm: "clean" if before(versions, "4.42") else "fires"
+    world.history = lambda versions, variant: "passed" if before(versions, "4.42") else "reproduced"
     err = found(world, capsys, "stack=base", "--good", "4.44.0", "--bad", "4.37.2", code=2)["err"]
     assert "swapped" in err and "Swap them" in err
     err = found(world, capsys, "stack=base", "--good", "4.37.2", "--bad", "4.44.0", "--find-fix", code=2)["err"]
@@ -70,7 +70,7 @@ def test_swapped_endpoints_are_said_and_searched_when_asked(world: World, capsys
 
 
 def test_endpoints_that_answer_alike(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.history = lambda versions, arm: "clean"
+    world.history = lambda versions, variant: "passed"
     err = of_releases(world, capsys, code=2)["err"]
     assert "the same result" in err and len(world.launched) == 2
 
@@ -86,25 +86,25 @@ def test_a_stack_that_is_none_is_said_before_the_other_is_built(
 
 
 def test_an_endpoint_that_gives_no_answer(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.history = lambda versions, arm: "hang" if before(versions, "4.38") else "fires"
+    world.history = lambda versions, variant: "hang" if before(versions, "4.38") else "reproduced"
     err = of_releases(world, capsys, code=3)["err"]
-    assert "good (transformers 4.37.0) gives no answer for arm broken: hang" in err
-    world.broken = {("transformers", "4.45.0")}
+    assert "good (transformers 4.37.0) gives no answer for variant broken: hang" in err
+    world.unfixed = {("transformers", "4.45.0")}
     assert "cannot be installed" in of_releases(world, capsys, code=3)["err"]
 
 
 def test_a_case_that_cannot_run_there_says_why(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    err = found(world, capsys, "stack=base", "--arm", "fsdp2", "--good", "4.37.0", "--bad", "4.45.0", code=3)["err"]
+    err = found(world, capsys, "stack=base", "--variant", "fsdp2", "--good", "4.37.0", "--bad", "4.45.0", code=3)["err"]
     assert "needs torch>=2.4" in err
 
 
 def test_unknown_releases_are_skipped_and_the_range_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.broken = {("transformers", "4.40.0")}
+    world.unfixed = {("transformers", "4.40.0")}
 
-    def history(versions: Mapping[str, str], arm: str) -> str:
+    def history(versions: Mapping[str, str], variant: str) -> str:
         if versions["transformers"] == "4.39.3":
-            return "infra"
-        return "clean" if before(versions, "4.40") else "fires"
+            return "infra_error"
+        return "passed" if before(versions, "4.40") else "reproduced"
 
     world.history = history
     (stage,) = (data := of_releases(world, capsys))["stages"]
@@ -118,20 +118,20 @@ def test_unknown_releases_are_skipped_and_the_range_is_said(world: World, capsys
 
 def test_another_error_is_unknown_unless_it_is_the_good_end(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"4.41.0", "4.41.1"}
-    world.history = lambda versions, arm: (
-        "no such key" if versions["transformers"] in other else "clean" if before(versions, "4.40") else "fires"
+    world.history = lambda versions, variant: (
+        "no such key" if versions["transformers"] in other else "passed" if before(versions, "4.40") else "reproduced"
     )
     (stage,) = of_releases(world, capsys)["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.39.3", "transformers 4.40.0")
     world.folder /= "anew"
-    world.history = lambda versions, arm: "fires" if before(versions, "4.42") else "no such key"
+    world.history = lambda versions, variant: "reproduced" if before(versions, "4.42") else "no such key"
     (stage,) = found(world, capsys, "stack=base", "--good", "4.45.0", "--bad", "4.37.0")["stages"]
     assert stage["good"]["name"] == "transformers 4.42.0"
     assert stage["good"]["answer"] == "other error: KeyError in transformers.models.qwen2.modeling_qwen2.forward"
 
 
 def test_find_change_takes_any_two_answers(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.history = lambda versions, arm: "clean" if before(versions, "4.43") else "no such key"
+    world.history = lambda versions, variant: "passed" if before(versions, "4.43") else "no such key"
     assert "occurs at neither end" in of_releases(world, capsys, code=2)["err"]
     (stage,) = of_releases(world, capsys, "--any-change")["stages"]
     told = "the answer changes with transformers 4.43.0; transformers 4.42.0 is the last with the earlier answer"
@@ -142,10 +142,10 @@ def test_find_change_takes_any_two_answers(world: World, capsys: pytest.CaptureF
 def test_a_flaky_failure_is_repeated_by_its_rate(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     seen: dict[str, int] = {}
 
-    def one_in_three(versions: Mapping[str, str], arm: str) -> str:
+    def one_in_three(versions: Mapping[str, str], variant: str) -> str:
         release = versions["transformers"]
         seen[release] = seen.get(release, 0) + 1
-        return "fires" if not before(versions, "4.40") and seen[release] % 3 == 0 else "clean"
+        return "reproduced" if not before(versions, "4.40") and seen[release] % 3 == 0 else "passed"
 
     world.history = one_in_three
     data = of_releases(world, capsys, "repeat=6")
@@ -180,12 +180,12 @@ def test_the_budget_and_an_interruption_leave_a_range_that_can_be_gone_on_with(
         (("--good", "base", "--bad", "base"), "the same stack"),
         (("--good", "base", "--bad", "bse"), "no stack named 'bse'"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--package", "transformes"), "did you mean 'transformers'"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "--arm", "rot-call"), "did you mean 'root-call'"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--variant", "rot-call"), "did you mean 'root-call'"),
         (("--good", "abc", "--bad", "def"), "--good abc: no stack named 'abc'"),
         (("--good", "base", "--bad", "bse"), "--bad takes a release (4.45.2), a stack, an interpreter"),
         (("--good", "4.37.0", "--bad", "4.45.0", "god=4.37.0"), "did you mean '--good'"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--repo", "/nowhere"), "no such folder"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "arms=[broken]"), "--arm NAME"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "variants=[broken]"), "--variant NAME"),
     ],
 )
 def test_bad_input(world: World, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
@@ -213,8 +213,8 @@ def test_two_stacks_give_the_package_and_its_release(world: World, capsys: pytes
 
 def test_two_packages_that_fail_only_together(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     two_stacks(world)
-    world.history = lambda versions, arm: (
-        "clean" if before(versions, "4.41.1") or before(versions, "0.31", "accelerate") else "fires"
+    world.history = lambda versions, variant: (
+        "passed" if before(versions, "4.41.1") or before(versions, "0.31", "accelerate") else "reproduced"
     )
     data = found(world, capsys, "--good", "base", "--bad", "newer")
     assert sorted(data["packages"]["members"]) == ["accelerate", "transformers"]
@@ -224,7 +224,7 @@ def test_two_packages_that_fail_only_together(world: World, capsys: pytest.Captu
 
 def test_packages_that_cannot_be_told_apart_are_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     two_stacks(world, python="3.12.0")
-    world.history = lambda versions, arm: "fires" if versions["python"] == "3.12.0" else "clean"
+    world.history = lambda versions, variant: "reproduced" if versions["python"] == "3.12.0" else "passed"
     data = found(world, capsys, "--good", "base", "--bad", "newer", code=3)
     assert data["packages"]["members"] is None
     assert "Python differs" in data["report"] and "could not be narrowed to a package" in data["report"]
@@ -264,7 +264,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def commits_fire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit's own source says whether it fires."""
+    """A commit's own source says whether it reproduces."""
 
     def laid_over(self: Any, stack: Stack, commit: str, name: str) -> Stack:
         root, folder = self.unpacked(commit)

@@ -32,7 +32,7 @@ class Oracle:
 
 @st.composite
 def monotone(draw: st.DrawFn) -> tuple[list[str], list[frozenset[str]]]:
-    """Things, and some groups of them: it fires where one whole group is there."""
+    """Things, and some groups of them: it reproduces where one whole group is there."""
     things = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=10))
     groups = draw(st.lists(st.frozensets(st.sampled_from(things or ["-"]), max_size=4), min_size=1, max_size=3))
     return things, [group & frozenset(things) for group in groups]
@@ -42,14 +42,15 @@ def monotone(draw: st.DrawFn) -> tuple[list[str], list[frozenset[str]]]:
 def test_what_is_left_fires_and_nothing_of_it_can_be_left_out(made: tuple[list[str], list[frozenset[str]]]) -> None:
     things, groups = made
     trail: Trail[tuple[str, ...]] = Trail(Oracle(lambda kept: any(group <= set(kept) for group in groups)))
-    found = ddmin(things, trail.fires)
+    found = ddmin(things, trail.reproduced)
     assert frozenset(found) in groups  # of a monotone failure a minimal set is one of its groups, whole
     assert list(found) == [thing for thing in things if thing in found]  # in their own order
 
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False))
 def test_one_minimal_whatever_the_failure_is(count: int, random: object) -> None:
-    """Answers that follow no rule, some of them unknown: what is left fires, and without any one thing it does not."""
+    """Answers that follow no rule, some of them unknown: what is left reproduces, and without any one thing it does
+    not."""
     answers: dict[frozenset[int], Answer] = {}
 
     def says(kept: tuple[int, ...]) -> Answer:
@@ -57,7 +58,7 @@ def test_one_minimal_whatever_the_failure_is(count: int, random: object) -> None
         return answers.setdefault(frozenset(kept), len(kept) == count or random.choice(choices))  # type: ignore[attr-defined]
 
     trail: Trail[tuple[int, ...]] = Trail(Oracle(says))
-    found = ddmin(range(count), trail.fires)
+    found = ddmin(range(count), trail.reproduced)
     assert says(found) is True
     assert all(trail.answers[tuple(x for x in found if x != thing)] is not True for thing in found)
 
@@ -66,7 +67,7 @@ def test_one_minimal_whatever_the_failure_is(count: int, random: object) -> None
 def test_least_stands_beside_one_that_does_not_fire(count: int, data: st.DataObject) -> None:
     says = [*data.draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1)), True]
     trail: Trail[int] = Trail(Oracle(lambda value: says[value]))
-    found = least(range(count), lambda value: value == count - 1 or trail.fires(value))
+    found = least(range(count), lambda value: value == count - 1 or trail.reproduced(value))
     assert says[found] and (found == 0 or not says[found - 1])
     assert trail.cost <= 2 * count.bit_length()
     assert count == 1 or next(iter(trail.answers)) == 0  # from below
@@ -136,8 +137,8 @@ def test_a_minimal_configuration_and_what_it_needs(says: Callable[[Config], Answ
                 lower = parameter.values[parameter.values.index(value) - 1]
                 assert each.asked[lower] is not True
         if parameter.ordered:
-            assert each.firing[0] == value and with_[each.firing[-1]] is True
-            above = [v for v in parameter.values if v > each.firing[-1]]
+            assert each.reproducing[0] == value and with_[each.reproducing[-1]] is True
+            above = [v for v in parameter.values if v > each.reproducing[-1]]
             assert not above or each.asked[above[0]] is not True
         else:
             assert set(each.asked) == set(parameter.values)
@@ -167,10 +168,10 @@ def test_a_budget_is_kept_and_the_same_search_goes_on(says: Callable[[Config], A
 
 
 def reduced_again(says: Callable[[Config], Answer], stored: dict[Config, Answer]) -> tuple[parameters.Reduced, Resumed]:
-    oracle = Oracle(says)
-    trail: Trail[Config] = Trail(oracle, answers=dict(stored))
+    check = Oracle(says)
+    trail: Trail[Config] = Trail(check, answers=dict(stored))
     trail.ask(GIVEN)
-    return parameters.reduce(FEW, trail), Resumed(oracle.asked)
+    return parameters.reduce(FEW, trail), Resumed(check.asked)
 
 
 class Resumed:

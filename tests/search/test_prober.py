@@ -19,12 +19,12 @@ __all__ = ["world"]
 
 
 def attempt(name: str, message: str = "", **more: Any) -> dict[str, Any]:
-    primary = {"rank": 0, "type": "ValueError", "message": message, "where": ""} if message else None
-    outcome = {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognised": [], **more}
+    primary = {"rank": 0, "type": "ValueError", "message": message, "params": ""} if message else None
+    outcome = {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognized": [], **more}
     return {"outcome": outcome, "observation": observation(failed(0))}
 
 
-def arm(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]:
+def variant(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]:
     kind, needs = ("packages", ["torch>=2.6", "y>=1"]) if "torch>=2.6" in (skipped or "") else ("gpus", ["2 GPUs"])
     skip = {"kind": kind, "needs": needs} if skipped else None
     return {"skipped": skipped, "skip": skip, "attempts": list(attempts)}
@@ -36,29 +36,34 @@ def arm(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("attempts", "label"),
     [
-        ((attempt("fires", "x"),), "fires"),
-        ((attempt("clean"), attempt("fires", "x"), attempt("infra", "x")), "fires"),  # one firing is proof
-        ((attempt("clean"), attempt("clean")), "clean"),
-        ((attempt("clean"), attempt("hang")), None),
-        ((attempt("clean"), attempt("infra", "x")), None),
-        ((attempt("clean"), attempt("other_error", "odd")), "other error: ValueError"),
-        ((attempt("other_error", "a"), attempt("other_error", "b"), attempt("other_error", "b")),
-         "other error: ValueError"),
+        ((attempt("reproduced", "x"),), "reproduced"),
+        (
+            (attempt("passed"), attempt("reproduced", "x"), attempt("infra_error", "x")),
+            "reproduced",
+        ),  # one reproducing is proof
+        ((attempt("passed"), attempt("passed")), "passed"),
+        ((attempt("passed"), attempt("hang")), None),
+        ((attempt("passed"), attempt("infra_error", "x")), None),
+        ((attempt("passed"), attempt("other_failure", "odd")), "other error: ValueError"),
+        (
+            (attempt("other_failure", "a"), attempt("other_failure", "b"), attempt("other_failure", "b")),
+            "other error: ValueError",
+        ),
         ((), None),
     ],
-)  # fmt: skip
+)
 def test_labels(attempts: tuple[dict[str, Any], ...], label: str | None) -> None:
-    found = of_cell("a", arm(*attempts))
+    found = of_cell("a", variant(*attempts))
     assert found.label == label
-    assert bool(found.error_at) == (label not in (None, "clean")), "where it was raised"
+    assert bool(found.error_at) == (label not in (None, "passed")), "where it was raised"
 
 
 def test_a_skip_says_the_same_on_every_stack() -> None:
     text = "stack base+x @ git+file:///c@{n}: needs torch>=2.6, and it has 2.{n}, y>=1, which it does not have"
     text += "; needs stack other (why not)"
-    details = {of_cell("a", arm(skipped=text.format(n=n))).detail for n in (1, 2)}
+    details = {of_cell("a", variant(skipped=text.format(n=n))).detail for n in (1, 2)}
     assert details == {"skipped: needs torch>=2.6, y>=1"}
-    assert of_cell("a", arm(skipped="needs 2 GPUs; hardware cpu has none")).detail.endswith("hardware cpu has none")
+    assert of_cell("a", variant(skipped="needs 2 GPUs; hardware cpu has none")).detail.endswith("hardware cpu has none")
     assert of_cell("a", None).label is None
 
 
@@ -67,8 +72,8 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
         return f"silent: check logits failed on rank {n} (got 0.{n}, want 0)"
 
     labels = {
-        of_cell("a", arm({**attempt("other_error"), "outcome": {
-            "outcome": "other_error", "reason": reason(n), "primary": None, "recognised": [], "ranks": [n],
+        of_cell("a", variant({**attempt("other_failure"), "outcome": {
+            "outcome": "other_failure", "reason": reason(n), "primary": None, "recognized": [], "ranks": [n],
             "check": "logits", "failed": ["logits"],
         }})).label
         for n in (0, 1)
@@ -81,18 +86,18 @@ def test_a_script_s_failure_is_said_alike_whichever_rank_was_first(first: int) -
     """Its text has the type in it: "AttributeError: AttributeError: ..." where the first rank was one that it named."""
     text = "AttributeError: 'C' object has no attribute 'x'"
     found = {"case": "a", "signature": "failure", "ranks": [0], "kind": "exception", "message": text}
-    primary = {"rank": first, "type": "AttributeError", "message": text.partition(": ")[2], "where": "m.f"}
-    fired = {"outcome": "fires", "reason": text, "recognised": [found], "primary": primary, "ranks": [0]}
-    said = of_cell("a", arm({**attempt("fires"), "outcome": fired}))
-    assert said.whole == f"fires: {text}"
+    primary = {"rank": first, "type": "AttributeError", "message": text.partition(": ")[2], "params": "m.f"}
+    fired = {"outcome": "reproduced", "reason": text, "recognized": [found], "primary": primary, "ranks": [0]}
+    said = of_cell("a", variant({**attempt("reproduced"), "outcome": fired}))
+    assert said.whole == f"reproduces: {text}"
 
 
 def test_a_crash_is_no_other_one_for_what_was_logged_last() -> None:
-    crash = attempt("other_error", "some warning")
+    crash = attempt("other_failure", "some warning")
     crash["outcome"]["primary"] |= {"type": "SIGSEGV", "kind": "signal"}
-    found = of_cell("a", arm(crash))
+    found = of_cell("a", variant(crash))
     assert found.label == found.short == "other error: SIGSEGV"
-    assert of_cell("a", arm(attempt("fires", "x"))).short == "fires"
+    assert of_cell("a", variant(attempt("reproduced", "x"))).short == "reproduced"
 
 
 def test_another_known_failure_is_named() -> None:
@@ -100,7 +105,7 @@ def test_another_known_failure_is_named() -> None:
         {"case": "other", "signature": "s", "ranks": [0], "kind": "exception", "message": "m"},
         {"case": "remark", "signature": "s", "ranks": [0], "kind": "log", "message": "m"},
     ]
-    found = of_cell("a", arm(attempt("other_error", "m: b [c] d", recognised=seen)))
+    found = of_cell("a", variant(attempt("other_failure", "m: b [c] d", recognized=seen)))
     assert found.label == "other error: other/s"
 
 
@@ -132,9 +137,9 @@ def test_a_probe_replaces_fields_of_what_was_read_once(world: World, monkeypatch
     monkeypatch.setattr(overrides, "parse", lambda texts: pytest.fail(f"parsed again: {texts}"))
     points = [made.probe(target(release)) for release in ("4.40.0", "4.41.0")]
     assert all(point.attempts for point in points)
-    assert made.probe(target("4.41.0"), repeat=3).arms["broken"].counted == 3
-    assert made.command("base+transformers==4.41.0", "broken") == [
-        "repro", "run", CASE, "model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "arms=[broken]"
+    assert made.probe(target("4.41.0"), repeat=3).variants["unfixed"].counted == 3
+    assert made.command("base+transformers==4.41.0", "unfixed") == [
+        "repro", "run", CASE, "model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "variants=[broken]"
     ]  # fmt: skip
     assert (made.request.settings.repeat, made.request.selections[0].stack) == (2, ["current"]), "it stays as it was"
 
@@ -150,38 +155,38 @@ def target(release: str) -> Target:
 
 
 def test_a_probe_is_stored_and_never_made_twice(world: World) -> None:
-    point = prober(world, "arms=[broken]").probe(target("4.41.0"))
-    assert point.arms["broken"].label == "fires" and Path(point.document or "").exists()
+    point = prober(world, "variants=[broken]").probe(target("4.41.0"))
+    assert point.variants["unfixed"].label == "reproduced" and Path(point.document or "").exists()
     assert point.versions["transformers"] == "4.41.0" and point.attempts == 1
-    again = prober(world, "arms=[broken]").probe(target("4.41.0"))
-    assert again.attempts == 0 and again.arms == point.arms and len(world.launched) == 1
+    again = prober(world, "variants=[broken]").probe(target("4.41.0"))
+    assert again.attempts == 0 and again.variants == point.variants and len(world.launched) == 1
 
 
 def test_repeating_adds_to_what_is_stored_and_loses_nothing(world: World) -> None:
-    made = prober(world, "arms=[broken]")
+    made = prober(world, "variants=[broken]")
     made.probe(target("4.41.0"))
-    assert made.probe(target("4.41.0"), repeat=3).arms["broken"].counted == 3
+    assert made.probe(target("4.41.0"), repeat=3).variants["unfixed"].counted == 3
     assert len(world.launched) == 3
-    assert prober(world, "arms=[broken]").probe(target("4.41.0")).arms["broken"].counted == 3
+    assert prober(world, "variants=[broken]").probe(target("4.41.0")).variants["unfixed"].counted == 3
     assert len(world.launched) == 3
 
 
 def test_what_cannot_be_installed_is_unknown_with_its_reason(world: World) -> None:
-    world.broken = {("transformers", "4.41.0")}
+    world.unfixed = {("transformers", "4.41.0")}
     point = prober(world).probe(target("4.41.0"))
-    assert {a.label for a in point.arms.values()} == {None}
-    assert point.arms["broken"].detail.startswith("cannot be installed: transformers==4.41.0 has nothing")
+    assert {a.label for a in point.variants.values()} == {None}
+    assert point.variants["unfixed"].detail.startswith("cannot be installed: transformers==4.41.0 has nothing")
     assert point.document is None and world.launched == []
 
 
-def test_arms_on_a_stack_of_their_own_are_left_out(world: World) -> None:
+def test_variants_on_a_stack_of_their_own_are_left_out(world: World) -> None:
     made = Prober(ask(["case=qwen15-fsdp-kv-cache"]), print, threading.Event())
     assert made.own_stack == {"newer-transformers": "current"}
-    assert "newer-transformers" not in made.arms and made.arms[0] == "broken"
+    assert "newer-transformers" not in made.variants and made.variants[0] == "unfixed"
 
 
 def test_a_stopped_prober_says_so(world: World) -> None:
-    made = prober(world, "arms=[broken]")
+    made = prober(world, "variants=[broken]")
     made.stop.set()
     with pytest.raises(Stopped, match="interrupted"):
         made.probe(target("4.41.0"))
@@ -203,10 +208,25 @@ def test_which_rank_was_first_does_not_change_the_words() -> None:
         "message": "The size of tensor a (342)",
     }
     told = [
-        of_cell("a", arm({"observation": observation(failed(0)), "outcome": {
-            "outcome": "fires", "reason": "x", "recognised": [own],
-            "primary": {"rank": rank, "type": "RuntimeError", "message": f"The size of tensor a ({size})", "where": ""},
-        }})).detail
+        of_cell(
+            "a",
+            variant(
+                {
+                    "observation": observation(failed(0)),
+                    "outcome": {
+                        "outcome": "reproduced",
+                        "reason": "x",
+                        "recognized": [own],
+                        "primary": {
+                            "rank": rank,
+                            "type": "RuntimeError",
+                            "message": f"The size of tensor a ({size})",
+                            "params": "",
+                        },
+                    },
+                }
+            ),
+        ).detail
         for rank, size in ((0, 342), (2, 340))
-    ]  # fmt: skip
+    ]
     assert told == ["RuntimeError: The size of tensor a (342)"] * 2

@@ -22,16 +22,16 @@ from script_observations import FINE, of_attempt, raised, rank, seen
 CASE = "ddp-ready-once"
 
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, fires: Any) -> list[dict[str, Any]]:
+def outcomes(monkeypatch: pytest.MonkeyPatch, reproduced: Any) -> list[dict[str, Any]]:
     """Return every configuration that is probed of a case from now on."""
     asked: list[dict[str, Any]] = []
 
     def probe(self: CaseAsker, config: Config, repeat: int) -> Probe:
         named = dict(zip((each.name for each in self.parameters), config))
         asked.append(named)
-        fired = fires(named)
+        fired = reproduced(named)
         times = fired if isinstance(fired, int) and not isinstance(fired, bool) else repeat if fired else 0
-        label = "fires" if times else "clean"
+        label = "reproduced" if times else "passed"
         return Probe(Said(label, "RuntimeError: ready twice", times, repeat), f"{len(asked)}.json", repeat)
 
     monkeypatch.setattr(CaseAsker, "probe", probe)
@@ -70,7 +70,7 @@ def test_reduce_case_command_gives_the_reduced_cell() -> None:
     asker = reduce.open_case(None, ask([f"case={CASE}"]), stacks.resolve("current"), print, threading.Event())
     simplest = tuple(each.simplest for each in asker.parameters)
     prepared = session.prepare([f"case={CASE}", *asker.run_command(simplest)[3:]])
-    found = prepared.plans[0].arms[0].settings
+    found = prepared.plans[0].variants[0].settings
     for each, value in zip(asker.parameters, simplest):
         group, _, name = each.name.partition(".")
         if group == "flags":
@@ -86,8 +86,8 @@ def test_reduce_case_command_gives_the_reduced_cell() -> None:
     ("words", "message"),
     [
         (["ddp-ready-onc"], "did you mean 'ddp-ready-once'"),
-        ([CASE, "--arm", "brocken"], "did you mean 'broken'"),
-        ([CASE, "arms=[broken]"], "--arm NAME"),
+        ([CASE, "--variant", "brocken"], "did you mean 'unfixed'"),
+        ([CASE, "variants=[broken]"], "--variant NAME"),
         ([CASE, "--out", "x.py"], "--out is for a script"),
         (["./no_such.py"], "no such script"),
         ([CASE, "--error", "X: y"], "for a script of your own"),
@@ -175,10 +175,10 @@ class Ranks:
         self.launched += 1
         path = next(Path(word) for word in attempt.command.argv if word.endswith(".py"))
         text = path.read_text()
-        fires = "raise ValueError" in text and "import sys" in text and "--boom" in attempt.command.argv
+        reproduced = "raise ValueError" in text and "import sys" in text and "--boom" in attempt.command.argv
         ranks = range(attempt.world_size)
         failed = seen(*(rank(n, 1, raised("ValueError", "no")) for n in ranks), command_exit=1)
-        return of_attempt(failed if fires else seen(*map(rank, ranks)) if ranks else FINE, attempt)
+        return of_attempt(failed if reproduced else seen(*map(rank, ranks)) if ranks else FINE, attempt)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from repro_matrix.search.releases import (
     version_map,
 )
 
-LABELS = st.sampled_from(["clean", "fires", "other error: KeyError"])
+LABELS = st.sampled_from(["passed", "reproduced", "other error: KeyError"])
 MAYBE = st.sampled_from([NO, YES, None])
 
 
@@ -140,14 +140,14 @@ def test_a_good_point_that_fires_when_confirmed_sends_the_search_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fired", "launches", "least", "most"), [(5, 5, 1, 1), (1, 1, 1, 1), (9, 10, 2, 4), (1, 20, 80, 100)]
+    ("reproduced", "launches", "least", "most"), [(5, 5, 1, 1), (1, 1, 1, 1), (9, 10, 2, 4), (1, 20, 80, 100)]
 )
 def test_repeats_follow_the_measured_rate(fired: int, launches: int, least: int, most: int) -> None:
     assert least <= repeats_for(fired, launches) <= most
 
 
 def test_repeats_need_a_firing() -> None:
-    with pytest.raises(ValueError, match="fired at least once"):
+    with pytest.raises(ValueError, match="reproduced at least once"):
         repeats_for(0, 10)
 
 
@@ -190,7 +190,7 @@ def test_an_exhaustive_map_leaves_nothing_out(history: list[str | None]) -> None
 @given(st.integers(2, 300), st.data())
 def test_one_change_is_always_found_when_both_ends_are_probed(count: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(1, count - 1))
-    found = version_map(count, lambda i: "fires" if i >= first else "clean")
+    found = version_map(count, lambda i: "reproduced" if i >= first else "passed")
     assert [(edge.before, edge.after) for edge in found.boundaries] == [(first - 1, first)]
 
 

@@ -61,9 +61,9 @@ BISECT = ("bisect", "./train.py", "stack=base", "--good", "4.37.0", "--bad", "4.
 
 
 def result(lab: Lab, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Json:
-    got = lab.repro(*words, "--json")
+    actual = lab.repro(*words, "--json")
     out = capsys.readouterr()
-    assert got == code, out.err
+    assert actual == code, out.err
     return dict(json.loads(out.out)) if out.out else {"err": out.err}
 
 
@@ -259,7 +259,7 @@ def test_endpoints_local_build_names_the_index(lab: Lab, monkeypatch: pytest.Mon
         (("--good", "old.lock", "--bad", "./no.lock"), "./no.lock: there is no such file"),
         (("--good", "old.lock", "--bad", "4.45.0"), "two releases of a package, or two stacks"),
         (("--good", "base", "--bad", "nobase"), "no stack named 'nobase'"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "--arm", "broken"), "a script has no arms"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--variant", "unfixed"), "a script has no variants"),
         (("--good", "4.37.0", "--bad", "4.45.0", "model=a"), "does not apply to a script"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--package", "transformes"), "did you mean 'transformers'"),
     ],
@@ -283,7 +283,7 @@ def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: pytest.Cap
 
     lab.observe = observe
     data = result(lab, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45")
-    parts = [(part["first"], part["answer"]) for part in data["arms"]["broken"]["segments"]]
+    parts = [(part["first"], part["answer"]) for part in data["variants"]["unfixed"]["segments"]]
     assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
     assert "TypeError" in parts[1][1] and "IndexError" in parts[2][1]
 

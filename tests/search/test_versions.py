@@ -1,4 +1,4 @@
-"""Version maps: of several arms from the same probes, with every boundary between stored measurements."""
+"""Version maps: of several variants from the same probes, with every boundary between stored measurements."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from repro_matrix.search.releases import maps
 
 __all__ = ["world"]
 REAL_HISTORY = own_results.history
-LABELS = st.sampled_from(["clean", "fires", "other error: KeyError", None])
+LABELS = st.sampled_from(["passed", "reproduced", "other error: KeyError", None])
 
 
 def drawn(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    got = world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--range", "..", *words, "--json")
+    actual = world.repro("versions", CASE, "stack=base", "variants=[root-call]", "--range", "..", *words, "--json")
     out = capsys.readouterr()
-    assert got == code, out.err
+    assert actual == code, out.err
     return dict(json.loads(out.out))
 
 
@@ -35,7 +35,7 @@ def drawn(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: i
 
 
 @given(st.integers(1, 40).flatmap(lambda n: st.lists(st.tuples(LABELS, LABELS), min_size=n, max_size=n)))
-def test_maps_of_two_arms_say_only_what_was_probed(history: list[tuple[str | None, str | None]]) -> None:
+def test_maps_of_two_variants_say_only_what_was_probed(history: list[tuple[str | None, str | None]]) -> None:
     asked: list[int] = []
 
     def ask(index: int) -> dict[str, str | None]:
@@ -45,34 +45,34 @@ def test_maps_of_two_arms_say_only_what_was_probed(history: list[tuple[str | Non
     known: dict[int, Mapping[str, Any]] = {}
     found = maps(len(history), ["a", "b"], ask, known)
     assert len(asked) == len(set(asked)) and set(known) == set(asked)
-    for arm, side in (("a", 0), ("b", 1)):
-        for boundary in found[arm].boundaries:
+    for variant, side in (("a", 0), ("b", 1)):
+        for boundary in found[variant].boundaries:
             one, other = history[boundary.before][side], history[boundary.after][side]
             assert None not in (one, other) and one != other
             between = range(boundary.before + 1, boundary.after)
             assert all(history[i][side] is None and i in known for i in between)
-        for segment in found[arm].segments:
+        for segment in found[variant].segments:
             assert {history[i][side] for i in segment.probed} == {segment.label}
-        assert set(found[arm].unprobed) == set(range(len(history))) - set(asked)
+        assert set(found[variant].unprobed) == set(range(len(history))) - set(asked)
 
 
 @given(st.integers(9, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1))))
 def test_one_flip_costs_the_spread_and_a_narrowing(case: tuple[int, int]) -> None:
     count, flip = case
     known: dict[int, Mapping[str, Any]] = {}
-    found = maps(count, ["a"], lambda i: {"a": "fires" if i >= flip else "clean"}, known, samples=8)
+    found = maps(count, ["a"], lambda i: {"a": "reproduced" if i >= flip else "passed"}, known, samples=8)
     if found["a"].boundaries:
         assert [(b.before, b.after) for b in found["a"].boundaries] == [(flip - 1, flip)]
     assert len(known) <= 8 + math.ceil(math.log2(count / 8))
 
 
-def test_an_arm_that_never_answers_costs_nothing() -> None:
+def test_an_variant_that_never_answers_costs_nothing() -> None:
     known: dict[int, Mapping[str, Any]] = {}
-    maps(100, ["a", "b"], lambda i: {"a": "clean", "b": None}, known, samples=4)
+    maps(100, ["a", "b"], lambda i: {"a": "passed", "b": None}, known, samples=4)
     assert len(known) == 4
 
 
-def test_the_budget_is_for_all_arms_together() -> None:
+def test_the_budget_is_for_all_variants_together() -> None:
     known: dict[int, Mapping[str, Any]] = {}
     maps(200, ["a", "b"], lambda i: {"a": i // 7 % 2, "b": i // 5 % 2}, known, max_probes=12)
     assert len(known) == 12
@@ -82,7 +82,7 @@ def test_the_budget_is_for_all_arms_together() -> None:
 
 
 def test_a_line_per_stretch_of_releases(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert world.repro("versions", CASE, "stack=base", "arms=[root-call]", "--range", "4.37..4.45") == 0
+    assert world.repro("versions", CASE, "stack=base", "variants=[root-call]", "--range", "4.37..4.45") == 0
     out = capsys.readouterr().out
     assert "4.37.0–4.39.3" in out and "4.40.0–4.45.0" in out
     assert "Every change lies between two neighbouring releases" in out
@@ -91,50 +91,52 @@ def test_a_line_per_stretch_of_releases(world: World, capsys: pytest.CaptureFixt
 
 def test_every_boundary_has_a_stored_probe_on_each_side(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     data = drawn(world, capsys, "--samples", "4")
-    (edge,) = data["arms"]["broken"]["boundaries"]
-    for side, answer in (("before", "clean"), ("after", "fires")):
+    (edge,) = data["variants"]["unfixed"]["boundaries"]
+    for side, answer in (("before", "passed"), ("after", "reproduced")):
         with open(edge[side]["document"], encoding="utf-8") as stored:
             document = json.load(stored)
         assert document["stack"]["versions"]["transformers"] == edge[side]["release"]
-        assert document["arms"]["broken"]["attempts"][0]["outcome"]["outcome"] == answer
-    assert data["arms"]["root-call"]["boundaries"] == []
+        assert document["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == answer
+    assert data["variants"]["root-call"]["boundaries"] == []
 
 
 def test_a_history_that_goes_back_and_forth(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     bad = ("4.38.0", "4.41.0", "4.41.1", "4.44.0")
-    world.history = lambda versions, arm: "fires" if arm == "broken" and versions["transformers"] in bad else "clean"
+    world.history = lambda versions, variant: (
+        "reproduced" if variant == "unfixed" and versions["transformers"] in bad else "passed"
+    )
     data = drawn(world, capsys, "--exhaustive")
-    firing = [s["probed"] for s in data["arms"]["broken"]["segments"] if s["answer"] == "fires"]
-    assert firing == [["4.38.0"], ["4.41.0", "4.41.1"], ["4.44.0"]] and data["unprobed"] == []
+    reproducing = [s["probed"] for s in data["variants"]["unfixed"]["segments"] if s["answer"] == "reproduced"]
+    assert reproducing == [["4.38.0"], ["4.41.0", "4.41.1"], ["4.44.0"]] and data["unprobed"] == []
 
 
 def test_another_error_is_an_answer_of_its_own(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.history = lambda versions, arm: "clean" if before(versions, "4.40") else "no such key"
+    world.history = lambda versions, variant: "passed" if before(versions, "4.40") else "no such key"
     data = drawn(world, capsys)
-    assert [s["answer"] for s in data["arms"]["broken"]["segments"]] == [
-        "clean",
+    assert [s["answer"] for s in data["variants"]["unfixed"]["segments"]] == [
+        "passed",
         "other error: KeyError in transformers.models.qwen2.modeling_qwen2.forward",
     ]
 
 
 def test_unknown_releases_are_said_and_widen_the_boundary(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.broken = {("transformers", "4.40.0")}
-    world.history = lambda versions, arm: (
-        "hang" if versions["transformers"] == "4.41.0" else "clean" if before(versions, "4.40") else "fires"
+    world.unfixed = {("transformers", "4.40.0")}
+    world.history = lambda versions, variant: (
+        "hang" if versions["transformers"] == "4.41.0" else "passed" if before(versions, "4.40") else "reproduced"
     )
     data = drawn(world, capsys, "--exhaustive")
-    (edge,) = data["arms"]["broken"]["boundaries"]
+    (edge,) = data["variants"]["unfixed"]["boundaries"]
     assert (edge["before"]["release"], edge["after"]["release"]) == ("4.39.3", "4.41.1")
     assert edge["unknown"] == ["4.40.0", "4.41.0"] and not edge["adjacent"]
-    reasons = {item["release"]: item["reason"] for item in data["arms"]["broken"]["unknown"]}
+    reasons = {item["release"]: item["reason"] for item in data["variants"]["unfixed"]["unknown"]}
     assert reasons["4.40.0"].startswith("cannot be installed") and reasons["4.41.0"].startswith("hang")
 
 
 def test_needs_that_are_not_met_are_unknown_with_the_reason(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    got = world.repro("versions", CASE, "stack=base", "arms=[fsdp2]", "--json")
+    actual = world.repro("versions", CASE, "stack=base", "variants=[fsdp2]", "--json")
     data = json.loads(capsys.readouterr().out)
-    assert got == 0
-    reasons = {item["reason"] for item in data["arms"]["fsdp2"]["unknown"]}
+    assert actual == 0
+    reasons = {item["reason"] for item in data["variants"]["fsdp2"]["unknown"]}
     assert len(reasons) == 1 and "needs torch" in reasons.pop()
 
 
@@ -151,7 +153,7 @@ def test_nothing_is_probed_twice_and_an_interrupted_map_goes_on(
     assert once < len(world.launched)
     launched = len(world.launched)
     again = drawn(world, capsys)
-    assert len(world.launched) == launched and again["arms"] == whole["arms"]
+    assert len(world.launched) == launched and again["variants"] == whole["variants"]
     assert all(probe["launched"] == 0 for probe in again["probes"])
 
 
@@ -168,7 +170,7 @@ def test_the_index_out_of_reach_keeps_what_is_known(
     monkeypatch.setattr(stacks, "resolve", away)
     data = drawn(world, capsys, "--exhaustive", code=3)
     assert data["stopped"] == "the index is out of reach"
-    assert [s["answer"] for s in data["arms"]["broken"]["segments"]] == ["clean", "fires"]
+    assert [s["answer"] for s in data["variants"]["unfixed"]["segments"]] == ["passed", "reproduced"]
     assert "4.41.1" in data["unprobed"]
 
 
@@ -181,7 +183,7 @@ def test_the_index_out_of_reach_keeps_what_is_known(
         (("--range", "6..7"), "no release between"),
         (("--samples", "none"), "--samples: 'none' is not a number of at least 1"),
         (("--exhaustiv",), "did you mean '--exhaustive'"),
-        (("arms=[rot-call]",), "did you mean 'root-call'"),
+        (("variants=[rot-call]",), "did you mean 'root-call'"),
         (("model=*",), "Choose one by model="),
         (("stack=bse",), "no stack named 'bse'"),
     ],
@@ -206,7 +208,7 @@ def test_what_is_published_is_read_and_graded_once_a_search(
 
     def probing(folder: Path) -> Prober:
         asked = ask([f"case={CASE}", "stack=base", f"results={folder}"])
-        return Prober(asked, lambda text: None, threading.Event(), ["broken"])
+        return Prober(asked, lambda text: None, threading.Event(), ["unfixed"])
 
     with probing(baseline) as prober:
         prober.probe(Target("4.40.0", "base+transformers@4.40.0"))

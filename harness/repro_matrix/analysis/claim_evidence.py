@@ -1,8 +1,9 @@
 """Decide whether one measured cell makes a claim's prediction true or false, or decides nothing. Pure.
 
-A figure of an attempt is the greatest of its ranks; a figure of an arm is the median of its attempts. Two arms differ
-when their medians are further apart than the attempts of both scatter: 1050, 1740 and 8117 tokens/s were one arm,
-measured three times. With fewer than three attempts the scatter is not known. What the script measured comes first;
+A figure of an attempt is the greatest of its ranks; a figure of a variant is the median of its attempts. Two variants
+differ when their medians are further apart than the attempts of both scatter: 1050, 1740 and 8117 tokens/s were one
+variant, measured three times. With fewer than three attempts the scatter is not known. What the script measured comes
+first;
 ``cpu_s`` and ``wall_s`` of the whole attempt, ``peak_rss_mb`` and ``peak_gpu_mb`` of its ranks always exist.
 """
 
@@ -23,12 +24,14 @@ from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
 from repro_matrix.results.summary import Attempt, Row
 
-Cell = Mapping[str, Row]  # the rows of one measured cell, by arm
+Cell = Mapping[str, Row]  # the rows of one measured cell, by variant
 Decision = tuple[bool | None, str]  # None: decides nothing; and what was measured, or the reason
 
-FIRING = frozenset({"FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS"})  # verdicts that only a broken arm that fires can have
-NOT_FIRING = frozenset({"NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL"})  # and those of one that is clean
-MIN_ATTEMPTS = 3  # of each arm, to compare a metric
+FIRING = frozenset(
+    {"FIXED", "NOT_FIXED", "DIFFERENT_FAILURE"}
+)  # verdicts that only a unfixed variant that reproduces can have
+NOT_REPRODUCED = frozenset({"NOT_REPRODUCED", "FIXED_UPSTREAM", "FIX_BREAKS"})  # and those of one that is clean
+MIN_ATTEMPTS = 3  # of each variant, to compare a metric
 
 
 def as_set(value: Any) -> frozenset[str]:
@@ -37,28 +40,28 @@ def as_set(value: Any) -> frozenset[str]:
 
 def decide(prediction: Prediction, cell: Cell) -> Decision:
     """Return whether the cell makes the prediction true, and what it shows."""
-    row = cell.get(prediction.arm)
+    row = cell.get(prediction.variant)
     if row is None:
-        return None, f"arm {prediction.arm} was not run"
+        return None, f"variant {prediction.variant} was not run"
     if row.skipped:
         return None, f"skipped: {row.skipped}"
     if prediction.metric is not None:
-        return compare_metric(prediction.metric, prediction.arm, cell)
+        return compare_metric(prediction.metric, prediction.variant, cell)
     if prediction.outcome is not None:
         wanted = as_set(prediction.outcome)
         return _failure_absent(prediction, wanted, cell) or _by_outcome(wanted, _outcomes(row))
-    if prediction.otherwise is not None:
-        wanted = as_set(prediction.otherwise)
-        absent = _failure_absent(prediction, frozenset({"fires"}), cell)
+    if prediction.outcome_without_warning is not None:
+        wanted = as_set(prediction.outcome_without_warning)
+        absent = _failure_absent(prediction, frozenset({"reproduced"}), cell)
         holds, measured = _by_outcome(wanted, _outcomes(row, without_remarks=True))
         return absent or (holds, f"but for the remark {measured}")
-    if prediction.against:
-        other = cell.get(prediction.against)
+    if prediction.relative_to:
+        other = cell.get(prediction.relative_to)
         found = judge_pair(row.case, _outcomes(other) if other else [], _outcomes(row))
         holds, reason = _by_verdict(as_set(prediction.verdict), found.name)
-        measured = f"{found.name} against {prediction.against} ({found.reason})"
+        measured = f"{found.name} against {prediction.relative_to} ({found.reason})"
     elif row.verdict is None:
-        return None, f"arm {prediction.arm} has no verdict"
+        return None, f"variant {prediction.variant} has no verdict"
     else:
         holds, reason = _by_verdict(as_set(prediction.verdict), row.verdict)
         measured = f"{row.verdict} ({row.reason})"
@@ -66,39 +69,39 @@ def decide(prediction: Prediction, cell: Cell) -> Decision:
 
 
 def _outcomes(row: Row, without_remarks: bool = False) -> list[Outcome]:
-    names = [(each.otherwise if without_remarks else None) or each.outcome for each in row.attempts]
+    names = [(each.outcome_without_warning if without_remarks else None) or each.outcome for each in row.attempts]
     return [Outcome(cast(Any, name), each.reason) for name, each in zip(names, row.attempts)]
 
 
 def _failure_absent(prediction: Prediction, wanted: frozenset[str], cell: Cell) -> tuple[None, str] | None:
     """Return the reason why an outcome decides nothing where the failure does not occur; None where it may decide.
 
-    Of the broken arm itself anything may be predicted, except that it fires.
+    Of the unfixed variant itself anything may be predicted, except that it reproduces.
     """
-    arm, other = prediction.arm, prediction.against or "broken"
-    if arm == "control" or (arm == other and "fires" not in wanted):
+    variant, other = prediction.variant, prediction.relative_to or "unfixed"
+    if variant == "control" or (variant == other and "reproduced" not in wanted):
         return None
     names = set(cell[other].counts) - set(NO_EVIDENCE) if other in cell else set()
-    if names == {"fires"} or (arm == other and (not names or "fires" in names)):
+    if names == {"reproduced"} or (variant == other and (not names or "reproduced" in names)):
         return None
-    return None, f"could not be tested on this stack: {other} does not fire"
+    return None, f"could not be tested on this stack: {other} does not reproduce"
 
 
 def _by_verdict(wanted: frozenset[str], name: str) -> Decision:
     if name == "INCONCLUSIVE":
         return None, "inconclusive"
-    if name in wanted or (name == "UPSTREAM_FIXED" and "NOT_FIRING" in wanted):
+    if name in wanted or (name == "FIXED_UPSTREAM" and "NOT_REPRODUCED" in wanted):
         return True, ""
     if name == "FLAKY":
         return None, "flaky"
-    if name == "NOT_FIRING" and "UPSTREAM_FIXED" in wanted:
-        return None, "no stored measurement of an older stack fired"
+    if name == "NOT_REPRODUCED" and "FIXED_UPSTREAM" in wanted:
+        return None, "no stored measurement of an older stack reproduced"
     # A fix can only be tested where the failure occurs, and can only break something where it does not.
-    if name in NOT_FIRING | {"CHANGED"} and wanted <= FIRING:
-        return None, "could not be tested on this stack: broken does not fire"
-    if name in FIRING | {"CHANGED"} and wanted <= {"FIX_HARMFUL"}:
+    if name in NOT_REPRODUCED | {"SIGNATURE_MISMATCH"} and wanted <= FIRING:
+        return None, "could not be tested on this stack: broken does not reproduce"
+    if name in FIRING | {"SIGNATURE_MISMATCH"} and wanted <= {"FIX_BREAKS"}:
         return None, "could not be tested on this stack: broken is not clean"
-    if name in NOT_FIRING and wanted <= {"CHANGED"}:
+    if name in NOT_REPRODUCED and wanted <= {"SIGNATURE_MISMATCH"}:
         return None, "could not be tested on this stack: broken is clean"
     return False, ""
 
@@ -137,47 +140,47 @@ class Figure:
         return f"{self.value:g}" + (f" ({min(self.values):g} to {max(self.values):g})" if self.spread else "")
 
 
-def compare_metric(metric: Metric, arm: str, cell: Cell) -> Decision:
+def compare_metric(metric: Metric, variant: str, cell: Cell) -> Decision:
     """Return whether the comparison holds, and the figures; None, and the reason, where it cannot be made."""
     other = metric.below or metric.above or ""
-    figure, reason = figure_of(cell, arm, metric.name)
+    figure, reason = figure_of(cell, variant, metric.name)
     other_figure, other_reason = figure_of(cell, other, metric.name)
     if figure is None or other_figure is None:
         return None, reason or other_reason
     if figure.source != other_figure.source:
         return (
             None,
-            f"{metric.name}: {arm} ({figure.source}) and {other} ({other_figure.source}) were measured differently",
+            f"{metric.name}: {variant} ({figure.source}) and {other} ({other_figure.source}) were measured differently",
         )
     limit = metric.factor * other_figure.value
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
     counts = f"medians of {len(figure.values)} and {len(other_figure.values)}"
-    shown = f"{metric.name}: {arm} {figure}, {other} {other_figure}{times} ({counts})"
+    shown = f"{metric.name}: {variant} {figure}, {other} {other_figure}{times} ({counts})"
     if min(len(figure.values), len(other_figure.values)) < MIN_ATTEMPTS:
-        return None, f"noise: fewer than {MIN_ATTEMPTS} attempts of an arm; {shown}"
+        return None, f"noise: fewer than {MIN_ATTEMPTS} attempts of a variant; {shown}"
     noise = figure.spread + metric.factor * other_figure.spread
     if noise and abs(figure.value - limit) <= noise:
-        return None, f"noise: the attempts scatter by more than the arms differ; {shown}"
+        return None, f"noise: the attempts scatter by more than the variants differ; {shown}"
     return figure.value <= limit if metric.below else figure.value >= limit, shown
 
 
-def figure_of(cell: Cell, arm: str, name: str) -> tuple[Figure | None, str]:
-    """Return an arm's figure, or the reason why there is none. Only attempts in which every rank finished count."""
-    row = cell.get(arm)
+def figure_of(cell: Cell, variant: str, name: str) -> tuple[Figure | None, str]:
+    """Return a variant's figure, or the reason why there is none. Only attempts in which every rank finished count."""
+    row = cell.get(variant)
     if row is None:
-        return None, f"arm {arm} was not run"
+        return None, f"variant {variant} was not run"
     if row.skipped:
-        return None, f"arm {arm} skipped: {row.skipped}"
+        return None, f"variant {variant} skipped: {row.skipped}"
     # A known failure may let every rank finish: a log record, wrong numbers.
-    attempts = [each for each in row.attempts if each.finished and each.outcome in ("clean", "fires")]
+    attempts = [each for each in row.attempts if each.finished and each.outcome in ("passed", "reproduced")]
     if not attempts:
-        return None, f"no attempt of arm {arm} finished"
+        return None, f"no attempt of variant {variant} finished"
     measured = [value for value in (_measured(each, name) for each in attempts) if value is not None]
     sources = sorted({source for _, source in measured})
     if not measured:
-        return None, f"no attempt of arm {arm} measured {name}"
+        return None, f"no attempt of variant {variant} measured {name}"
     if len(sources) > 1:
-        return None, f"{name} of {arm} was measured in different ways ({', '.join(sources)})"
+        return None, f"{name} of {variant} was measured in different ways ({', '.join(sources)})"
     return Figure(tuple(value for value, _ in measured), sources[0]), ""
 
 
@@ -202,11 +205,11 @@ def _measured(attempt: Attempt, name: str) -> tuple[float, str] | None:
 def strategy_unusable(
     row: Row, controls: Iterable[Row], strategies: Mapping[str, Strategy]
 ) -> str | None:  # fmt: skip
-    """Return why a failed arm's strategy does not run on its stack and hardware at all; None where it may.
+    """Return why a failed variant's strategy does not run on its stack and hardware at all; None where it may.
 
     The strategy says what it needs; or its stored controls there failed, and none trained.
     """
-    if row.kind == "control" or "other_error" not in row.counts or row.own_stack not in (None, row.stack.name):
+    if row.kind == "control" or "other_failure" not in row.counts or row.own_stack not in (None, row.stack.name):
         return None
     slug = row.settings.get("strategy", {}).get("slug") or row.strategy
     versions, accelerator = row.stack.versions, row.hardware.accelerator
@@ -221,9 +224,9 @@ def strategy_unusable(
             continue
     found = [control for control in controls if control.strategy == slug and _same_place(control, row)]
     names = {control.verdict for control in found}
-    if "UNHEALTHY" not in names or "HEALTHY" in names:
+    if "FAILED" not in names or "PASSED" in names:
         return None
-    control = next(control for control in found if control.verdict == "UNHEALTHY")
+    control = next(control for control in found if control.verdict == "FAILED")
     return f"strategy {slug} does not run here: its control is unhealthy ({control.case} {control.model})"
 
 

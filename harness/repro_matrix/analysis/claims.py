@@ -4,8 +4,8 @@ A claim predicts; each stored cell that a prediction is about makes it true or f
 ``upheld``; all false: ``refuted``; both: ``conditional``, on what differs between them; none decided: ``untested``.
 
 A measurement counts only where the failure occurs: what was skipped, lost, inconclusive or flaky decides nothing, and
-neither does an arm where the one that it is compared with (``broken``, or ``against``) does not fire, nor an arm that
-failed under a strategy which does not run on this stack and hardware at all.
+neither does a variant where the one that it is compared with (``broken``, or ``against``) does not reproduce, nor a
+variant that failed under a strategy which does not run on this stack and hardware at all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Evidence:
 
     document: str  # where it is stored
     case: str
-    arm: str
+    variant: str
     model: str
     strategy: str
     ranks: str
@@ -83,13 +83,13 @@ def ledger(
 
 
 def _cells(rows: Iterable[Row]) -> list[Cell]:
-    """Group the rows of complete cells; the rows of one cell are consecutive, its first arm first."""
+    """Group the rows of complete cells; the rows of one cell are consecutive, its first variant first."""
     cells: list[dict[str, Row]] = []
     for row in rows:
         if row.first:
             cells.append({})
         if cells:
-            cells[-1][row.arm] = row
+            cells[-1][row.variant] = row
     return [cell for cell in cells if _first(cell).complete]
 
 
@@ -108,7 +108,7 @@ def _claim(
         return result("untested", claim.untestable)
     evidence: list[Evidence] = []
     missing: list[str] = []
-    for prediction in claim.predicts:
+    for prediction in claim.predictions:
         slug = prediction.case or case.slug
         cells = [cell for cell in by_case.get(slug, ()) if _is_about(prediction, _first(cell))]
         each = [_evidence(prediction, cell, cells, controls, strategies) for cell in cells]
@@ -123,7 +123,7 @@ def _claim(
     if len({item.holds for item in decided}) == 2:
         return result("conditional", ("simulated: " if decided[0].simulated else "") + _conditions(decided), evidence)
     brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
-    shown = list(dict.fromkeys(f"{item.arm} {item.measured}" for item in decided))
+    shown = list(dict.fromkeys(f"{item.variant} {item.measured}" for item in decided))
     more = f"; and {len(shown) - 2} more" if len(shown) > 2 else ""
     detail = f"{brief}: {'; '.join(shown[:2])}{more}" + (f"; not decided: {undecided}" if undecided else "")
     return result("upheld" if decided[0].holds else "refuted", detail, evidence, brief)
@@ -170,14 +170,14 @@ def _evidence(
     holds, measured = decide(prediction, cell)
     row = _first(cell)
     if holds is not None and prediction.metric is None:
-        unusable = strategy_unusable(cell[prediction.arm], controls, strategies)
+        unusable = strategy_unusable(cell[prediction.variant], controls, strategies)
         holds, measured = (None, unusable) if unusable else (holds, measured)
     newest = next(other for other in cells if _same_cell(_first(other), row))
-    for arm in dict.fromkeys([prediction.arm, prediction.against or "broken"]):
-        if arm in cell and arm in newest:
-            difference = settings_difference(_settings(cell[arm]), _settings(newest[arm]))
+    for variant in dict.fromkeys([prediction.variant, prediction.relative_to or "unfixed"]):
+        if variant in cell and variant in newest:
+            difference = settings_difference(_settings(cell[variant]), _settings(newest[variant]))
             if difference:
-                holds, measured = None, f"left out: arm {arm}: {difference}"
+                holds, measured = None, f"left out: variant {variant}: {difference}"
                 break
     versions = row.stack.versions
     known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
@@ -187,7 +187,7 @@ def _evidence(
     return Evidence(
         document=row.evidence or row.cell_id,
         case=row.case,
-        arm=prediction.arm,
+        variant=prediction.variant,
         model=row.model,
         strategy=row.strategy,
         ranks=f"{row.ranks} ranks",
@@ -198,7 +198,7 @@ def _evidence(
         measured=measured,
         holds=holds,
         simulated=bool(row.simulated),
-        when=prediction.when,
+        when=prediction.condition,
         versions=versions,
     )
 
@@ -216,8 +216,8 @@ def _predicted(prediction: Prediction) -> str:
     if metric is not None:
         side, other = ("below", metric.below) if metric.below else ("above", metric.above)
         return f"{metric.name} {side} {other}" + (f" x {metric.factor:g}" if metric.factor != 1 else "")
-    if prediction.otherwise is not None:
-        return f"{' or '.join(sorted(as_set(prediction.otherwise)))} but for the remark"
+    if prediction.outcome_without_warning is not None:
+        return f"{' or '.join(sorted(as_set(prediction.outcome_without_warning)))} but for the remark"
     return " or ".join(sorted(as_set(prediction.verdict if prediction.verdict is not None else prediction.outcome)))
 
 
@@ -225,12 +225,12 @@ def _scope(prediction: Prediction, case: str) -> str:
     """Describe what would have to be measured."""
     ranks = f"ranks={prediction.ranks}" if prediction.ranks else None
     axes = (prediction.model, prediction.strategy, ranks, prediction.stack, prediction.hardware)
-    return " ".join([f"{case}, arm {prediction.arm}", *(f"[{axis}]" for axis in axes if axis)])
+    return " ".join([f"{case}, variant {prediction.variant}", *(f"[{axis}]" for axis in axes if axis)])
 
 
 # -- conditions: where a claim holds, and where it does not
 
-AXES = ("when", "arm", "model", "strategy", "ranks", "hardware", "setting", "case", "predicted")
+AXES = ("when", "variant", "model", "strategy", "ranks", "hardware", "setting", "case", "predicted")
 PACKAGES = (*UPSTREAM, "trl")
 MAX_VALUES = 4  # of one side
 

@@ -1,8 +1,8 @@
 """Compare two sets of rows: results, flakiness, coverage, and times and memory beyond noise. Pure.
 
-An arm has at most one change of its result; a change of its time or memory is listed besides. Comparing B with A gives
-the opposite of comparing A with B. Where a fix has another verdict only because the failure itself appeared or
-disappeared, that change is listed for the broken arm alone.
+A variant has at most one change of its result; a change of its time or memory is listed besides. Comparing B with A
+gives the opposite of comparing A with B. Where a fix has another verdict only because the failure itself appeared or
+disappeared, that change is listed for the unfixed variant alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from repro_matrix.analysis.inputs import ArmResult
+from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.comparability import settings_difference
 from repro_matrix.grading.verdict import wilson
@@ -57,37 +57,38 @@ MIN_RATIO = math.log(1.1)  # smaller differences are never reported
 
 @dataclass(frozen=True)
 class Change:
-    """``arm`` is empty for a whole cell. ``factor``: of the time (without the common factor) or of the memory."""
+    """``variant`` is empty for a whole cell. ``factor``: of the time (without the common factor) or of the memory."""
 
     kind: str
-    arm: str
-    before: ArmResult | None
-    after: ArmResult | None
+    variant: str
+    before: VariantResult | None
+    after: VariantResult | None
     factor: float | None = None
 
     @property
-    def row(self) -> ArmResult:
+    def row(self) -> VariantResult:
         row = self.after or self.before
         assert row is not None
         return row
 
     def reversed(self) -> Change:
         factor = None if self.factor is None else 1 / self.factor
-        return Change(KINDS[self.kind].opposite, self.arm, self.after, self.before, factor)
+        return Change(KINDS[self.kind].opposite, self.variant, self.after, self.before, factor)
 
 
 @dataclass(frozen=True)
 class Diff:
-    """``cells``, ``arms``: present on both sides. ``time_ratio``: time of the second side relative to the first, over
-    all arms. ``noise_unknown``: arms with too few attempts to compare time. ``incomparable``: (row, reason).
+    """``cells``, ``variants``: present on both sides. ``time_ratio``: time of the second side relative to the first,
+    over all variants. ``noise_unknown``: variants with too few attempts to compare time. ``incomparable``: (row,
+    reason).
     ``across``: axis -> the two values, where each side has one value and they differ."""
 
     changes: tuple[Change, ...]
     cells: int
-    arms: int
+    variants: int
     time_ratio: float
     noise_unknown: int
-    incomparable: tuple[tuple[ArmResult, str], ...]
+    incomparable: tuple[tuple[VariantResult, str], ...]
     across: Mapping[str, tuple[str, str]]
 
     def select(self, kinds: Iterable[str]) -> list[Change]:
@@ -100,19 +101,21 @@ class Diff:
 
 
 CellId = tuple[str, str, str]  # key, hardware, stack; "" where the comparison goes across it
-Cells = dict[CellId, dict[str, ArmResult]]  # each cell's arms
+Cells = dict[CellId, dict[str, VariantResult]]  # each cell's variants
 
 
-def newest(rows: Iterable[ArmResult]) -> Cells:
+def newest(rows: Iterable[VariantResult]) -> Cells:
     """Group rows by cell; of a cell that was measured several times keep the newest result."""
-    cells: dict[CellId, dict[tuple[float, str], dict[str, ArmResult]]] = {}
+    cells: dict[CellId, dict[tuple[float, str], dict[str, VariantResult]]] = {}
     for row in rows:
-        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault((row.started, row.path), {})[row.arm] = row
+        cells.setdefault((row.key, row.hardware, row.stack), {}).setdefault((row.started, row.path), {})[
+            row.variant
+        ] = row
     return {cell_id: versions[max(versions)] for cell_id, versions in cells.items()}
 
 
 def pair_cells(
-    before: Iterable[ArmResult], after: Iterable[ArmResult], need_common: bool = True
+    before: Iterable[VariantResult], after: Iterable[VariantResult], need_common: bool = True
 ) -> tuple[Cells, Cells, dict[str, tuple[str, str]]]:
     """Return both sides' cells under common ids, and the axes that the comparison goes across.
 
@@ -127,8 +130,8 @@ def pair_cells(
 
     def common_ids(side: Cells) -> Cells:
         return {
-            (key, "" if "hardware" in across else hardware, "" if "stack" in across else stack): arms
-            for (key, hardware, stack), arms in side.items()
+            (key, "" if "hardware" in across else hardware, "" if "stack" in across else stack): variants
+            for (key, hardware, stack), variants in side.items()
         }
 
     one, other = common_ids(one), common_ids(other)
@@ -140,7 +143,7 @@ def pair_cells(
 
 
 def _describe(cells: Cells) -> str:
-    rows = [next(iter(arms.values())) for arms in cells.values() if arms]
+    rows = [next(iter(variants.values())) for variants in cells.values() if variants]
     parts = [f"{len(rows)} cells"]
     for axis in ("case", "hardware", "stack"):
         names = sorted({str(getattr(row, axis)) for row in rows})
@@ -148,65 +151,65 @@ def _describe(cells: Cells) -> str:
     return "; ".join(parts)
 
 
-def not_comparable(before: ArmResult, after: ArmResult) -> str | None:
+def not_comparable(before: VariantResult, after: VariantResult) -> str | None:
     """Return why two rows were measured with different settings, or None."""
     if before.settings == after.settings:
         return None
     return settings_difference(cast(Settings, before.settings), cast(Settings, after.settings))
 
 
-def compare(before: Iterable[ArmResult], after: Iterable[ArmResult], need_common: bool = True) -> Diff:
+def compare(before: Iterable[VariantResult], after: Iterable[VariantResult], need_common: bool = True) -> Diff:
     """Return what differs in ``after``. Raises ConfigError: no cell in common."""
     one, other, across = pair_cells(before, after, need_common)
     changes: list[Change] = []
-    incomparable: list[tuple[ArmResult, str]] = []
-    timed: list[tuple[ArmResult, ArmResult]] = []
-    arms = 0
+    incomparable: list[tuple[VariantResult, str]] = []
+    timed: list[tuple[VariantResult, VariantResult]] = []
+    variants = 0
     for cell_id in one.keys() & other.keys():
-        old_arms, new_arms = one[cell_id], other[cell_id]
-        for arm, row in {**old_arms, **new_arms}.items():
-            old, new = old_arms.get(arm), new_arms.get(arm)
+        old_variants, new_variants = one[cell_id], other[cell_id]
+        for variant, row in {**old_variants, **new_variants}.items():
+            old, new = old_variants.get(variant), new_variants.get(variant)
             if old is None or new is None:
                 if row.measured:
-                    changes.append(Change("newly_measured" if old is None else "not_measured", arm, old, new))
+                    changes.append(Change("newly_measured" if old is None else "not_measured", variant, old, new))
                 continue
-            arms += 1
+            variants += 1
             reason = not_comparable(old, new)
             if reason:
                 incomparable.append((new, reason))
                 continue
             kind = _result_change(old, new)
             if kind:
-                changes.append(Change(kind, arm, old, new))
+                changes.append(Change(kind, variant, old, new))
             if old.steady and new.steady and old.kinds.keys() == new.kinds.keys() and "hang" not in old.kinds:
                 timed.append((old, new))
     shift = _common_shift((old.wall_s, new.wall_s) for old, new in timed)
     for old, new in timed:
         changes += _cost_changes(old, new, shift)
     for kind, cells in (
-        ("cell_removed", [arms for cell_id, arms in one.items() if cell_id not in other]),
-        ("cell_added", [arms for cell_id, arms in other.items() if cell_id not in one]),
+        ("cell_removed", [variants for cell_id, variants in one.items() if cell_id not in other]),
+        ("cell_added", [variants for cell_id, variants in other.items() if cell_id not in one]),
     ):
-        for row in (next(iter(arms.values())) for arms in cells):
+        for row in (next(iter(variants.values())) for variants in cells):
             changes.append(Change(kind, "", row, None) if kind == "cell_removed" else Change(kind, "", None, row))
-    changes.sort(key=lambda c: (_ORDER[c.kind], c.row.case, c.row.key, c.row.hardware, c.row.stack, c.arm))
+    changes.sort(key=lambda c: (_ORDER[c.kind], c.row.case, c.row.key, c.row.hardware, c.row.stack, c.variant))
     unknown = sum(min(old.measured, new.measured) < MIN_ATTEMPTS for old, new in timed)
     common = len(one.keys() & other.keys())
-    return Diff(tuple(changes), common, arms, math.exp(shift), unknown, tuple(incomparable), across)
+    return Diff(tuple(changes), common, variants, math.exp(shift), unknown, tuple(incomparable), across)
 
 
-def _result_change(old: ArmResult, new: ArmResult) -> str | None:
+def _result_change(old: VariantResult, new: VariantResult) -> str | None:
     if not old.measured or not new.measured:
         return None if old.measured == new.measured else "not_measured" if old.measured else "newly_measured"
-    before, after = set(old.met), set(new.met)
+    before, after = set(old.failure_ids), set(new.failure_ids)
     if before != after:
         if old.first and new.first and not (old.control or new.control):
-            reproduced = "fires" in new.kinds
-            if ("fires" in old.kinds) != reproduced:
+            reproduced = "reproduced" in new.kinds
+            if ("reproduced" in old.kinds) != reproduced:
                 return "reproduces_now" if reproduced else "no_longer_reproduces"
-        elif not before and old.verdict == "FIX_HOLDS":
+        elif not before and old.verdict == "FIXED":
             return "fix_stopped_working"
-        elif not after and new.verdict == "FIX_HOLDS":
+        elif not after and new.verdict == "FIXED":
             return "fix_works_now"
         return "new_failure" if before < after else "failure_gone" if after < before else "different_failure"
     if old.steady != new.steady:
@@ -214,7 +217,7 @@ def _result_change(old: ArmResult, new: ArmResult) -> str | None:
     return "text_changed" if old.text != new.text else None
 
 
-def _cost_changes(old: ArmResult, new: ArmResult, shift: float) -> list[Change]:
+def _cost_changes(old: VariantResult, new: VariantResult, shift: float) -> list[Change]:
     changes = []
     for kinds, one, other, taken in (
         (("slower", "faster"), old.wall_s, new.wall_s, shift),
@@ -223,7 +226,7 @@ def _cost_changes(old: ArmResult, new: ArmResult, shift: float) -> list[Change]:
         direction = beyond_noise(one, other, taken)
         if direction:
             factor = math.exp(_common_shift([(one, other)]) - taken)
-            changes.append(Change(kinds[direction < 0], new.arm, old, new, factor))
+            changes.append(Change(kinds[direction < 0], new.variant, old, new, factor))
     return changes
 
 
@@ -232,7 +235,7 @@ def beyond_noise(one: Sequence[float], other: Sequence[float], shift: float = 0.
 
     In logarithms, so that half and twice are equally far apart. The noise is the larger of the two sides' spreads
     (largest over smallest attempt); a difference counts where the nearest attempts of both sides are further apart.
-    ``shift``: the factor that all arms have in common (a slower or busier machine), which is taken out.
+    ``shift``: the factor that all variants have in common (a slower or busier machine), which is taken out.
     """
     if min(len(one), len(other)) < MIN_ATTEMPTS or min(*one, *other) <= 0:
         return 0
@@ -254,7 +257,7 @@ def _log_median(values: Sequence[float]) -> float:
 
 @dataclass
 class Agreement:
-    """How often one side's results predict the other's, for one case: ``agree`` of ``both`` arms that both sides
+    """How often one side's results predict the other's, for one case: ``agree`` of ``both`` variants that both sides
     measured have the same verdict, failures and outcomes. ``disagreements``: (first, second)."""
 
     case: str
@@ -262,7 +265,7 @@ class Agreement:
     both: int = 0
     one_only: int = 0
     other_settings: int = 0
-    disagreements: list[tuple[ArmResult, ArmResult]] = field(default_factory=list)
+    disagreements: list[tuple[VariantResult, VariantResult]] = field(default_factory=list)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -271,13 +274,13 @@ class Agreement:
         return low, high
 
 
-def measure_agreement(one: Iterable[ArmResult], other: Iterable[ArmResult]) -> list[Agreement]:
+def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResult]) -> list[Agreement]:
     """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides measured."""
     left, right, _ = pair_cells(one, other)
     cases: dict[str, Agreement] = {}
     for cell_id in sorted(left.keys() & right.keys()):
-        for arm, row in {**left[cell_id], **right[cell_id]}.items():
-            first, second = left[cell_id].get(arm), right[cell_id].get(arm)
+        for variant, row in {**left[cell_id], **right[cell_id]}.items():
+            first, second = left[cell_id].get(variant), right[cell_id].get(variant)
             result = cases.setdefault(row.case, Agreement(row.case))
             if first is None or second is None or not first.measured or not second.measured:
                 result.one_only += any(row is not None and row.measured for row in (first, second))
@@ -290,12 +293,12 @@ def measure_agreement(one: Iterable[ArmResult], other: Iterable[ArmResult]) -> l
                 else:
                     result.disagreements.append((first, second))
     if not any(each.both for each in cases.values()):
-        raise ConfigError("nothing to compare: no arm was measured on both sides with the same settings")
+        raise ConfigError("nothing to compare: no variant was measured on both sides with the same settings")
     return sorted(cases.values(), key=lambda each: (each.agree / each.both if each.both else 2, each.case))
 
 
-def _summary(row: ArmResult) -> tuple[str | None, set[str], set[str]]:
-    return row.verdict, set(row.met), set(row.kinds)
+def _summary(row: VariantResult) -> tuple[str | None, set[str], set[str]]:
+    return row.verdict, set(row.failure_ids), set(row.kinds)
 
 
 # -- as text and as JSON
@@ -303,9 +306,9 @@ def _summary(row: ArmResult) -> tuple[str | None, set[str], set[str]]:
 SHOWN = 12  # changes of a kind; all of them with --all
 
 
-def describe_side(name: str, rows: Iterable[ArmResult]) -> str:
+def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
     """Return a line: how many cells, on which hardware, stacks and commit."""
-    cells = [next(iter(arms.values())) for arms in newest(rows).values()]
+    cells = [next(iter(variants.values())) for variants in newest(rows).values()]
     stacks: dict[str, str] = {}
     for row in cells:
         releases = [f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions]
@@ -317,15 +320,15 @@ def describe_side(name: str, rows: Iterable[ArmResult]) -> str:
     return f"{name}: {counted(len(cells), 'cell')}; {hardware}; {', '.join(listed)}; {commit}"
 
 
-def describe_row(row: ArmResult | None) -> str:
-    """Return verdict, outcomes, failure ids and text of an arm."""
+def describe_row(row: VariantResult | None) -> str:
+    """Return verdict, outcomes, failure ids and text of a variant."""
     if row is None:
         return "no result is stored"
     kinds = sorted(row.kinds.items(), key=lambda item: (-item[1], item[0]))
     outcomes = ", ".join(f"{kind} {count}/{row.measured}" for kind, count in kinds)
     parts = [f"{row.verdict}, " if row.verdict else "", outcomes or row.skipped or row.text or "not measured"]
-    parts += [f" ({', '.join(row.met)})"] if row.met else []
-    return "".join(parts) + (f": {row.text}" if row.met and row.text else "")
+    parts += [f" ({', '.join(row.failure_ids)})"] if row.failure_ids else []
+    return "".join(parts) + (f": {row.text}" if row.failure_ids and row.text else "")
 
 
 def describe_cost(change: Change) -> str:
@@ -345,7 +348,7 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
             texts = (
                 (describe_cost(change),) if kind in COST else (describe_row(change.before), describe_row(change.after))
             )
-            groups.setdefault((change.row.case, *(texts if change.arm else ())), []).append(change)
+            groups.setdefault((change.row.case, *(texts if change.variant else ())), []).append(change)
         if not groups:
             continue
         yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind].meaning})")
@@ -356,29 +359,34 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
             yield from (f"    {label}{text}" for label, text in zip(labels, key[1:]))
         if len(listed) > SHOWN and not everything:
             yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
-    reasons: dict[str, list[ArmResult]] = {}
+    reasons: dict[str, list[VariantResult]] = {}
     for row, reason in diff.incomparable:
         reasons.setdefault(reason, []).append(row)
     if reasons:
-        yield from ("", f"NOT_COMPARED: {counted(len(diff.incomparable), 'arm')}, measured with other settings")
+        yield from ("", f"NOT_COMPARED: {counted(len(diff.incomparable), 'variant')}, measured with other settings")
     for reason, rows in reasons.items():
-        yield f"  {reason}: {rows[0].key} arm {rows[0].arm}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
-    changed = len({(c.row.key, c.row.hardware, c.row.stack, c.arm) for c in diff.changes if c.before and c.after})
-    same = diff.arms - changed - len(diff.incomparable)
-    yield from ("", f"{counted(diff.cells, 'cell')} on both sides: {counted(same, 'arm')} unchanged, {changed} changed")
+        yield f"  {reason}: {rows[0].key} variant {rows[0].variant}" + (
+            f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        )
+    changed = len({(c.row.key, c.row.hardware, c.row.stack, c.variant) for c in diff.changes if c.before and c.after})
+    same = diff.variants - changed - len(diff.incomparable)
+    yield from (
+        "",
+        f"{counted(diff.cells, 'cell')} on both sides: {counted(same, 'variant')} unchanged, {changed} changed",
+    )
     if abs(diff.time_ratio - 1) >= 0.1:
         yield f"Overall the second side took {diff.time_ratio:.2f} times as long; times above are relative to that."
     if diff.noise_unknown:
-        arms = counted(diff.noise_unknown, "arm")
-        yield f"Time and memory of {arms} not compared: with one attempt the noise is unknown. Use repeat=3."
+        variants = counted(diff.noise_unknown, "variant")
+        yield f"Time and memory of {variants} not compared: with one attempt the noise is unknown. Use repeat=3."
 
 
 def _places(changes: Sequence[Change], everything: bool) -> str:
     cells: dict[str, list[str]] = {}
     for change in changes:
-        place = " ".join(change.row.axes) + ("" if change.arm else f" ({change.row.stack}, {change.row.hardware})")
-        cells.setdefault(place, []).append(change.arm)
-    places = [f"{place}: {', '.join(arms)}" if any(arms) else place for place, arms in cells.items()]
+        place = " ".join(change.row.axes) + ("" if change.variant else f" ({change.row.stack}, {change.row.hardware})")
+        cells.setdefault(place, []).append(change.variant)
+    places = [f"{place}: {', '.join(variants)}" if any(variants) else place for place, variants in cells.items()]
     few = len(places) if everything else 3
     return "; ".join(places[:few]) + (f"; and {len(places) - few} more cells" if len(places) > few else "")
 
@@ -388,35 +396,47 @@ def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> 
     for each in cases:
         low, high = (100 * share for share in each.interval)
         share = (
-            f"{each.agree} of {each.both} arms agree ({low:.0f} to {high:.0f} %)" if each.both else "nothing in common"
+            f"{each.agree} of {each.both} variants agree ({low:.0f} to {high:.0f} %)"
+            if each.both
+            else "nothing in common"
         )
         more = f"; {each.one_only} measured on one side only" if each.one_only else ""
         more += f"; {each.other_settings} measured with other settings" if each.other_settings else ""
         yield f"{each.case.ljust(width)}  {share}{more}"
         few = len(each.disagreements) if everything else SHOWN
         for first, second in each.disagreements[:few]:
-            yield from (f"    {' '.join(second.axes)} {second.arm}", f"      first:  {describe_row(first)}")
+            yield from (f"    {' '.join(second.axes)} {second.variant}", f"      first:  {describe_row(first)}")
             yield f"      second: {describe_row(second)}"
         if len(each.disagreements) > few:
             yield f"    and {len(each.disagreements) - few} more: --all"
     agree, both = sum(each.agree for each in cases), sum(each.both for each in cases)
     low, high = wilson(agree, both)
-    yield from ("", f"{agree} of {both} arms measured on both sides agree ({100 * low:.0f} to {100 * high:.0f} %)")
+    yield from ("", f"{agree} of {both} variants measured on both sides agree ({100 * low:.0f} to {100 * high:.0f} %)")
 
 
 def diff_to_json(diff: Diff) -> dict[str, Any]:
     """Return the comparison under stable keys."""
     return {
-        "schema": 1, "cells": diff.cells, "arms": diff.arms, "time_ratio": round(diff.time_ratio, 3),
-        "noise_unknown": diff.noise_unknown, "across": {axis: list(pair) for axis, pair in diff.across.items()},
+        "schema": 1,
+        "cells": diff.cells,
+        "variants": diff.variants,
+        "time_ratio": round(diff.time_ratio, 3),
+        "noise_unknown": diff.noise_unknown,
+        "across": {axis: list(pair) for axis, pair in diff.across.items()},
         "not_compared": [{**_place(row, row), "reason": reason} for row, reason in diff.incomparable],
         "changes": [
-            {"kind": c.kind, **_place(c.before, c.after), "arm": c.arm or None, "before": _values(c.before, c.arm),
-             "after": _values(c.after, c.arm), "factor": None if c.factor is None else round(c.factor, 3)}
+            {
+                "kind": c.kind,
+                **_place(c.before, c.after),
+                "variant": c.variant or None,
+                "before": _values(c.before, c.variant),
+                "after": _values(c.after, c.variant),
+                "factor": None if c.factor is None else round(c.factor, 3),
+            }
             for c in diff.changes
         ],
         "exit_code": diff.exit_code,
-    }  # fmt: skip
+    }
 
 
 def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
@@ -433,16 +453,16 @@ def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _place(before: ArmResult | None, after: ArmResult | None) -> dict[str, Any]:
+def _place(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
     row = after or before
     assert row is not None
     documents = [each.path or None if each else None for each in (before, after)]
     return {"case": row.case, "cell": row.key, "axes": list(row.axes), "hardware": row.hardware, "stack": row.stack,
-            "arm": row.arm, "documents": documents}  # fmt: skip
+            "variant": row.variant, "documents": documents}  # fmt: skip
 
 
-def _values(row: ArmResult | None, arm: str = "any") -> dict[str, Any] | None:
-    if row is None or not arm:
+def _values(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:
+    if row is None or not variant:
         return None
-    names = ("verdict", "expected", "kinds", "met", "text", "skipped", "error_at", "wall_s", "peak_mb")
+    names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at", "wall_s", "peak_mb")
     return {name: dict(value) if name == "kinds" else value for name in names for value in [getattr(row, name)]}

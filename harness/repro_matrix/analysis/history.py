@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from repro_matrix.analysis.diff import newest
-from repro_matrix.analysis.inputs import ArmResult, load_folder
+from repro_matrix.analysis.inputs import VariantResult, load_folder
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
 from repro_matrix.errors import ResultsError
 from repro_matrix.results.store import write_text
@@ -21,7 +21,7 @@ FILE = "nights.jsonl"
 SCHEMA = 1
 _ONCE = ("versions", "started", "commit")  # of a row: stored once for the run
 _DROPPED = (*_ONCE, "wall_s", "peak_mb", "settings", "path")
-_DEFAULTS = {each.name: each.default for each in fields(ArmResult) if each.name not in _DROPPED}
+_DEFAULTS = {each.name: each.default for each in fields(VariantResult) if each.name not in _DROPPED}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NightlyRun:
     started: float
     commit: str | None
     exit_code: int | None
-    rows: tuple[ArmResult, ...]
+    rows: tuple[VariantResult, ...]
 
     @property
     def passed(self) -> bool:
@@ -46,7 +46,7 @@ class NightlyRun:
 _ADAPTER = TypeAdapter(NightlyRun)
 
 
-def make_run(run_id: str, rows: Iterable[ArmResult], exit_code: int | None = None) -> NightlyRun:
+def make_run(run_id: str, rows: Iterable[VariantResult], exit_code: int | None = None) -> NightlyRun:
     """Make a run of the newest result of each cell."""
     cells = newest(rows)
     kept = tuple(row for cell_id in sorted(cells) for row in cells[cell_id].values())
@@ -82,9 +82,9 @@ def from_json(data: Any) -> NightlyRun:
         raise ValueError(f"not a nightly run: {type(error).__name__}: {error}") from None
     for row in run.rows:
         if row.verdict not in (None, *get_args(VerdictName)):
-            raise ValueError(f"{row.key} arm {row.arm}: unknown verdict {row.verdict!r}")
+            raise ValueError(f"{row.key} variant {row.variant}: unknown verdict {row.verdict!r}")
         if row.kinds.keys() - set(get_args(OutcomeName)) or any(count < 1 for count in row.kinds.values()):
-            raise ValueError(f"{row.key} arm {row.arm}: invalid outcomes {dict(row.kinds)!r}")
+            raise ValueError(f"{row.key} variant {row.variant}: invalid outcomes {dict(row.kinds)!r}")
     return run
 
 

@@ -25,13 +25,13 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 
 
 @dataclass(frozen=True)
-class ArmResult:
-    """The result of one arm of a cell. ``kinds``: outcome -> number of attempts that are evidence; ``met``: failure
+class VariantResult:
+    """The result of one variant of a cell. ``kinds``: outcome -> number of attempts that are evidence; ``met``: failure
     ids; ``wall_s`` (seconds) and ``peak_mb`` (MiB): a value for each of these attempts."""
 
     case: str
     key: str
-    arm: str
+    variant: str
     axes: tuple[str, ...]
     hardware: str
     stack: str
@@ -45,7 +45,7 @@ class ArmResult:
     verdict: str | None = None
     expected: str | None = None
     kinds: Mapping[str, int] = field(default_factory=dict)
-    met: tuple[str, ...] = ()
+    failure_ids: tuple[str, ...] = ()
     text: str = ""
     skipped: str | None = None
     error_at: str | None = None
@@ -65,14 +65,14 @@ class ArmResult:
         return len(self.kinds) == 1
 
 
-def from_row(row: Row, folder: str = "") -> ArmResult:
+def from_row(row: Row, folder: str = "") -> VariantResult:
     """Keep of a summary row what comparisons need. ``folder``: the results folder that holds its evidence."""
     attempts = row.evidence_attempts
     failures = sorted({name for each in attempts for name in each.failures})
     peaks = tuple(each.peak_gpu_mb or each.peak_rss_mb or 0.0 for each in attempts)
     settings = {**row.settings, **row.settings.get("plain", {})}
-    return ArmResult(
-        row.case, row.cell_id, row.arm, row.axes, row.hardware.profile, row.stack.name, row.model, row.strategy,
+    return VariantResult(
+        row.case, row.cell_id, row.variant, row.axes, row.hardware.profile, row.stack.name, row.model, row.strategy,
         {name: version for name, version in row.stack.versions.items() if name in RELEVANT}, row.started, row.commit,
         row.kind == "control", row.first, as_expected(row.verdict) if row.verdict else None, row.state,
         Counter(each.outcome for each in attempts), tuple(failures),
@@ -87,7 +87,7 @@ class Side:
     """``notes``: remarks on the files; ``unreadable``: those of the notes about results that could not be read."""
 
     name: str
-    rows: list[ArmResult] = field(default_factory=list)
+    rows: list[VariantResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 

@@ -20,11 +20,11 @@ from typing import Any
 from filelock import FileLock
 
 from repro_matrix.analysis import history, regressions
-from repro_matrix.analysis.inputs import ArmResult, Side
+from repro_matrix.analysis.inputs import Side, VariantResult
 from repro_matrix.analysis.regressions import ChangedCase, Requested
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.planning.cells import arms_of
+from repro_matrix.planning.cells import variants_of
 from repro_matrix.results import runs
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE
 from repro_matrix.results.quarantine import Mute
@@ -89,7 +89,7 @@ def finish(night: Nightly) -> Report:
         others = [run for run in stored if run.run_id != run_id]
         earlier = [run for run in others if run.started <= tonight.started]
         compared = regressions.compare_to_last_passing(
-            rows, earlier, lambda cell, arm: any(entry.covers(cell, arm) for entry in active)
+            rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active)
         )
         unreadable = [note for side in night.sides for note in side.unreadable]
         requested = [load_requested(folder, side.rows) for folder, side in zip(night.folders, night.sides)]
@@ -134,18 +134,20 @@ def _clock_notes(started: float, others: Iterable[history.NightlyRun]) -> list[s
 
 
 def _quarantined(
-    entries: Iterable[Mute], rows: Sequence[ArmResult], changes: Mapping[tuple[str, str], str]
+    entries: Iterable[Mute], rows: Sequence[VariantResult], changes: Mapping[tuple[str, str], str]
 ) -> Iterator[str]:
     for entry in entries:
-        if any(row.measured and entry.covers(row.key, row.arm) for row in rows):
-            found = [f"arm {arm}: {kind}" for (cell, arm), kind in changes.items() if entry.covers(cell, arm)]
+        if any(row.measured and entry.covers(row.key, row.variant) for row in rows):
+            found = [
+                f"variant {variant}: {kind}" for (cell, variant), kind in changes.items() if entry.covers(cell, variant)
+            ]
             yield f"quarantined: {entry.told()} ({'; '.join(found) or 'unchanged'})"
 
 
-def load_requested(folder: Path, rows: Iterable[ArmResult]) -> Requested:
+def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     """Return what a run was asked for, by the overrides in its folder and today's catalog.
 
-    Merged results have no overrides: then every arm of the catalog counts as requested.
+    Merged results have no overrides: then every variant of the catalog counts as requested.
     """
     run = runs.read(folder)
     try:
@@ -154,16 +156,18 @@ def load_requested(folder: Path, rows: Iterable[ArmResult]) -> Requested:
     except ConfigError:
         asked = None
     if run is None or asked is None:
-        return Requested({slug: set(case.arms) for slug, case in catalog.load().cases.items()})
+        return Requested({slug: set(case.variants) for slug, case in catalog.load().cases.items()})
     stacks: dict[str, set[str]] = {}
     for cell in cells:
         stacks.setdefault(cell.key, set()).add(cell.stack)
-    patterns = asked.settings.arms
-    arms = {}
+    patterns = asked.settings.variants
+    variants = {}
     for slug in {cell.case for cell in cells}:
         case = asked.catalogue.cases[slug]
-        named = [arm for arm in case.arms if any(fnmatchcase(arm, pattern) for pattern in patterns or ())]
-        arms[slug] = set(arms_of(case, named) if patterns else case.arms)
+        named = [
+            variant for variant in case.variants if any(fnmatchcase(variant, pattern) for pattern in patterns or ())
+        ]
+        variants[slug] = set(variants_of(case, named) if patterns else case.variants)
     unstarted = None if run.left is None and asked.settings.time_limit else run.left or ()
     shard: set[str] | None = None
     if asked.settings.shard:
@@ -171,7 +175,7 @@ def load_requested(folder: Path, rows: Iterable[ArmResult]) -> Requested:
             shard = {key for _, _, key in shards.read(folder)["cells"]}
         except ResultsError:
             shard = None
-    return Requested(arms, stacks, tuple(hardware), unstarted, shard, {row.stack for row in rows})
+    return Requested(variants, stacks, tuple(hardware), unstarted, shard, {row.stack for row in rows})
 
 
 def lock_path(folder: Path, stack: str, run_id: str) -> Path:
@@ -199,8 +203,8 @@ class Bisections:
             return f"Not bisected: no lock of {changed.passing.run_id} is stored."
         if good.read_bytes() == bad.read_bytes():
             return "Not bisected: both runs had the same lock, so no release caused the change."
-        row, arm = changes[0].row, changes[0].arm
-        words = ["bisect", row.case, "--good", str(good), "--bad", str(bad), "--arm", arm, "--find", "change"]
+        row, variant = changes[0].row, changes[0].variant
+        words = ["bisect", row.case, "--good", str(good), "--bad", str(bad), "--variant", variant, "--find", "change"]
         words += [*row.axes, f"hardware={row.hardware}", f"results={self.folder / 'bisect'}"]
         command, left = shlex.join(["repro", *words]), self.deadline - time.monotonic()
         if left <= 0:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
 from repro_matrix.analysis.history import NightlyRun
-from repro_matrix.analysis.inputs import ArmResult
+from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ResultsError
 from repro_matrix.text import counted
 
@@ -26,7 +26,8 @@ SHOWN = 3
 class ChangedCase:
     """A case whose results changed on a stack since ``passing``, the last passing run that measured them.
 
-    ``versions``: package -> (then, now), where they differ. ``working_fixes``: arms that pass in every measured cell.
+    ``versions``: package -> (then, now), where they differ. ``working_fixes``: variants that pass in every measured
+    cell.
     """
 
     case: str
@@ -40,7 +41,7 @@ class ChangedCase:
     def digest(self) -> str:
         """Identify the change: the same in each run that has it; another one after a passing run without it."""
         changes = sorted(
-            (c.row.key, c.row.hardware, c.row.stack, c.arm, c.kind, c.row.verdict or "", *c.row.met)
+            (c.row.key, c.row.hardware, c.row.stack, c.variant, c.kind, c.row.verdict or "", *c.row.failure_ids)
             for c in self.changes
         )
         return hashlib.sha256(json.dumps([self.case, self.passing.run_id, changes]).encode()).hexdigest()[:12]
@@ -48,14 +49,15 @@ class ChangedCase:
 
 @dataclass
 class Regressions:
-    """``notes``: stacks that could not be compared, with the reason. ``quarantined``: (cell id, arm) -> its change."""
+    """``notes``: stacks that could not be compared, with the reason. ``quarantined``: (cell id, variant) -> its
+    change."""
 
     changed: list[ChangedCase] = field(default_factory=list)
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def check_one_commit(rows: Iterable[ArmResult]) -> None:
+def check_one_commit(rows: Iterable[VariantResult]) -> None:
     """Raise ResultsError where the rows were measured at several commits: shards that do not belong together."""
     cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
     if len(cells) > 1:
@@ -64,33 +66,33 @@ def check_one_commit(rows: Iterable[ArmResult]) -> None:
 
 
 def compare_to_last_passing(
-    tonight: Iterable[ArmResult],
+    tonight: Iterable[VariantResult],
     history: Sequence[NightlyRun],
     quarantined: Callable[[str, str], bool] = lambda *_: False,
 ) -> Regressions:
-    """Compare each arm with the last passing run that measured it. ``quarantined`` takes (cell id, arm)."""
+    """Compare each variant with the last passing run that measured it. ``quarantined`` takes (cell id, variant)."""
     result = Regressions()
-    by_stack: dict[str, list[ArmResult]] = {}
-    for arms in newest(tonight).values():
-        for row in arms.values():
+    by_stack: dict[str, list[VariantResult]] = {}
+    for variants in newest(tonight).values():
+        for row in variants.values():
             by_stack.setdefault(row.stack, []).append(row)
     for stack, rows in sorted(by_stack.items()):
         passing = [run for run in reversed(history) if run.passed and stack in run.stacks]
         if not passing:
             result.notes.append(f"stack {stack}: no passing run in the history: nothing to compare with yet")
             continue
-        measured = {_arm_id(row): row for row in rows if row.measured}
-        compared: set[ArmId] = set()
+        measured = {_variant_id(row): row for row in rows if row.measured}
+        compared: set[VariantId] = set()
         found: dict[tuple[str, str], list[Change]] = {}
         runs = {run.run_id: run for run in passing}
         for run in passing:
-            before = [row for row in run.rows if row.measured and _arm_id(row) in measured.keys() - compared]
-            compared |= set(map(_arm_id, before))
-            for change in compare(before, [measured[_arm_id(row)] for row in before], need_common=False).changes:
+            before = [row for row in run.rows if row.measured and _variant_id(row) in measured.keys() - compared]
+            compared |= set(map(_variant_id, before))
+            for change in compare(before, [measured[_variant_id(row)] for row in before], need_common=False).changes:
                 if change.kind not in RESULTS:
                     continue
-                if quarantined(change.row.key, change.arm):
-                    result.quarantined[change.row.key, change.arm] = f"{change.kind} since {run.run_id}"
+                if quarantined(change.row.key, change.variant):
+                    result.quarantined[change.row.key, change.variant] = f"{change.kind} since {run.run_id}"
                 else:
                     found.setdefault((change.row.case, run.run_id), []).append(change)
         new = {row.key for row in measured.values()} - {cell_id[0] for cell_id, _ in compared}
@@ -104,11 +106,11 @@ def compare_to_last_passing(
     return result
 
 
-ArmId = tuple[tuple[str, str, str], str]
+VariantId = tuple[tuple[str, str, str], str]
 
 
-def _arm_id(row: ArmResult) -> ArmId:
-    return (row.key, row.hardware, row.stack), row.arm
+def _variant_id(row: VariantResult) -> VariantId:
+    return (row.key, row.hardware, row.stack), row.variant
 
 
 def changed_versions(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -118,34 +120,35 @@ def changed_versions(then: Mapping[str, str], now: Mapping[str, str]) -> dict[st
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def working_fixes(case: str, rows: Iterable[ArmResult]) -> tuple[str, ...]:
-    """Return the arms that fix the failure in every cell in which they were measured."""
+def working_fixes(case: str, rows: Iterable[VariantResult]) -> tuple[str, ...]:
+    """Return the variants that fix the failure in every cell in which they were measured."""
     verdicts: dict[str, set[str | None]] = {}
     for row in rows:
         if row.case == case and row.measured and not row.first:
-            verdicts.setdefault(row.arm, set()).add(row.verdict)
-    return tuple(arm for arm, names in verdicts.items() if names == {"FIX_HOLDS"})
+            verdicts.setdefault(row.variant, set()).add(row.verdict)
+    return tuple(variant for variant, names in verdicts.items() if names == {"FIXED"})
 
 
 @dataclass(frozen=True)
 class Requested:
     """What one of tonight's runs was asked to measure.
 
-    ``cells``: cell id -> stacks; None: unknown, so that every arm in ``arms`` (case -> arms) is taken as requested.
+    ``cells``: cell id -> stacks; None: unknown, so that every variant in ``variants`` (case -> variants) is taken as
+    requested.
     ``hardware``: patterns. ``unstarted``: "hardware stack cell-id" of cells for which there was no time; None: unknown.
     ``shard``: the cell ids of the shard. ``stacks``: those that it measured (a stack may have several names).
     """
 
-    arms: Mapping[str, Collection[str]]
+    variants: Mapping[str, Collection[str]]
     cells: Mapping[str, Collection[str]] | None = None
     hardware: Sequence[str] = ("auto",)
     unstarted: Collection[str] | None = ()
     shard: Collection[str] | None = None
     stacks: Collection[str] = ()
 
-    def excuse(self, row: ArmResult) -> str:
-        """Return why this run need not have measured an arm; "" where it should have."""
-        if row.arm not in self.arms.get(row.case, ()):
+    def excuse(self, row: VariantResult) -> str:
+        """Return why this run need not have measured a variant; "" where it should have."""
+        if row.variant not in self.variants.get(row.case, ()):
             return "not requested"
         if self.cells is None:
             return ""
@@ -163,12 +166,12 @@ class Requested:
 
 @dataclass(frozen=True)
 class MissingResult:
-    """An arm of the last passing run ``run_id`` without a result tonight. ``excuse``: why that is no error, or "".
+    """A variant of the last passing run ``run_id`` without a result tonight. ``excuse``: why that is no error, or "".
 
-    ``whole_cell``: no arm of the cell has one. ``other_hardware``: where the cell was measured instead.
+    ``whole_cell``: no variant of the cell has one. ``other_hardware``: where the cell was measured instead.
     """
 
-    row: ArmResult
+    row: VariantResult
     run_id: str
     excuse: str
     whole_cell: bool
@@ -176,16 +179,16 @@ class MissingResult:
 
 
 def find_missing(
-    tonight: Iterable[ArmResult],
+    tonight: Iterable[VariantResult],
     history: Sequence[NightlyRun],
     requested: Sequence[Requested],
     unreadable: Sequence[str] = (),
 ) -> list[MissingResult]:
-    """Find arms that a passing run measured and tonight has no result for, by the last run that measured them.
+    """Find variants that a passing run measured and tonight has no result for, by the last run that measured them.
 
-    An arm that was skipped, or lost to an infrastructure error, has a result. ``unreadable``: notes on files that
-    cannot be read; their cells are excused, because the file itself is reported. Excused arms are listed for the last
-    passing run only.
+    A variant that was skipped, or lost to an infrastructure error, has a result. ``unreadable``: notes on files that
+    cannot be read; their cells are excused, because the file itself is reported. Excused variants are listed for the
+    last passing run only.
     """
     cells = newest(tonight)
     passing = [run for run in reversed(history) if run.passed]
@@ -194,14 +197,14 @@ def find_missing(
         same = [run for run in passing if hardware & {row.hardware for row in run.rows}]
         passing = (same or passing)[:1]
     missing: list[MissingResult] = []
-    checked: set[ArmId] = set()
+    checked: set[VariantId] = set()
     for run in passing:
         for row in run.rows:
-            cell_id, arm = _arm_id(row)
-            if not row.measured or (cell_id, arm) in checked:
+            cell_id, variant = _variant_id(row)
+            if not row.measured or (cell_id, variant) in checked:
                 continue
-            checked.add((cell_id, arm))
-            now = cells.get(cell_id, {}).get(arm)
+            checked.add((cell_id, variant))
+            now = cells.get(cell_id, {}).get(variant)
             if now is not None and (now.measured or now.skipped or now.text):
                 continue
             reasons = [each.excuse(row) for each in requested]
@@ -217,11 +220,11 @@ def find_missing(
 
 
 def count_missing(missing: Iterable[MissingResult]) -> str:
-    """Return ``2 cells and 1 arm``."""
+    """Return ``2 cells and 1 variant``."""
     missing = list(missing)
-    cells = len({_arm_id(each.row)[0] for each in missing if each.whole_cell})
-    arms = sum(not each.whole_cell for each in missing)
-    return " and ".join(counted(count, what) for count, what in ((cells, "cell"), (arms, "arm")) if count)
+    cells = len({_variant_id(each.row)[0] for each in missing if each.whole_cell})
+    variants = sum(not each.whole_cell for each in missing)
+    return " and ".join(counted(count, what) for count, what in ((cells, "cell"), (variants, "variant")) if count)
 
 
 def describe_missing(missing: Sequence[MissingResult]) -> list[str]:
@@ -245,5 +248,5 @@ def describe_missing(missing: Sequence[MissingResult]) -> list[str]:
 
 def _name(missing: MissingResult) -> str:
     row = missing.row
-    arm = "" if missing.whole_cell else f" arm {row.arm}"
-    return f"{row.key}{arm} on {row.hardware}, stack {row.stack}"
+    variant = "" if missing.whole_cell else f" variant {row.variant}"
+    return f"{row.key}{variant} on {row.hardware}, stack {row.stack}"

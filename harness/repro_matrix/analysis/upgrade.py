@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from repro_matrix.analysis.diff import KINDS, RESULTS, Change, compare, describe_row, pair_cells
-from repro_matrix.analysis.inputs import ArmResult
+from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.records.document import Document
 from repro_matrix.runner.request import Request
 from repro_matrix.search.bisect import Bisector, Culprits, Roles, changed_packages
-from repro_matrix.search.labels import CLEAN, FIRES, Answer
+from repro_matrix.search.labels import PASSED, REPRODUCED, Answer
 from repro_matrix.search.prober import Prober, Target
 
 WORSE = ("new_failure", "fix_stopped_working", "reproduces_now")
@@ -22,10 +22,10 @@ NOT_SEARCHED = ("became_flaky", "became_steady")
 
 
 class Unknown(NamedTuple):
-    """An arm without a comparable result on both stacks. ``declared``: it was skipped because of a declared need."""
+    """A variant without a comparable result on both stacks. ``declared``: it was skipped because of a declared need."""
 
     cell: str
-    arm: str
+    variant: str
     reason: str
     declared: bool = False
 
@@ -45,21 +45,21 @@ class Upgrade:
         return 3 if missing else 0
 
 
-def compare_stacks(before: Sequence[ArmResult], after: Sequence[ArmResult]) -> Upgrade:
-    """Compare the same arms of the same cells on two stacks."""
+def compare_stacks(before: Sequence[VariantResult], after: Sequence[VariantResult]) -> Upgrade:
+    """Compare the same variants of the same cells on two stacks."""
     diff = compare(before, after, need_common=False)
-    unknown = [Unknown(row.key, row.arm, f"measured with other settings: {why}") for row, why in diff.incomparable]
-    excluded = {(each.cell, each.arm) for each in unknown}
+    unknown = [Unknown(row.key, row.variant, f"measured with other settings: {why}") for row, why in diff.incomparable]
+    excluded = {(each.cell, each.variant) for each in unknown}
     older, newer, _ = pair_cells(before, after, need_common=False)
     measured = 0
     for cell_id in older.keys() & newer.keys():
-        for arm in (arm for arm in newer[cell_id] if arm in older[cell_id]):
-            old, new = older[cell_id][arm], newer[cell_id][arm]
+        for variant in (variant for variant in newer[cell_id] if variant in older[cell_id]):
+            old, new = older[cell_id][variant], newer[cell_id][variant]
             if old.measured and new.measured:
-                measured += (new.key, arm) not in excluded
+                measured += (new.key, variant) not in excluded
                 continue
             sides = [f"{side}: {describe_row(row)}" for side, row in (("from", old), ("to", new)) if not row.measured]
-            unknown.append(Unknown(new.key, arm, "; ".join(sides), bool(old.skipped or new.skipped)))
+            unknown.append(Unknown(new.key, variant, "; ".join(sides), bool(old.skipped or new.skipped)))
     changes = tuple(diff.select(RESULTS))
     return Upgrade(changes, tuple(sorted(unknown)), measured - len(changes))
 
@@ -67,11 +67,11 @@ def compare_stacks(before: Sequence[ArmResult], after: Sequence[ArmResult]) -> U
 def kind_of(before: Answer, after: Answer) -> str | None:
     """Return the kind of change between two measured answers of a script, or None."""
     if before.label == after.label:
-        return "text_changed" if before.label == FIRES and before.whole != after.whole else None
-    if FIRES in (before.label, after.label):
-        return "reproduces_now" if after.label == FIRES else "no_longer_reproduces"
-    if CLEAN in (before.label, after.label):
-        return "failure_gone" if after.label == CLEAN else "new_failure"
+        return "text_changed" if before.label == REPRODUCED and before.whole != after.whole else None
+    if REPRODUCED in (before.label, after.label):
+        return "reproduces_now" if after.label == REPRODUCED else "no_longer_reproduces"
+    if PASSED in (before.label, after.label):
+        return "failure_gone" if after.label == PASSED else "new_failure"
     return "different_failure"
 
 
@@ -86,26 +86,26 @@ class CauseSearch:
     with_releases: bool
     budget: int | None
     log: Callable[[str], None]
-    causes: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # (cell, arm) -> cause
+    causes: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # (cell, variant) -> cause
 
     def run(self, changes: Iterable[Change], documents: Iterable[Document]) -> None:
         """Search all changes, cell by cell. Raises Stopped; the causes found until then are kept."""
-        cells = {document["key"]: document for document in documents}
+        cells = {document["cell_id"]: document for document in documents}
         by_cell: dict[str, list[Change]] = {}
         for change in changes:
             if change.kind not in NOT_SEARCHED:
                 by_cell.setdefault(change.row.key, []).append(change)
         assert self.request is not None
         for key, group in by_cell.items():
-            arms = [change.arm for change in group]  # a probe measures every arm that is searched
-            with Prober(_one_cell(cells[key], self.request), self.log, self.stop, arms=arms) as prober:
+            variants = [change.variant for change in group]  # a probe measures every variant that is searched
+            with Prober(_one_cell(cells[key], self.request), self.log, self.stop, variants=variants) as prober:
                 for change in group:
-                    self.log(f"{key} {change.arm} {change.kind}: which package?")
-                    self.causes[key, change.arm] = self.cause(Bisector(prober, change.arm))
+                    self.log(f"{key} {change.variant} {change.kind}: which package?")
+                    self.causes[key, change.variant] = self.cause(Bisector(prober, change.variant))
 
     def cause(self, bisector: Bisector) -> dict[str, Any]:
         """Search the packages that carry the second stack's answer into the first."""
-        before, after = (bisector.ask(Target(spec, spec)).arms[bisector.arm] for spec in self.specs)
+        before, after = (bisector.ask(Target(spec, spec)).variants[bisector.variant] for spec in self.specs)
         exact = before.label == after.label  # the same failure with another text
         good, bad = (answer.whole if exact else answer.label for answer in (before, after))
         if good is None or bad is None or good == bad:
@@ -136,7 +136,9 @@ class CauseSearch:
 
 def _one_cell(document: Document, request: Request) -> Request:
     """Return the request for one cell, with the run's other settings."""
-    rest = request.less(lambda key: key in ("case", "model", "strategy", "arms", "ranks") or key.startswith("flags."))
+    rest = request.less(
+        lambda key: key in ("case", "model", "strategy", "variants", "ranks") or key.startswith("flags.")
+    )
     axes: dict[str, Any] = {"case": document["case"], "model": document["model"], "strategy": document["strategy"]}
     if request.selections[0].ranks:
         axes["ranks"] = document["ranks"]
@@ -151,38 +153,45 @@ def to_json(
         "from": specs[0], "to": specs[1],
         "packages": {name: list(pair) for name, pair in changed_packages(*ends).items()},
         "changes": changes, "same": same, "counts": dict(Counter(change["change"] for change in changes)),
-        "unknown": [{"cell": each.cell, "arm": each.arm, "reason": each.reason} for each in unknown],
+        "unknown": [{"cell": each.cell, "variant": each.variant, "reason": each.reason} for each in unknown],
     }  # fmt: skip
 
 
 def changes_to_json(changes: Iterable[Change], causes: Mapping[tuple[str, str], Any]) -> list[dict[str, Any]]:
     return [
         {
-            "change": c.kind, "case": c.row.case, "cell": c.row.key, "arm": c.arm, "before": describe_row(c.before),
-            "after": describe_row(c.after), "error_at": [row.error_at if row else None for row in (c.before, c.after)],
+            "change": c.kind,
+            "case": c.row.case,
+            "cell": c.row.key,
+            "variant": c.variant,
+            "before": describe_row(c.before),
+            "after": describe_row(c.after),
+            "error_at": [row.error_at if row else None for row in (c.before, c.after)],
             "documents": [row.path or None if row else None for row in (c.before, c.after)],
-            "cause": causes.get((c.row.key, c.arm)),
+            "cause": causes.get((c.row.key, c.variant)),
         }
         for c in changes
-    ]  # fmt: skip
+    ]
 
 
-COLUMNS = ("change", "cell", "arm", "cause", "results")
+COLUMNS = ("change", "cell", "variant", "cause", "results")
 
 
 def describe(data: Mapping[str, Any]) -> tuple[list[list[str]], list[str]]:
     """Return the rows of a table and the lines below it."""
     table = [
-        [c["change"], c["cell"], c["arm"], _describe_cause(c["cause"]), f"{c['before']}  =>  {c['after']}"]
+        [c["change"], c["cell"], c["variant"], _describe_cause(c["cause"]), f"{c['before']}  =>  {c['after']}"]
         for c in data["changes"]
     ]
     lines = [f"{kind} ({count}): {KINDS[kind].meaning}" for kind, count in data["counts"].items()]
     reasons: dict[str, list[str]] = {}
     for item in data["unknown"]:
-        reasons.setdefault(item["reason"], []).append(f"{item['cell']} {item['arm']}")
-    for reason, arms in reasons.items():
-        lines.append(f"unknown: {reason}: {', '.join(arms[:4])}" + (f" and {len(arms) - 4} more" if arms[4:] else ""))
-    lines.append(f"{len(table)} arms changed, {data['same']} unchanged, {len(data['unknown'])} unknown")
+        reasons.setdefault(item["reason"], []).append(f"{item['cell']} {item['variant']}")
+    for reason, variants in reasons.items():
+        lines.append(
+            f"unknown: {reason}: {', '.join(variants[:4])}" + (f" and {len(variants) - 4} more" if variants[4:] else "")
+        )
+    lines.append(f"{len(table)} variants changed, {data['same']} unchanged, {len(data['unknown'])} unknown")
     return table, lines
 
 

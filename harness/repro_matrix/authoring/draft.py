@@ -14,15 +14,28 @@ from repro_matrix.external.logs.distinct import Error
 
 TODO = "TODO"
 SHAPE: dict[str, Any] = {
-    "proof": {"kind": "training", "checks": ["steps", "loss", "updates", "batches"]},
+    "pass_criteria": {"kind": "training", "checks": ["steps", "loss", "updates", "batches"]},
     "launch": {"world_size": 2, "deadline": 120, "imports": ["transformers"]},
     "axes": {"model": ["qwen1.5-0.5b"], "strategy": ["ddp"]},
     "flags": {"fixed": {"default": False, "choices": [True, False], "help": f"{TODO}: what the fix changes"}},
-    "arms": {"broken": {"help": f"{TODO}: as the reports do it"},
+    "variants": {"unfixed": {"help": f"{TODO}: as the reports do it"},
              "fixed": {"flags": {"fixed": True}, "help": f"{TODO}: the documented fix"}},
 }  # fmt: skip
-KEPT = ("proof", "needs", "steps", "scales", "shared", "min_ranks", "accelerator", "launch", "axes", "options", "keeps",
-        "flags", "arms")  # fmt: skip
+KEPT = (
+    "pass_criteria",
+    "needs",
+    "steps",
+    "supports_other_world_sizes",
+    "shared",
+    "min_ranks",
+    "accelerator",
+    "launch",
+    "axes",
+    "options",
+    "preserve_config",
+    "flags",
+    "variants",
+)
 
 SCRIPT = '''"""TODO: the failure in one line, and its reference (owner/repository#number)."""
 
@@ -68,7 +81,7 @@ def case(
             "summary": f"{TODO}: why it fails, in two sentences.",
             **{key: shape[key] for key in KEPT if key in shape},
             "signatures": [dict(each) for each in signatures]}  # fmt: skip
-    made["arms"] = made.pop("arms")
+    made["variants"] = made.pop("variants")
     return yaml.safe_dump(made, sort_keys=False, width=118, allow_unicode=True)
 
 
@@ -98,7 +111,7 @@ def unknown_exception() -> dict[str, Any]:
 
 
 def silent(check: str) -> dict[str, Any]:
-    return {"name": "wrong", "kind": "oracle", "check": check}
+    return {"name": "wrong", "kind": "check", "check": check}
 
 
 def pattern(text: str) -> str:
@@ -154,7 +167,7 @@ def script_of(text: str, name: str, args: Sequence[str] = ()) -> str:
 def own_shape(text: str) -> dict[str, Any]:
     """The shape of a case whose script is somebody's own."""
     launch = {**SHAPE["launch"], **({"process_group": False} if "init_process_group" in text else {})}
-    return {**SHAPE, "proof": {"kind": "training", "checks": ["finished"]}, "launch": launch}
+    return {**SHAPE, "pass_criteria": {"kind": "training", "checks": ["finished"]}, "launch": launch}
 
 
 def _name(kind: str) -> str:

@@ -76,7 +76,7 @@ def _signature(found: Json) -> Json:
     primary = _primary(found.get("document"))
     if primary:
         kind, message = str(primary["type"]), str(primary["message"])
-        where = str(primary.get("where") or "")
+        where = str(primary.get("params") or "")
         if where and "/" not in where:  # a path: the script's own code, which is nobody's defect
             package = where.partition(".")[0]
     if not re.fullmatch(r"[A-Za-z_][\w.]*", kind.strip()):
@@ -86,8 +86,8 @@ def _signature(found: Json) -> Json:
 
 def _primary(document: Any) -> Mapping[str, Any] | None:
     try:
-        attempts = json.loads(Path(str(document)).read_text(encoding="utf-8"))["arms"]["broken"]["attempts"]
-        return next((a["outcome"]["primary"] for a in attempts if a["outcome"]["outcome"] == "fires"), None)
+        attempts = json.loads(Path(str(document)).read_text(encoding="utf-8"))["variants"]["unfixed"]["attempts"]
+        return next((a["outcome"]["primary"] for a in attempts if a["outcome"]["outcome"] == "reproduced"), None)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -96,8 +96,8 @@ def _primary(document: Any) -> Mapping[str, Any] | None:
 
 
 def _of_case(slug: str, found: Json, path: str) -> Files:
-    """That case with its smallest cell as what the broken arm is; of its other arms those that differ in flags and
-    options alone."""
+    """That case with its smallest cell as what the unfixed variant is; of its other variants those that differ in flags
+    and options alone."""
     from repro_matrix.config import catalog as catalogue
     from repro_matrix.config import selection as overrides
     from repro_matrix.config.settings import compose_run
@@ -114,7 +114,7 @@ def _of_case(slug: str, found: Json, path: str) -> Files:
     models = {}
     model = (selection.model or shape["axes"]["model"])[0]
     if laid.raw["model"][model] != known.raw["model"][model]:
-        models[slug] = _model(slug, laid.raw["model"][model], shape.pop("keeps", []))
+        models[slug] = _model(slug, laid.raw["model"][model], shape.pop("preserve_config", []))
         model = slug
     shape["axes"] = {"model": [model], "strategy": (selection.strategy or shape["axes"]["strategy"])[:1]}
     launch = shape.setdefault("launch", {})
@@ -125,27 +125,27 @@ def _of_case(slug: str, found: Json, path: str) -> Files:
     if settings.env:
         launch["env"] = {**launch.get("env", {}), **settings.env}
     own = {"model", "strategy", "stack", "tp_size", "world_size", "env"}
-    first = next(iter(shape["arms"]))
-    shape["arms"] = {
-        arm: {"help": spec.get("help", draft.TODO)} if arm == first else spec
-        for arm, spec in shape["arms"].items()
-        if arm == first or (not own & set(spec) and _differs(spec, shape))
+    first = next(iter(shape["variants"]))
+    shape["variants"] = {
+        variant: {"help": spec.get("help", draft.TODO)} if variant == first else spec
+        for variant, spec in shape["variants"].items()
+        if variant == first or (not own & set(spec) and _differs(spec, shape))
     }
     script = known.script(known.cases[name]).read_text(encoding="utf-8")
     return Files(shape, script, shape["signatures"], list(shape.get("references", [])), models)
 
 
-def _differs(arm: Mapping[str, Any], shape: Mapping[str, Any]) -> bool:
-    """Not the smallest cell itself, which may have taken what this arm changes."""
+def _differs(variant: Mapping[str, Any], shape: Mapping[str, Any]) -> bool:
+    """Not the smallest cell itself, which may have taken what this variant changes."""
     options = shape.get("options", {})
-    return any(value != shape["flags"][name]["default"] for name, value in arm.get("flags", {}).items()) or any(
-        name not in options or value != options[name] for name, value in arm.get("options", {}).items()
+    return any(value != shape["flags"][name]["default"] for name, value in variant.get("flags", {}).items()) or any(
+        name not in options or value != options[name] for name, value in variant.get("options", {}).items()
     )
 
 
-def _model(slug: str, raw: Mapping[str, Any], keeps: list[str]) -> str:
+def _model(slug: str, raw: Mapping[str, Any], preserve_config: list[str]) -> str:
     """The model as small as it was found, at every scale."""
-    tiny = {key: value for key, value in (raw.get("tiny") or {}).items() if key not in keeps}
+    tiny = {key: value for key, value in (raw.get("tiny") or {}).items() if key not in preserve_config}
     made = {**raw, "slug": slug, "title": f"{raw['title']}, as small as the failure of {slug} allows",
             "config": {**raw["config"], **tiny}, "tiny": {}}  # fmt: skip
     return yaml.safe_dump(made, sort_keys=False, width=118, allow_unicode=True)

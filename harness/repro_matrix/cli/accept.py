@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", metavar="DIR", help="results folder (default: results/scratch: the last run)"
     )
     told = "also publish verdicts that may as well be a mistake (may be given for each)"
-    parser.add_argument("--take", action="append", default=[], choices=("CHANGED", "FIX_HARMFUL"), help=told)
+    parser.add_argument("--take", action="append", default=[], choices=("SIGNATURE_MISMATCH", "FIX_BREAKS"), help=told)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         _show(found)
         if len(stored) > len(documents):
-            print(f"left out {counted(len(stored) - len(documents), 'cell')} of which only some arms were measured")
+            print(f"left out {counted(len(stored) - len(documents), 'cell')} of which only some variants were measured")
     if refused:  # the plan is seen first: what would be new is the reason to measure once more
         raise ResultsError("\n  ".join([f"{source}: would not be published:", *_grouped(refused)]))
     if not args.plan:
@@ -121,9 +121,9 @@ def _of_other_code(documents: Sequence[Document], catalogue: Catalogue, own: Pro
 
 
 def _show(found: Publication) -> None:
-    rows = [[c.case, c.where, c.stack, c.arm, c.old or "(nothing)", c.new] for c in found.changes]
+    rows = [[c.case, c.where, c.stack, c.variant, c.old or "(nothing)", c.new] for c in found.changes]
     if rows:
-        print_table("what is expected", ["case", "cell", "stack", "arm", "until now", "from now on"], rows)
+        print_table("what is expected", ["case", "cell", "stack", "variant", "until now", "from now on"], rows)
     for one, several, places in (
         ("to publish", "to publish", found.written),
         ("says what is published", "say what is published", found.same),
@@ -155,38 +155,43 @@ SHOWN = 20  # reasons
 
 
 def _grouped(refused: Sequence[Refusal]) -> list[str]:
-    """A line for each reason; those that are said of one arm, or one cell, name it."""
+    """A line for each reason; those that are said of one variant, or one cell, name it."""
     by_why: dict[str, list[Refusal]] = {}
     for one in refused:
         by_why.setdefault(one.why, []).append(one)
     told = []
     for why, found in by_why.items():
-        cells, arms = list(dict.fromkeys(one.cell for one in found)), sum(bool(one.arm) for one in found)
-        of = f"{counted(arms, 'arm')} of {counted(len(cells), 'cell')}" if arms else counted(len(cells), "cell")
+        cells, variants = list(dict.fromkeys(one.cell for one in found)), sum(bool(one.variant) for one in found)
+        of = (
+            f"{counted(variants, 'variant')} of {counted(len(cells), 'cell')}"
+            if variants
+            else counted(len(cells), "cell")
+        )
         names = ", ".join(cells[:3]) + (", ..." if len(cells) > 3 else "")
         told.append(str(found[0]) if len(found) == 1 else f"{of}: {why} [{names}]")
     return told[:SHOWN] + ([f"and {counted(len(told) - SHOWN, 'more reason')}"] if len(told) > SHOWN else [])
 
 
 def _refuse(case: Case, documents: list[Document]) -> None:
-    """Raises ResultsError for a failure that cannot be published: never seen to fire, or a signature for anything."""
+    """Raises ResultsError for a failure that cannot be published: never seen to reproduce, or a signature for
+    anything."""
     if case.kind != "failure":
         return
     wide = overbroad_signature(case)
     if wide:
         raise ResultsError(f"{case.slug}: {wide}")
-    attempts = [a for d in documents if "broken" in d["arms"] for a in d["arms"]["broken"]["attempts"]]
-    if not any(attempt["outcome"]["outcome"] == "fires" for attempt in attempts):
+    attempts = [a for d in documents if "unfixed" in d["variants"] for a in d["variants"]["unfixed"]["attempts"]]
+    if not any(attempt["outcome"]["outcome"] == "reproduced" for attempt in attempts):
         last = f"; last: {attempts[-1]['outcome']['reason']}" if attempts else ""
         raise ResultsError(
-            f"{case.slug}: its broken arm fired in none of {len(attempts)} attempts, here and in the baseline{last}"
+            f"{case.slug}: its unfixed variant reproduced in none of {len(attempts)} attempts, here and in the baseline{last}"
         )
 
 
 def _usable(document: Document) -> bool:
     """Complete, something was measured (infra is none), and on releases: a commit between two is no range's."""
-    attempts = [attempt for arm in document["arms"].values() for attempt in arm["attempts"]]
-    ran = any(attempt["outcome"]["outcome"] != "infra" for attempt in attempts)
+    attempts = [attempt for variant in document["variants"].values() for attempt in variant["attempts"]]
+    ran = any(attempt["outcome"]["outcome"] != "infra_error" for attempt in attempts)
     return document["complete"] and ran and "#" not in document["stack"]["name"]
 
 

@@ -9,7 +9,7 @@ import threading
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import script_options
-from repro_matrix.config.adhoc import ARM
+from repro_matrix.config.adhoc import VARIANT
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import StackError, spec
 from repro_matrix.environment.stacks.spec import canonical
@@ -26,7 +26,7 @@ from repro_matrix.text import printable
 EPILOG = (
     "and model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack whose\n"
     "package is replaced (default: the one on which the case is known to fail).\n\n"
-    "good: the arm does not show the failure (clean; or, where the good end itself fails with another error, that\n"
+    "good: the variant does not show the failure (clean; or, where the good end itself fails with another error, that\n"
     "error). bad: it does. Any other answer in between is unknown and is skipped. Where good is the newer of the two,\n"
     "the search is for the release with the fix. With repeat=N a flaky failure is repeated by its measured rate.\n"
     "Two stacks: first the packages that carry the difference, then the release of each.\n"
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--good", required=True, help="a release without the failure, or a stack (a name, a lock file, python:PATH)")
     add("--bad", required=True, help="a release with the failure, or a stack")
     add("--package", help="whose releases (default: transformers); with two stacks: search in this package only")
-    add("--arm", help="whose answer (default: the first arm)")
+    add("--variant", help="whose answer (default: the first variant)")
     find = parser.add_mutually_exclusive_group()
     text = "search for the fix: good and bad may be given in either order"
     find.add_argument("--find-fix", dest="find", action="store_const", const="fix", default="failure", help=text)
@@ -54,10 +54,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    prober, arm, base = _of_script(args) if script_options.is_script(args) else _of_case(args)
+    prober, variant, base = _of_script(args) if script_options.is_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
     clone = open_clone(args.repo, package or "transformers") if args.repo else None
-    search = Search(prober, arm, args.find, clone, args.max_probes, args.yanked, args.pre)
+    search = Search(prober, variant, args.find, clone, args.max_probes, args.yanked, args.pre)
     with workspace.interruptible(prober.stop, _log), prober:
         try:
             search.run(args.good, args.bad, package, base)
@@ -73,16 +73,18 @@ def main(args: argparse.Namespace) -> int:
 
 def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
     script_options.refuse(args)
-    base, texts = arguments.one_stack(args, {"arms": "a bisection is of one arm: --arm NAME"})
+    base, texts = arguments.one_stack(args, {"variants": "a bisection is of one variant: --variant NAME"})
     case = one_case(args.case)
-    arm = args.arm or next(iter(case.arms))
-    if arm not in case.arms:
-        raise unknown("arm", arm, case.arms, f"case {case.slug}")
-    if case.arms[arm].stack:
-        raise ConfigError(f"Arm {arm} of {case.slug} runs on a stack of its own ({case.arms[arm].stack}).")
+    variant = args.variant or next(iter(case.variants))
+    if variant not in case.variants:
+        raise unknown("variant", variant, case.variants, f"case {case.slug}")
+    if case.variants[variant].stack:
+        raise ConfigError(
+            f"Variant {variant} of {case.slug} runs on a stack of its own ({case.variants[variant].stack})."
+        )
     _check_ends(args.good, args.bad)
-    prober = Prober(ask([f"case={args.case}", *texts]), _log, threading.Event(), arms=[arm])
-    return prober, arm, base or case.needs.stack or "current"
+    prober = Prober(ask([f"case={args.case}", *texts]), _log, threading.Event(), variants=[variant])
+    return prober, variant, base or case.requires.stack or "current"
 
 
 def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
@@ -90,15 +92,15 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     from repro_matrix.external.lockfiles import endpoints
     from repro_matrix.external.script_prober import ScriptProber
 
-    if args.arm:
-        raise ConfigError(f"--arm {args.arm}: a script has no arms.")
+    if args.variant:
+        raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     script, base, settings = script_options.script_of(args)
     _check_ends(args.good, args.bad)
     prober = ScriptProber(script, _log, threading.Event(), settings.repeat)
     if not is_release(args.good):
         args.good, args.bad, notes = endpoints(args.good, args.bad, script.results)
         prober.notes += notes
-    return prober, ARM, base
+    return prober, VARIANT, base
 
 
 def _check_ends(good: str, bad: str) -> None:

@@ -24,7 +24,7 @@ TIMES = 3
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.case(parser)
     arguments.overrides(parser)
-    parser.add_argument("--times", type=arguments.number(1), default=TIMES, help="attempts of each arm, each way")
+    parser.add_argument("--times", type=arguments.number(1), default=TIMES, help="attempts of each variant, each way")
     parser.add_argument("--no-run", action="store_true", help="only what its files say")
 
 
@@ -70,15 +70,15 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
     how = (
         "its files are in order; nothing was run"
         if args.no_run
-        else f"ready ({counted(args.times, 'attempt')} an arm, each way)"
+        else f"ready ({counted(args.times, 'attempt')} a variant, each way)"
     )
     return [f"{slug}: {how}; then commit, `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
 
 
 def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    for arm, why in notes.get("not_measured", {}).items():
-        yield f"  not measured here: {arm}: {why}"
-    known = [f"{arm} {verdict}" for arm, verdict in notes.get("as_recorded", {}).items()]
+    for variant, why in notes.get("not_measured", {}).items():
+        yield f"  not measured here: {variant}: {why}"
+    known = [f"{variant} {verdict}" for variant, verdict in notes.get("as_recorded", {}).items()]
     if known:
         yield f"  no help, as results/expected has it: {', '.join(known)}"
 
@@ -93,17 +93,17 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
 
     asked = ask([f"case={slug}", *overrides])
     given = {key for key, _ in asked.selections[0].words}
-    if "stack" not in given and (known := asked.catalogue.cases[slug].needs.stack):
-        asked = asked.having({"stack": known})  # where it is known to fire
-        print(f"{slug}: on {known}, where it is known to fire", file=sys.stderr, flush=True)
+    if "stack" not in given and (known := asked.catalogue.cases[slug].requires.stack):
+        asked = asked.having({"stack": known})  # where it is known to reproduce
+        print(f"{slug}: on {known}, where it is known to reproduce", file=sys.stderr, flush=True)
     stop = threading.Event()
     found: dict[str, list[Document]] = {}
     with (
         workplace.interruptible(stop, log, "nothing of it is kept"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
-        for way, launcher in (("warm", LauncherName.warm), ("cold", LauncherName.torchrun)):
-            print(f"{slug}: {counted(times, 'attempt')} an arm, {way}", file=sys.stderr, flush=True)
+        for way, launcher in (("forkserver", LauncherName.warm), ("cold", LauncherName.torchrun)):
+            print(f"{slug}: {counted(times, 'attempt')} a variant, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
             prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))
             summary = workplace.execute(prepared, lambda event: None, stop, on_warning=log)

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="NAME=VALUE", help="compare only these: case='fsdp*' stack=current"
     )
-    told = "count for each case how many arms have the same result, e.g. how well a CPU predicts a GPU"
+    told = "count for each case how many variants have the same result, e.g. how well a CPU predicts a GPU"
     parser.add_argument("--agreement", action="store_true", help=told)
     parser.add_argument("--all", action="store_true", help="list every change")
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")

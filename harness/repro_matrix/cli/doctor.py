@@ -51,13 +51,18 @@ def main(args: argparse.Namespace) -> int:
     states, apart = nvml.states(uuids), nvml.without_peers(uuids)
     rows: list[dict[str, Any]] = [
         {
-            "case": plan.cell.case, "model": plan.cell.model, "strategy": plan.cell.strategy,
+            "case": plan.cell.case,
+            "model": plan.cell.model,
+            "strategy": plan.cell.strategy,
             "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
-            "runs": plan.skipped is None, "reason": plan.skipped,
-            "skipped_arms": {arm.arm: arm.skipped for arm in plan.arms if arm.skipped} if not plan.skipped else {},
+            "runs": plan.skipped is None,
+            "reason": plan.skipped,
+            "skipped_variants": {variant.variant: variant.skipped for variant in plan.variants if variant.skipped}
+            if not plan.skipped
+            else {},
         }
         for plan in prepared.plans
-    ]  # fmt: skip
+    ]
     if args.json:
         print_json({
             "machine": machine.to_json(), "hardware": [each.name for each in prepared.profiles],
@@ -80,10 +85,16 @@ def main(args: argparse.Namespace) -> int:
     )
     if args.all:
         table = [
-            [named(row["case"], row["simulated"]), row["model"], row["strategy"], "yes" if row["runs"] else "no",
-             row["reason"] or "; ".join(f"arm {arm}: {reason}" for arm, reason in row["skipped_arms"].items())]
+            [
+                named(row["case"], row["simulated"]),
+                row["model"],
+                row["strategy"],
+                "yes" if row["runs"] else "no",
+                row["reason"]
+                or "; ".join(f"variant {variant}: {reason}" for variant, reason in row["skipped_variants"].items()),
+            ]
             for row in rows
-        ]  # fmt: skip
+        ]
         print_table("", ["case", "model", "strategy", "runs here", "reason"], table, narrow=("reason",))
     else:
         print_lines([*listing.runs_here(rows, columns()), ""])

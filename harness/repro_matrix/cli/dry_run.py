@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from repro_matrix.planning.memory import GIB, MemoryPlan, Phase
-from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.document import Document
 from repro_matrix.report import listing
 from repro_matrix.report.terminal import columns, named, print_json, print_lines, print_table
@@ -16,14 +16,14 @@ from repro_matrix.runner import schedule, session
 from repro_matrix.runner.session import Session
 from repro_matrix.text import counted
 
-_HEADS = ["case", "model", "strategy", "arm", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
-_MEMORY_HEADS = ["case", "model", "strategy", "arm", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
+_HEADS = ["case", "model", "strategy", "variant", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
+_MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
 _LAST = "fullest moment, or why it is skipped"
 
 
-def show_plan(prepared: Session, as_json: bool, every_arm: bool) -> int:
-    """Print what would be launched. ``every_arm``: a line for each."""
-    items = [_item(prepared, plan, arm) for plan in prepared.plans for arm in plan.arms]
+def show_plan(prepared: Session, as_json: bool, every_variant: bool) -> int:
+    """Print what would be launched. ``every_variant``: a line for each."""
+    items = [_item(prepared, plan, variant) for plan in prepared.plans for variant in plan.variants]
     for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys() | prepared.unusable):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
     if as_json:
@@ -31,80 +31,94 @@ def show_plan(prepared: Session, as_json: bool, every_arm: bool) -> int:
         return 0
     for item in items:
         item["case"] = named(item["case"], item["simulated"])
-    if every_arm:
+    if every_variant:
         renamed = {"ranks": "world_size"}
         table = [[item[renamed.get(head, head)] for head in _HEADS] for item in items]
         print_table("", _HEADS, table, narrow=("skipped",))
     else:
-        cells = [plan.cell for plan in prepared.plans for _ in plan.arms]
+        cells = [plan.cell for plan in prepared.plans for _ in plan.variants]
         keys = [{"cell": repr((cell.hardware, cell.stack, cell.key))} for cell in cells]
         print_lines(listing.planned([item | key for item, key in zip(items, keys)], columns()))
-    for why, count in prepared.elsewhere.items():
+    for why, count in prepared.ambiguous_with.items():
         print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
     return 0
 
 
-def _item(prepared: Session, plan: CellPlan, arm: ArmPlan) -> dict[str, Any]:
+def _item(prepared: Session, plan: CellPlan, variant: VariantPlan) -> dict[str, Any]:
     cell = plan.cell
     return {
-        "case": cell.case, "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags),
-        "ranks": cell.ranks, "stack": arm.stack, "hardware": cell.hardware, "arm": arm.arm,
-        "world_size": arm.world_size, "devices": arm.gpus, "attempts": arm.repeat, "deadline_s": arm.deadline,
-        "skipped": arm.skipped, "simulated": prepared.catalogue.cases[cell.case].simulated,
-    }  # fmt: skip
+        "case": cell.case,
+        "model": cell.model,
+        "strategy": cell.strategy,
+        "flags": dict(cell.flags),
+        "ranks": cell.ranks,
+        "stack": variant.stack,
+        "hardware": cell.hardware,
+        "variant": variant.variant,
+        "world_size": variant.world_size,
+        "devices": variant.gpus,
+        "attempts": variant.repeat,
+        "deadline_s": variant.deadline,
+        "skipped": variant.skipped,
+        "simulated": prepared.catalogue.cases[cell.case].simulated,
+    }
 
 
-def show_memory(texts: list[str], as_json: bool, every_arm: bool) -> int:
-    """Print what each arm needs, beside the recorded peak; also for hardware that this machine does not have."""
+def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
+    """Print what each variant needs, beside the recorded peak; also for hardware that this machine does not have."""
     prepared = session.prepare(texts, build_stacks=False, plan_only=True)
     stored = local.history(local.own_stores(prepared.settings), {plan.cell.case for plan in prepared.plans})
     rows = []
     for plan in prepared.plans:
-        for arm in plan.arms:
+        for variant in plan.variants:
             planned = {
-                "planned": arm.memory.to_json() if arm.memory else None,
-                "reference": arm.settings.get("reference"),
-                "measured_mb": _measured(stored.get(plan.cell.key, []), arm),
+                "planned": variant.memory.to_json() if variant.memory else None,
+                "reference": variant.settings.get("reference"),
+                "measured_mb": _measured(stored.get(plan.cell.key, []), variant),
             }
-            rows.append((arm, _item(prepared, plan, arm) | planned))
+            rows.append((variant, _item(prepared, plan, variant) | planned))
     if as_json:
         cells = [row for _, row in rows]
         print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": cells})
     else:
-        _print_memory(prepared, rows, every_arm)
+        _print_memory(prepared, rows, every_variant)
     for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
         print(f"repro: {note}", file=sys.stderr)
     return 0
 
 
-def _measured(documents: Sequence[Document], arm: ArmPlan) -> float | None:
+def _measured(documents: Sequence[Document], variant: VariantPlan) -> float | None:
     """Return the largest recorded peak of a rank (MiB) on the host, from the latest document of this stack."""
-    of_stack = [each for each in documents if each["stack"]["name"] == arm.stack and arm.arm in each["arms"]]
-    measured = [document for document in of_stack if document["arms"][arm.arm]["attempts"]]
+    of_stack = [
+        each for each in documents if each["stack"]["name"] == variant.stack and variant.variant in each["variants"]
+    ]
+    measured = [document for document in of_stack if document["variants"][variant.variant]["attempts"]]
     if not measured:
         return None
     latest = max(measured, key=lambda document: document["provenance"]["started"])
-    return schedule.peak_rss_mb(latest["arms"][arm.arm]["attempts"])
+    return schedule.peak_rss_mb(latest["variants"][variant.variant]["attempts"])
 
 
-def _print_memory(prepared: Session, rows: Sequence[tuple[ArmPlan, Mapping[str, Any]]], every_arm: bool) -> None:
+def _print_memory(
+    prepared: Session, rows: Sequence[tuple[VariantPlan, Mapping[str, Any]]], every_variant: bool
+) -> None:
     profile, machine = prepared.profile, prepared.machine
     gpus = f"{len(profile.gpus)} x {profile.gpus[0].name}, " if profile.gpus else ""
     only = " (planned only: not this machine)" if prepared.planned else ""
     print(f"hardware {profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
-    hidden = [row for arm, row in rows if row["skipped"] and arm.memory is None and not every_arm]
+    hidden = [row for variant, row in rows if row["skipped"] and variant.memory is None and not every_variant]
     table = []
-    for arm, row in rows:
-        plan, measured = arm.memory, row["measured_mb"]
-        if row["skipped"] and plan is None and not every_arm:
+    for variant, row in rows:
+        plan, measured = variant.memory, row["measured_mb"]
+        if row["skipped"] and plan is None and not every_variant:
             continue
         off = f" ({plan.host_rank / 2**20 / measured - 1:+.0%})" if measured and plan else ""
-        cells = [row["case"], row["model"], row["strategy"], row["arm"], str(arm.world_size), *_sizes(plan)]
+        cells = [row["case"], row["model"], row["strategy"], row["variant"], str(variant.world_size), *_sizes(plan)]
         cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
         table.append([*cells, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
     print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,))
     print_lines(listing.not_launched(hidden, columns()))
-    print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} arms skipped")
+    print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} variants skipped")
 
 
 def _sizes(plan: MemoryPlan | None) -> list[str]:

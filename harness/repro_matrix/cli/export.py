@@ -1,4 +1,4 @@
-"""`repro export CASE --arm A`: one script without this project's kit, to paste into an upstream issue."""
+"""`repro export CASE --variant A`: one script without this project's kit, to paste into an upstream issue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.case(parser)
     arguments.overrides(parser)
-    parser.add_argument("--arm", help="which arm (default: the first, which is the broken one)")
+    parser.add_argument("--variant", help="which variant (default: the first, which is the broken one)")
     parser.add_argument("--stack", help="with the versions and the outcome that are stored of this stack")
     parser.add_argument("--out", metavar="FILE", help="write it there instead of to the standard output")
 
@@ -34,11 +34,11 @@ def main(args: argparse.Namespace) -> int:
     cases = catalogue.load().cases
     if args.case not in cases:
         raise unknown("case", args.case, cases)
-    arm = args.arm or next(iter(cases[args.case].arms))
-    if arm not in cases[args.case].arms:
-        raise unknown("arm", arm, cases[args.case].arms, args.case)
+    variant = args.variant or next(iter(cases[args.case].variants))
+    if variant not in cases[args.case].variants:
+        raise unknown("variant", variant, cases[args.case].variants, args.case)
     given, overrides = arguments.one_stack(args)
-    text = exported(args.case, arm, overrides, args.stack or given).text
+    text = exported(args.case, variant, overrides, args.stack or given).text
     if not args.out:
         sys.stdout.write(text)
         return 0
@@ -62,8 +62,8 @@ class Exported:
     stack: Stack | None  # None where it is not here
 
 
-def exported(slug: str, arm: str, overrides: Iterable[str] = (), stack: str | None = None) -> Exported:
-    """One arm as a file. Raises ReproError: nothing is known of the stack, or the script cannot stand alone."""
+def exported(slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None) -> Exported:
+    """One variant as a file. Raises ReproError: nothing is known of the stack, or the script cannot stand alone."""
     from repro_matrix.authoring.export import bundle as bundles
     from repro_matrix.authoring.export.header import lines
     from repro_matrix.authoring.export.script import values, written
@@ -74,19 +74,19 @@ def exported(slug: str, arm: str, overrides: Iterable[str] = (), stack: str | No
     prepared, absent = _prepared(slug, list(overrides), stack)
     plan = prepared.plans[0]
     case = prepared.catalogue.cases[slug]
-    found = next(each for each in plan.arms if each.arm == arm)
+    found = next(each for each in plan.variants if each.variant == variant)
     stores = map(Store, project.published())
     documents = [document for store in stores for document in store.documents(history=True, cases=[slug])]
-    name = case.arms[arm].stack or stack or plan.cell.stack
+    name = case.variants[variant].stack or stack or plan.cell.stack
     have = prepared.stacks.get(name)
     defaults = {flag: spec.default for flag, spec in case.flags.items()}
     stored = measured(documents, found, name, dict(have.versions) if have else {}, defaults)
     versions = dict(stored.versions) if stored else dict(have.versions) if have else {}
     if not versions:
         stored_with = ", ".join(sorted({document["stack"]["name"] for document in documents})) or "none"
-        why = f"{absent or found.skipped}; nor is {slug}/{arm} stored with it (there are: {stored_with})"
+        why = f"{absent or found.skipped}; nor is {slug}/{variant} stored with it (there are: {stored_with})"
         raise ConfigError(why)
-    settings = _of_hardware(found.settings, case.needs.gpus)
+    settings = _of_hardware(found.settings, case.requires.gpus)
     proven = stored is None or not stored.fails_by_itself
     repros, script = prepared.catalogue.repros, prepared.catalogue.script(case)
     made = bundles.bundle(
@@ -102,10 +102,10 @@ def exported(slug: str, arm: str, overrides: Iterable[str] = (), stack: str | No
     remote = settings["model"].get("remote_code")
     published = any(part == "repro_kit.qwen" for part, _ in made.kit)
     files = _model_files(repros / "remote_code", remote, published) if remote else {}
-    env = {**case.launch.env, **settings.get("env", {}), **case.arms[arm].env}
+    env = {**case.launch.env, **settings.get("env", {}), **case.variants[variant].env}
     built = have is not None and all(Path(path).exists() for path in (have.python, *have.path))
     skipped = absent or found.skipped or (None if built else f"stack {name} is not built here")
-    header = lines(case, arm, settings, {n: versions[n] for n in SHOWN if n in versions}, stored, proven, skipped)
+    header = lines(case, variant, settings, {n: versions[n] for n in SHOWN if n in versions}, stored, proven, skipped)
     text = written(header, settings, env, made, files)
     return Exported(text, settings["world_size"], stored, skipped, have if built else None)
 
@@ -130,7 +130,7 @@ def _of_hardware(settings: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def _model_files(folder: Path, name: str, published: bool) -> dict[str, str]:
-    """A model's own code, by its path under ``folder``; the published variant only where the script asks for it."""
+    """A model's own code, by its path under ``folder``; the published overrides only where the script asks for it."""
     files = [path for path in sorted((folder / name).iterdir()) if path.suffix in (".py", ".json")]
     kept = [path for path in files if published or not path.stem.endswith("_published")]
     return {f"{name}/{path.name}": path.read_text(encoding="utf-8") for path in kept}

@@ -34,8 +34,8 @@ def main(args: argparse.Namespace) -> int:
                 "case": cell.case, "kind": case.kind, "title": case.title, "references": case.references,
                 "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "ranks": cell.ranks,
                 "stack": cell.stack,
-                "hardware": cell.hardware, "arms": list(case.arms), "simulated": case.simulated,
-                "needs": {"requires": case.needs.requires, "gpus": case.needs.gpus, "stack": case.needs.stack},
+                "hardware": cell.hardware, "variants": list(case.variants), "simulated": case.simulated,
+                "needs": {"requires": case.requires.packages, "gpus": case.requires.gpus, "stack": case.requires.stack},
             }
         )  # fmt: skip
     if args.json:
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
         entry["models"].add(row["model"])
         entry["strategies"].add(row["strategy"])
         entry["cells"] += 1
-    told = [{**entry, "arms": len(entry["arms"])} for entry in shown.values()]
+    told = [{**entry, "variants": len(entry["variants"])} for entry in shown.values()]
     print_lines([*listing.cases(told, columns()), ""][1:])
     found = f"{counted(len(shown), 'case')}, {counted(len(cells), 'cell')}"
     print_wrapped(f"{found}. `repro show CASE` tells more; `repro doctor` what runs here.")

@@ -18,10 +18,10 @@ from repro_matrix.errors import ReproError, nearest
 # verb -> (module in harness/verbs with configure(parser) and main(args), one line of help)
 VERBS = {
     "list": ("list", "the cells of a selection, and which of them cannot run here"),
-    "show": ("show", "one case: arms, signatures, claims, the command that reproduces each arm by hand"),
-    "run": ("run", "one case, all its arms, live"),
-    "matrix": ("matrix", "every cell of a selection; the final table says what fires, with and without each fix"),
-    "versions": ("versions", "in which releases of a package each arm of a case fires, from measurement"),
+    "show": ("show", "one case: variants, signatures, claims, the command that reproduces each variant by hand"),
+    "run": ("run", "one case, all its variants, live"),
+    "matrix": ("matrix", "every cell of a selection; the final table says what reproduces, with and without each fix"),
+    "versions": ("versions", "in which releases of a package each variant of a case reproduces, from measurement"),
     "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
     "reduce": ("reduce", "the smallest trigger of a failure: settings, model size, ranks, a script's statements"),
     "diff": ("diff", "compare two runs, stacks or machines: failures, fixes, error text, coverage, time, memory"),
@@ -31,7 +31,7 @@ VERBS = {
     "match": ("match", "which known failures a training log shows, and which fixes hold by stored measurement"),
     "new": ("new", "the first files of a case: YAML with a proposed signature, and a script"),
     "check": ("check", "run a case several times, warm and cold: what is not ready about it"),
-    "export": ("export", "one arm as one script without the kit, with versions and what to expect, for an issue"),
+    "export": ("export", "one variant as one script without the kit, with versions and what to expect, for an issue"),
     "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
     "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),
@@ -51,7 +51,7 @@ def overview() -> argparse.ArgumentParser:
     """`repro --help`: every verb with its line; no verb's module is imported for it."""
     parser = Overview(
         prog="repro",
-        description="Which known distributed-training failures fire on this stack, and do their fixes still work?",
+        description="Which known distributed-training failures reproduce on this stack, and do their fixes still work?",
         epilog="exit codes: 0 as expected; 1 something differs from its expectation; 2 usage or configuration; "
         "3 less could be measured than was asked for; 70 a defect of this program; 130 interrupted",
         allow_abbrev=False,

@@ -68,7 +68,7 @@ def as_json(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) ->
         "log": path,
         "lines": seen.lines,
         "unread_lines": seen.unread,
-        "recognised": answer.names,
+        "recognized": answer.names,
         "failures": [_failure_json(failure) for failure in answer.failures],
         "remarks": [
             {"case": r.case, "signature": r.signature, "line": r.line, "text": answer.evidence[r.line]}
@@ -208,11 +208,11 @@ def _versions(seen: Seen) -> str:
 
 
 def _stored_text(case: Case, seen: Seen) -> list[str]:
-    from repro_matrix.external.logs.stored import Stretch, stored
+    from repro_matrix.external.logs.stored import VersionRange, stored
 
-    def arms(each: Stretch) -> list[str]:
+    def variants(each: VersionRange) -> list[str]:
         holds = ", ".join(each.holds) or "none"
-        others = ", ".join(f"{arm} ({verdict})" for arm, verdict in each.holds_not.items())
+        others = ", ".join(f"{variant} ({verdict})" for variant, verdict in each.holds_not.items())
         said = f"; not named in the log: {', '.join(each.unnamed)}" if each.unnamed else ""
         cells = ", ".join(each.cells) or "every cell"
         return [
@@ -224,11 +224,14 @@ def _stored_text(case: Case, seen: Seen) -> list[str]:
     found = stored(case, seen.versions.known)
     simulated = ", simulated" if case.simulated else ""
     if found.fits:
-        return [f"    measured on these versions{simulated}:", *(line for each in found.fits for line in arms(each))]
+        return [
+            f"    measured on these versions{simulated}:",
+            *(line for each in found.fits for line in variants(each)),
+        ]
     out = [f"    no measurement on these versions is stored{simulated}" + ("; the nearest:" if found.nearest else "")]
     for each in found.nearest:
         out.append(f"      {', '.join(f'{name} {bounds}' for name, bounds in each.versions.items())}")
-        out += [f"  {line}" for line in arms(each)]
+        out += [f"  {line}" for line in variants(each)]
     return out
 
 

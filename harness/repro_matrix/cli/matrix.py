@@ -27,8 +27,8 @@ from repro_matrix.runner.request import print_composed
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
     arguments.cfg(parser)
-    parser.add_argument("--all", action="store_true", help="a line for every arm of every cell")
-    parser.add_argument("--memory", action="store_true", help="with --dry-run: the memory that each arm needs")
+    parser.add_argument("--all", action="store_true", help="a line for every variant of every cell")
+    parser.add_argument("--memory", action="store_true", help="with --dry-run: the memory that each variant needs")
     run_options(parser)
 
 
@@ -48,19 +48,20 @@ def main(args: argparse.Namespace) -> int:
         if not args.dry_run:
             raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
         return dry_run.show_memory(args.overrides, args.json, args.all)
-    return measure(args, args.overrides, every_arm=args.all, page=True)
+    return measure(args, args.overrides, every_variant=args.all, page=True)
 
 
 def measure(
     args: argparse.Namespace,
     texts: Sequence[str],
     *,
-    every_arm: bool,
+    every_variant: bool,
     live: bool = False,
     for_git: bool = False,
     page: bool = False,
 ) -> int:
-    """Run a selection. ``every_arm``: a line for each instead of the differences; ``live``: a line for each attempt;
+    """Run a selection. ``every_variant``: a line for each instead of the differences; ``live``: a line for each
+    attempt;
     ``for_git``: exit codes for `git bisect run`; ``page``: a run of the matrix, which measures the canary cells first
     and writes its page beside its documents."""
     mutes = quarantine.read()
@@ -72,7 +73,7 @@ def measure(
     for note in prepared.notes():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
-        return dry_run.show_plan(prepared, args.json, every_arm)
+        return dry_run.show_plan(prepared, args.json, every_variant)
     from repro_matrix.report.progress import Progress
 
     stop = threading.Event()
@@ -85,7 +86,7 @@ def measure(
         finish(summary)
     applied = quarantine.applied(summary.documents, mutes, datetime.now(timezone.utc).date())
     summary.documents = applied.documents
-    found = rows.by_attention(row for document in summary.documents for row in rows.arm_rows(document))
+    found = rows.by_attention(row for document in summary.documents for row in rows.variant_rows(document))
     written = _page(results_folder(prepared.settings)) if page else None
     changed = _compare(before, summary.documents) if before else None
     expired = [mute.over() for mute in applied.expired]
@@ -93,7 +94,7 @@ def measure(
         totals = {**run_summary.totals(prepared, summary, found), "page": str(written) if written else None}
         print_json({"rows": found, "summary": totals, **({"against": diffs.diff_to_json(changed)} if changed else {})})
     else:
-        print_lines(run_summary.lines(prepared, summary, found, expired, every_arm, columns()))
+        print_lines(run_summary.lines(prepared, summary, found, expired, every_variant, columns()))
         if changed and before and not (summary.problem or summary.interrupted or for_git):
             print_wrapped("", f"compared with {diffs.describe_side(before.name, before.rows)}")
             print_wrapped(*diffs.describe_diff(changed), "")
@@ -106,7 +107,7 @@ def measure(
     if for_git:
         return bisect_exit(summary.documents)
     lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
-    lacking |= prepared.unusable  # those of single arms, too: that they are skipped is no declared need
+    lacking |= prepared.unusable  # those of single variants, too: that they are skipped is no declared need
     for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(lacking)), *expired]:
         print(f"repro: {text}", file=sys.stderr)
     early = bool(lacking or prepared.left_out)

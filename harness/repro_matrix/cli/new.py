@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
     told = "begin with the smallest trigger that `repro reduce ... --json > FILE` found"
     start.add_argument("--from-shrink", metavar="FILE", help=told)
-    parser.add_argument("--like", metavar="CASE", help="the flags, arms, axes, proof and script of another case")
+    parser.add_argument("--like", metavar="CASE", help="the flags, variants, axes, proof and script of another case")
     told = "numbers are wrong without an error: the check that fails (updates, loss, gradient, or one of your own)"
     parser.add_argument("--silent", metavar="CHECK", help=told)
 

@@ -31,7 +31,7 @@ EPILOG = (
 def configure(parser: argparse.ArgumentParser) -> None:
     script_options.case_or_script(parser, EPILOG)
     add = parser.add_argument
-    add("--arm", help="of a case: which arm is reduced (default: the first)")
+    add("--variant", help="of a case: which variant is reduced (default: the first)")
     add("--max-probes", type=arguments.number(1), metavar="N", help="launch at most so many attempts")
     add("--out", metavar="FILE", help="of a script: the reduced file (default: beside it, train.reduced.py)")
     script_options.add(parser)
@@ -59,19 +59,19 @@ def _case(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Searc
     script_options.refuse(args)
     if args.out:
         raise ConfigError("--out is for a script of your own; the smallest cell of a case is a command.")
-    spec, texts = arguments.one_stack(args, {"arms": "one arm is reduced: --arm NAME"})
+    spec, texts = arguments.one_stack(args, {"variants": "one variant is reduced: --variant NAME"})
     case = one_case(args.case)
-    stack = reduce.resolve_stack(spec or case.needs.stack or "current", _log)
+    stack = reduce.resolve_stack(spec or case.requires.stack or "current", _log)
     request = ask([f"case={args.case}", *texts])
-    asker = reduce.open_case(args.arm, request, stack, _log, stop)
+    asker = reduce.open_case(args.variant, request, stack, _log, stop)
     search = reduce.Search(asker, args.max_probes, request.settings.repeat or case.repeat)
     with workspace.interruptible(stop, _log):
-        return search, reduce.reduce_case(asker, search, args.arm or asker.first)
+        return search, reduce.reduce_case(asker, search, args.variant or asker.first)
 
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Search, dict[str, Any]]:
-    if args.arm:
-        raise ConfigError(f"--arm {args.arm}: a script has no arms.")
+    if args.variant:
+        raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     if getattr(args, "command", None):
         raise ConfigError("Name the script and its --args: repro reduce ./train.py --nproc 2 --args '...'")
     script, spec, settings = script_options.script_of(args, "only a bisection compares its ends")

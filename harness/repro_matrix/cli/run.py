@@ -1,4 +1,4 @@
-"""`repro run CASE`: one case, all its arms, live. `repro run ./train.py`: a user's script as it is."""
+"""`repro run CASE`: one case, all its variants, live. `repro run ./train.py`: a user's script as it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from repro_matrix.cli import matrix, script_options
 from repro_matrix.cli import options as arguments
 from repro_matrix.config import catalog
-from repro_matrix.config.adhoc import ARM, AdhocCase
+from repro_matrix.config.adhoc import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError, ReproError, unknown
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=text)
     arguments.overrides(parser)
     matrix.run_options(parser)
-    text = "for git bisect run: of the first arm, 0 clean, 1 the failure, 125 neither; 128 and more: an error"
+    text = "for git bisect run: of the first variant, 0 clean, 1 the failure, 125 neither; 128 and more: an error"
     parser.add_argument("--bisect-exit", action="store_true", help=text)
     script_options.add(parser)
     parser.set_defaults(command=())
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     arguments.one_case(args.case, args.overrides)
     expand("case", args.case.split(","), known)
     texts = [f"case={args.case}", *args.overrides]
-    return matrix.measure(args, texts, every_arm=True, live=True, for_git=args.bisect_exit)
+    return matrix.measure(args, texts, every_variant=True, live=True, for_git=args.bisect_exit)
 
 
 def run_script(args: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def run_script(args: argparse.Namespace) -> int:
         print(f"{case.title}: {case.launch.world_size} ranks on stack {spec}, at most {case.launch.deadline:g} s")
         return 0
     prepared = session.prepare(request, given={spec: in_shell(stacks.resolve(spec, say=_log))})
-    plan = prepared.plans[0].arms[0]
+    plan = prepared.plans[0].variants[0]
     if plan.skipped:
         raise ConfigError(f"{case.title} cannot run here: {plan.skipped}")
     stop = threading.Event()
@@ -70,9 +70,9 @@ def run_script(args: argparse.Namespace) -> int:
     if summary.problem:
         raise ReproError(summary.problem)
     document = summary.documents[0]
-    attempts = document["arms"][ARM]["attempts"]
+    attempts = document["variants"][VARIANT]["attempts"]
     outcomes = {made["outcome"]["outcome"] for made in attempts}
-    shipped = catalog.load().cases if outcomes - {"clean", "infra"} else {}
+    shipped = catalog.load().cases if outcomes - {"passed", "infra_error"} else {}
     known = known_failures(attempts, shipped.values())
     if args.json:
         print_json({**document, "attempts": attempts, "error_at": error_at(attempts), "known": known,
@@ -85,10 +85,10 @@ def run_script(args: argparse.Namespace) -> int:
         print(f"on stack {spec}; result: {document['path']}")
     if summary.interrupted:
         return 130
-    failed = {"fires"} if case.failure else {"other_error"}
+    failed = {"reproduced"} if case.failure else {"other_failure"}
     if args.bisect_exit:
-        return 1 if outcomes & failed else 0 if outcomes == {"clean"} else 125
-    return 0 if outcomes == {"clean"} else 3 if outcomes <= {"infra"} else 1
+        return 1 if outcomes & failed else 0 if outcomes == {"passed"} else 125
+    return 0 if outcomes == {"passed"} else 3 if outcomes <= {"infra_error"} else 1
 
 
 def _log(text: str) -> None:

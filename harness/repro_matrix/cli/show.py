@@ -1,4 +1,4 @@
-"""`repro show CASE`: everything its file says, and the command that reproduces each arm by hand."""
+"""`repro show CASE`: everything its file says, and the command that reproduces each variant by hand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.cli import options as arguments
-from repro_matrix.config.schema import Arm, Case
+from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.errors import ConfigError
-from repro_matrix.grading.comparability import depends_on
+from repro_matrix.grading.comparability import depends_on_capabilities
 from repro_matrix.grading.expectations import expected
 from repro_matrix.launch.command_line import torchrun_line
 from repro_matrix.paths import REPROS
@@ -37,28 +37,33 @@ def main(args: argparse.Namespace) -> int:
     plan = prepared.plans[0]
     case = prepared.catalogue.cases[plan.cell.case]
     script = prepared.catalogue.script(case)
-    arms: list[dict[str, Any]] = []
-    for arm in plan.arms:
-        spec = case.arms[arm.arm]
-        stack = prepared.stacks.get(arm.stack)
-        attempt = recipe(prepared.catalogue, arm, stack, Path("show"))
-        settings = arm.settings
-        arms.append(
+    variants: list[dict[str, Any]] = []
+    for variant in plan.variants:
+        spec = case.variants[variant.variant]
+        stack = prepared.stacks.get(variant.stack)
+        attempt = recipe(prepared.catalogue, variant, stack, Path("show"))
+        settings = variant.settings
+        variants.append(
             {
-                "arm": arm.arm,
+                "variant": variant.variant,
                 "help": spec.help,
                 "flags": settings["flags"],
                 "options": settings["strategy"]["options"],
                 "model": settings["model"]["slug"],
                 "strategy": settings["strategy"]["slug"],
-                "stack": arm.stack,
-                "world_size": arm.world_size,
-                "skipped": arm.skipped,
-                "expected": _expected(case, plan, arm.arm, dict(stack.versions) if stack else {}),
+                "stack": variant.stack,
+                "world_size": variant.world_size,
+                "skipped": variant.skipped,
+                "expected": _expected(case, plan, variant.variant, dict(stack.versions) if stack else {}),
                 "torchrun": torchrun_line(attempt),
             }
         )
-    data = {"case": case.slug, **case.model_dump(mode="json", exclude={"slug"}), "script": _shown(script), "arms": arms}
+    data = {
+        "case": case.slug,
+        **case.model_dump(mode="json", exclude={"slug"}),
+        "script": _shown(script),
+        "variants": variants,
+    }
     if args.json:
         print_json(data)
         return 0
@@ -68,12 +73,12 @@ def main(args: argparse.Namespace) -> int:
     print_wrapped(f"references: {', '.join(case.references) or 'none'}", f"script: {data['script']}")
     if case.summary:
         print_wrapped(case.summary)
-    needs = [*case.needs.requires, *([f"{case.needs.gpus} GPUs"] if case.needs.gpus else [])]
-    if needs or case.needs.stack:
-        known = case.needs.stack or "current"
-        print_wrapped(f"needs: {', '.join(needs) or 'nothing special'}; known to fire on: {known}")
-    ranks = "all ranks" if case.proof.ranks == "all" else "the first rank"
-    print_wrapped(f"clean means: {case.proof.kind}: {', '.join(case.proof.checks)} on {ranks}")
+    needs = [*case.requires.packages, *([f"{case.requires.gpus} GPUs"] if case.requires.gpus else [])]
+    if needs or case.requires.stack:
+        known = case.requires.stack or "current"
+        print_wrapped(f"needs: {', '.join(needs) or 'nothing special'}; known to reproduce on: {known}")
+    ranks = "all ranks" if case.pass_criteria.ranks == "all" else "the first rank"
+    print_wrapped(f"clean means: {case.pass_criteria.kind}: {', '.join(case.pass_criteria.checks)} on {ranks}")
     for signature in case.signatures:
         detail = (
             signature.message or signature.check or signature.signal or ", ".join(f.function for f in signature.frames)
@@ -87,13 +92,16 @@ def main(args: argparse.Namespace) -> int:
         title = f"nothing is expected: no results/expected/{case.slug}.yaml, which `repro accept` writes"
     print_table(
         title,
-        ["arm", "expected", "what it changes", "help"],
-        [[a["arm"], a["expected"], _change(case.arms[a["arm"]]), a["help"]] for a in arms],
+        ["variant", "expected", "what it changes", "help"],
+        [[a["variant"], a["expected"], _change(case.variants[a["variant"]]), a["help"]] for a in variants],
         narrow=("help",),
     )
-    for arm_row in arms:
-        print(f"\n{arm_row['arm']}" + (f"  (skipped here: {arm_row['skipped']})" if arm_row["skipped"] else ""))
-        print(f"  {arm_row['torchrun']}")
+    for variant_row in variants:
+        print(
+            f"\n{variant_row['variant']}"
+            + (f"  (skipped here: {variant_row['skipped']})" if variant_row["skipped"] else "")
+        )
+        print(f"  {variant_row['torchrun']}")
     if case.claims:
         print()
         print_table("", ["claim", "source", "text"], [[c.id, c.source, c.text] for c in case.claims], ("text",))
@@ -104,18 +112,18 @@ def _shown(script: Path) -> str:
     return f"repros/{script.name}" if script.parent == REPROS else str(script)
 
 
-def _expected(case: Case, plan: CellPlan, arm: str, versions: dict[str, str]) -> str:
-    """What results/expected says of an arm of the first cell; facts of the machine are known when ranks have run."""
-    decide = depends_on(case, arm)
+def _expected(case: Case, plan: CellPlan, variant: str, versions: dict[str, str]) -> str:
+    """What results/expected says of a variant of the first cell; facts of the machine are known when ranks have run."""
+    decide = depends_on_capabilities(case, variant)
     if decide:
         return f"by {', '.join(decide)}"
-    entry = expected(case, plan.cell.where, arm, versions, plan.profile.name)
-    return entry.verdicts[arm] if entry else ""
+    entry = expected(case, plan.cell.where, variant, versions, plan.profile.name)
+    return entry.verdicts[variant] if entry else ""
 
 
-def _change(arm: Arm) -> str:
-    parts = [f"{name}={value}" for name, value in {**arm.flags, **arm.options}.items()]
+def _change(variant: Variant) -> str:
+    parts = [f"{name}={value}" for name, value in {**variant.flags, **variant.options}.items()]
     for axis in ("model", "strategy", "stack", "world_size", "tp_size", "devices"):
-        if getattr(arm, axis) is not None:
-            parts.append(f"{axis}={getattr(arm, axis)}")
-    return ", ".join(parts + [f"{name}={value}" for name, value in arm.env.items()])
+        if getattr(variant, axis) is not None:
+            parts.append(f"{axis}={getattr(variant, axis)}")
+    return ", ".join(parts + [f"{name}={value}" for name, value in variant.env.items()])

@@ -25,7 +25,7 @@ from repro_matrix.text import log
 WHY = ("all", "worse", "none")
 RESUME = "Probes are stored; run the same command again to continue."
 EPILOG = (
-    "and case=, model=, strategy=, flags.<name>=, arms=, repeat=, results=... as for `repro matrix`.\n\n"
+    "and case=, model=, strategy=, flags.<name>=, variants=, repeat=, results=... as for `repro matrix`.\n\n"
     "Stored results of the two stacks are used, the others are measured. Exit code 1: a failure appears, a control\n"
     "fails, or a fix stops working; else 3: a result is missing; else 0."
 )
@@ -84,7 +84,7 @@ def _resolve(specs: tuple[str, str]) -> tuple[Stack, Stack]:
 
 
 def _upgrade_script(args: argparse.Namespace) -> int:
-    from repro_matrix.config.adhoc import ARM
+    from repro_matrix.config.adhoc import VARIANT
     from repro_matrix.external.lockfiles import endpoints
     from repro_matrix.external.script_prober import ScriptProber
     from repro_matrix.search.bisect import Bisector
@@ -98,19 +98,19 @@ def _upgrade_script(args: argparse.Namespace) -> int:
     with workplace.interruptible(stop, log), prober:
         try:
             prober.learn(Target(source, source), Target(target, target))
-            before, after = (prober.probe(Target(spec, spec)).arms[ARM] for spec in specs)
+            before, after = (prober.probe(Target(spec, spec)).variants[VARIANT] for spec in specs)
             known = before.label is not None and after.label is not None
             kind = upgrade.kind_of(before, after) if known else None
-            cause = search.cause(Bisector(prober, ARM)) if kind and _searched(args, kind) else None
+            cause = search.cause(Bisector(prober, VARIANT)) if kind and _searched(args, kind) else None
         except Stopped as error:
             log(f"stopped: {error}. {RESUME}")
             return error.exit_code
     name = script.command.name
-    place = {"case": name, "cell": name, "arm": ARM, "error_at": [before.error_at, after.error_at]}
+    place = {"case": name, "cell": name, "variant": VARIANT, "error_at": [before.error_at, after.error_at]}
     texts = {"before": before.whole, "after": after.whole, "documents": [None, None]}
     changes = [{"change": kind, **place, **texts, "cause": cause}] if kind else []
     reason = "; ".join(answer.detail for answer in (before, after) if answer.label is None)
-    unknown = [] if known else [upgrade.Unknown(name, ARM, reason)]
+    unknown = [] if known else [upgrade.Unknown(name, VARIANT, reason)]
     data = upgrade.to_json(specs, ends, changes, unknown, int(known and not changes))
     _show(args, {**data, "stopped": None, "notes": [*notes, *prober.notes]})
     return 3 if not known else int(kind in upgrade.WORSE)

@@ -1,4 +1,4 @@
-"""`repro versions CASE`: in which releases of a package each arm shows the failure, from measurement."""
+"""`repro versions CASE`: in which releases of a package each variant shows the failure, from measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from repro_matrix.search.releases import maps
 from repro_matrix.text import printable
 
 EPILOG = (
-    "and arms=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
+    "and variants=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
     "whose package is replaced (default: the one on which the case is known to fail).\n\n"
     "History is not assumed to be monotone. A boundary always lies between two probed releases. Probes are stored:\n"
     "the same command continues an interrupted search and repeats no probe."
@@ -49,8 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     prober, base = _prober(args)
     package = canonical(args.package)
-    if not prober.arms:
-        raise ReproError(f"{args.case}: the arms run on stacks of their own: {', '.join(prober.own_stack)}")
+    if not prober.variants:
+        raise ReproError(f"{args.case}: the variants run on stacks of their own: {', '.join(prober.own_stack)}")
     first, last = index.parse_between(args.range or "..")
     stack = prober.base(base)
     every = index.releases(package, yanked=args.yanked, pre=args.pre)
@@ -61,23 +61,23 @@ def main(args: argparse.Namespace) -> int:
 
     def probe(at: int) -> dict[str, Any]:
         points[at] = prober.probe(targets[at])
-        return {arm: answer.label for arm, answer in points[at].arms.items()}
+        return {variant: answer.label for variant, answer in points[at].variants.items()}
 
     stopped: Stopped | None = None
     with workspace.interruptible(prober.stop, _log), prober:
         how = {"samples": args.samples, "exhaustive": args.exhaustive, "max_probes": args.max_probes}
         try:
-            found = maps(len(targets), prober.arms, probe, known, **how)
+            found = maps(len(targets), prober.variants, probe, known, **how)
         except Stopped as error:
             stopped = error
-            found = maps(len(targets), prober.arms, probe, known, samples=1, max_probes=0)
+            found = maps(len(targets), prober.variants, probe, known, samples=1, max_probes=0)
     data = report.version_maps(prober, base, package, listed, found, points)
     data["stopped"] = str(stopped) if stopped else None
     print_json(data) if args.json else _show(data)
     if stopped:
         _log(f"stopped: {stopped}. The probes are stored; the same command continues.")
         return stopped.exit_code
-    if not any(arm["segments"] for arm in data["arms"].values()):
+    if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release of these gave an answer.")
     return 0
 
@@ -92,7 +92,7 @@ def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
     given, texts = arguments.one_stack(args)
     case = one_case(args.case)
     prober = Prober(ask([f"case={args.case}", *texts]), _log, threading.Event())
-    return prober, given or case.needs.stack or "current"
+    return prober, given or case.requires.stack or "current"
 
 
 def _oldest(package: str, stack: Stack, every: Sequence[Release]) -> str | None:
@@ -108,7 +108,7 @@ def _oldest(package: str, stack: Stack, every: Sequence[Release]) -> str | None:
 def _show(data: dict[str, Any]) -> None:
     what = " ".join(filter(None, (data["case"], data["model"], data["strategy"])))
     title = f"{what}: {data['package']} on stack {data['stack']}"
-    print_table(title, ["arm", "releases", "probed", "answer"], report.map_rows(data))
+    print_table(title, ["variant", "releases", "probed", "answer"], report.map_rows(data))
     for line in report.map_notes(data):
         print(printable(line))
 

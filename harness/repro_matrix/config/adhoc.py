@@ -1,4 +1,4 @@
-"""A user's script as a case: one arm, and a signature made from the command line's options. Pure."""
+"""A user's script as a case: one variant, and a signature made from the command line's options. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from repro_matrix.config.schema import Arm, Axes, Case, Launch, Proof
+from repro_matrix.config.schema import Axes, Case, Launch, PassCriteria, Variant
 from repro_matrix.config.signatures import Signature
 from repro_matrix.config.strict import Strict
 
-ARM = "broken"
+VARIANT = "unfixed"
 MODEL = "own"  # slug of the model axis: the script brings its own
 INFINITE = 1e308  # stands for infinity, which JSON does not have
 
@@ -44,7 +44,7 @@ class AdhocCase(Case):
 
     @model_validator(mode="after")
     def _coherent(self) -> AdhocCase:
-        return self  # one arm is enough, and the failure may be any
+        return self  # one variant is enough, and the failure may be any
 
 
 def adhoc_case(
@@ -59,17 +59,19 @@ def adhoc_case(
     **values: object,
 ) -> AdhocCase:
     """Build the case. Signatures are taken as they are: a user's script may raise its failure itself."""
-    launch = Launch(world_size=nproc, deadline=deadline, env=env or {}, cold="a user's script", process_group=False)
+    launch = Launch(
+        world_size=nproc, deadline=deadline, env=env or {}, cold_start_reason="a user's script", process_group=False
+    )
     case = AdhocCase(
         slug=slug,
         title=title,
         argv=argv,
-        proof=Proof(kind="training", checks=["exit code"]),
+        pass_criteria=PassCriteria(kind="training", checks=["exit code"]),
         min_ranks=1,
-        shared=True,
+        allow_gpu_sharing=True,
         launch=launch,
         axes=Axes(model=[MODEL], strategy=["script"]),
-        arms={ARM: Arm()},
+        variants={VARIANT: Variant()},
         **values,
     )
     return case.model_copy(update={"signatures": list(signatures)})

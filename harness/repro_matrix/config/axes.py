@@ -12,7 +12,7 @@ from repro_matrix.errors import nearest
 
 
 class Needy(Strict):
-    """What an arm or a strategy needs of a stack."""
+    """What a variant or a strategy needs of a stack."""
 
     requires: list[str] = []
     requires_on: dict[Literal["cpu", "cuda"], list[str]] = {}  # what it needs on that hardware beside ``requires``
@@ -41,7 +41,7 @@ class Model(Strict):
     tiny: dict[str, Any] = {}
 
 
-class Promises(Strict):
+class Invariants(Strict):
     """What of a model each rank holds: ``whole``, a ``shard`` (one of as many as there are ranks) or only ``part``."""
 
     parameters: Held | None = None
@@ -53,22 +53,22 @@ class Promises(Strict):
 class Strategy(Needy):
     slug: str
     title: str
-    divides: list[str] = []  # keys of a model's configuration that tp_size must divide
-    shared: bool = False  # its collectives exist in gloo for CUDA tensors too
+    must_divide: list[str] = []  # keys of a model's configuration that tp_size must divide
+    allow_gpu_sharing: bool = False  # its collectives exist in gloo for CUDA tensors too
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
-    promises: Promises  # what every attempt under it must show to have been in force
-    copies: dict[str, dict[str, int]] = {}  # option -> value -> how often the ranks together hold the model then
+    invariants: Invariants  # what every attempt under it must show to have been in effect
+    replicas: dict[str, dict[str, int]] = {}  # option -> value -> how often the ranks together hold the model then
 
     @model_validator(mode="after")
     def _values(self) -> Strategy:
-        if not self.promises.model_dump(exclude_defaults=True):
-            raise ValueError("promises: none, so that nothing could show that it was in force")
+        if not self.invariants.model_dump(exclude_defaults=True):
+            raise ValueError("promises: none, so that nothing could show that it was in effect")
         for option, value in self.options.items():
             problem = self.refuses(option, value)
             if problem:
                 raise ValueError(f"option {option}: {problem}")
-        for key in ("choices", "copies"):
+        for key in ("choices", "replicas"):
             for option in getattr(self, key):
                 if option not in self.options:
                     raise ValueError(f"{key} of {option!r}, which is not among the options")

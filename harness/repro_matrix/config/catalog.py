@@ -18,7 +18,7 @@ from repro_matrix.config import project
 from repro_matrix.config.axes import Hardware, Model, Stack, Strategy
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.config.variants import check_arms
+from repro_matrix.config.variants import check_variants
 from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.paths import CONF, REPROS, file_state
 
@@ -74,7 +74,7 @@ class Catalogue:
         return project.current().script(case.script_name, file.parent) if file else self.repros / case.script_name
 
     def files(self, settings: Mapping[str, Any]) -> dict[str, Path]:
-        """Group -> the file of an arm's case, model and strategy, for those that are not shipped."""
+        """Group -> the file of a variant's case, model and strategy, for those that are not shipped."""
         names = {"case": settings["case"], **{group: settings[group].get("slug") for group in ("model", "strategy")}}
         return {group: self.own[group][name] for group, name in names.items() if name in self.own.get(group, {})}
 
@@ -266,35 +266,37 @@ def _check_references(case: Case, catalogue: Catalogue, path: str, patched: bool
     for strategy in case.axes.strategy:
         if strategy not in catalogue.strategies:
             raise unknown("strategy", strategy, catalogue.strategies, f"{path}: axes.strategy")
-    for name in {*case.axes.model, *(arm.model for arm in case.arms.values() if arm.model)} & set(catalogue.models):
-        for key in case.keeps:
+    for name in {*case.axes.model, *(variant.model for variant in case.variants.values() if variant.model)} & set(
+        catalogue.models
+    ):
+        for key in case.preserve_config:
             if key not in catalogue.models[name].config:
                 raise unknown(f"configuration key of {name}", key, catalogue.models[name].config, f"{path}: keeps")
-    for name, arm in case.arms.items():
-        where = f"{path}: arms.{name}"
-        if arm.model and arm.model not in catalogue.models:
-            raise unknown("model", arm.model, catalogue.models, where)
-        if arm.strategy and arm.strategy not in catalogue.strategies:
-            raise unknown("strategy", arm.strategy, catalogue.strategies, where)
-        if arm.stack and arm.stack not in catalogue.stacks:
-            raise unknown("stack", arm.stack, catalogue.stacks, where)
-    check_arms(case, catalogue.strategies, path, patched)
-    for other in case.occurs_with:
+    for name, variant in case.variants.items():
+        where = f"{path}: variants.{name}"
+        if variant.model and variant.model not in catalogue.models:
+            raise unknown("model", variant.model, catalogue.models, where)
+        if variant.strategy and variant.strategy not in catalogue.strategies:
+            raise unknown("strategy", variant.strategy, catalogue.strategies, where)
+        if variant.stack and variant.stack not in catalogue.stacks:
+            raise unknown("stack", variant.stack, catalogue.stacks, where)
+    check_variants(case, catalogue.strategies, path, patched)
+    for other in case.also_matches:
         if other not in catalogue.cases and other not in left_out(catalogue.cases):
             raise unknown("case", other, catalogue.cases, f"{path}: occurs_with")
     for claim in case.claims:
-        for prediction in claim.predicts:
+        for prediction in claim.predictions:
             target = catalogue.cases.get(prediction.case or case.slug)
             where = f"{path}: claims.{claim.id}"
             if prediction.case in left_out(catalogue.cases):
                 continue  # another case's mistake
             if target is None:
                 raise unknown("case", str(prediction.case), catalogue.cases, where)
-            names = [prediction.arm, *([prediction.against] if prediction.against else [])]
+            names = [prediction.variant, *([prediction.relative_to] if prediction.relative_to else [])]
             if prediction.metric:
                 names.append(prediction.metric.below or prediction.metric.above or "")
             for name in names:
-                if name not in target.arms:
-                    raise unknown("arm", name, target.arms, where)
+                if name not in target.variants:
+                    raise unknown("variant", name, target.variants, where)
     for claim_id in {c.id for c in case.claims if [o.id for o in case.claims].count(c.id) > 1}:
         raise ConfigError(f"{path}: claims: id {claim_id!r} given twice")

@@ -2,7 +2,7 @@
 
 A verbosity hides the warning that a signature waits for, PYTHONOPTIMIZE removes the assertion, a debug level of
 torch.distributed crashes DDP: each would be a false statement about upstream. What a person must be able to pass is a
-setting (``env.NCCL_SOCKET_IFNAME=eth0``): it is recorded with the attempt, and part of the arm's fingerprint.
+setting (``env.NCCL_SOCKET_IFNAME=eth0``): it is recorded with the attempt, and part of the variant's fingerprint.
 """
 
 from __future__ import annotations

@@ -9,15 +9,16 @@ from repro_matrix.config.strict import Strict
 from repro_matrix.config.vocabulary import VerdictName
 
 
-class Stretch(Strict):
+class VersionRange(Strict):
     """Some cells on one hardware over a range of releases: a column of results/expected."""
 
     cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
     hardware: str = "cpu"
-    # Facts of the machine it was measured on, of those that its arms depend on: elsewhere it says nothing of these.
-    facts: dict[str, str | bool] = {}
+    # Capabilities of the machine it was measured on, of those that its variants depend on: elsewhere it says nothing of
+    # these.
+    capabilities: dict[str, str | bool] = {}
     versions: dict[str, str] = {}  # package -> specifier
-    measured: list[dict[str, str]] = Field(min_length=1, max_length=2)  # package -> release, at the range's ends
+    measured_at: list[dict[str, str]] = Field(min_length=1, max_length=2)  # package -> release, at the range's ends
     reason: str
 
     @field_validator("versions")
@@ -31,20 +32,20 @@ class Stretch(Strict):
         return value
 
 
-class Expectation(Stretch):
+class Expectation(VersionRange):
     """The verdicts that stored measurements showed there. Written by ``repro accept``."""
 
-    verdicts: dict[str, VerdictName]  # arm -> verdict
-    met: dict[str, str | list[str]] = {}  # arm -> what it met, where its verdict says that something failed
+    verdicts: dict[str, VerdictName]  # variant -> verdict
+    failure_ids: dict[str, str | list[str]] = {}  # variant -> what it met, where its verdict says that something failed
 
-    def met_by(self, arm: str) -> list[str] | None:
-        """What the arm may meet; None where that was never written down: then the verdict alone is compared."""
-        listed = self.met.get(arm)
+    def failure_ids_of(self, variant: str) -> list[str] | None:
+        """What the variant may meet; None where that was never written down: then the verdict alone is compared."""
+        listed = self.failure_ids.get(variant)
         return [listed] if isinstance(listed, str) else listed
 
     @model_validator(mode="after")
-    def _met_of_its_arms(self) -> Expectation:
-        foreign = sorted(self.met.keys() - self.verdicts.keys())
+    def _failure_ids_of_variants(self) -> Expectation:
+        foreign = sorted(self.failure_ids.keys() - self.verdicts.keys())
         if foreign:
             raise ValueError(f"met names {', '.join(foreign)}, of which no verdict is expected")
         return self

@@ -1,7 +1,7 @@
 """results/expected/<case>.yaml: what stored measurements showed, as a table. Pure but for reading the folder.
 
-One line per arm, one column per *stretch*: some cells on one hardware over a range of releases. A changed verdict is
-one changed word in a diff. Written whole by ``repro accept``; which measurements a column rests on follows from its
+One line per variant, one column per *stretch*: some cells on one hardware over a range of releases. A changed verdict
+is one changed word in a diff. Written whole by ``repro accept``; which measurements a column rests on follows from its
 cells and the releases at its ends (``measured``): ``results.backed`` looks for them.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from repro_matrix.config.expectation import Expectation, Stretch
+from repro_matrix.config.expectation import Expectation, VersionRange
 from repro_matrix.config.schema import Case
 from repro_matrix.config.strict import Strict
 from repro_matrix.config.vocabulary import VerdictName
@@ -29,28 +29,32 @@ class Table(Strict):
     """One case's file."""
 
     case: str
-    stretches: list[Stretch] = Field(min_length=1)
-    verdicts: dict[str, list[VerdictName | None]]  # arm -> by stretch
-    met: dict[str, list[str | list[str] | None]] = Field(default={})  # likewise, where something failed
+    ranges: list[VersionRange] = Field(min_length=1)
+    verdicts: dict[str, list[VerdictName | None]]  # variant -> by stretch
+    failure_ids: dict[str, list[str | list[str] | None]] = Field(default={})  # likewise, where something failed
 
     @model_validator(mode="after")
     def _even(self) -> Table:
-        for key in ("verdicts", "met"):
-            for arm, row in getattr(self, key).items():
-                if len(row) != len(self.stretches):
-                    raise ValueError(f"{key} of {arm!r}: {len(row)} columns for {len(self.stretches)} stretches")
+        for key in ("verdicts", "failure_ids"):
+            for variant, row in getattr(self, key).items():
+                if len(row) != len(self.ranges):
+                    raise ValueError(f"{key} of {variant!r}: {len(row)} columns for {len(self.ranges)} stretches")
         return self
 
     @property
     def expectations(self) -> list[Expectation]:
         """A column each."""
         found = []
-        for index, stretch in enumerate(self.stretches):
-            verdicts, met = (
-                {arm: row[index] for arm, row in rows.items() if row[index] is not None}
-                for rows in (self.verdicts, self.met)
+        for index, version_range in enumerate(self.ranges):
+            verdicts, failure_ids = (
+                {variant: row[index] for variant, row in rows.items() if row[index] is not None}
+                for rows in (self.verdicts, self.failure_ids)
             )
-            found.append(Expectation.model_validate({**stretch.model_dump(), "verdicts": verdicts, "met": met}))
+            found.append(
+                Expectation.model_validate(
+                    {**version_range.model_dump(), "verdicts": verdicts, "failure_ids": failure_ids}
+                )
+            )
         return found
 
 
@@ -59,15 +63,17 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
     entries = list(entries)
     lines = [f"{HEAD}case: {slug}", "stretches:"]
     for entry in entries:
-        said = entry.model_dump(include=set(Stretch.model_fields), exclude_defaults=True) | {"hardware": entry.hardware}
-        ordered = {key: said[key] for key in Stretch.model_fields if key in said}
+        said = entry.model_dump(include=set(VersionRange.model_fields), exclude_defaults=True) | {
+            "hardware": entry.hardware
+        }
+        ordered = {key: said[key] for key in VersionRange.model_fields if key in said}
         items = [f"  {_line({key: value})}" for key, value in ordered.items()]
         lines += [f"- {items[0].strip()}", *items[1:]]
-    for key in ("verdicts", "met"):
+    for key in ("verdicts", "failure_ids"):
         rows: list[Mapping[str, Any]] = [getattr(entry, key) for entry in entries]
-        arms = dict.fromkeys(arm for row in rows for arm in row)
-        lines += [f"{key}:"] if arms else []
-        lines += [f"  {_line({arm: [row.get(arm) for row in rows]})}" for arm in arms]
+        variants = dict.fromkeys(variant for row in rows for variant in row)
+        lines += [f"{key}:"] if variants else []
+        lines += [f"  {_line({variant: [row.get(variant) for row in rows]})}" for variant in variants]
     return "\n".join(lines) + "\n"
 
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from repro_matrix.config.axes import Needy, Promises
+from repro_matrix.config.axes import Invariants, Needy
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.predictions import Claim
 from repro_matrix.config.signatures import Signature
 from repro_matrix.config.strict import Strict, requirement
-from repro_matrix.config.vocabulary import Fact
+from repro_matrix.config.vocabulary import Capability
 
 
 class Flag(Strict):
@@ -26,8 +26,8 @@ class Flag(Strict):
     help: str = ""
 
 
-class Arm(Needy):
-    """One way to run the case: what it changes against the broken arm."""
+class Variant(Needy):
+    """One way to run the case: what it changes against the unfixed variant."""
 
     help: str = ""
     flags: dict[str, Any] = {}
@@ -35,12 +35,14 @@ class Arm(Needy):
     model: str | None = None
     strategy: str | None = None
     stack: str | None = None
-    world_size: int | None = Field(default=None, ge=1)  # this arm's own number of ranks: wins over the cell's
+    world_size: int | None = Field(default=None, ge=1)  # this variant's own number of ranks: wins over the cell's
     tp_size: int | None = Field(default=None, ge=1)
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     env: dict[str, str] = {}
-    depends_on: list[Fact] = []  # beside the case's: the machine's facts that decide this arm's answer
-    promises: Promises | None = None  # laid over its strategy's, where the fix is to do without a part of it
+    depends_on_capabilities: list[
+        Capability
+    ] = []  # beside the case's: the machine's facts that decide this variant's answer
+    invariants: Invariants | None = None  # laid over its strategy's, where the fix is to do without a part of it
 
 
 class Launch(Strict):
@@ -49,34 +51,37 @@ class Launch(Strict):
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     deadline: float = Field(default=120, gt=0)  # seconds of work, start-up apart; then it hangs, or is too slow
     imports: list[str] = []  # what a warm server imports ahead for this case
-    cold: str | None = None  # why this case must start from a fresh interpreter
+    cold_start_reason: str | None = None  # why this case must start from a fresh interpreter
     process_group: bool = True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself
     backend: Literal["fake"] | None = None  # of the group; fake: reaches nobody (simulated); default: the hardware's
-    teardown: bool = False  # True: let the interpreter end normally; how the process ends is what is tested
+    normal_exit: bool = False  # True: let the interpreter end normally; how the process ends is what is tested
     env: dict[str, str] = {}
 
 
-class Needs(Strict):
-    requires: list[str] = []  # requirements that the stack must meet
+class Requires(Strict):
+    packages: list[str] = []  # requirements that the stack must meet
     gpus: int = Field(default=0, ge=0)
-    open_cards: bool = False  # on GPUs every rank computes on every card: one in an exclusive mode lets one process in
+    requires_default_compute_mode: bool = (
+        False  # on GPUs every rank computes on every card: one in an exclusive mode lets one process in
+    )
     divisible: bool = True  # tp_size must divide the heads; False: that is what the case is about, or it sets its own
-    stack: str | None = None  # the shipped stack on which the case is known to fire
-    why: str = ""
+    stack: str | None = None  # the shipped stack on which the case is known to reproduce
+    reason: str = ""
 
-    _check = field_validator("requires")(lambda cls, value: [requirement(item) for item in value])
+    _check = field_validator("packages")(lambda cls, value: [requirement(item) for item in value])
 
 
-class Proof(Strict):
-    """What makes an arm clean: these checks, passed on these ranks, and the evidence that what it names was in force.
+class PassCriteria(Strict):
+    """What makes a variant clean: these checks, passed on these ranks, and the evidence that what it names was in
+    effect.
 
-    What a strategy promises (its file says) need not be listed; ``in_force`` names what else the script measures.
+    What a strategy promises (its file says) need not be listed; ``effects`` names what else the script measures.
     """
 
     kind: Literal["training", "saving", "loading", "generating", "inference"]
     checks: list[str] = Field(min_length=1)
     ranks: Literal["all", "first"] = "all"
-    in_force: list[str] = []
+    effects: list[str] = []
 
 
 class Axes(Strict):
@@ -92,26 +97,30 @@ class Case(Strict):
     summary: str = ""
     simulated: str | None = None  # what is simulated; shown wherever the case is
     script: str | None = None  # in repros/; default: the slug with underscores
-    proof: Proof
+    pass_criteria: PassCriteria
     accelerator: Literal["cpu"] | None = None  # cpu: it never touches a GPU, or cannot show itself on one
-    shared: bool = False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
+    allow_gpu_sharing: bool = False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
     min_ranks: int = Field(default=2, ge=1)  # with fewer ranks it says nothing
-    scales: bool = False  # whether more ranks than its own (launch.world_size) ask the same question
+    supports_other_world_sizes: bool = (
+        False  # whether more ranks than its own (launch.world_size) ask the same question
+    )
     steps: int = Field(default=3, ge=1)
     repeat: int = Field(default=1, ge=1)
-    needs: Needs = Needs()
+    requires: Requires = Requires()
     launch: Launch = Launch()
     axes: Axes
     # Whole models that every rank of the script holds beside the one that it makes parallel (where a reference began,
     # what is compared); 0: the model is drawn and compared part by part. For the memory plan.
-    copies: int = Field(default=3, ge=0)
-    keeps: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
-    options: dict[str, Any] = {}  # strategy options of every arm
-    depends_on: list[Fact] = []  # facts of the machine that decide its answers: where they differ it has no expectation
+    reference_models: int = Field(default=3, ge=0)
+    preserve_config: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
+    options: dict[str, Any] = {}  # strategy options of every variant
+    depends_on_capabilities: list[
+        Capability
+    ] = []  # facts of the machine that decide its answers: where they differ it has no expectation
     flags: dict[str, Flag] = {}
     signatures: list[Signature] = []
-    occurs_with: list[str] = []  # cases whose signature may match this case's stored observation too
-    arms: dict[str, Arm]
+    also_matches: list[str] = []  # cases whose signature may match this case's stored observation too
+    variants: dict[str, Variant]
     claims: list[Claim] = []
     expect: list[Expectation] = []  # never in the case's file: the catalogue reads it from results/expected
 
@@ -124,23 +133,23 @@ class Case(Strict):
         if self.kind == "failure":
             if not self.signatures:
                 raise ValueError("a failure needs at least one signature (key: signatures)")
-            if next(iter(self.arms), None) != "broken":
-                raise ValueError("the first arm of a failure must be 'broken'")
-            if len(self.arms) < 2:
-                raise ValueError("a failure needs at least one fix arm beside 'broken'")
-        elif list(self.arms) != ["control"]:
-            raise ValueError("a control has exactly one arm, named 'control'")
+            if next(iter(self.variants), None) != "unfixed":
+                raise ValueError("the first variant of a failure must be 'unfixed'")
+            if len(self.variants) < 2:
+                raise ValueError("a failure needs at least one fix variant beside 'unfixed'")
+        elif list(self.variants) != ["control"]:
+            raise ValueError("a control has exactly one variant, named 'control'")
         if self.simulated and self.accelerator != "cpu":
             raise ValueError("a simulated case takes no GPU: it needs accelerator: cpu")
         if bool(self.simulated) != (self.launch.backend == "fake"):
             raise ValueError("launch.backend: fake and simulated go together: its ranks reach nobody")
         if self.launch.world_size < self.min_ranks:
             raise ValueError(f"launch.world_size {self.launch.world_size} is below min_ranks {self.min_ranks}")
-        for name, arm in self.arms.items():
-            for flag, value in arm.flags.items():
+        for name, variant in self.variants.items():
+            for flag, value in variant.flags.items():
                 if flag not in self.flags:
-                    raise ValueError(f"arm {name!r} sets flag {flag!r}, which is not declared under flags")
+                    raise ValueError(f"variant {name!r} sets flag {flag!r}, which is not declared under flags")
                 choices = self.flags[flag].choices
                 if choices is not None and value not in choices:
-                    raise ValueError(f"arm {name!r}: flag {flag} takes {choices}, not {value!r}")
+                    raise ValueError(f"variant {name!r}: flag {flag} takes {choices}, not {value!r}")
         return self

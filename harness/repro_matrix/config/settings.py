@@ -30,7 +30,7 @@ class Weights(str, Enum):
 class LauncherName(str, Enum):
     auto = "auto"
     torchrun = "torchrun"
-    warm = "warm"
+    warm = "forkserver"
 
 
 class Order(str, Enum):
@@ -50,7 +50,7 @@ class RunSettings:
     steps: int | None = None
     seed: int = 0
     deadline: float | None = None
-    arms: list[str] | None = None
+    variants: list[str] | None = None
     launcher: LauncherName = LauncherName.auto
     order: Order = Order.longest
     results: str | None = None
@@ -114,10 +114,10 @@ def _composed(
     ConfigStore.instance().store(name="run_schema", node=RunSettings)
     conf, *more = folders
     names = [each.name for each in fields(RunSettings)]
-    elsewhere = [f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in more)}]"] if more else []
+    ambiguous_with = [f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in more)}]"] if more else []
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *elsewhere]))
+            settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *ambiguous_with]))
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
         # Of several that add up (+matrix=[a,b]) Hydra does not say what there is.
@@ -151,9 +151,13 @@ def _quoted(text: str) -> str:
 
 
 def _as_list(override: str) -> str:
-    """``arms=broken`` and ``arms=a,b`` as the lists that are meant."""
+    """``variants=broken`` and ``variants=a,b`` as the lists that are meant."""
     key, _, value = override.partition("=")
-    return f"arms=[{value}]" if key == "arms" and value and not value.startswith("[") and value != "null" else override
+    return (
+        f"variants=[{value}]"
+        if key == "variants" and value and not value.startswith("[") and value != "null"
+        else override
+    )
 
 
 def _is_env(override: str) -> bool:

@@ -32,13 +32,13 @@ class Collective(Strict):
         return [regex(item) for item in value]
 
 
-class Elsewhere(Strict):
+class AmbiguousWith(Strict):
     """Another cause that shows the very same: of an unknown script, a log alone does not tell which it was."""
 
     cause: str
-    unless: str | None = None  # a regular expression: a line of the same log that rules the other cause out
+    ruled_out_by: str | None = None  # a regular expression: a line of the same log that rules the other cause out
 
-    @field_validator("unless")
+    @field_validator("ruled_out_by")
     @classmethod
     def _check(cls, value: str | None) -> str | None:
         return value if value is None else regex(value)
@@ -52,7 +52,7 @@ class Signature(Strict):
     # exception: its type's name (or one of its bases), and a regular expression searched for in its message.
     type: str | None = None
     message: str | None = None
-    variants: dict[str, str] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
+    messages: dict[str, str] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
     package: str | None = None  # exception: package of the innermost frame; log: package the record comes from
     frames: list[Frame] = []  # exception, hang and signal: each must match one of the frames
     collective: Collective | None = None  # hang: in what the ranks disagree, beside the frames
@@ -61,14 +61,14 @@ class Signature(Strict):
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
     accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
     ranks: Literal["any", "all"] = "any"
-    elsewhere: Elsewhere | None = None  # for `repro match` alone: here the script is known
+    ambiguous_with: AmbiguousWith | None = None  # for `repro match` alone: here the script is known
 
     @field_validator("message", "logger")
     @classmethod
     def _regexes(cls, value: str | None) -> str | None:
         return value if value is None else regex(value)
 
-    @field_validator("variants")
+    @field_validator("messages")
     @classmethod
     def _variant_regexes(cls, value: dict[str, str]) -> dict[str, str]:
         return {backend: regex(text) for backend, text in value.items()}
@@ -78,7 +78,7 @@ class Signature(Strict):
         needed = {
             "exception": ("type", "package"),
             "log": ("message", "package"),
-            "oracle": ("check",),
+            "check": ("check",),
             "hang": () if self.collective else ("frames",),
             "signal": ("signal",),
         }[self.kind]
@@ -87,12 +87,12 @@ class Signature(Strict):
             raise ValueError(f"a signature of kind {self.kind} needs {', '.join(missing)}")
         if self.collective and self.kind != "hang":
             raise ValueError(f"collective says where ranks hang; a signature of kind {self.kind} has none")
-        for pattern in (self.message, *self.variants.values()):
+        for pattern in (self.message, *self.messages.values()):
             # The whole list of foreign messages is for the tests and `repro accept`; these few cost nothing.
             if pattern and any(re.search(pattern, text) for text in ("", "0", "a b", "Error: the x (y) [z] 'w'")):
                 raise ValueError(f"message {pattern!r} matches anything: say what the failure's text is")
         if self.type in ("Exception", "BaseException"):
             raise ValueError(f"type {self.type} is every error's: name the type that is raised")
-        if self.kind == "exception" and not (self.message or self.variants):
-            raise ValueError("a signature of kind exception needs message or variants")
+        if self.kind == "exception" and not (self.message or self.messages):
+            raise ValueError("a signature of kind exception needs message or messages")
         return self

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-OutcomeName = Literal["fires", "clean", "other_error", "hang", "infra", "skipped"]
+OutcomeName = Literal["reproduced", "passed", "other_failure", "hang", "infra_error", "skipped"]
 VerdictName = Literal[
-    "FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "FLAKY",
-    "INCONCLUSIVE", "HEALTHY", "UNHEALTHY",
-]  # fmt: skip
+    "FIXED",
+    "NOT_FIXED",
+    "DIFFERENT_FAILURE",
+    "NOT_REPRODUCED",
+    "FIXED_UPSTREAM",
+    "FIX_BREAKS",
+    "SIGNATURE_MISMATCH",
+    "FLAKY",
+    "INCONCLUSIVE",
+    "PASSED",
+    "FAILED",
+]
 Held = Literal["whole", "shard", "part"]
 CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
-SignatureKind = Literal["exception", "log", "oracle", "hang", "signal"]
-# Facts of the machine that every rank records (repros/repro_kit/machine.py).
-Fact = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]
+SignatureKind = Literal["exception", "log", "check", "hang", "signal"]
+# Capabilities of the machine that every rank records (repros/repro_kit/machine.py).
+Capability = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from repro_matrix.config import project
-from repro_matrix.config.adhoc import ARM, MODEL, AdhocCase, Metric, adhoc_case
-from repro_matrix.config.axes import Model, Promises, Strategy
+from repro_matrix.config.adhoc import MODEL, VARIANT, AdhocCase, Metric, adhoc_case
+from repro_matrix.config.axes import Invariants, Model, Strategy
 from repro_matrix.config.catalog import Catalogue, load
 from repro_matrix.config.schema import Case
 from repro_matrix.config.selection import Selection
@@ -214,22 +214,24 @@ class Script:
         # All that the outcome depends on; of the failure only what is read from logs. The rest can be graded again.
         options = {"command": list(command.argv), "folder": os.getcwd(), "code": _code(command.script), "log": case.log,
                    "metric": number, "deadline": case.launch.deadline}  # fmt: skip
-        variant = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
-        raw = case.model_dump(mode="json", include={"slug", "launch", "proof", "steps"}) | {"arms": {ARM: {}}}
+        overrides = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
+        raw = case.model_dump(mode="json", include={"slug", "launch", "pass_criteria", "steps"}) | {
+            "variants": {VARIANT: {}}
+        }
         model = {"slug": MODEL, "title": "the script's own", "hub": "", "model_type": "", "config": {}}
-        how = {"slug": launcher, "title": launcher, "options": options, "promises": {"parameters": "whole"}}
+        how = {"slug": launcher, "title": launcher, "options": options, "invariants": {"parameters": "whole"}}
         shipped = load()
         catalogue = AdhocCatalogue(
             {case.slug: case}, {MODEL: Model.model_validate(model)}, {launcher: _strategy(launcher)}, shipped.stacks,
             shipped.hardware, {"case": {case.slug: raw}, "model": {MODEL: model}, "strategy": {launcher: how}},
         )  # fmt: skip
         settings = replace(RunSettings(), results=str(self.results / "scripts"), repeat=repeat)
-        cell = Cell(case.slug, MODEL, launcher, (), stack, "auto", command.nproc, variant)
+        cell = Cell(case.slug, MODEL, launcher, (), stack, "auto", command.nproc, overrides)
         return AdhocRequest([], catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
 
 
 def _strategy(slug: str) -> Strategy:
-    return Strategy(slug=slug, title=slug, shared=True, promises=Promises(parameters="whole"))
+    return Strategy(slug=slug, title=slug, allow_gpu_sharing=True, invariants=Invariants(parameters="whole"))
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,7 @@ def known_failures(attempts: Sequence[Made], cases: Iterable[Case]) -> list[str]
     """Return the slugs of the cases with a signature that matches the first attempt which failed.
 
     By exceptions alone: what a check or a log line means depends on the case's own script."""
-    failed = next((made for made in attempts if made["outcome"]["outcome"] not in ("clean", "infra")), None)
+    failed = next((made for made in attempts if made["outcome"]["outcome"] not in ("passed", "infra_error")), None)
     if failed is None:
         return []
     attempt = Attempt(failed["observation"])

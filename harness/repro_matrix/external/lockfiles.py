@@ -260,7 +260,7 @@ def _check_whole(lockfile: Lockfile, other: Lockfile, path: Path) -> None:
     except StackError as error:
         builds = {name: version for name, version in lockfile.pins.items() if "+" in version}  # 2.6.0+cpu, +cu124
         index = any(os.environ.get(name) for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL"))
-        if error.infra or index or not builds:
+        if error.infra_error or index or not builds:
             raise
         name, version = min(builds.items(), key=lambda item: item[0] != "torch")
         release, _, build = version.partition("+")

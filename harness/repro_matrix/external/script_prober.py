@@ -7,7 +7,7 @@ import shlex
 import threading
 from dataclasses import replace
 
-from repro_matrix.config.adhoc import ARM
+from repro_matrix.config.adhoc import VARIANT
 from repro_matrix.config.selection import said as written
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
@@ -35,7 +35,7 @@ class ScriptProber(Prober):
         self.case = self.request.catalogue.cases[self.script.slug]
         self.points.clear()
 
-    def command(self, spec: str, arm: str) -> list[str]:
+    def command(self, spec: str, variant: str) -> list[str]:
         """Return `repro run` of the same on a stack."""
         script = self.script
         texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
@@ -59,9 +59,9 @@ class ScriptProber(Prober):
             self._find_limit(good, bad)
 
     def _failure_of(self, end: Target) -> Failure | None:
-        for made in self.documents(end, self.repeat)["arms"][ARM]["attempts"]:
+        for made in self.documents(end, self.repeat)["variants"][VARIANT]["attempts"]:
             outcome = Outcome.from_json(made["outcome"])
-            if outcome.outcome == "other_error":
+            if outcome.outcome == "other_failure":
                 return learned(outcome, made)
         return None
 
@@ -83,7 +83,7 @@ class ScriptProber(Prober):
         self.notes.append(text)
 
     def _values(self, end: Target) -> list[float]:
-        attempts = self.documents(end, max(self.repeat, REPEAT))["arms"][ARM]["attempts"]
+        attempts = self.documents(end, max(self.repeat, REPEAT))["variants"][VARIANT]["attempts"]
         printed = [made["observation"].get("printed") for made in attempts]
         for made, each in zip(attempts, printed):
             if not each or not each["metric"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from repro_matrix.config.adhoc import ARM, AdhocCase
+from repro_matrix.config.adhoc import VARIANT, AdhocCase
 from repro_matrix.external.adhoc_case import normal
 from repro_matrix.grading.observation import Attempt, parse_threads
 from repro_matrix.grading.root_cause import find_failures
@@ -23,17 +23,17 @@ def lines(case: AdhocCase, document: Document) -> Iterator[str]:
 
 
 def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
-    attempts = document["arms"][ARM]["attempts"]
+    attempts = document["variants"][VARIANT]["attempts"]
     yield case.title + (f"   (the failure: {case.failure})" if case.failure else "")
     outcomes = Counter(made["outcome"]["outcome"] for made in attempts)
     yield ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in outcomes.most_common())
     yield from (f"  note: {text}" for text in document["stack"].get("changed", [])[:FRAMES])
-    made = next((a for a in attempts if a["outcome"]["outcome"] != "clean"), attempts[0] if attempts else None)
+    made = next((a for a in attempts if a["outcome"]["outcome"] != "passed"), attempts[0] if attempts else None)
     if made is None:
         return
     yield f"  {made['outcome']['reason'].splitlines()[0]}"
-    infra = made["observation"]["infra"]
-    yield from (f"    {line}" for line in (infra["message"].splitlines()[1:][-TAIL:] if infra else ()))
+    infra_error = made["observation"]["infra_error"]
+    yield from (f"    {line}" for line in (infra_error["message"].splitlines()[1:][-TAIL:] if infra_error else ()))
     yield from _first_failure(made)
     if made["observation"]["attempt"]["timed_out"]:
         yield from _stacks(made["observation"])
@@ -53,7 +53,7 @@ def _first_failure(made: Made) -> Iterator[str]:
         yield f"    {frame['file']}:{frame['line']} {frame['function']}: {frame.get('code', '')}"
     if not frames:
         yield from (f"    {line}" for line in rank["log_tail"].splitlines()[-TAIL:])
-    where = f" ({primary['where']})" if primary["where"] else ""
+    where = f" ({primary['params']})" if primary["location"] else ""
     yield f"  first: rank {primary['rank']}: {primary['type']}: {normal(primary['message'])}{where}"
 
 
@@ -80,8 +80,8 @@ def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
         yield f"only {counted(len(attempt.ranks), 'rank')} of {case.launch.world_size} started"
     if any(rank.raised and rank.raised.type == "EOFError" for rank in attempt.ranks):
         yield "standard input is empty here: a script that asks for input cannot be measured"
-    if observation["attempt"]["leftover"]:
-        yield f"it left processes behind, which were ended: {', '.join(observation['attempt']['leftover'])}"
+    if observation["attempt"]["leaked_processes"]:
+        yield f"it left processes behind, which were ended: {', '.join(observation['attempt']['leaked_processes'])}"
     printed = attempt.printed
     if printed.get("cut"):
         yield "a log was cut (64 MiB; a line: 1 MiB); the missing part was not searched"

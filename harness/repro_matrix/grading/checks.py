@@ -45,7 +45,7 @@ def evaluate(check: Mapping[str, Any], schema: int = 2, done_at: float | None = 
     name = check.get("name")
     name = name if isinstance(name, str) and name else "?"
     if schema == 1:
-        details = f"got {check.get('got')}, want {check.get('want')}"
+        details = f"got {check.get('actual')}, want {check.get('expected')}"
         if check.get("passed") is True:
             return CheckResult(name, "passed", details)
         return CheckResult(name, "failed" if check.get("passed") is False else "void", details, math.inf)
@@ -62,19 +62,19 @@ def evaluate(check: Mapping[str, Any], schema: int = 2, done_at: float | None = 
 def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
     values = _format(check)
     tolerance = _number(check["tolerance"])
-    got, want = _numbers(check.get("got")), _numbers(check.get("want"))
+    actual, expected = _numbers(check.get("actual")), _numbers(check.get("expected"))
     if tolerance is None or not 0 <= tolerance < math.inf:
         return "void", f"the tolerance is not a number from 0 on: {values}", 0.0
-    if got is None or want is None:
+    if actual is None or expected is None:
         return "void", f"not a number: {values}", 0.0
-    if len(got) != len(want) or isinstance(check.get("got"), list) != isinstance(check.get("want"), list):
-        return "void", f"{len(got)} numbers against {len(want)}: {values}", 0.0
-    if not all(map(math.isfinite, want)):
+    if len(actual) != len(expected) or isinstance(check.get("actual"), list) != isinstance(check.get("expected"), list):
+        return "void", f"{len(actual)} numbers against {len(expected)}: {values}", 0.0
+    if not all(map(math.isfinite, expected)):
         return "failed", f"the expected value is not finite: {values}", math.inf
     # Where only zeros are expected, the values are shares of something: half of it is not rounding.
-    if tolerance >= (max(map(abs, want)) or 0.5):
+    if tolerance >= (max(map(abs, expected)) or 0.5):
         return "void", f"the tolerance is so wide that a zero would pass: {values}", 0.0
-    differences = [abs(a - b) for a, b in zip(got, want)]
+    differences = [abs(a - b) for a, b in zip(actual, expected)]
     if not all(map(math.isfinite, differences)):
         return "failed", f"not finite: {values}", math.inf
     worst = max(differences)
@@ -85,12 +85,12 @@ def _compare_numbers(check: Mapping[str, Any]) -> tuple[State, str, float]:
 
 def _compare_values(check: Mapping[str, Any]) -> tuple[State, str, float]:
     values = _format(check)
-    got, want, subject = check.get("got"), check.get("want"), check.get("looked_at")
-    if _numbers(want) is not None or _numbers(got) is not None:
+    actual, expected, subject = check.get("actual"), check.get("expected"), check.get("subject")
+    if _numbers(expected) is not None or _numbers(actual) is not None:
         return "void", f"numbers without a tolerance: {values}", 0.0
     if not isinstance(subject, str) or not subject.strip():
         return "void", f"does not say what it looked at: {values}", 0.0
-    return ("passed", values, 0.0) if same_json(got, want) else ("failed", values, math.inf)
+    return ("passed", values, 0.0) if same_json(actual, expected) else ("failed", values, math.inf)
 
 
 def same_json(a: Any, b: Any) -> bool:
@@ -124,10 +124,10 @@ def _numbers(value: Any) -> list[float] | None:
 
 
 def _format(check: Mapping[str, Any]) -> str:
-    parts = [f"got {_short(check.get('got'))}", f"want {_short(check.get('want'))}"]
+    parts = [f"got {_short(check.get('actual'))}", f"want {_short(check.get('expected'))}"]
     if check.get("tolerance") is not None:
         parts.append(f"tolerance {_short(check['tolerance'])}")
-    subject = check.get("looked_at")
+    subject = check.get("subject")
     return ", ".join(parts) + (f": {_short(subject)}" if isinstance(subject, str) and subject else "")
 
 

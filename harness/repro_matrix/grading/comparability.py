@@ -13,13 +13,13 @@ from repro_matrix.config.schema import Case
 from repro_matrix.records.document import Cell
 from repro_matrix.records.observation import Settings
 
-# Parts of an arm's settings, in the order in which a difference is named.
+# Parts of a variant's settings, in the order in which a difference is named.
 _SCALARS = ("world_size", "tp_size", "steps", "seed", "device", "backend")
 Capability = str | bool
 
 
 def settings_difference(one: Settings, other: Settings) -> str | None:
-    """Return the first difference between two arms' settings; None where they are comparable.
+    """Return the first difference between two variants' settings; None where they are comparable.
 
     A flag or an option that only one of them has did not exist for the other, and was at its default there; of the
     model's configuration every key counts. Empty settings are comparable with all.
@@ -41,27 +41,31 @@ def settings_difference(one: Settings, other: Settings) -> str | None:
     )
 
 
-def cell_difference(one: Cell, other: Cell, arms: Iterable[str] | None = None, facts: Iterable[str] = ()) -> str | None:
-    """Return the first difference between two cells: the hardware's kind, a capability, or an arm's settings.
+def cell_difference(
+    one: Cell, other: Cell, variants: Iterable[str] | None = None, facts: Iterable[str] = ()
+) -> str | None:
+    """Return the first difference between two cells: the hardware's kind, a capability, or a variant's settings.
 
-    ``arms``: those to compare; None: all that both have. ``facts``: the capabilities that the case depends on.
+    ``variants``: those to compare; None: all that both have. ``facts``: the capabilities that the case depends on.
     """
     hardware, others = one["hardware"], other["hardware"]
     if hardware["accelerator"] != others["accelerator"]:
         return _differ("accelerator", hardware["accelerator"], others["accelerator"])
     for fact in facts:
-        left, right = hardware.get("facts", {}).get(fact), others.get("facts", {}).get(fact)
+        left, right = hardware.get("capabilities", {}).get(fact), others.get("capabilities", {}).get(fact)
         if left != right and None not in (left, right):  # one that was never recorded does not count
             return _differ(f"fact {fact}", left, right)
     if one["ranks"] != other["ranks"]:
         return _differ("ranks", one["ranks"], other["ranks"])
-    if one["variant"] != other["variant"]:
-        return _differ("variant", one["variant"], other["variant"])
-    for arm in one["arms"] if arms is None else arms:
-        if arm in one["arms"] and arm in other["arms"]:
-            difference = settings_difference(one["arms"][arm]["settings"], other["arms"][arm]["settings"])
+    if one["overrides"] != other["overrides"]:
+        return _differ("overrides", one["overrides"], other["overrides"])
+    for variant in one["variants"] if variants is None else variants:
+        if variant in one["variants"] and variant in other["variants"]:
+            difference = settings_difference(
+                one["variants"][variant]["settings"], other["variants"][variant]["settings"]
+            )
             if difference:
-                return f"arm {arm}: {difference}"
+                return f"variant {variant}: {difference}"
     return None
 
 
@@ -78,8 +82,8 @@ def machine(document: Cell) -> dict[str, Any]:
 def recorded_capabilities(document: Cell) -> dict[str, Capability]:
     """Return each capability that all ranks of the document's attempts recorded alike."""
     values: dict[str, list[Capability]] = {}
-    for arm in document["arms"].values():
-        for attempt in arm["attempts"]:
+    for variant in document["variants"].values():
+        for attempt in variant["attempts"]:
             for rank in attempt["observation"]["ranks"]:
                 record = rank["record"]
                 for name, value in record["facts"].get("machine", {}).items() if record else ():
@@ -88,9 +92,16 @@ def recorded_capabilities(document: Cell) -> dict[str, Capability]:
     return {name: each[0] for name, each in sorted(values.items()) if len(each) == 1}
 
 
-def depends_on(case: Case, arm: str) -> list[str]:
-    """Return the capabilities on which this arm's answer depends."""
-    return list(dict.fromkeys([*case.depends_on, *(case.arms[arm].depends_on if arm in case.arms else ())]))
+def depends_on_capabilities(case: Case, variant: str) -> list[str]:
+    """Return the capabilities on which this variant's answer depends."""
+    return list(
+        dict.fromkeys(
+            [
+                *case.depends_on_capabilities,
+                *(case.variants[variant].depends_on_capabilities if variant in case.variants else ()),
+            ]
+        )
+    )
 
 
 def capability_difference(wanted: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:

@@ -44,9 +44,9 @@ def version_mismatch(attempt: Attempt, planned: Mapping[str, str]) -> tuple[str,
     for plan in (attempt.planned, planned):
         for rank in attempt.ranks:
             for package, version in rank.record["versions"].items():
-                want = plan.get(package)
-                if want is not None and version != "unknown" and not same_release(want, version):
-                    return f"rank {rank.rank} had {package} {version}, the plan {want}", [rank.rank]
+                expected = plan.get(package)
+                if expected is not None and version != "unknown" and not same_release(expected, version):
+                    return f"rank {rank.rank} had {package} {version}, the plan {expected}", [rank.rank]
     first_seen: dict[str, tuple[str, int]] = {}
     for rank in attempt.ranks:
         for package, version in rank.record["versions"].items():
@@ -64,10 +64,10 @@ def same_release(one: str, other: str) -> bool:
 
 
 def fingerprint_mismatch(document: Document) -> str | None:
-    """Return where an arm's fingerprint and those of its attempts do not agree; None where they do."""
-    for name, arm in document["arms"].items():
-        for attempt in arm["attempts"]:
+    """Return where a variant's fingerprint and those of its attempts do not agree; None where they do."""
+    for name, variant in document["variants"].items():
+        for attempt in variant["attempts"]:
             fingerprint = attempt["observation"]["attempt"].get("fingerprint")
-            if fingerprint is not None and fingerprint != arm.get("fingerprint"):
-                return f"arm {name} has the fingerprint {arm.get('fingerprint')}, an attempt {fingerprint}"
+            if fingerprint is not None and fingerprint != variant.get("fingerprint"):
+                return f"variant {name} has the fingerprint {variant.get('fingerprint')}, an attempt {fingerprint}"
     return None

@@ -1,4 +1,4 @@
-"""Check that what an arm names took effect, from what every rank measured of it. Pure.
+"""Check that what a variant names took effect, from what every rank measured of it. Pure.
 
 Libraries fall back silently: accelerate to DDP, ZeRO to stage 0, adapters that match no module. Such an attempt is no
 evidence about the option that it names. Four questions are asked of an attempt that would pass otherwise:
@@ -6,8 +6,8 @@ evidence about the option that it names. Four questions are asked of an attempt 
 - the strategy: are its promises (conf/strategy) kept by the elements held, reduced and updated, and by the collectives?
 - the GPUs: did every rank of an attempt that computes on GPUs use memory of one, and was the model split where it was
   given more GPUs than ranks?
-- whatever else the case's proof lists (``in_force``), or a rank measured: is the number within its bounds?
-- the flags and options that the arm changes: did some rank read them?
+- whatever else the case's proof lists (``effects``), or a rank measured: is the number within its bounds?
+- the flags and options that the variant changes: did some rank read them?
 
 Observations whose settings hold no promises are older than this check: nothing is asked of them.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.observation import Attempt, Rank, mapping, number
 from repro_matrix.records.observation import StrategySettings
-from repro_matrix.records.rank import InForce
+from repro_matrix.records.rank import Effect
 from repro_matrix.text import list_ranks
 
 SHARE = 1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
@@ -30,35 +30,36 @@ COMPUTES = ("training", "inference", "generating")  # what is only loaded or sav
 _HOLDS = {"parameters": "holds all parameters", "gradients": "holds all gradients", "updates": "updates all parameters"}
 
 
-def missing_effect(case: Case, arm: str, attempt: Attempt) -> str | None:
-    """Return the first reason to doubt that what the arm names took effect; None where there is none."""
+def missing_effect(case: Case, variant: str, attempt: Attempt) -> str | None:
+    """Return the first reason to doubt that what the variant names took effect; None where there is none."""
     strategy = attempt.settings.get("strategy", {})
-    promises = strategy.get("promises")
-    if not promises:
+    invariants = strategy.get("invariants")
+    if not invariants:
         recent = attempt.recent or any(rank.schema > 1 for rank in attempt.ranks)
         return "its settings hold no promises of the strategy" if recent else None
-    changed = case.arms[arm].promises if arm in case.arms else None
-    promised = {**promises, **(changed.model_dump(exclude_unset=True) if changed else {})}
+    changed = case.variants[variant].invariants if variant in case.variants else None
+    promised = {**invariants, **(changed.model_dump(exclude_unset=True) if changed else {})}
     return (
         _process_group(attempt)
         or _gpus(case, attempt)
-        or _strategy(attempt, attempt.strategy or "the strategy", promised, strategy, case.proof.kind)
+        or _strategy(attempt, attempt.strategy or "the strategy", promised, strategy, case.pass_criteria.kind)
         or _measurements(case, attempt.ranks)
-        or _unread(case, arm, attempt)
+        or _unread(case, variant, attempt)
     )
 
 
-def unread_change(case: Case, arm: str, attempt: Attempt) -> str | None:
-    """Return which flag or option of the arm no rank has read, for an attempt that failed as the broken arm does.
+def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
+    """Return which flag or option of the variant no rank has read, for an attempt that failed as the unfixed variant
+    does.
 
     A rank that was stopped before it could record what it read may have read it.
     """
     recorded = all("read" in rank.record for rank in attempt.ranks)
-    return _unread(case, arm, attempt) if recorded and attempt.ranks else None
+    return _unread(case, variant, attempt) if recorded and attempt.ranks else None
 
 
-def _evidence(rank: Rank, what: str) -> list[InForce]:
-    return [item for item in rank.record.get("in_force", ()) if item["what"] == what]
+def _evidence(rank: Rank, what: str) -> list[Effect]:
+    return [item for item in rank.record.get("effects", ()) if item["what"] == what]
 
 
 def _process_group(attempt: Attempt) -> str | None:
@@ -69,22 +70,22 @@ def _process_group(attempt: Attempt) -> str | None:
         evidence = _evidence(rank, "group")
         if not evidence:
             return f"no evidence of a process group on rank {rank.rank}"
-        size = number(evidence[-1].get("got"))
+        size = number(evidence[-1].get("actual"))
         if size != attempt.world_size:
             return f"the process group of rank {rank.rank} has {_format(size)} of {attempt.world_size} ranks"
         backend = evidence[-1].get("backend", "")
         if attempt.backend not in ("", "auto") and attempt.backend not in backend:
-            return f"the backend {attempt.backend} was not in force: rank {rank.rank} used {backend or 'none'}"
+            return f"the backend {attempt.backend} was not in effect: rank {rank.rank} used {backend or 'none'}"
     return None
 
 
 def _gpus(case: Case, attempt: Attempt) -> str | None:
     """It computed on the GPUs that it was given: gloo and a lone process would use the CPU and not fail."""
-    if attempt.accelerator != "cuda" or case.simulated or case.proof.kind not in COMPUTES:
+    if attempt.accelerator != "cuda" or case.simulated or case.pass_criteria.kind not in COMPUTES:
         return None
     for rank in attempt.ranks:
         if not (number(rank.record.get("peak_gpu_mb")) or 0) > 0:
-            return f"no GPU was in force: rank {rank.rank} used no memory of one"
+            return f"no GPU was in effect: rank {rank.rank} used no memory of one"
         devices = number(attempt.settings.get("devices"))
         if (devices or 0) > attempt.world_size and not any(each.name == "split" for each in rank.checks):
             return f"no evidence on rank {rank.rank} that the model was split over {_format(devices)} GPUs"
@@ -106,14 +107,14 @@ def _strategy(
             if not evidence and (what == "parameters" or kind == "training"):
                 return f"{slug} left no evidence: {what} were not measured on rank {rank.rank}"
             for item in evidence[-1:]:
-                got, whole = number(item.get("got")), number(item.get("whole"))
-                if got is None or whole is None or whole <= 0 or got < 0:
-                    measured = f"{item.get('got')} of {item.get('whole')}"
+                actual, whole = number(item.get("actual")), number(item.get("whole"))
+                if actual is None or whole is None or whole <= 0 or actual < 0:
+                    measured = f"{item.get('actual')} of {item.get('whole')}"
                     return f"{slug} left no evidence: {what} on rank {rank.rank}: {measured}"
-                shares.append(got / whole)
+                shares.append(actual / whole)
         wrong = wrong_shares(what, str(wanted), shares, ranks, parts) if shares else None
         if wrong:
-            return f"{slug} was not in force: {wrong}"
+            return f"{slug} was not in effect: {wrong}"
     if kind == "training" and ranks > 1:
         return _collectives(attempt, slug, promised.get("collectives") or ())
     return None
@@ -156,36 +157,36 @@ def _collectives(attempt: Attempt, slug: str, wanted: Iterable[Any]) -> str | No
         evidence = _evidence(rank, "collectives")
         if not evidence:
             return f"{slug} left no evidence: collectives were not counted on rank {rank.rank}"
-        calls = mapping(evidence[-1].get("got"))
+        calls = mapping(evidence[-1].get("actual"))
         for kind in wanted:
             if not (number(calls.get(kind)) or 0) > 0:
-                return f"{slug} was not in force: no {kind} between ranks in a step of rank {rank.rank}"
+                return f"{slug} was not in effect: no {kind} between ranks in a step of rank {rank.rank}"
     return None
 
 
 def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
     """What the proof lists, and what any rank measured, every rank measured; and within its bounds."""
-    measured = [item["what"] for rank in ranks for item in rank.record.get("in_force", ())]
-    for name in dict.fromkeys([*case.proof.in_force, *measured]):
+    measured = [item["what"] for rank in ranks for item in rank.record.get("effects", ())]
+    for name in dict.fromkeys([*case.pass_criteria.effects, *measured]):
         without = [rank.rank for rank in ranks if not _evidence(rank, name)]
         if without:
             return f"{name} left no evidence on {list_ranks(without)}"
     for rank in ranks:
-        for item in rank.record.get("in_force", ()):
+        for item in rank.record.get("effects", ()):
             if "least" not in item and "most" not in item:
                 continue
-            value, low, high = number(item.get("got")), number(item.get("least")), number(item.get("most"))
+            value, low, high = number(item.get("actual")), number(item.get("least")), number(item.get("most"))
             outside = value is None or (low is None and high is None)
             if outside or (low is not None and value < low) or (high is not None and value > high):  # type: ignore[operator]
-                subject = f" ({item['looked_at']})" if item.get("looked_at") else ""
-                got = f"got {_format(item.get('got'))}, {_bounds(low, high)}{subject}"
-                return f"{item['what'] or '?'} was not in force on rank {rank.rank}: {got}"
+                subject = f" ({item['subject']})" if item.get("subject") else ""
+                actual = f"got {_format(item.get('actual'))}, {_bounds(low, high)}{subject}"
+                return f"{item['what'] or '?'} was not in effect on rank {rank.rank}: {actual}"
     return None
 
 
-def _unread(case: Case, arm: str, attempt: Attempt) -> str | None:
-    """Some rank read every flag and option that the arm, or the cell, sets apart from its default."""
-    spec = case.arms.get(arm)
+def _unread(case: Case, variant: str, attempt: Attempt) -> str | None:
+    """Some rank read every flag and option that the variant, or the cell, sets apart from its default."""
+    spec = case.variants.get(variant)
     if spec is None:
         return None
     read: dict[str, set[str]] = {"flag": set(), "option": set()}
@@ -198,7 +199,7 @@ def _unread(case: Case, arm: str, attempt: Attempt) -> str | None:
     for kind, names in (("flag", changed), ("option", [] if spec.strategy else list(spec.options))):
         for name in names:
             if name not in read[kind]:
-                return f"the {kind} {name} was never read: the arm changes nothing by it"
+                return f"the {kind} {name} was never read: the variant changes nothing by it"
     return None
 
 

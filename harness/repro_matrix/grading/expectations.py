@@ -1,4 +1,4 @@
-"""Find the expectation of an arm, and compare its verdict with it. Pure."""
+"""Find the expectation of a variant, and compare its verdict with it. Pure."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.comparability import capability_difference, depends_on
+from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities
 from repro_matrix.grading.verdict import MEETING, Verdict
 
-Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
+Compared = Literal["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
 PREDICTING = "cpu"  # its measurements predict those of any hardware that has no expectation
 
 
 def expected(
-    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
+    case: Case,
+    where: str,
+    variant: str,
+    versions: Mapping[str, str],
+    hardware: str,
+    facts: Mapping[str, Any] | None = None,
 ) -> Expectation | None:
-    """Return the expectation of an arm of a cell, narrowed to this arm's verdict; None when there is none.
+    """Return the expectation of a variant of a cell, narrowed to this variant's verdict; None when there is none.
 
     ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its profile; ``facts`` are the
-    machine's capabilities: where one that the arm depends on differs, or is unknown, nothing is expected. The most
+    machine's capabilities: where one that the variant depends on differs, or is unknown, nothing is expected. The most
     specific of several wins: named cells before patterns before none, then named hardware, then the one with more
     version bounds; after that the later in the file.
     """
     best: tuple[tuple[int, int, int], Expectation] | None = None
     cell = _split(case, where)
     for entry in case.expect:
-        if arm not in entry.verdicts or not fnmatchcase(hardware, entry.hardware):
+        if variant not in entry.verdicts or not fnmatchcase(hardware, entry.hardware):
             continue
         cells = _cells(case, entry.cells, cell)
         bounds = _bounds(entry.versions, versions)
-        differs = capability_difference(depends_on(case, arm), facts or {}, entry.facts)
+        differs = capability_difference(depends_on_capabilities(case, variant), facts or {}, entry.capabilities)
         if cells is None or bounds is None or differs:
             continue
         score = (cells, entry.hardware == hardware, bounds)
@@ -48,63 +53,73 @@ def expected(
     if best is None:
         return None
     entry = best[1]
-    met = {arm: entry.met[arm]} if arm in entry.met else {}
-    return entry.model_copy(update={"verdicts": {arm: entry.verdicts[arm]}, "met": met})
+    failure_ids = {variant: entry.failure_ids[variant]} if variant in entry.failure_ids else {}
+    return entry.model_copy(update={"verdicts": {variant: entry.verdicts[variant]}, "failure_ids": failure_ids})
 
 
 def predicted(
-    case: Case, where: str, arm: str, versions: Mapping[str, str], hardware: str, facts: Mapping[str, Any] | None = None
+    case: Case,
+    where: str,
+    variant: str,
+    versions: Mapping[str, str],
+    hardware: str,
+    facts: Mapping[str, Any] | None = None,
 ) -> Expectation | None:
-    """Return what a CPU's measurements predict for an arm without an expectation on this hardware; None on a CPU."""
-    if fnmatchcase(hardware, PREDICTING) or expected(case, where, arm, versions, hardware, facts) is not None:
+    """Return what a CPU's measurements predict for a variant without an expectation on this hardware; None on a CPU."""
+    if fnmatchcase(hardware, PREDICTING) or expected(case, where, variant, versions, hardware, facts) is not None:
         return None
-    return expected(case, where, arm, versions, PREDICTING, facts)
+    return expected(case, where, variant, versions, PREDICTING, facts)
 
 
 def as_expected(name: str) -> str:
-    """Return a verdict as an expectation writes it: other stacks' stored results make NOT_FIRING an UPSTREAM_FIXED."""
-    return "NOT_FIRING" if name == "UPSTREAM_FIXED" else name
+    """Return a verdict as an expectation writes it: other stacks' stored results make NOT_REPRODUCED an
+    FIXED_UPSTREAM."""
+    return "NOT_REPRODUCED" if name == "FIXED_UPSTREAM" else name
 
 
 def compare(
     verdict: Verdict, expectation: Expectation | None, prediction: Expectation | None = None, control: bool = False
 ) -> Compared:
-    """Compare a verdict with the expectation of its arm (as ``expected`` returns it), else with its prediction.
+    """Compare a verdict with the expectation of its variant (as ``expected`` returns it), else with its prediction.
 
     ``unset`` when there is neither, and when nothing was measured. But a control needs no expectation: it must train;
     whatever else it does is a difference, unless that was predicted. A verdict of a failure must have one of the
     expected failure ids; where none is written down, the verdict alone is compared.
     """
     if not verdict.measured:
-        return "unset"
+        return "no_expectation"
     if expectation is None:
         if prediction is not None and _agrees(verdict, prediction):
-            return "as predicted"
-        if control and verdict.name != "HEALTHY":
+            return "matches_cpu"
+        if control and verdict.name != "PASSED":
             return "unexpected"
-        return "unset" if prediction is None else "differs from cpu"
+        return "no_expectation" if prediction is None else "differs_from_cpu"
     return "expected" if _agrees(verdict, expectation) else "unexpected"
 
 
 def comparison(
-    case: Case, where: str, arm: str, verdict: Verdict, versions: Mapping[str, str], hardware: str,
+    case: Case, where: str, variant: str, verdict: Verdict, versions: Mapping[str, str], hardware: str,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what a document stores beside a verdict: the expected one, and how the two compare."""
-    cell = (case, where, arm, versions, hardware, facts)
+    cell = (case, where, variant, versions, hardware, facts)
     expectation, prediction = expected(*cell), predicted(*cell)
     known = expectation or prediction
     return {
         "expected": compare(verdict, expectation, prediction, control=case.kind == "control"),
-        "expectation": known.verdicts[arm] if known else None,
-        "met_note": failure_note(verdict, known),
+        "expectation": known.verdicts[variant] if known else None,
+        "failure_note": failure_note(verdict, known),
     }
 
 
 def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
-    (arm, wanted), = expectation.verdicts.items()  # fmt: skip
-    listed = expectation.met_by(arm)
-    same = listed is None or verdict.name not in MEETING or {str(met) for met in verdict.met} <= set(listed)
+    (variant, wanted), = expectation.verdicts.items()  # fmt: skip
+    listed = expectation.failure_ids_of(variant)
+    same = (
+        listed is None
+        or verdict.name not in MEETING
+        or {str(failure_ids) for failure_ids in verdict.failure_ids} <= set(listed)
+    )
     return same and as_expected(verdict.name) == as_expected(wanted)
 
 
@@ -116,12 +131,12 @@ def failure_note(verdict: Verdict, expectation: Expectation | None) -> str:
         or as_expected(verdict.name) not in map(as_expected, expectation.verdicts.values())
     ):
         return ""
-    listed = [name for arm in expectation.verdicts for name in expectation.met_by(arm) or ()]
+    listed = [name for variant in expectation.verdicts for name in expectation.failure_ids_of(variant) or ()]
     if not listed:
         return "met: unset"
     if _agrees(verdict, expectation):
         return ""
-    return f"expected to meet {' or '.join(listed)}, met {', '.join(map(str, verdict.met))}"
+    return f"expected to meet {' or '.join(listed)}, met {', '.join(map(str, verdict.failure_ids))}"
 
 
 def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
@@ -162,7 +177,7 @@ def _default(case: Case, flag: str) -> str:
     return json.dumps(case.flags[flag].default, sort_keys=True)
 
 
-@lru_cache(maxsize=4096)  # a page of many thousand arms asks for the same few, over and over
+@lru_cache(maxsize=4096)  # a page of many thousand variants asks for the same few, over and over
 def _value(written: str) -> str:
     """Return a flag's value in one spelling, whether it was written as JSON or YAML."""
     try:

@@ -5,17 +5,17 @@ The first of these that applies decides:
 1. The attempt is no evidence: the infrastructure failed, the user interrupted it, the stack was another one, ranks
    were still starting or moving at the timeout, a record is damaged or not its rank's own (consistency.py), or the
    script itself failed first (root_cause.py)                                           -> infra
-2. A signature of the case itself matches (also on an attempt that finished)            -> fires,
-   or infra where no rank has read what the arm changes: then the arm changes nothing
-3. Another case's failure is recognised                                                 -> other_error, which names it
+2. A signature of the case itself matches (also on an attempt that finished)            -> reproduces,
+   or infra where no rank has read what the variant changes: then the variant changes nothing
+3. Another case's failure is recognised                                                 -> other_failure, which names it
 4. The deadline passed, or two samples showed that the ranks are deadlocked             -> hang
-5. An exception, a signal, an exit code that is not 0, a rank without a done marker     -> other_error
-6. A check failed                                                                       -> other_error (silent)
+5. An exception, a signal, an exit code that is not 0, a rank without a done marker     -> other_failure
+6. A check failed                                                                       -> other_failure (silent)
 7. A check that the proof requires was not made, or is void                             -> infra (no-proof)
-8. What the arm names did not take effect (effect.py)                                   -> infra (not-in-force)
+8. What the variant names did not take effect (effect.py)                                   -> infra (not-in-force)
 9. Otherwise                                                                            -> clean
 
-checks.py defines failed and void checks. A missing check is ``infra`` and not an error of the arm: nothing that was
+checks.py defines failed and void checks. A missing check is ``infra`` and not an error of the variant: nothing that was
 looked at went wrong; the case's script or kit did not look. It is no evidence, so the verdict is INCONCLUSIVE, the
 attempt is repeated on resume, and the run ends with exit code 3.
 
@@ -35,14 +35,24 @@ from repro_matrix.grading.consistency import foreign_record, version_mismatch
 from repro_matrix.grading.effect import missing_effect, unread_change
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt, Rank
-from repro_matrix.grading.outcome import InfraKind, Outcome, Primary, Recognised
+from repro_matrix.grading.outcome import InfraErrorKind, Outcome, Primary, Recognized
 from repro_matrix.grading.root_cause import Failure, Failures, fatal_signal, find_failures, script_error
 from repro_matrix.grading.signature import match_attempt, near_misses, possible_kinds
 from repro_matrix.records.observation import Observation
 from repro_matrix.text import first_line, list_ranks
 
 # Of a user's script: infrastructure problems that may be the very failure that was described.
-MACHINE = {"memory", "disk", "port", "import", "device", "card", "card or program", "too slow", "unknown"}
+MACHINE = {
+    "memory",
+    "disk",
+    "port",
+    "import",
+    "device",
+    "card",
+    "gpu_or_program",
+    "timeout_while_progressing",
+    "unknown",
+}
 MAX_MESSAGE = 500  # characters of a message kept in an outcome; the observation has all of it
 
 
@@ -53,78 +63,80 @@ class Finding(NamedTuple):
     reason: str
     ranks: tuple[int, ...] = ()
     check: str | None = None
-    infra: InfraKind | None = None
+    infra_error: InfraErrorKind | None = None
 
 
-def _no_evidence(kind: InfraKind, reason: str, ranks: Iterable[int] = (), check: str | None = None) -> Finding:
-    return Finding("infra", f"{kind}: {reason}" if reason else kind, tuple(sorted(ranks)), check, kind)
+def _no_evidence(kind: InfraErrorKind, reason: str, ranks: Iterable[int] = (), check: str | None = None) -> Finding:
+    return Finding("infra_error", f"{kind}: {reason}" if reason else kind, tuple(sorted(ranks)), check, kind)
 
 
 def grade(
     case: Case,
-    arm: str,
+    variant: str,
     observation: Observation,
     cases: Mapping[str, Case] | Iterable[Case],
     planned: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Grade one attempt of ``arm``; ``cases``: the whole catalogue, against which it is compared.
+    """Grade one attempt of ``variant``; ``cases``: the whole catalogue, against which it is compared.
 
     ``planned``: the stack's versions, beside those that the observation itself was planned with.
     """
     attempt = Attempt(observation)
     failures = find_failures(attempt)
     first = failures.first
-    primary = Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.where, first.kind) if first else None
-    recognised = _recognise(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
-    finding = _infra(attempt, planned or {})
+    primary = (
+        Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.location, first.kind) if first else None
+    )
+    recognized = _recognise(case, attempt, failures, cases.values() if isinstance(cases, Mapping) else cases)
+    finding = _infra_error(attempt, planned or {})
     if isinstance(case, AdhocCase):  # what the user looks for may be just that: no memory, an import that fails
-        described = recognised or (not case.failure and primary)
-        finding = None if finding and finding.infra in MACHINE and described else finding
+        described = recognized or (not case.failure and primary)
+        finding = None if finding and finding.infra_error in MACHINE and described else finding
     else:
         finding = finding or _script(attempt, failures)
     if finding:
-        return _outcome(finding, recognised, primary)
-    finding = _judge(case, arm, attempt, failures, recognised)
-    if arm == "broken" and finding.outcome in ("other_error", "clean"):
+        return _outcome(finding, recognized, primary)
+    finding = _judge(case, variant, attempt, failures, recognized)
+    if variant == "unfixed" and finding.outcome in ("other_failure", "passed"):
         near = near_misses(case.signatures, attempt, failures)
         finding = finding._replace(reason=f"{finding.reason} (nearly {near})") if near else finding
-    failed = failed_checks(case, attempt) if finding.outcome == "other_error" and primary is None else ()
+    failed = failed_checks(case, attempt) if finding.outcome == "other_failure" and primary is None else ()
     if isinstance(case, AdhocCase):
         failed = (finding.check,) if finding.check else ()
-    otherwise = None
-    matching = [item for item in recognised if item.case == case.slug]
-    if finding.outcome == "fires" and all(item.kind == "log" for item in matching):
-        others = tuple(item for item in recognised if item not in matching)
-        otherwise = _judge(case, arm, attempt, failures, others).outcome
-    return _outcome(finding, recognised, primary, failed, otherwise)
+    outcome_without_warning = None
+    matching = [item for item in recognized if item.case == case.slug]
+    if finding.outcome == "reproduced" and all(item.kind == "log" for item in matching):
+        others = tuple(item for item in recognized if item not in matching)
+        outcome_without_warning = _judge(case, variant, attempt, failures, others).outcome
+    return _outcome(finding, recognized, primary, failed, outcome_without_warning)
 
 
 def _outcome(
-    finding: Finding, recognised: tuple[Recognised, ...], primary: Primary | None,
-    failed: tuple[str, ...] = (), otherwise: OutcomeName | None = None,
+    finding: Finding, recognized: tuple[Recognized, ...], primary: Primary | None,
+    failed: tuple[str, ...] = (), outcome_without_warning: OutcomeName | None = None,
 ) -> Outcome:  # fmt: skip
     name, reason, *more = finding
-    return Outcome(name, reason, recognised, primary, failed, otherwise, *more)  # type: ignore[arg-type]
+    return Outcome(name, reason, recognized, primary, failed, outcome_without_warning, *more)  # type: ignore[arg-type]
 
 
 # -- 1. no evidence
 
 
-def _infra(attempt: Attempt, planned: Mapping[str, str]) -> Finding | None:
+def _infra_error(attempt: Attempt, planned: Mapping[str, str]) -> Finding | None:
     if attempt.interrupted:
         return _no_evidence("interrupted", "")
-    if attempt.infra is not None:
-        return _no_evidence(attempt.infra["kind"], first_line(attempt.infra["message"]))
+    if attempt.infra_error is not None:
+        return _no_evidence(attempt.infra_error["kind"], first_line(attempt.infra_error["message"]))
     if not attempt.ranks:
         return _no_evidence("lost", "the observation holds no rank")
     foreign = foreign_record(attempt)
     if foreign:
-        return _no_evidence("no-proof", first_line(foreign[0]), foreign[1])
+        return _no_evidence("missing_check", first_line(foreign[0]), foreign[1])
     slow = timeout_without_hang(attempt)
     if slow:
         return _no_evidence(*slow)
     apart = version_mismatch(attempt, planned)
-    return _no_evidence("stack changed", *apart) if apart else None
+    return _no_evidence("environment_changed", *apart) if apart else None
 
 
 def _script(attempt: Attempt, failures: Failures) -> Finding | None:
@@ -135,7 +147,7 @@ def _script(attempt: Attempt, failures: Failures) -> Finding | None:
 # -- 2. and 3. known failures
 
 
-def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognised, ...]:
+def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable[Case]) -> tuple[Recognized, ...]:
     """Find every known failure of the catalogue, the case's own first, then in the catalogue's order.
 
     Another case's failure counts under the strategies of that case only: elsewhere the same text has another cause.
@@ -148,35 +160,37 @@ def _recognise(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
         # A check's name and a bare signal mean something within one script only.
         unrelated = known.slug != case.slug and known.script_name != case.script_name
         for signature in known.signatures:
-            if signature.kind not in kinds or (unrelated and signature.kind in ("oracle", "signal")):
+            if signature.kind not in kinds or (unrelated and signature.kind in ("check", "signal")):
                 continue
             match = match_attempt(signature, attempt, failures)
             if match:
                 message = match.message[:MAX_MESSAGE]
-                found.append(Recognised(known.slug, signature.name, match.ranks, signature.kind, message))
+                found.append(Recognized(known.slug, signature.name, match.ranks, signature.kind, message))
     return tuple(found)
 
 
-def _judge(case: Case, arm: str, attempt: Attempt, failures: Failures, recognised: tuple[Recognised, ...]) -> Finding:
+def _judge(
+    case: Case, variant: str, attempt: Attempt, failures: Failures, recognized: tuple[Recognized, ...]
+) -> Finding:
     """Apply 2. to 9."""
-    matching = [item for item in recognised if item.case == case.slug]
-    others = [item for item in recognised if item.case != case.slug and item.kind != "log"]
+    matching = [item for item in recognized if item.case == case.slug]
+    others = [item for item in recognized if item.case != case.slug and item.kind != "log"]
     if matching:
-        unread = None if isinstance(case, AdhocCase) else unread_change(case, arm, attempt)
-        if unread:  # the arm is the broken one by another name
-            return _no_evidence("not-in-force", first_line(unread))
+        unread = None if isinstance(case, AdhocCase) else unread_change(case, variant, attempt)
+        if unread:  # the variant is the broken one by another name
+            return _no_evidence("no_effect", first_line(unread))
         also = "".join(f"; also {item.case}" for item in others)
-        rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognised)]
+        rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognized)]
         different = f"; {_describe(rest[0])}" if rest and not also else ""
         match = matching[0]
         reason = f"{match.signature} on {list_ranks(match.ranks)}: {first_line(match.message)}{also}{different}"
-        return Finding("fires", reason, match.ranks)
+        return Finding("reproduced", reason, match.ranks)
     if others:
         reason = f"known failure {others[0].case}: {first_line(others[0].message)}"
-        return Finding("other_error", reason, others[0].ranks)
+        return Finding("other_failure", reason, others[0].ranks)
     if isinstance(case, AdhocCase):
         return _failed(attempt, failures.first) or _printed(case, attempt)
-    return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, arm, attempt)
+    return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, variant, attempt)
 
 
 # -- 4. and 5. hangs and failures that are not known
@@ -184,27 +198,27 @@ def _judge(case: Case, arm: str, attempt: Attempt, failures: Failures, recognise
 
 def _failed(attempt: Attempt, first: Failure | None) -> Finding | None:
     if attempt.timed_out:
-        deadlock = attempt.hang["never_meet"] if attempt.hang else None
+        deadlock = attempt.hang["deadlock"] if attempt.hang else None
         limit = f" of {attempt.deadline:g} s" if attempt.deadline is not None else ""
         reason = f"its ranks are deadlocked: {deadlock}" if deadlock else f"the deadline{limit} passed"
         return Finding("hang", reason + (f"; {_describe(first)}" if first and not first.secondary else _stuck(attempt)))
     if first:
-        return Finding("other_error", _describe(first), (first.rank,))
+        return Finding("other_failure", _describe(first), (first.rank,))
     for rank in attempt.ranks:
         problem = _unfinished(rank)
         if problem:
-            return Finding("other_error", f"rank {rank.rank}: {problem}", (rank.rank,))
+            return Finding("other_failure", f"rank {rank.rank}: {problem}", (rank.rank,))
     if attempt.missing:
-        return Finding("other_error", f"{list_ranks(attempt.missing)} left nothing behind", tuple(attempt.missing))
+        return Finding("other_failure", f"{list_ranks(attempt.missing)} left nothing behind", tuple(attempt.missing))
     return None
 
 
 def _describe(failure: Failure) -> str:
     if failure.kind == "left":
         return f"rank {failure.rank}: exit 0 without its done marker"
-    where = f" in {failure.where}" if failure.where else ""
+    location = f" in {failure.location}" if failure.location else ""
     error = f"{failure.type}: {failure.message}" if failure.message.strip() else failure.type
-    return f"rank {failure.rank}: {first_line(error)}{where}"
+    return f"rank {failure.rank}: {first_line(error)}{location}"
 
 
 def _stuck(attempt: Attempt) -> str:
@@ -218,11 +232,11 @@ def _stuck(attempt: Attempt) -> str:
 
 def _unfinished(rank: Rank) -> str | None:
     """Return why a rank that did not fail by itself is still not evidence of passing."""
-    if rank.exit_code == 0 and rank.ended_by == "self":
+    if rank.exit_code == 0 and rank.terminated_by == "self":
         return None if rank.done else "exit 0 without its done marker"
     end = fatal_signal(rank) or (f"exit code {rank.exit_code}" if rank.exit_code is not None else "unknown end")
     how = "finished, but" if rank.done else "did not finish, and"
-    return f"{how} was ended by the {rank.ended_by} ({end})" if rank.ended_by != "self" else f"{how} {end}"
+    return f"{how} was ended by the {rank.terminated_by} ({end})" if rank.terminated_by != "self" else f"{how} {end}"
 
 
 # -- 6. to 9. of a user's script
@@ -232,23 +246,23 @@ def _printed(case: AdhocCase, attempt: Attempt) -> Finding:
     """Every rank of a user's script ended with exit code 0: does the number that it printed show the failure?"""
     metric, printed = case.metric, attempt.printed
     if attempt.command_exit:
-        return Finding("other_error", f"the command ended with exit code {attempt.command_exit}")
+        return Finding("other_failure", f"the command ended with exit code {attempt.command_exit}")
     cut = bool(printed.get("cut"))
     if metric is None:
         if case.log and cut:
-            return _no_evidence("no-proof", "a log was cut, and the line may have been in the missing part")
-        return Finding("clean", "every rank ended with exit code 0")
+            return _no_evidence("missing_check", "a log was cut, and the line may have been in the missing part")
+        return Finding("passed", "every rank ended with exit code 0")
     values = printed.get("metric", [])
     if not values or (cut and values[-1]["rank"] != 0):
         reason = "a log was cut" if cut else f"no rank printed a number for {metric.name!r}"
-        return _no_evidence("no-proof", reason)
+        return _no_evidence("missing_check", reason)
     value, rank = float(values[-1]["value"]), int(values[-1]["rank"])
     infinite = abs(value) >= INFINITE
     reason = f"{metric.name} is {math.copysign(math.inf, value) if infinite else value:g}"
     if metric.violated_by(value):
-        return Finding("fires", reason, (rank,), metric.name)
+        return Finding("reproduced", reason, (rank,), metric.name)
     finite = math.isfinite(value) and not infinite
-    return Finding("clean", reason) if finite else Finding("other_error", reason, (rank,), metric.name)
+    return Finding("passed", reason) if finite else Finding("other_failure", reason, (rank,), metric.name)
 
 
 # -- 6. to 9. every rank finished: is there the evidence that the case asks for?
@@ -263,11 +277,11 @@ def _checks(case: Case, attempt: Attempt) -> Finding | None:
                 failed.setdefault(check.name, []).append((check.severity, rank.rank, check.details))
             elif check.state == "void" and void is None:
                 reason = first_line(f"check {check.name} on rank {rank.rank} is no evidence: {check.details}")
-                void = _no_evidence("no-proof", reason, [rank.rank], check.name)
+                void = _no_evidence("missing_check", reason, [rank.rank], check.name)
     if failed:  # the worst first
         order = sorted(failed, key=lambda name: -max(severity for severity, _, _ in failed[name]))
         reason = "silent: " + "; ".join(_describe_check(name, failed[name]) for name in order)
-        return Finding("other_error", reason, tuple(sorted({rank for _, rank, _ in failed[order[0]]})), order[0])
+        return Finding("other_failure", reason, tuple(sorted({rank for _, rank, _ in failed[order[0]]})), order[0])
     return void or _wrong_steps(attempt) or _missing_check(case, attempt)
 
 
@@ -281,18 +295,18 @@ def _wrong_steps(attempt: Attempt) -> Finding | None:
     steps = attempt.settings.get("steps")
     for rank in attempt.ranks:
         for check in rank.record["checks"] if rank.schema > 1 else []:
-            if steps is not None and check["name"] == "steps" and check.get("want") != steps:
-                reason = f"check steps on rank {rank.rank} wanted {check.get('want')}, the attempt {steps}"
-                return _no_evidence("no-proof", reason, check="steps")
+            if steps is not None and check["name"] == "steps" and check.get("expected") != steps:
+                reason = f"check steps on rank {rank.rank} wanted {check.get('expected')}, the attempt {steps}"
+                return _no_evidence("missing_check", reason, check="steps")
     return None
 
 
 def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
     """Return the checks that the proof requires and that were not made, with the ranks that owe them."""
     missing: dict[str, list[int]] = {}
-    for rank in attempt.ranks if case.proof.ranks == "all" else attempt.ranks[:1]:
+    for rank in attempt.ranks if case.pass_criteria.ranks == "all" else attempt.ranks[:1]:
         made = {check.name for check in rank.checks}
-        for name in rank.required_checks(case.proof.checks, attempt.settings):
+        for name in rank.required_checks(case.pass_criteria.checks, attempt.settings):
             if name not in made:
                 missing.setdefault(name, []).append(rank.rank)
     return missing
@@ -300,7 +314,7 @@ def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
 
 def _missing_check(case: Case, attempt: Attempt) -> Finding | None:
     for name, ranks in _missing_checks(case, attempt).items():
-        return _no_evidence("no-proof", f"check {name} was not made on {list_ranks(ranks)}", ranks, name)
+        return _no_evidence("missing_check", f"check {name} was not made on {list_ranks(ranks)}", ranks, name)
     return None
 
 
@@ -310,8 +324,8 @@ def failed_checks(case: Case, attempt: Attempt) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*_missing_checks(case, attempt), *failed]))
 
 
-def _effect(case: Case, arm: str, attempt: Attempt) -> Finding:
-    missing = missing_effect(case, arm, attempt)
+def _effect(case: Case, variant: str, attempt: Attempt) -> Finding:
+    missing = missing_effect(case, variant, attempt)
     if missing:
-        return _no_evidence("not-in-force", first_line(missing))
-    return Finding("clean", f"every rank finished; passed: {', '.join(case.proof.checks)}")
+        return _no_evidence("no_effect", first_line(missing))
+    return Finding("passed", f"every rank finished; passed: {', '.join(case.pass_criteria.checks)}")

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from repro_matrix.grading.observation import Attempt, items, mapping, number, parse_threads, text
 from repro_matrix.grading.root_cause import is_peer_error
-from repro_matrix.records.base import InfraKind
+from repro_matrix.records.base import InfraErrorKind
 from repro_matrix.text import list_ranks
 
 # -- progress
@@ -48,7 +48,7 @@ def rank_progress(first: Sample | None, second: Sample | None) -> Progress:
         before, after = first.get(key), second.get(key)
         if before is not None and after is not None and before != after:
             return "progress"
-    interval, io, cpu = (_increase(first, second, key) for key in ("at_s", "io", "cpu_s"))
+    interval, io, cpu = (_increase(first, second, key) for key in ("time_s", "io", "cpu_s"))
     if io is not None and io > IO_BYTES:
         return "progress"
     if interval is None or interval < MIN_INTERVAL_S:
@@ -84,7 +84,7 @@ def _increase(first: Sample, second: Sample, key: str) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def timeout_without_hang(attempt: Attempt) -> tuple[InfraKind, str] | None:
+def timeout_without_hang(attempt: Attempt) -> tuple[InfraErrorKind, str] | None:
     """Return why an attempt that timed out is not a hang: (kind of infra, message); None where it is one.
 
     Without samples, a timeout is a hang. So is a rank that failed by itself while the others went on: the grader
@@ -96,7 +96,7 @@ def timeout_without_hang(attempt: Attempt) -> tuple[InfraKind, str] | None:
     limit = (number(hang["limit_s"]) if hang else None) or attempt.deadline or 0.0
     if hang and hang["starting"]:
         phases = ", ".join(f"rank {rank.rank}: {rank.record['phase'] or 'no record'}" for rank in attempt.ranks)
-        return "start-up too slow", f"not started after {limit:g} s ({phases})"
+        return "startup_timeout", f"not started after {limit:g} s ({phases})"
     pairs = {rank.rank: last_two(rank.samples) for rank in attempt.ranks if rank.samples is not None}
     progress = attempt_progress(pairs) if pairs else "stuck"
     if progress == "progress":
@@ -105,7 +105,7 @@ def timeout_without_hang(attempt: Attempt) -> tuple[InfraKind, str] | None:
             for rank, pair in pairs.items()
             if pair[1] and rank_progress(*pair) == "progress"
         ]
-        return "too slow", f"still at work after {limit:g} s: {', '.join(moved)}"
+        return "timeout_while_progressing", f"still at work after {limit:g} s: {', '.join(moved)}"
     if progress == "unknown":
         unknown = {rank: _why_unknown(*pair) for rank, pair in pairs.items() if rank_progress(*pair) == "unknown"}
         reasons = ", ".join(f"rank {rank}: {reason}" for rank, reason in unknown.items()) or "all had ended"
@@ -114,7 +114,7 @@ def timeout_without_hang(attempt: Attempt) -> tuple[InfraKind, str] | None:
 
 
 def _why_unknown(first: Sample | None, second: Sample | None) -> str:
-    if not first or not second or (_increase(first, second, "at_s") or 0.0) < MIN_INTERVAL_S:
+    if not first or not second or (_increase(first, second, "time_s") or 0.0) < MIN_INTERVAL_S:
         return "not sampled twice"
     if _increase(first, second, "cpu_s") is None:
         return "its CPU time could not be read"

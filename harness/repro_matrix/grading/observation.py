@@ -197,7 +197,7 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
         if chain and (len(message) < 8 or message not in chain[-1].message):
             break
         name, module = exception["type"], exception.get("module", "")
-        frames = (CodeLocation(f["module"], f["file"], f["function"], f.get("place"), f["line"])
+        frames = (CodeLocation(f["module"], f["file"], f["function"], f.get("code_location"), f["line"])
                   for f in exception["frames"])  # fmt: skip
         names = frozenset({name, f"{module}.{name}", *exception.get("bases", ())} - {"", "."})
         chain.append(RaisedException(name, names, exception["message"], tuple(frames)))
@@ -243,7 +243,7 @@ class Rank:
         self.pid = data.get("pid")
         self.exit_code = data["exit_code"]
         self.signal = data["signal"] or ""
-        self.ended_by = data["ended_by"]
+        self.terminated_by = data["terminated_by"]
         record = data["record"]
         self.record_error = _record_error(data)  # why the record is not evidence; ""
         self.wrote = record is not None and not self.record_error
@@ -253,7 +253,7 @@ class Rank:
         self.log_tail = data["log_tail"]
         self.stack = data["stack"] or ""
         self.collectives = data.get("collectives") or {}  # the rank monitor's last answer
-        self.samples = data.get("looks")  # None: no process samples were taken
+        self.samples = data.get("samples")  # None: no process samples were taken
         self.ended_at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
 
     @cached_property
@@ -281,7 +281,7 @@ class Rank:
 
     def required_checks(self, checks: list[str], settings: Settings) -> list[str]:
         """The case's checks; for a record of schema 1 those that were required when it was written."""
-        return settings.get("proof", {}).get("checks", checks) if self.schema == 1 else checks
+        return settings.get("pass_criteria", {}).get("checks", checks) if self.schema == 1 else checks
 
     @cached_property
     def log_entries(self) -> list[LogEntry]:
@@ -290,10 +290,12 @@ class Rank:
         for warning in self.record["warnings"]:
             module = warning.get("module", "")  # the caller of warnings.warn; ``file`` is the one that it blames
             entry = LogEntry(warning["category"], warning["message"], warning["file"], module,
-                             origin=warning.get("place"))  # fmt: skip
+                             origin=warning.get("code_location"))  # fmt: skip
             found[entry] = None
         for log in self.record["logs"]:
-            found[LogEntry(log["logger"], log["message"], log["file"], "", log["logger"], log.get("place"))] = None
+            found[LogEntry(log["logger"], log["message"], log["file"], "", log["logger"], log.get("code_location"))] = (
+                None
+            )
         return list(found)
 
     @cached_property
@@ -323,8 +325,8 @@ class Rank:
 def _record_error(data: RankData) -> str:
     """Why a record is not evidence: damaged, of another rank, or written by another process than was started."""
     record, pid = data["record"], data.get("pid")
-    if data.get("doubt"):
-        return f"its record is damaged: {data['doubt']}"
+    if data.get("validation_error"):
+        return f"its record is damaged: {data['validation_error']}"
     if record and record["rank"] != data["rank"]:
         return f"its record says rank {record['rank']}"
     if record and pid is not None and record.get("pid") not in (pid, None):
@@ -349,9 +351,9 @@ class Attempt:
         # Made by an engine of today: its strategy's settings hold promises.
         self.recent = "versions" in attempt or "fingerprint" in attempt
         self.accelerator = self.settings.get("device", "")
-        self.infra = observation["infra"]
+        self.infra_error = observation["infra_error"]
         self.command_exit = observation.get("command_exit")  # of a user's script
-        self.working_s = number(attempt.get("working_s"))  # from the start until all ranks were at work
+        self.startup_s = number(attempt.get("startup_s"))  # from the start until all ranks were at work
         self.printed: Mapping[str, Any] = mapping(observation.get("printed"))  # of a user's script, from its logs
         self.ranks = sorted((Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank)
         self.world_size = attempt["world_size"]

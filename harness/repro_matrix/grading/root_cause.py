@@ -64,7 +64,7 @@ class Failure:
     ended_at: float  # by the rank's record; infinity where it wrote none
     type: str
     message: str
-    where: str
+    location: str
     secondary: bool
 
 
@@ -88,35 +88,35 @@ def find_failures(attempt: Attempt) -> Failures:
     # Where no rank failed otherwise, a lost connection is the failure, not a consequence of one.
     primary = [failure for failure in failed if not failure.secondary] or failed
     ranks = frozenset(failure.rank for failure in primary)
-    excused = {r.rank for r, f in by_rank if r.rank not in ranks and (f is not None or r.ended_by != "self")}
+    excused = {r.rank for r, f in by_rank if r.rank not in ranks and (f is not None or r.terminated_by != "self")}
     return Failures(tuple(primary), frozenset(excused), ranks)
 
 
 def failure_of(rank: Rank) -> Failure | None:
     """Return how this rank failed by itself; None when it finished, hung, or was stopped because of another."""
     ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
-    by_itself = rank.ended_by == "self"
+    by_itself = rank.terminated_by == "self"
     raised = rank.raised
     if raised is not None:
         # An exception is the rank's own even if the launcher stopped it later, unless it is how it learned of that.
         secondary = is_peer_error(raised) or (not by_itself and bool(raised.names & _STOPPED_TYPES))
-        where = str(raised.innermost or "")
-        return Failure(rank.rank, "exception", ended_at, raised.type, raised.message, where, secondary)
+        location = str(raised.innermost or "")
+        return Failure(rank.rank, "exception", ended_at, raised.type, raised.message, location, secondary)
     if not by_itself:
         return None
     name = fatal_signal(rank)
     # A crash leaves no exception; its stack says where it was.
-    where = next((str(frame) for frame in rank.stack_frames if frame.is_known), "")
+    location = next((str(frame) for frame in rank.stack_frames if frame.is_known), "")
     if rank.done:
-        where = "teardown, after its done marker"
+        location = "teardown, after its done marker"
     last = next((line.strip() for line in reversed(rank.log_tail.splitlines()) if line.strip()), "")
     if name:
         # The NCCL watchdog and gloo abort the whole process over a lost peer.
         secondary = name == "SIGABRT" and bool(_PEER_TEXT.search(rank.log_tail))
-        return Failure(rank.rank, "signal", ended_at, name, last, where, secondary)
+        return Failure(rank.rank, "signal", ended_at, name, last, location, secondary)
     if rank.exit_code:
         secondary = bool(_PEER_TEXT.search(last))
-        return Failure(rank.rank, "exit", ended_at, f"exit code {rank.exit_code}", last, where, secondary)
+        return Failure(rank.rank, "exit", ended_at, f"exit code {rank.exit_code}", last, location, secondary)
     if not rank.done and rank.exit_code == 0:
         return Failure(rank.rank, "left", ended_at, "exit code 0", "it ended without its done marker", "", False)
     return None
@@ -155,11 +155,11 @@ def script_error(attempt: Attempt, failures: Failures) -> str | None:
     frame = _script_frame(raised) if raised else None
     if raised is None or frame is None:
         return None
-    where = f"{portable_path(frame.file)}:{frame.line}"
+    location = f"{portable_path(frame.file)}:{frame.line}"
     error = first_line(f"{raised.type}: {raised.message}")
     if frame.is_project:
-        return f"the script itself fails: {where} {error}"
-    return f"raised by code that is not what {where} holds: {error}"
+        return f"the script itself fails: {location} {error}"
+    return f"raised by code that is not what {location} holds: {error}"
 
 
 def _script_frame(raised: RaisedException) -> CodeLocation | None:
@@ -190,18 +190,18 @@ _REMOTE_CODE = re.compile(r"^transformers_modules\.(?:[^.]+\.)+(?=[^.]+\.[^.]+$)
 
 
 @dataclass(frozen=True, order=True)
-class Met:
+class FailureId:
     """What identifies a failure: a signature; an exception (or signal, exit code) and its location; a failed check."""
 
     case: str | None = None
     signature: str | None = None
     type: str | None = None
-    place: str | None = None  # module.function of the innermost frame
+    code_location: str | None = None  # module.function of the innermost frame
     check: str | None = None
 
     def __post_init__(self) -> None:
-        if self.place:
-            object.__setattr__(self, "place", _REMOTE_CODE.sub("transformers_modules.*.", self.place))
+        if self.code_location:
+            object.__setattr__(self, "code_location", _REMOTE_CODE.sub("transformers_modules.*.", self.code_location))
 
     def __str__(self) -> str:
         """Return it as an expectation writes it."""
@@ -209,28 +209,30 @@ class Met:
             return f"{self.case}/{self.signature}"
         if self.check:
             return f"check {self.check}"
-        return f"{self.type} in {self.place}" if self.place else str(self.type)
+        return f"{self.type} in {self.code_location}" if self.code_location else str(self.type)
 
 
-def failure_ids(case: str, outcome: Outcome) -> tuple[Met, ...]:
+def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
     """Identify the failure of one attempt: none where it passed or is no evidence, several where more checks failed."""
-    if outcome.outcome not in ("fires", "other_error"):
+    if outcome.outcome not in ("reproduced", "other_failure"):
         return ()
-    fires = outcome.outcome == "fires"
-    known = [item for item in outcome.recognised if item.case == case] if fires else list(outcome.others(case))
+    reproduced = outcome.outcome == "reproduced"
+    known = [item for item in outcome.recognized if item.case == case] if reproduced else list(outcome.others(case))
     if known:
-        return (Met(case=known[0].case, signature=known[0].signature),)
+        return (FailureId(case=known[0].case, signature=known[0].signature),)
     primary = outcome.primary
     if primary is not None:
         # Where the main thread stood when a signal came is chance; an exit code has no location at all.
-        location = primary.where if primary.kind == "exception" else ""
-        return (Met(type=primary.type, place=location or None),)
+        location = primary.location if primary.kind == "exception" else ""
+        return (FailureId(type=primary.type, code_location=location or None),)
     if outcome.failed:
-        return tuple(Met(check=name) for name in outcome.failed)
-    return (Met(type="unfinished"),)  # a rank that left nothing behind, or was stopped without a failure of its own
+        return tuple(FailureId(check=name) for name in outcome.failed)
+    return (
+        FailureId(type="unfinished"),
+    )  # a rank that left nothing behind, or was stopped without a failure of its own
 
 
-def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[Met, ...]:
-    """Identify the failures of an arm's attempts, each once."""
+def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[FailureId, ...]:
+    """Identify the failures of a variant's attempts, each once."""
     ids = {str(item): item for outcome in outcomes for item in failure_ids(case, outcome)}
     return tuple(ids[name] for name in sorted(ids))

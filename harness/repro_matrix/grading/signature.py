@@ -63,7 +63,7 @@ def match_attempt(
         return None  # the failure does not exist there
     if signature.kind == "hang":
         messages = _hang(signature, attempt, failures)
-    elif signature.kind in ("oracle", "log") or failures.primary:
+    elif signature.kind in ("check", "log") or failures.primary:
         patterns = _patterns(signature, attempt.backend if backend is None else backend)
         for rank in attempt.ranks:
             message = _MATCHERS[signature.kind](signature, rank, patterns, failures)
@@ -82,7 +82,7 @@ def possible_kinds(attempt: Attempt, failures: Failures) -> set[str]:
     kinds = {"exception", "signal"} if failures.primary else set()
     kinds |= {"hang"} if attempt.timed_out else set()
     kinds |= {"log"} if any(rank.log_entries for rank in attempt.ranks) else set()
-    return kinds | ({"oracle"} if any(rank.done for rank in attempt.ranks) else set())
+    return kinds | ({"check"} if any(rank.done for rank in attempt.ranks) else set())
 
 
 def _on_all_ranks(
@@ -91,7 +91,7 @@ def _on_all_ranks(
     """Whether every rank that could show it does; one that only followed another's failure does not count against."""
     excused = failures.excused
     if signature.kind == "hang":  # the ranks that the deadline stopped are the ones that hang
-        excused = excused - {rank.rank for rank in attempt.ranks if rank.ended_by == "deadline"}
+        excused = excused - {rank.rank for rank in attempt.ranks if rank.terminated_by == "deadline"}
     ranks = {rank.rank for rank in attempt.ranks} | set(attempt.missing)
     return ranks - excused <= set(messages)
 
@@ -101,11 +101,11 @@ Patterns = tuple[re.Pattern[str], ...]
 
 def _patterns(signature: Signature, backend: str) -> Patterns:
     """Return the backend's own patterns where there are some, else the common message."""
-    if signature.variants:
+    if signature.messages:
         # "cpu:gloo,cuda:nccl" names two backends
-        names = [name for name in re.split(r"[,:]", backend) if name in signature.variants]
+        names = [name for name in re.split(r"[,:]", backend) if name in signature.messages]
         if names:
-            return tuple(_compiled(signature.variants[name]) for name in names)
+            return tuple(_compiled(signature.messages[name]) for name in names)
     return (_compiled(signature.message),) if signature.message else ()
 
 
@@ -150,7 +150,7 @@ def _check(signature: Signature, rank: Rank, patterns: Patterns, failures: Failu
 
 
 def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
-    if rank.exit_code and rank.ended_by == "self" and signature.signal == f"exit code {rank.exit_code}":
+    if rank.exit_code and rank.terminated_by == "self" and signature.signal == f"exit code {rank.exit_code}":
         return signature.signal  # of a user's script: ``--exit CODE``
     if not _died(rank, failures) or fatal_signal(rank) != signature.signal:
         return None
@@ -161,11 +161,11 @@ def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
 
 
 # The message with which a rank shows a signature of a kind; None when it does not.
-_MATCHERS = {"exception": _exception, "log": _log, "oracle": _check, "signal": _signal}
+_MATCHERS = {"exception": _exception, "log": _log, "check": _check, "signal": _signal}
 
 
 def _died(rank: Rank, failures: Failures) -> bool:
-    return rank.rank in failures.ranks and rank.ended_by == "self" and bool(fatal_signal(rank))
+    return rank.rank in failures.ranks and rank.terminated_by == "self" and bool(fatal_signal(rank))
 
 
 def _has_frame(wanted: Frame, frames: Iterable[CodeLocation]) -> bool:
@@ -209,7 +209,7 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
 
 def _work_s(attempt: Attempt) -> float:
     """Return how long the ranks worked by their records: one that ends while it is sampled was not ended by anyone."""
-    began = (attempt.started or 0.0) + (attempt.working_s or 0.0)
+    began = (attempt.started or 0.0) + (attempt.startup_s or 0.0)
     return max((rank.ended_at - began for rank in attempt.ranks if rank.ended_at is not None), default=0.0)
 
 
@@ -233,7 +233,7 @@ def _near_miss(signature: Signature, attempt: Attempt, failures: Failures) -> st
     if signature.kind == "exception":
         raised = next((r.raised for r in attempt.ranks if r.rank in failures.ranks and r.raised), None)
         return _near_exception(signature, raised, attempt.backend) if raised else None
-    if signature.kind == "oracle":
+    if signature.kind == "check":
         made = {check.name for rank in attempt.ranks for check in rank.checks}
         absent = signature.check not in made and any(rank.done for rank in attempt.ranks)
         return f"{signature.name}: check {signature.check} was made by no rank" if absent else None
@@ -265,7 +265,7 @@ def _near_exception(signature: Signature, raised: RaisedException, backend: str)
     kind = signature.type in raised.names
     if not message and not (kind and package):
         return None
-    wanted = signature.message or " | ".join(f"{name}: {text}" for name, text in signature.variants.items())
+    wanted = signature.message or " | ".join(f"{name}: {text}" for name, text in signature.messages.items())
     parts = [
         ("type", kind, raised.type, str(signature.type)),
         ("message", message, first_line(raised.message), wanted),
@@ -276,7 +276,7 @@ def _near_exception(signature: Signature, raised: RaisedException, backend: str)
 
 def _parts(signature: Signature, parts: list[tuple[str, bool, str, str]], missing: list[Frame]) -> str:
     """Return ``sharded-norm: type ok, message ok, package: torch, declared transformers``."""
-    words = [f"{name} ok" if ok else f"{name}: {got}, declared {want}" for name, ok, got, want in parts]
+    words = [f"{name} ok" if ok else f"{name}: {actual}, declared {expected}" for name, ok, actual, expected in parts]
     words += [f"no frame {frame.module} {frame.function}" for frame in missing]
     return f"{signature.name}: {', '.join(words)}"
 
@@ -309,7 +309,7 @@ def unrelated_messages() -> tuple[UnrelatedMessage, ...]:
 
 
 def message_patterns(signature: Signature) -> list[str]:
-    return [text for text in (signature.message, *signature.variants.values()) if text]
+    return [text for text in (signature.message, *signature.messages.values()) if text]
 
 
 def unrelated_matches(case: str, signature: Signature) -> list[str]:

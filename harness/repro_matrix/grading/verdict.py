@@ -1,19 +1,19 @@
-"""Grade an arm over all its attempts: the outcomes of a cell -> a verdict per fix arm. Pure.
+"""Grade a variant over all its attempts: the outcomes of a cell -> a verdict per fix variant. Pure.
 
 Only attempts that ran count: ``skipped`` and ``infra`` are no evidence, and never make a verdict more certain.
 
 ==================  ==========  =====================================================================
 broken              fix         verdict
 ==================  ==========  =====================================================================
-fires               clean       FIX_HOLDS
-fires               fires       FIX_BROKEN
-fires               other       FIX_UNMASKS (named when it is a case of the catalogue)
-clean               clean       NOT_FIRING, or UPSTREAM_FIXED when a measurement of an older stack fired
-clean               fires/other FIX_HARMFUL
-other               any         CHANGED
+reproduces               clean       FIXED
+reproduces               reproduces       NOT_FIXED
+reproduces               other       DIFFERENT_FAILURE (named when it is a case of the catalogue)
+clean               clean       NOT_REPRODUCED, or FIXED_UPSTREAM when a measurement of an older stack reproduced
+clean               reproduces/other FIX_BREAKS
+other               any         SIGNATURE_MISMATCH
 attempts of either disagree     FLAKY
 hang in either, or none left    INCONCLUSIVE
-fires nowhere, nothing stored   INCONCLUSIVE (a new case, never reproduced)
+reproduces nowhere, nothing stored   INCONCLUSIVE (a new case, never reproduced)
 ==================  ==========  =====================================================================
 """
 
@@ -29,41 +29,43 @@ from packaging.version import InvalidVersion, Version
 from repro_matrix.config.packages import UPSTREAM
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import VerdictName
-from repro_matrix.grading.comparability import capability_difference, depends_on, settings_difference
+from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities, settings_difference
 from repro_matrix.grading.outcome import Outcome
-from repro_matrix.grading.root_cause import Met, all_failure_ids
+from repro_matrix.grading.root_cause import FailureId, all_failure_ids
 from repro_matrix.records.document import Cell
 from repro_matrix.records.observation import Settings
 from repro_matrix.text import counted
 
 Interval = tuple[float, float]
-NO_EVIDENCE = ("skipped", "infra")
+NO_EVIDENCE = ("skipped", "infra_error")
 # The verdicts of a failure: two of one name are the same answer only where the failure ids are the same.
-MEETING = frozenset({"FIX_BROKEN", "FIX_UNMASKS", "FIX_HARMFUL", "CHANGED", "UNHEALTHY"})
+MEETING = frozenset({"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"})
 # The packages whose releases make failures come and go; other differences between stacks date nothing.
 DATED = frozenset({*UPSTREAM, "trl"})
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of a fix arm or a control."""
+    """The verdict of a fix variant or a control."""
 
     name: VerdictName
     reason: str
-    broken_k: int = 0  # attempts of the broken arm in which the signature fired ...
-    broken_n: int = 0  # ... of those that count
-    fix_k: int = 0  # attempts of this arm that were clean ...
+    unfixed_k: int = 0  # attempts of the unfixed variant in which the signature reproduced ...
+    unfixed_n: int = 0  # ... of those that count
+    fix_k: int = 0  # attempts of this variant that were clean ...
     fix_n: int = 0  # ... of those that count
     interval: Interval | None = None  # 95 % Wilson interval of fix_k / fix_n
-    broken_interval: Interval | None = None  # likewise of broken_k / broken_n
+    unfixed_interval: Interval | None = None  # likewise of broken_k / broken_n
     named_case: str | None = None  # the case of the catalogue whose failure occurred instead
     measured: bool = True  # False: no attempt was left to grade (skipped, infra, not run)
-    met: tuple[Met, ...] = ()  # the failure ids: of a fix its own failures, where CHANGED the broken arm's
-    infra: bool = False  # nothing was measured because what was launched is no evidence
-    unseen: bool = False  # a failure that nothing stored expects and that does not fire here
+    failure_ids: tuple[
+        FailureId, ...
+    ] = ()  # the failure ids: of a fix its own failures, where SIGNATURE_MISMATCH the unfixed variant's
+    infra_error: bool = False  # nothing was measured because what was launched is no evidence
+    unseen: bool = False  # a failure that nothing stored expects and that does not reproduce here
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "met": tuple(dict(vars(met)) for met in self.met)}
+        return {**vars(self), "failure_ids": tuple(dict(vars(failure_ids)) for failure_ids in self.failure_ids)}
 
 
 KEYS = frozenset(each.name for each in fields(Verdict))
@@ -90,30 +92,31 @@ def judge(
     facts: Mapping[str, Any] | None = None,
     changed: Sequence[str] = (),
 ) -> dict[str, Verdict]:
-    """Return one verdict per fix arm of a failure, or of a control's one arm; arms without ``outcomes`` have none.
+    """Return one verdict per fix variant of a failure, or of a control's one variant; variants without ``outcomes``
+    have none.
 
     ``history`` are stored documents of the same cell on other stacks. With ``versions`` (this stack's) only those of an
-    older stack count; with ``settings`` (of the broken arm) only those with comparable settings, on a machine with the
-    same capabilities (``facts``) where the broken arm depends on them. ``changed``: files of this stack that are not as
-    their packages installed them; such a stack says nothing about a release.
+    older stack count; with ``settings`` (of the unfixed variant) only those with comparable settings, on a machine with
+    the same capabilities (``facts``) where the unfixed variant depends on them. ``changed``: files of this stack that
+    are not as their packages installed them; such a stack says nothing about a release.
     """
     if case.kind == "control":
         return {"control": _control(outcomes.get("control", ()))}
-    needed = {fact: (facts or {}).get(fact) for fact in depends_on(case, "broken")}
+    needed = {fact: (facts or {}).get(fact) for fact in depends_on_capabilities(case, "unfixed")}
     older = _older_reproduction(history, versions, settings or {}, needed)
     if changed and older.stack:
-        older = OlderReproduction(None, f"{older.stack}, where it fired: here, {changed[0]}")
-    broken = outcomes.get("broken", ())
-    fixes = [arm for arm in case.arms if arm != "broken" and arm in outcomes]
-    verdicts = {arm: _fix(case.slug, broken, outcomes[arm], older) for arm in fixes}
-    if case.expect or older.stack or older.not_comparable or "fires" in {outcome.outcome for outcome in broken}:
+        older = OlderReproduction(None, f"{older.stack}, where it reproduced: here, {changed[0]}")
+    unfixed = outcomes.get("unfixed", ())
+    fixes = [variant for variant in case.variants if variant != "unfixed" and variant in outcomes]
+    verdicts = {variant: _fix(case.slug, unfixed, outcomes[variant], older) for variant in fixes}
+    if case.expect or older.stack or older.not_comparable or "reproduced" in {outcome.outcome for outcome in unfixed}:
         return verdicts
-    return {arm: _never_reproduced(found, broken) for arm, found in verdicts.items()}
+    return {variant: _never_reproduced(found, unfixed) for variant, found in verdicts.items()}
 
 
-def judge_pair(case: str, broken: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
-    """Grade an arm against any other one in the broken arm's place."""
-    return _fix(case, broken, fix, OlderReproduction())
+def judge_pair(case: str, unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
+    """Grade a variant against any other one in the unfixed variant's place."""
+    return _fix(case, unfixed, fix, OlderReproduction())
 
 
 def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -122,7 +125,7 @@ def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def count_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """Return ``fires 3/3``, ``fires 2/3, clean 1/3`` or, without evidence, ``skipped: needs 2 GPUs``."""
+    """Return ``reproduces 3/3``, ``reproduces 2/3, clean 1/3`` or, without evidence, ``skipped: needs 2 GPUs``."""
     counted = evidence(outcomes)
     if not counted:
         return _why_no_evidence(outcomes)
@@ -131,53 +134,53 @@ def count_outcomes(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
 
 
-def _never_reproduced(found: Verdict, broken: Sequence[Outcome]) -> Verdict:
-    """Of a case that was never seen to fire, and does not here: its script or signature may be what is wrong."""
+def _never_reproduced(found: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
+    """Of a case that was never seen to reproduce, and does not here: its script or signature may be what is wrong."""
     if not found.measured or found.name in ("INCONCLUSIVE", "FLAKY"):
         return found
-    counted = evidence(broken)
+    counted = evidence(unfixed)
     reason = f"no stored measurement shows this failure, and broken is {count_outcomes(counted)}: {counted[0].reason}"
-    return replace(found, name="INCONCLUSIVE", reason=reason, named_case=None, met=(), unseen=True)
+    return replace(found, name="INCONCLUSIVE", reason=reason, named_case=None, failure_ids=(), unseen=True)
 
 
-def _fix(case: str, all_broken: Sequence[Outcome], all_fix: Sequence[Outcome], older: OlderReproduction) -> Verdict:
-    broken, fix = evidence(all_broken), evidence(all_fix)
-    base = _counts(broken, fix)
-    lost = len(all_broken) - len(broken) + len(all_fix) - len(fix)
-    note = f" ({counted(lost, 'attempt')} not counted)" if lost and broken and fix else ""
+def _fix(case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], older: OlderReproduction) -> Verdict:
+    unfixed, fix = evidence(all_unfixed), evidence(all_fix)
+    base = _counts(unfixed, fix)
+    lost = len(all_unfixed) - len(unfixed) + len(all_fix) - len(fix)
+    note = f" ({counted(lost, 'attempt')} not counted)" if lost and unfixed and fix else ""
 
     def verdict(name: VerdictName, reason: str, failing: Sequence[Outcome] = ()) -> Verdict:
         ids = all_failure_ids(case, failing) if name in MEETING else ()
-        return replace(base, name=name, reason=reason + note, named_case=_named(case, failing), met=ids)
+        return replace(base, name=name, reason=reason + note, named_case=_named(case, failing), failure_ids=ids)
 
-    if not broken:
-        return _not_measured(base, f"broken: {_why_no_evidence(all_broken)}", all_broken)
+    if not unfixed:
+        return _not_measured(base, f"broken: {_why_no_evidence(all_unfixed)}", all_unfixed)
     if not fix:
-        return _not_measured(base, f"broken {count_outcomes(broken)}; fix {_why_no_evidence(all_fix)}", all_fix)
-    kinds, fix_kinds = {o.outcome for o in broken}, {o.outcome for o in fix}
-    both = f"broken {count_outcomes(broken)}; fix {count_outcomes(fix)}"
+        return _not_measured(base, f"broken {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}", all_fix)
+    kinds, fix_kinds = {o.outcome for o in unfixed}, {o.outcome for o in fix}
+    both = f"broken {count_outcomes(unfixed)}; fix {count_outcomes(fix)}"
     if len(kinds) > 1 or len(fix_kinds) > 1:
         return verdict("FLAKY", both, fix)
     before, after = kinds.pop(), fix_kinds.pop()
     if before == "hang":
-        return verdict("INCONCLUSIVE", f"broken hangs, which is not its signature: {broken[0].reason}")
-    if before == "other_error":
-        return verdict("CHANGED", f"broken fails, but not with its signature: {broken[0].reason}", broken)
+        return verdict("INCONCLUSIVE", f"broken hangs, which is not its signature: {unfixed[0].reason}")
+    if before == "other_failure":
+        return verdict("SIGNATURE_MISMATCH", f"broken fails, but not with its signature: {unfixed[0].reason}", unfixed)
     if after == "hang":
-        return verdict("INCONCLUSIVE", f"broken {count_outcomes(broken)}; the fix hangs: {fix[0].reason}")
-    if before == "clean":
-        if after != "clean":
-            return verdict("FIX_HARMFUL", f"broken is clean, the fix fails: {fix[0].reason}", fix)
+        return verdict("INCONCLUSIVE", f"broken {count_outcomes(unfixed)}; the fix hangs: {fix[0].reason}")
+    if before == "passed":
+        if after != "passed":
+            return verdict("FIX_BREAKS", f"broken is clean, the fix fails: {fix[0].reason}", fix)
         if older.stack:
-            return verdict("UPSTREAM_FIXED", f"{both}; it fired in {older.stack}")
+            return verdict("FIXED_UPSTREAM", f"{both}; it reproduced in {older.stack}")
         note_older = f"; not compared with {older.not_comparable}" if older.not_comparable else ""
-        return verdict("NOT_FIRING", both + note_older)
-    if after == "clean":
-        return verdict("FIX_HOLDS", both)
-    if after == "fires":
-        return verdict("FIX_BROKEN", f"{both}: {fix[0].reason}", fix)
+        return verdict("NOT_REPRODUCED", both + note_older)
+    if after == "passed":
+        return verdict("FIXED", both)
+    if after == "reproduced":
+        return verdict("NOT_FIXED", f"{both}: {fix[0].reason}", fix)
     return verdict(
-        "FIX_UNMASKS", f"broken {count_outcomes(broken)}; the fix meets another failure: {fix[0].reason}", fix
+        "DIFFERENT_FAILURE", f"broken {count_outcomes(unfixed)}; the fix meets another failure: {fix[0].reason}", fix
     )
 
 
@@ -189,39 +192,41 @@ def _control(outcomes: Sequence[Outcome]) -> Verdict:
         return _not_measured(base, _why_no_evidence(outcomes), outcomes)
     if len(kinds) > 1:
         return replace(base, name="FLAKY", reason=count_outcomes(counted))
-    if kinds == {"clean"}:
-        return replace(base, name="HEALTHY", reason=count_outcomes(counted))
+    if kinds == {"passed"}:
+        return replace(base, name="PASSED", reason=count_outcomes(counted))
     if kinds == {"hang"}:
         return replace(base, reason=f"it hangs: {counted[0].reason}")
     reason, ids = f"{count_outcomes(counted)}: {counted[0].reason}", all_failure_ids("", counted)
-    return replace(base, name="UNHEALTHY", reason=reason, named_case=_named("", counted), met=ids)
+    return replace(base, name="FAILED", reason=reason, named_case=_named("", counted), failure_ids=ids)
 
 
-def _counts(broken: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
+def _counts(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
     """Return the figures of a verdict that has no name yet."""
-    fires = sum(outcome.outcome == "fires" for outcome in broken)
-    clean = sum(outcome.outcome == "clean" for outcome in fix)
+    reproduced = sum(outcome.outcome == "reproduced" for outcome in unfixed)
+    passed = sum(outcome.outcome == "passed" for outcome in fix)
     return Verdict(
         "INCONCLUSIVE",
         "",
-        broken_k=fires,
-        broken_n=len(broken),
-        fix_k=clean,
+        unfixed_k=reproduced,
+        unfixed_n=len(unfixed),
+        fix_k=passed,
         fix_n=len(fix),
-        interval=wilson(clean, len(fix)) if fix else None,
-        broken_interval=wilson(fires, len(broken)) if broken else None,
+        interval=wilson(passed, len(fix)) if fix else None,
+        unfixed_interval=wilson(reproduced, len(unfixed)) if unfixed else None,
     )
 
 
 def _not_measured(base: Verdict, reason: str, outcomes: Sequence[Outcome]) -> Verdict:
-    return replace(base, reason=reason, measured=False, infra=any(each.outcome == "infra" for each in outcomes))
+    return replace(
+        base, reason=reason, measured=False, infra_error=any(each.outcome == "infra_error" for each in outcomes)
+    )
 
 
 def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
     """Return the other known failure that occurred most often; of equally many the first by name."""
     count: dict[str, int] = {}
     for outcome in outcomes:
-        for item in outcome.others(case)[:1] if outcome.outcome == "other_error" else ():
+        for item in outcome.others(case)[:1] if outcome.outcome == "other_failure" else ():
             count[item.case] = count.get(item.case, 0) + 1
     return min(count, key=lambda name: (-count[name], name)) if count else None
 
@@ -234,7 +239,8 @@ def _why_no_evidence(outcomes: Sequence[Outcome]) -> str:
 
 @dataclass(frozen=True)
 class OlderReproduction:
-    """The older stack on which the broken arm fired; and one where it did, but the measurement is not comparable."""
+    """The older stack on which the unfixed variant reproduced; and one where it did, but the measurement is not
+    comparable."""
 
     stack: str | None = None
     not_comparable: str | None = None
@@ -245,20 +251,20 @@ def _older_reproduction(
 ) -> OlderReproduction:
     not_comparable = None
     for document in history:
-        stack, broken = document["stack"], document["arms"].get("broken")
-        outcomes = {attempt["outcome"]["outcome"] for attempt in broken["attempts"]} if broken else set()
-        if broken is None or outcomes - set(NO_EVIDENCE) != {"fires"} or stack.get("changed"):
+        stack, unfixed = document["stack"], document["variants"].get("unfixed")
+        outcomes = {attempt["outcome"]["outcome"] for attempt in unfixed["attempts"]} if unfixed else set()
+        if unfixed is None or outcomes - set(NO_EVIDENCE) != {"reproduced"} or stack.get("changed"):
             continue
         older = stack["versions"]
         if versions is None or is_older(older, versions):
             known = ", ".join(f"{name} {older[name]}" for name in ("torch", "transformers") if name in older)
             named = f"{stack['name'] or 'an older stack'}" + (f" ({known})" if known else "")
-            difference = settings_difference(settings, broken["settings"])
-            facts = document["hardware"].get("facts", {})
+            difference = settings_difference(settings, unfixed["settings"])
+            facts = document["hardware"].get("capabilities", {})
             difference = difference or capability_difference(needed, needed, facts)
             if difference is None:
                 return OlderReproduction(named)
-            not_comparable = not_comparable or f"{named}, where it fired: {difference}"
+            not_comparable = not_comparable or f"{named}, where it reproduced: {difference}"
     return OlderReproduction(None, not_comparable)
 
 

@@ -14,9 +14,9 @@ def open_launcher(name: str) -> Launcher:
     The latter hands an attempt that cannot be forked to torchrun and records the reason in the observation.
     """
     if name == "torchrun":
-        from repro_matrix.launch.torchrun import ColdLauncher
+        from repro_matrix.launch.torchrun import TorchrunLauncher
 
-        return ColdLauncher()
-    from repro_matrix.launch.forkserver import WarmLauncher
+        return TorchrunLauncher()
+    from repro_matrix.launch.forkserver import ForkserverLauncher
 
-    return WarmLauncher()
+    return ForkserverLauncher()

@@ -4,7 +4,7 @@ The files of an attempt (all under ``Attempt.directory``):
 
     settings.json        the settings of the script (``--settings``)
     spec.json            the input of a worker inside the stack (``Attempt.spec``)
-    launch.json          that worker's answer: {"ranks": [{"rank", "pid", "exit_code", "signal", "ended_by"}],
+    launch.json          that worker's answer: {"ranks": [{"rank", "pid", "exit_code", "signal", "terminated_by"}],
                          "error": null | {"kind", "message"}}; written when all ranks run, and again at the end
     records/rank-N.json  repro_kit/record.py         records/stacks-N.txt  kit's faulthandler
     records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: the state of a running rank
@@ -77,7 +77,7 @@ class UserCommand:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch of one arm of one cell. ``settings`` come from repro_kit.settings.resolve."""
+    """One launch of one variant of one cell. ``settings`` come from repro_kit.settings.resolve."""
 
     id: str  # unique on the node; every character is valid in a file name
     run_id: str  # the run of the harness it belongs to
@@ -87,7 +87,7 @@ class Attempt:
     python: str  # interpreter of the stack
     world_size: int
     deadline_s: float  # for its work: from when every rank is past init_process_group
-    env: dict[str, str] = field(default_factory=dict)  # of the stack, the case, the run's setting and the arm
+    env: dict[str, str] = field(default_factory=dict)  # of the stack, the case, the run's setting and the variant
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), visible to every rank; empty: CPU
     imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
@@ -270,7 +270,7 @@ def prepare(attempt: Attempt) -> None:
     attempt.spec_file.write_text(json.dumps(attempt.spec(), indent=1), encoding="utf-8")
 
 
-def clean(attempt: Attempt) -> None:
+def passed(attempt: Attempt) -> None:
     """Remove the attempt's files; with ``keep`` its settings, records and logs stay."""
     clear_directory(attempt.directory)
 

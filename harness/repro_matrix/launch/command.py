@@ -24,7 +24,7 @@ from repro_matrix.launch.attempt import (
     Attempt,
     Json,
     UserCommand,
-    clean,
+    passed,
     prepare,
     private_environment,
 )  # fmt: skip
@@ -77,7 +77,7 @@ class CommandLauncher:
             observation = observe.observation(attempt, self.name, argv, watched, worker_exit=process.exit_code)
             return complete(observation, attempt, command)
         finally:
-            clean(attempt)
+            passed(attempt)
 
     def close(self) -> None:
         pass
@@ -125,7 +125,7 @@ def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
     for item in observation["printed"]["log"]:  # a line that was printed counts as one that was logged
         record = next((rank["record"] for rank in ranks if item["rank"] in (rank["rank"], -1) and rank["record"]), None)
         if record is not None:
-            record["logs"].append({"logger": "printed", "message": item["line"], "file": "", "place": ""})
+            record["logs"].append({"logger": "printed", "message": item["line"], "file": "", "code_location": ""})
     return observation
 
 
@@ -211,7 +211,7 @@ def _read(lines: list[str]) -> Exception_ | None:
             frame: Frame = {"file": place["file"], "line": int(place["line"]), "function": place["function"] or "",
                      "module": "", "code": code}  # fmt: skip
             # An installed file is placed by its path; any other is the user's own, which is no package's.
-            frames.append(frame if _INSTALLED.search(place["file"]) else {**frame, "place": ""})
+            frames.append(frame if _INSTALLED.search(place["file"]) else {**frame, "code_location": ""})
         elif line and not line[0].isspace():
             said = _RAISED.match(line)
             if said is None or not frames:

@@ -32,7 +32,7 @@ def torchrun_line(attempt: Attempt) -> str:
     }  # fmt: skip
     if "case" in attempt.files or script.stem != settings["case"].replace("-", "_"):  # several cases share the script
         words += ["--case", names["case"]]
-    words += ["--arm", settings["arm"], "--model", names["model"], "--strategy", names["strategy"]]
+    words += ["--variant", settings["variant"], "--model", names["model"], "--strategy", names["strategy"]]
     for name, default in (("scale", "tiny"), ("weights", "random")):
         value = settings["model"].get(name, default)
         words += [f"--{name}", value] if value != default else []

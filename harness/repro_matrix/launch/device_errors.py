@@ -19,8 +19,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-Kind = Literal["card", "device", "card or program"]
-EITHER: Kind = "card or program"
+Kind = Literal["card", "device", "gpu_or_program"]
+EITHER: Kind = "gpu_or_program"
 
 # Where torch initialises a device: nothing of the case has run on it yet.
 _INITIALISING = {("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.cuda", "init")}

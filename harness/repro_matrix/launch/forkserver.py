@@ -24,13 +24,13 @@ from repro_matrix.launch.attempt import (
     ATTEMPT_TOKEN,
     Attempt,
     Json,
-    clean,
     describe_exit,
+    passed,
     prepare,
     private_environment,
     stack_environment,
 )  # fmt: skip
-from repro_matrix.launch.torchrun import ColdLauncher
+from repro_matrix.launch.torchrun import TorchrunLauncher
 from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
@@ -51,11 +51,11 @@ IMPORT_TIME = ("HF_HOME", "HF_MODULES_CACHE")
 Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
-class WarmLauncher:
-    name = "warm"
+class ForkserverLauncher:
+    name = "forkserver"
 
     def __init__(self) -> None:
-        self._cold = ColdLauncher()
+        self._cold = TorchrunLauncher()
         self._servers: dict[Key, Server] = {}
         self._starting: dict[Key, threading.Lock] = {}
         self._refused: dict[Key, Refused] = {}
@@ -65,11 +65,11 @@ class WarmLauncher:
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, or its port is taken, try it once more."""
-        reason = why_cold(attempt)
+        reason = cold_start_reason(attempt)
         if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
                 observation = self._once(attempt, stop)
-                problem = observation["infra"]
+                problem = observation["infra_error"]
                 if problem and problem["kind"] in ("lost", "port") and not stop.is_set():
                     observation = self._once(attempt, stop)
                     observation["attempt"]["retried"] = f"{problem['kind']}: {problem['message']}"
@@ -77,7 +77,7 @@ class WarmLauncher:
             except Refused as refused:
                 reason = f"no warm server ({refused.kind}): {refused}"
             finally:
-                clean(attempt)
+                passed(attempt)
         observation = self._cold.launch(attempt, stop)
         observation["attempt"]["cold"] = reason
         return observation
@@ -107,7 +107,7 @@ class WarmLauncher:
             result.cpu_s = round(max(result.cpu_s, request.cpu_s), 3)
             observation = observe.observation(attempt, self.name, server.command, result, request.exit_code)
             if request.problem and not result.interrupted:
-                observation["infra"] = request.problem
+                observation["infra_error"] = request.problem
             return observation
 
     @contextmanager
@@ -172,11 +172,11 @@ class WarmLauncher:
             self._ended_cpu_s += server.cpu_s
 
 
-def why_cold(attempt: Attempt) -> str | None:
+def cold_start_reason(attempt: Attempt) -> str | None:
     """Return why an attempt cannot be forked from a server; None if it can."""
     if attempt.cold:
         return attempt.cold
-    if attempt.settings.get("teardown"):
+    if attempt.settings.get("normal_exit"):
         return "how the process ends is part of what is tested"
     if len(attempt.id.encode()) > TOKEN_ROOM:
         return "its id is too long for a forked process"

@@ -40,8 +40,15 @@ def observation(
     launch = read_launch(attempt.launch_file)
     entries = {int(entry["rank"]): entry for entry in launch["ranks"]}
     ranks = [_rank(attempt, rank, entries.get(rank, {}), watched) for rank in range(attempt.world_size)]
-    result = {"schema": 1, "attempt": _attempt(attempt, launcher, command, watched), "infra": None, "ranks": ranks}
-    result["infra"] = _infra(launch, ranks, watched, attempt, worker_exit) or _slow(cast(Observation, result))
+    result = {
+        "schema": 1,
+        "attempt": _attempt(attempt, launcher, command, watched),
+        "infra_error": None,
+        "ranks": ranks,
+    }
+    result["infra_error"] = _infra_error(launch, ranks, watched, attempt, worker_exit) or _slow(
+        cast(Observation, result)
+    )
     return result
 
 
@@ -49,8 +56,13 @@ def not_started(attempt: Attempt, launcher: str, command: list[str], started: fl
     """Return the observation of an attempt of which nothing ran: ``problem`` is the reason; None: the user stopped."""
     watched = Watched(started=started, ended=time.time(), interrupted=problem is None)
     ranks = [_rank(attempt, rank, {}, watched) for rank in range(attempt.world_size)]
-    infra = None if problem is None else {"kind": "launch", "message": problem}
-    return {"schema": 1, "attempt": _attempt(attempt, launcher, command, watched), "infra": infra, "ranks": ranks}
+    infra_error = None if problem is None else {"kind": "launch", "message": problem}
+    return {
+        "schema": 1,
+        "attempt": _attempt(attempt, launcher, command, watched),
+        "infra_error": infra_error,
+        "ranks": ranks,
+    }
 
 
 def _attempt(attempt: Attempt, launcher: str, command: list[str], watched: Watched) -> Json:
@@ -67,10 +79,10 @@ def _attempt(attempt: Attempt, launcher: str, command: list[str], watched: Watch
         "cpu_s": watched.cpu_s,
         "deadline_s": attempt.deadline_s,
         "timed_out": watched.timed_out,
-        "working_s": watched.working_s,
+        "startup_s": watched.startup_s,
         "hang": _hang(watched),
         "interrupted": watched.interrupted,
-        "leftover": list(watched.leftover),
+        "leaked_processes": list(watched.leaked_processes),
         "seed": attempt.settings.get("seed", 0),
         "settings": attempt.settings,
         **({"gpus": list(attempt.gpus)} if attempt.gpus else {}),  # which cards it had
@@ -81,22 +93,22 @@ def _hang(watched: Watched) -> Json | None:
     """Return why the launcher ended an attempt that did not end by itself."""
     if not watched.timed_out:
         return None
-    return {"starting": watched.starting, "never_meet": watched.never_meet, "limit_s": round(watched.limit_s, 3)}
+    return {"starting": watched.starting, "deadlock": watched.deadlock, "limit_s": round(watched.limit_s, 3)}
 
 
 def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
-    ended_by = entry.get("ended_by", "launcher")
+    terminated_by = entry.get("terminated_by", "launcher")
     if rank in watched.running and entry.get("exit_code") != 0:
-        ended_by = "deadline" if watched.timed_out else "user"
+        terminated_by = "deadline" if watched.timed_out else "user"
     record, invalid = read_record(attempt.records / f"rank-{rank}.json")
     return {
         "rank": rank,
         "pid": entry.get("pid"),
         "exit_code": entry.get("exit_code"),
         "signal": entry.get("signal"),
-        "ended_by": ended_by,
+        "terminated_by": terminated_by,
         "record": record,
-        **({"doubt": invalid} if invalid else {}),
+        **({"validation_error": invalid} if invalid else {}),
         "log_tail": tail(attempt.logs / f"rank-{rank}.log"),
         **_standing(attempt, rank, watched),
     }
@@ -108,7 +120,7 @@ def _standing(attempt: Attempt, rank: int, watched: Watched) -> Json:
     stack = samples[-1].backtrace if samples else watched.stacks.get(rank)
     result: Json = {"stack": stack or _crash_stack(attempt.records / f"stacks-{rank}.txt")}
     if samples:
-        result |= {"looks": [sample.state for sample in samples], "collectives": samples[-1].collectives}
+        result |= {"samples": [sample.state for sample in samples], "collectives": samples[-1].collectives}
     return result
 
 
@@ -118,7 +130,9 @@ def _crash_stack(path: Path) -> str | None:
     return f"# faulthandler\n{text}" if text else None
 
 
-def _infra(launch: Json, ranks: list[Json], watched: Watched, attempt: Attempt, worker_exit: int | None) -> Json | None:
+def _infra_error(
+    launch: Json, ranks: list[Json], watched: Watched, attempt: Attempt, worker_exit: int | None
+) -> Json | None:
     """Return what got in the way, if anything did: the launch first, then the ranks."""
     if watched.interrupted:
         return None
@@ -152,7 +166,7 @@ def _slow(result: Observation) -> Json | None:
 
 def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
     record = rank["record"]
-    if rank["signal"] == "SIGKILL" and rank["ended_by"] == "self":
+    if rank["signal"] == "SIGKILL" and rank["terminated_by"] == "self":
         return "memory", "killed (SIGKILL) and not by the harness: most likely the system was out of memory"
     if record is None:
         if rank["exit_code"]:

@@ -35,12 +35,17 @@ class Sample:
 
     def standing(self, rank: int) -> RankCollectives:
         return rank_collectives(
-            rank, bool(self.state.get("ended")), str(self.state.get("inside") or ""), self.collectives
+            rank, bool(self.state.get("ended")), str(self.state.get("blocking_call") or ""), self.collectives
         )
 
 
 def take(
-    ranks: Mapping[int, psutil.Process], world_size: int, records: Path, began: float, spins: bool, full: bool = True
+    ranks: Mapping[int, psutil.Process],
+    world_size: int,
+    records: Path,
+    began: float,
+    busy_waiting: bool,
+    full: bool = True,
 ) -> dict[int, Sample]:
     """Sample every rank once. ``began``: monotonic start of the attempt. Without ``full`` no backtraces are taken."""
     living = {rank: target for rank, target in ranks.items() if processes.alive(target)}
@@ -52,20 +57,20 @@ def take(
     samples = {}
     for rank in range(world_size):
         if rank not in living or not processes.alive(living[rank]):
-            samples[rank] = Sample({"at_s": round(time.monotonic() - began, 3), "ended": True})
+            samples[rank] = Sample({"time_s": round(time.monotonic() - began, 3), "ended": True})
             continue
         trace, answer = traces.get(rank, ""), answers.get(rank)
         known = bool(trace) and not trace.startswith(NO_STACK)
-        inside = blocking_call(trace) if known else ""
+        blocking_call = blocking_call(trace) if known else ""
         collectives = (answer or {}).get("collectives")
         waits = any(each.get("waits") for each in collectives or [])
-        if known and not inside and waits and in_backward(trace):
-            inside = "backward"
+        if known and not blocking_call and waits and in_backward(trace):
+            blocking_call = "backward"
         state = {
-            "at_s": times[rank], "ended": False, **used[rank], "phase": phase(records, rank),
-            "stack": _digest(stable_stack(trace)) if known else None, "inside": inside,
-            "entered": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
-            "spins": spins and (bool(inside) or waits),
+            "time_s": times[rank], "ended": False, **used[rank], "phase": phase(records, rank),
+            "stack": _digest(stable_stack(trace)) if known else None, "blocking_call": blocking_call,
+            "collectives_digest": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
+            "busy_waiting": busy_waiting and (bool(blocking_call) or waits),
         }  # fmt: skip
         samples[rank] = Sample(state, trace, answer)
     return samples

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import IO
 
 from repro_matrix.launch import observe
-from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, clean, environment, prepare
+from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, environment, passed, prepare
 from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
 
 
-class ColdLauncher:
+class TorchrunLauncher:
     name = "torchrun"
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; once more if another process took its port meanwhile."""
         try:
             observation = self._once(attempt, stop)
-            if (observation["infra"] or {}).get("kind") == "port" and not stop.is_set():
+            if (observation["infra_error"] or {}).get("kind") == "port" and not stop.is_set():
                 observation = self._once(attempt, stop)
                 observation["attempt"]["retried"] = "port"
             return observation
         finally:
-            clean(attempt)
+            passed(attempt)
 
     def close(self) -> None:
         pass

@@ -43,14 +43,14 @@ class Watched:
     ended: float = 0.0
     timed_out: bool = False  # it was ended because it took too long, or hung
     starting: bool = False  # ... while ranks were still starting
-    never_meet: str | None = None  # ... before its deadline: why its ranks could not go on
-    working_s: float | None = None  # from the start until every rank was past its start
+    deadlock: str | None = None  # ... before its deadline: why its ranks could not go on
+    startup_s: float | None = None  # from the start until every rank was past its start
     limit_s: float = 0.0  # the time limit that applied at the end
     samples: dict[int, list[Sample]] = field(default_factory=dict)  # of ranks, at a hang or the deadline
     interrupted: bool = False
     running: set[int] = field(default_factory=set)  # ranks that still ran when the controller began to end the attempt
     stacks: dict[int, str] = field(default_factory=dict)
-    leftover: list[str] = field(default_factory=list)  # what had to be ended although the attempt had finished
+    leaked_processes: list[str] = field(default_factory=list)  # what had to be ended although the attempt had finished
     cpu_s: float = 0.0  # of the observed processes; a launcher that reaps its worker knows better
 
 
@@ -144,7 +144,7 @@ class Watch:
             latest = max([latest, *since[:1]])
         ago = max(0.0, time.time() - latest) if latest else 0.0
         self._working = max(self._began, time.monotonic() - ago)
-        self.result.working_s = round(self._working - self._began, 3)
+        self.result.startup_s = round(self._working - self._began, 3)
         return True
 
     def _hangs(self) -> bool:
@@ -175,7 +175,7 @@ class Watch:
         reason = self._deadlock(second)
         if reason is None or self._deadlock(first) is None:
             return False
-        self.result.never_meet = reason
+        self.result.deadlock = reason
         self.result.samples = {rank: [first[rank], sample] for rank, sample in second.items()}
         return True
 
@@ -284,4 +284,4 @@ class Watch:
         )
         if not early:
             removed = [f"/dev/shm/{name} removed" for name in left]
-            self.result.leftover += [*ended, *answer.get("leftover", []), *removed]
+            self.result.leaked_processes += [*ended, *answer.get("leaked_processes", []), *removed]

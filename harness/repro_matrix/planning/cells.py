@@ -35,12 +35,12 @@ class Cell:
     hardware: str
     ranks: int = 2
     # What differs from the case's file: the number of ranks, the scale, the steps, a model's key ...: "name=value".
-    variant: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
         """Its name within one stack and hardware: ``case/model-strategy[-name=value...]``, safe as a path."""
-        parts = [f"{self.model}-{self.strategy}", *self.variant, *_assignments(self.flags)]
+        parts = [f"{self.model}-{self.strategy}", *self.overrides, *_assignments(self.flags)]
         plain = "-".join(parts).replace('"', "")
         tail = re.sub(r"[^\w.=,+-]+", "_", plain)
         if len(tail) > LONGEST or tail != plain:  # else two cells might share a name
@@ -50,7 +50,7 @@ class Cell:
     @property
     def where(self) -> str:
         """Its axes as expectations name them: ``model/strategy[/name=value...]``."""
-        return "/".join([self.model, self.strategy, *self.variant, *_assignments(self.flags)])
+        return "/".join([self.model, self.strategy, *self.overrides, *_assignments(self.flags)])
 
 
 # How this machine's ranks reach each other: needed on some machines, and results are compared across machines.
@@ -63,7 +63,7 @@ def _assignments(flags: Iterable[tuple[str, Any]]) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in flags]
 
 
-KNOWN = "known"  # of the axis stack: those on which the case is known to fire
+KNOWN = "known"  # of the axis stack: those on which the case is known to reproduce
 
 
 def with_case(catalogue: Catalogue, case: Case) -> Catalogue:
@@ -75,22 +75,22 @@ def with_case(catalogue: Catalogue, case: Case) -> Catalogue:
     return replace(catalogue, cases={**catalogue.cases, case.slug: case}, raw=raw)
 
 
-def enumerate_cells(catalogue: Catalogue, selection: Selection, variant: tuple[str, ...] = ()) -> list[Cell]:
+def enumerate_cells(catalogue: Catalogue, selection: Selection, overrides: tuple[str, ...] = ()) -> list[Cell]:
     """Return every cell of one selection, in the catalogue's order."""
-    return enumerate_all(catalogue, [selection], variant)
+    return enumerate_all(catalogue, [selection], overrides)
 
 
 def enumerate_all(
     catalogue: Catalogue,
     selections: Sequence[Selection],
-    variant: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
     known: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Cell]:
     """Return every cell of these selections, each once, without its hardware (``place``).
 
     A case's file lists its models and strategies. With ``case`` left out or a glob, a selection narrows those lists; if
-    it names the case, it replaces them (a user may try any combination). ``variant``: what the run's settings change
-    in all of them (``variant_of``). ``known``: case -> stacks, for ``stack=known``. Raises ConfigError for an unknown
+    it names the case, it replaces them (a user may try any combination). ``overrides``: what the run's settings change
+    in all of them (``overrides_of``). ``known``: case -> stacks, for ``stack=known``. Raises ConfigError for an unknown
     name, a flag that no selected case declares, or a value that a flag does not take.
     """
     chosen = [
@@ -102,7 +102,7 @@ def enumerate_all(
         _check_flags(everything, selection)
     cells: dict[Cell, None] = {}
     for selection, cases in zip(selections, chosen):
-        cells |= dict.fromkeys(_cells_of(catalogue, selection, cases, variant, known or {}))
+        cells |= dict.fromkeys(_cells_of(catalogue, selection, cases, overrides, known or {}))
     if not cells:
         raise ConfigError(
             "the selection has no cell: no selected case lists that model and strategy. "
@@ -115,7 +115,7 @@ def _cells_of(
     catalogue: Catalogue,
     selection: Selection,
     cases: Iterable[Case],
-    variant: tuple[str, ...],
+    overrides: tuple[str, ...],
     known: Mapping[str, Sequence[str]],
 ) -> Iterator[Cell]:
     named = {name for name in selection.case if name in catalogue.cases}
@@ -139,13 +139,13 @@ def _cells_of(
         for model, strategy, ranks, stack in itertools.product(
             case_models, case_strategies, selection.ranks or [own], dict.fromkeys(stacks)
         ):
-            changed = (*([f"ranks={ranks}"] if ranks != own else []), *variant)
+            changed = (*([f"ranks={ranks}"] if ranks != own else []), *overrides)
             for values in itertools.product(*sweeps):
                 flags = tuple(zip(names, values))
                 yield Cell(case.slug, model, strategy, flags, stack, "auto", ranks, changed)
 
 
-def variant_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:
+def overrides_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:
     """Return what a run's settings change in a measurement: its results never replace the usual ones."""
     usual = RunSettings()
     words = []
@@ -178,12 +178,12 @@ def _check_flags(cases: list[Case], selection: Selection) -> None:
                     raise unknown(f"value of flags.{name}", str(value), map(str, choices), f"case {case.slug}")
 
 
-def arms_of(case: Case, asked: list[str] | None) -> list[str]:
-    """Return the arms to run; always with the broken arm, without which a fix proves nothing."""
+def variants_of(case: Case, asked: list[str] | None) -> list[str]:
+    """Return the variants to run; always with the unfixed variant, without which a fix proves nothing."""
     if not asked:
-        return list(case.arms)
-    first = next(iter(case.arms))
-    return [arm for arm in case.arms if arm in asked or arm == first]
+        return list(case.variants)
+    first = next(iter(case.variants))
+    return [variant for variant in case.variants if variant in asked or variant == first]
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,13 @@ class Placed:
     """``elsewhere``: cells that are measured on another profile than the first, by the reason."""
 
     cells: list[Cell]
-    elsewhere: Mapping[str, list[Cell]]
+    ambiguous_with: Mapping[str, list[Cell]]
 
 
 def place(catalogue: Catalogue, cells: Iterable[Cell], profiles: Sequence[Profile], auto: bool) -> Placed:
     """Place each cell on the first profile that can show it (``auto``), else on every profile."""
     placed: list[Cell] = []
-    elsewhere: dict[str, list[Cell]] = {}
+    ambiguous_with: dict[str, list[Cell]] = {}
     for cell in cells:
         if not auto:
             placed += [replace(cell, hardware=profile.name) for profile in profiles]
@@ -206,15 +206,15 @@ def place(catalogue: Catalogue, cells: Iterable[Cell], profiles: Sequence[Profil
         index = next((number for number, reason in enumerate(reasons) if reason is None), len(profiles) - 1)
         placed.append(replace(cell, hardware=profiles[index].name))
         if index:
-            elsewhere.setdefault(str(reasons[0]), []).append(placed[-1])
-    return Placed(placed, elsewhere)
+            ambiguous_with.setdefault(str(reasons[0]), []).append(placed[-1])
+    return Placed(placed, ambiguous_with)
 
 
 def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | None:
-    """Return why the cell's first arm, without which the others prove nothing, cannot run on the profile."""
+    """Return why the cell's first variant, without which the others prove nothing, cannot run on the profile."""
     case = catalogue.cases[cell.case]
-    arm = next(iter(case.arms.values()))
-    ranks = arm.world_size or cell.ranks
-    devices = 1 if profile.shared else first(arm.devices, case.launch.devices, ranks)
-    wrong = wrong_hardware(case, catalogue.strategies[arm.strategy or cell.strategy], devices, ranks, profile)
+    variant = next(iter(case.variants.values()))
+    ranks = variant.world_size or cell.ranks
+    devices = 1 if profile.shared else first(variant.devices, case.launch.devices, ranks)
+    wrong = wrong_hardware(case, catalogue.strategies[variant.strategy or cell.strategy], devices, ranks, profile)
     return wrong.reason if wrong else None

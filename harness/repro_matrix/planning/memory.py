@@ -23,7 +23,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.planning.plan import ArmPlan, CellPlan
+from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.planning.skips import skip
 
 MIB, GIB = 2**20, 2**30
@@ -50,7 +50,7 @@ Parts = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Facts:
+class Capabilities:
     """What worker/model_facts.py reports of a model: numbers of elements, but ``buffers`` and activations: bytes.
 
     ``activations``: sequences -> bytes, for two sizes at least; between and beyond them it is linear.
@@ -69,7 +69,7 @@ class Facts:
     activations: Mapping[int, int]
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Facts:
+    def from_json(cls, data: Mapping[str, Any]) -> Capabilities:
         sizes = {int(size): int(found["peak"]) for size, found in data["activations"].items()}
         return cls(**{**data, "activations": sizes})
 
@@ -165,7 +165,7 @@ def _fullest(phases: Iterable[Phase]) -> dict[str, Any]:
     return {"phase": full.name, "parts_mb": {name: _mb(size) for name, size in full.parts().items()}}
 
 
-def plan(facts: Facts, layout: Layout) -> MemoryPlan:
+def plan(facts: Capabilities, layout: Layout) -> MemoryPlan:
     """Return what one attempt needs."""
     whole, trained = facts.bytes * facts.parameters, facts.bytes * facts.trainable
     steady = {"weights": weights_held(facts, layout), "optimizer": _optimizer(facts, layout), "buffers": facts.buffers}
@@ -205,17 +205,17 @@ def plan(facts: Facts, layout: Layout) -> MemoryPlan:
     return MemoryPlan(layout.ranks, tuple(host), tuple(device), disk)
 
 
-def weights_held(facts: Facts, layout: Layout) -> int:
+def weights_held(facts: Capabilities, layout: Layout) -> int:
     if layout.strategy == "tp":
         return facts.bytes * (-(-facts.split // layout.ranks) + facts.parameters - facts.split)
     return facts.bytes * -(-facts.parameters // layout.shards)
 
 
-def _optimizer(facts: Facts, layout: Layout) -> int:
+def _optimizer(facts: Capabilities, layout: Layout) -> int:
     return OPTIMIZER.get(layout.strategy, 0) * -(-facts.trainable // layout.ranks)
 
 
-def _whole_at_once(facts: Facts, layout: Layout) -> int:
+def _whole_at_once(facts: Capabilities, layout: Layout) -> int:
     """FSDP: the root unit stays whole from its forward to the end of the backward, and has its gradient; so have the
     layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter."""
     if layout.shards == 1:
@@ -226,7 +226,7 @@ def _whole_at_once(facts: Facts, layout: Layout) -> int:
     return facts.bytes * round(facts.root * (1 + trained) + facts.layer * (2 + trained))
 
 
-def _reference(facts: Facts, layout: Layout) -> dict[str, int]:
+def _reference(facts: Capabilities, layout: Layout) -> dict[str, int]:
     """Return the parts of the single process that the ranks are compared with: everything whole, on all their batches.
     Each gradient is used as it is made. With ``layers`` its weights are on disk, and read one parameter at a time."""
     if layout.reference == "none":
@@ -243,7 +243,9 @@ def _reference(facts: Facts, layout: Layout) -> dict[str, int]:
     }
 
 
-def choose_reference(facts: Facts, layout: Layout, profile: Profile, machine: Machine) -> tuple[MemoryPlan, Reference]:
+def choose_reference(
+    facts: Capabilities, layout: Layout, profile: Profile, machine: Machine
+) -> tuple[MemoryPlan, Reference]:
     """Return the plan with the reference where it fits first, or where it needs least; and which that is."""
     if layout.reference == "none":
         return plan(facts, layout), "none"
@@ -278,56 +280,57 @@ def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | Non
     return None
 
 
-def expected_seconds(facts: Facts, layout: Layout, cores: int) -> float:
+def expected_seconds(facts: Capabilities, layout: Layout, cores: int) -> float:
     """Return roughly how long one attempt at full size takes on an idle machine: in proportion to the model."""
     rank = facts.parameters * RANK_S[layout.place] * max(1.0, layout.ranks / max(cores, 1))
     reference = 0.0 if layout.reference == "none" else facts.parameters * REFERENCE_S[layout.place] * layout.ranks / 2
     return START_S + rank + reference * SLOWER.get(layout.reference, 1)
 
 
-# Of one arm: its model's facts and the MiB of its packages; None: unknown, then nothing is planned.
-LookUp = Callable[[ArmPlan], "tuple[Facts, float] | None"]
+# Of one variant: its model's facts and the MiB of its packages; None: unknown, then nothing is planned.
+LookUp = Callable[[VariantPlan], "tuple[Capabilities, float] | None"]
 
 
 def add_memory(
     cell: CellPlan, catalogue: Catalogue, profile: Profile, machine: Machine, look_up: LookUp,
     deadline: float | None = None,
 ) -> CellPlan:  # fmt: skip
-    """Return the cell with its arms' needs; arms that cannot fit are skipped, all of them where the first one cannot.
+    """Return the cell with its variants' needs; variants that cannot fit are skipped, all of them where the first one
+    cannot.
     ``deadline``: the user's own."""
     case = catalogue.cases[cell.cell.case]
-    arms = [_add_memory(arm, case, profile, machine, look_up, deadline) for arm in cell.arms]
-    if arms[0].skip and not cell.arms[0].skip:
-        arms = [arm if arm.skip else replace(arm, skip=arms[0].skip) for arm in arms]
-    return replace(cell, arms=tuple(arms))
+    variants = [_add_memory(variant, case, profile, machine, look_up, deadline) for variant in cell.variants]
+    if variants[0].skip and not cell.variants[0].skip:
+        variants = [variant if variant.skip else replace(variant, skip=variants[0].skip) for variant in variants]
+    return replace(cell, variants=tuple(variants))
 
 
 def _add_memory(
-    arm: ArmPlan, case: Case, profile: Profile, machine: Machine, look_up: LookUp, deadline: float | None
-) -> ArmPlan:
-    known = None if arm.skipped else look_up(arm)
+    variant: VariantPlan, case: Case, profile: Profile, machine: Machine, look_up: LookUp, deadline: float | None
+) -> VariantPlan:
+    known = None if variant.skipped else look_up(variant)
     if known is None:
-        return arm
+        return variant
     facts, base_mb = known
-    kind, strategy = case.proof.kind, arm.settings["strategy"]
+    kind, strategy = case.pass_criteria.kind, variant.settings["strategy"]
     layout = Layout(
         strategy=strategy["slug"],
-        ranks=arm.settings["world_size"],
+        ranks=variant.settings["world_size"],
         place="cuda" if profile.accelerator == "cuda" else "cpu",
         sharding=(strategy.get("options") or {}).get("sharding", "FULL_SHARD"),
         base=round(base_mb * MIB),
-        copies=case.copies,
+        copies=case.reference_models,
         trains=kind not in ("inference", "generating"),
-        loads=kind in ("saving", "loading") or "checkpoint" in case.proof.checks,
-        reference="none" if case.copies else "host",
+        loads=kind in ("saving", "loading") or "checkpoint" in case.pass_criteria.checks,
+        reference="none" if case.reference_models else "host",
     )
     found, reference = choose_reference(facts, layout, profile, machine)
     reason = too_much(found, profile, machine)
-    planned = replace(arm, memory=found, skip=skip("memory", reason=reason) if reason else None)
-    if arm.settings["model"]["scale"] != "full":
+    planned = replace(variant, memory=found, skip=skip("memory", reason=reason) if reason else None)
+    if variant.settings["model"]["scale"] != "full":
         return planned
     seconds = expected_seconds(facts, replace(layout, reference=reference), machine.cores)
     if deadline is None:
-        planned = replace(planned, deadline=max(arm.deadline, DEADLINE_FACTOR * seconds))
-    settings = arm.settings if case.copies else {**arm.settings, "reference": reference}
+        planned = replace(planned, deadline=max(variant.deadline, DEADLINE_FACTOR * seconds))
+    settings = variant.settings if case.reference_models else {**variant.settings, "reference": reference}
     return replace(planned, expected_s=seconds, settings=settings)

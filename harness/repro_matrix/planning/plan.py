@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from repro_kit.settings import arm_axis, resolve
+from repro_kit.settings import resolve, variant_axis
 
 from packaging.requirements import Requirement
 
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.schema import Arm, Case
+from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError
-from repro_matrix.planning.cells import Cell, arms_of
+from repro_matrix.planning.cells import Cell, variants_of
 from repro_matrix.planning.skips import Skip, skip, unmet_requirement, unsuitable
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class StackLike(Protocol):
 
 
 @dataclass(frozen=True)
-class ArmPlan:
-    """One arm of one cell: its settings and attempts, or the reason it is skipped."""
+class VariantPlan:
+    """One variant of one cell: its settings and attempts, or the reason it is skipped."""
 
     cell: Cell
-    arm: str
+    variant: str
     stack: str
     settings: dict[str, Any]
     world_size: int
@@ -66,15 +66,16 @@ class ArmPlan:
 class CellPlan:
     cell: Cell
     profile: Profile
-    arms: tuple[ArmPlan, ...]
-    # Fingerprints of the arms that were not requested, as they would be launched now (of those whose stack is there):
-    # their recorded attempts stay only while they are current.
+    variants: tuple[VariantPlan, ...]
+    # Fingerprints of the variants that were not requested, as they would be launched now (of those whose stack is
+    # there): their recorded attempts stay only while they are current.
     unasked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def skipped(self) -> str | None:
-        """The reason when nothing of the cell runs: that of its first arm, without which the rest proves nothing."""
-        return self.arms[0].skipped
+        """The reason when nothing of the cell runs: that of its first variant, without which the rest proves
+        nothing."""
+        return self.variants[0].skipped
 
 
 @dataclass(frozen=True)
@@ -101,26 +102,34 @@ class Planner:
             fits = int(self.machine.memory_gb / MEMORY_PER_RANK_GB)
             raise ConfigError(f"ranks={cell.ranks}: this machine's {self.machine.memory_gb:g} GiB hold at most {fits}")
         case = self.catalogue.cases[cell.case]
-        arms = [self._arm(cell, case, name) for name in arms_of(case, self.settings.arms)]
-        first = arms[0].skip
-        if first:  # without the broken arm a fix proves nothing: the cell is skipped as a whole
-            arms = [arm if arm.skip else replace(arm, skip=first) for arm in arms]
+        variants = [self._variant(cell, case, name) for name in variants_of(case, self.settings.variants)]
+        first = variants[0].skip
+        if first:  # without the unfixed variant a fix proves nothing: the cell is skipped as a whole
+            variants = [variant if variant.skip else replace(variant, skip=first) for variant in variants]
         else:
-            arms = [arms[0], *(_unless_equal(arm, arms[0], case) for arm in arms[1:])]
-        others = [self._arm(cell, case, name) for name in case.arms if name not in {arm.arm for arm in arms}]
-        unasked = {arm.arm: arm.fingerprint for arm in others if not isinstance(self.stacks.get(arm.stack, ""), str)}
-        return CellPlan(cell, self.profiles[cell.hardware], tuple(arms), unasked)
+            variants = [variants[0], *(_unless_equal(variant, variants[0], case) for variant in variants[1:])]
+        others = [
+            self._variant(cell, case, name)
+            for name in case.variants
+            if name not in {variant.variant for variant in variants}
+        ]
+        unasked = {
+            variant.variant: variant.fingerprint
+            for variant in others
+            if not isinstance(self.stacks.get(variant.stack, ""), str)
+        }
+        return CellPlan(cell, self.profiles[cell.hardware], tuple(variants), unasked)
 
-    def _arm(self, cell: Cell, case: Case, arm: str) -> ArmPlan:
+    def _variant(self, cell: Cell, case: Case, variant: str) -> VariantPlan:
         raw, profile, run = self.catalogue.raw["case"][cell.case], self.profiles[cell.hardware], self.settings
-        model = arm_axis(raw, arm, "model", cell.model)
-        strategy = arm_axis(raw, arm, "strategy", cell.strategy)
-        spec = case.arms[arm]
+        model = variant_axis(raw, variant, "model", cell.model)
+        strategy = variant_axis(raw, variant, "strategy", cell.strategy)
+        spec = case.variants[variant]
         stack_name = spec.stack or cell.stack
         stack = self.stacks.get(stack_name, f"stack {stack_name} is not built")
         settings = resolve(
             raw,
-            arm,
+            variant,
             model=self.catalogue.raw["model"][model],
             strategy=self.catalogue.raw["strategy"][strategy],
             flags=dict(cell.flags),
@@ -135,15 +144,15 @@ class Planner:
         )
         if profile.shared:
             settings["devices"] = 1
-        env = {**case.launch.env, **run.env, **spec.env}  # an arm is what its file says
+        env = {**case.launch.env, **run.env, **spec.env}  # a variant is what its file says
         if run.env:
             settings["env"] = dict(run.env)
         versions = {} if isinstance(stack, str) else dict(stack.versions)
         if not isinstance(stack, str) and stack.changed:
             versions["changed"] = stack.key
-        return ArmPlan(
+        return VariantPlan(
             cell=cell,
-            arm=arm,
+            variant=variant,
             stack=stack_name,
             settings=settings,
             world_size=settings["world_size"],
@@ -156,9 +165,9 @@ class Planner:
         )
 
     def _skip(
-        self, cell: Cell, case: Case, arm: Arm, settings: Mapping[str, Any], stack: StackLike | str
+        self, cell: Cell, case: Case, variant: Variant, settings: Mapping[str, Any], stack: StackLike | str
     ) -> Skip | None:
-        """Return why this arm cannot run here by its declared needs, or None."""
+        """Return why this variant cannot run here by its declared needs, or None."""
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
@@ -166,11 +175,11 @@ class Planner:
         if wrong:
             return wrong
         if isinstance(stack, str):
-            reason = f"needs stack {arm.stack}: {stack}" if arm.stack else stack
-            return skip("stack", (f"stack {arm.stack or cell.stack}",), reason=reason)
+            reason = f"needs stack {variant.stack}: {stack}" if variant.stack else stack
+            return skip("stack", (f"stack {variant.stack or cell.stack}",), reason=reason)
         needed = [
-            *case.needs.requires,
-            *arm.needs_on(profile.accelerator),
+            *case.requires.packages,
+            *variant.needs_on(profile.accelerator),
             *model.requires,
             *strategy.needs_on(profile.accelerator),
         ]
@@ -188,21 +197,26 @@ class Planner:
             stack=stack.name,
             accelerator=profile.accelerator,
             unmet=", ".join(dict.fromkeys(reasons)),
-            known=f"; needs stack {case.needs.stack}" if case.needs.stack and case.needs.stack != stack.name else "",
-            why=f" ({case.needs.why})" if case.needs.why and unmet.keys() & set(case.needs.requires) else "",
+            known=f"; needs stack {case.requires.stack}"
+            if case.requires.stack and case.requires.stack != stack.name
+            else "",
+            why=f" ({case.requires.reason})"
+            if case.requires.reason and unmet.keys() & set(case.requires.packages)
+            else "",
         )
 
 
-def _unless_equal(arm: ArmPlan, broken: ArmPlan, case: Case) -> ArmPlan:
-    """Skip an arm that the selection makes equal to the broken one (`four-ranks` with ranks=4): it proves nothing."""
-    equal = {**arm.settings, "arm": broken.arm} == broken.settings and arm.stack == broken.stack
-    if arm.skip or not equal or case.arms[arm.arm].env:
-        return arm
-    return replace(arm, skip=skip("same", arm=broken.arm, stack=broken.stack, ranks=broken.world_size))
+def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> VariantPlan:
+    """Skip a variant that the selection makes equal to the broken one (`four-ranks` with ranks=4): it proves
+    nothing."""
+    equal = {**variant.settings, "variant": unfixed.variant} == unfixed.settings and variant.stack == unfixed.stack
+    if variant.skip or not equal or case.variants[variant.variant].env:
+        return variant
+    return replace(variant, skip=skip("same", variant=unfixed.variant, stack=unfixed.stack, ranks=unfixed.world_size))
 
 
 def fingerprint(settings: Mapping[str, Any], code: str, versions: Mapping[str, str], profile: Profile) -> str:
-    """Hash what an arm's result depends on: a recorded attempt with the same fingerprint need not run again."""
+    """Hash what a variant's result depends on: a recorded attempt with the same fingerprint need not run again."""
     gpus = [gpu.name for gpu in profile.gpus]
     text = json.dumps([settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

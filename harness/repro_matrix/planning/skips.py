@@ -1,4 +1,4 @@
-"""Why an arm is not launched: the kinds, their sentences, and the checks of what an arm declares. Pure."""
+"""Why a variant is not launched: the kinds, their sentences, and the checks of what a variant declares. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SENTENCES: dict[SkipKind, str] = {
     "build": "stack {stack}: on {accelerator} needs {unmet}{known}{why}",
     "memory": "{reason}",
     "weights": "{reason}",
-    "same": "the same as {arm} on stack {stack} with {ranks} ranks",
+    "same": "the same as {variant} on stack {stack} with {ranks} ranks",
     "unknown": "{reason}",
 }
 
@@ -53,20 +53,20 @@ def skip(kind: SkipKind, needs: tuple[str, ...] = (), **data: Any) -> Skip:
 def unsuitable(
     case: Case, strategy: Strategy, settings: Mapping[str, Any], ranks: int, profile: Profile
 ) -> Skip | None:
-    """Return why an arm with these settings measures nothing, whatever the stack has; or None."""
+    """Return why a variant with these settings measures nothing, whatever the stack has; or None."""
     return (
         wrong_ranks(case, ranks)
         or wrong_tp_size(strategy, settings)
         or wrong_hardware(case, strategy, settings["devices"], settings["world_size"], profile)
         or wrong_flags(case, settings)
-        or (indivisible(strategy, settings) if case.needs.divisible else None)
+        or (indivisible(strategy, settings) if case.requires.divisible else None)
     )
 
 
 def wrong_ranks(case: Case, ranks: int) -> Skip | None:
     if ranks < case.min_ranks:
         return skip("ranks", needed=f"at least {case.min_ranks}", ranks=ranks)
-    if ranks != case.launch.world_size and not case.scales:
+    if ranks != case.launch.world_size and not case.supports_other_world_sizes:
         needed = f"exactly {case.launch.world_size} (the case does not declare `scales`)"
         return skip("ranks", needed=needed, ranks=ranks)
     return None
@@ -74,7 +74,7 @@ def wrong_ranks(case: Case, ranks: int) -> Skip | None:
 
 def wrong_tp_size(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
     size, ranks = settings["tp_size"], settings["world_size"]
-    if not strategy.divides:
+    if not strategy.must_divide:
         reason = f"strategy {strategy.slug} has no tensor parallelism"
         return skip("tp_size", reason=reason, size=size) if size > 1 else None
     reason = f"tensor parallelism is over all {ranks} ranks here"
@@ -82,21 +82,21 @@ def wrong_tp_size(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | Non
 
 
 def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, profile: Profile) -> Skip | None:
-    """Return why an arm with these devices and ranks cannot run on this hardware, or None."""
+    """Return why a variant with these devices and ranks cannot run on this hardware, or None."""
     have = {"profile": profile.name, "count": len(profile.gpus) or "none"}
-    if case.needs.gpus > len(profile.gpus) or (case.needs.gpus and profile.shared):
-        why = f" ({case.needs.why})" if case.needs.why else ""
-        return skip("gpus", (f"{case.needs.gpus} GPUs",), needed=case.needs.gpus, why=why, **have)
+    if case.requires.gpus > len(profile.gpus) or (case.requires.gpus and profile.shared):
+        why = f" ({case.requires.reason})" if case.requires.reason else ""
+        return skip("gpus", (f"{case.requires.gpus} GPUs",), needed=case.requires.gpus, why=why, **have)
     if profile.accelerator != "cuda":
         return None
     if case.accelerator == "cpu":
         return skip("accelerator", profile=profile.name)
-    if profile.shared and not (case.shared and strategy.shared):
-        return skip("shared", subject="the case" if not case.shared else f"strategy {strategy.slug}")
+    if profile.shared and not (case.allow_gpu_sharing and strategy.allow_gpu_sharing):
+        return skip("shared", subject="the case" if not case.allow_gpu_sharing else f"strategy {strategy.slug}")
     if devices > len(profile.gpus):
         return skip("gpus", (f"{devices} GPUs",), needed=devices, why="", **have)
     exclusive = next((gpu for gpu in profile.gpus if gpu.mode.startswith("exclusive")), None)
-    if case.needs.open_cards and ranks > 1 and exclusive:
+    if case.requires.requires_default_compute_mode and ranks > 1 and exclusive:
         return skip("cards", index=exclusive.index, mode=exclusive.mode)
     return None
 
@@ -114,7 +114,7 @@ def wrong_flags(case: Case, settings: Mapping[str, Any]) -> Skip | None:
 def indivisible(strategy: Strategy, settings: Mapping[str, Any]) -> Skip | None:
     """Return why the model cannot be split over ``tp_size`` ranks, or None."""
     size, config = settings["tp_size"], settings["model"]["config"]
-    for key in strategy.divides:
+    for key in strategy.must_divide:
         if config.get(key, 0) % size:
             name = key.removeprefix("num_").replace("_", " ")
             return skip("divisible", count=config[key], key=name, ranks=size)
@@ -131,7 +131,7 @@ def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
     if have is None:
         return f"{text}, which it does not have"
     try:
-        met = requirement.specifier.contains(Version(have), prereleases=True)
+        failure_ids = requirement.specifier.contains(Version(have), prereleases=True)
     except InvalidVersion:
-        met = not requirement.specifier
-    return None if met else f"{text}, and it has {have}"
+        failure_ids = not requirement.specifier
+    return None if failure_ids else f"{text}, and it has {have}"

@@ -7,18 +7,18 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import ConfigDict, Field
 
 T = TypeVar("T")
-Compared = Literal["expected", "unexpected", "unset", "as predicted", "differs from cpu"]
-InfraKind = Literal[
-    "launch", "port", "disk", "memory", "import", "device", "card", "card or program", "cards", "lost", "script",
-    "too slow", "start-up too slow", "no-proof", "unknown",
+Compared = Literal["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
+InfraErrorKind = Literal[
+    "launch", "port", "disk", "memory", "import", "device", "card", "gpu_or_program", "cards", "lost", "script",
+    "timeout_while_progressing", "startup_timeout", "missing_check", "unknown",
 ]  # fmt: skip
 # Why an attempt is no evidence, beside the kinds that the launcher knows: what the judge found.
-NoEvidence = Literal["interrupted", "not-in-force", "stack changed"]
+NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]
 Accelerator = Literal["cpu", "cuda"]
-EndedBy = Literal["self", "launcher", "deadline", "user"]
-# Why an arm is not launched: a number of ranks, of GPUs, an accelerator, cards that are shared or in a mode of their
+TerminatedBy = Literal["self", "launcher", "deadline", "user"]
+# Why a variant is not launched: a number of ranks, of GPUs, an accelerator, cards that are shared or in a mode of their
 # own, a flag's value, what does not divide, a stack or packages that are not there, an extension that could not be
-# made here, memory, weights, the same arm.
+# made here, memory, weights, the same variant.
 SkipKind = Literal[
     "ranks", "tp_size", "gpus", "accelerator", "shared", "cards", "flags", "divisible", "stack", "packages", "build",
     "memory", "weights", "same", "unknown",

@@ -21,7 +21,7 @@ from repro_matrix.records.outcome import Outcome, Verdict
 
 @closed
 class Made(TypedDict):
-    """One attempt of an arm: what came out of it, and what that is."""
+    """One attempt of a variant: what came out of it, and what that is."""
 
     observation: Observation
     outcome: Outcome
@@ -34,11 +34,11 @@ class Skip(TypedDict):
 
 
 @closed
-class Arm(TypedDict):
-    skipped: Annotated[Text | None, Field(description="why the arm was not launched")]
+class Variant(TypedDict):
+    skipped: Annotated[Text | None, Field(description="why the variant was not launched")]
     skip: NotRequired[Annotated[Skip | None, Field(description="the same for programs")]]
     stack: NotRequired[str]
-    fingerprint: NotRequired[Annotated[str, Field(description="what the arm's answer depends on")]]
+    fingerprint: NotRequired[Annotated[str, Field(description="what the variant's answer depends on")]]
     planned: NotRequired[
         Annotated[
             dict[str, Any],
@@ -95,7 +95,9 @@ class Around(TypedDict):
 @closed
 class Hardware(Around):
     profile: str
-    facts: NotRequired[Annotated[dict[str, str | bool], Field(description="what all ranks said of their machine")]]
+    capabilities: NotRequired[
+        Annotated[dict[str, str | bool], Field(description="what all ranks said of their machine")]
+    ]
     accelerator: Accelerator
     backend: NotRequired[str]
     shared: NotRequired[Annotated[bool, Field(description="all ranks of an attempt on one GPU")]]
@@ -123,12 +125,12 @@ class Provenance(TypedDict):
 
 @closed
 class Cell(TypedDict):
-    """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every attempt of every arm
-    with its outcome, and the verdicts."""
+    """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every attempt of every
+    variant with its outcome, and the verdicts."""
 
     schema: Literal[1]
-    key: NotRequired[Annotated[str, Field(description="the cell's name within one stack and hardware")]]
-    where: NotRequired[
+    cell_id: NotRequired[Annotated[str, Field(description="the cell's name within one stack and hardware")]]
+    params: NotRequired[
         Annotated[
             str,
             Field(description="the cell's axes as an expectation names them: model/strategy[/flag=value...]"),
@@ -143,9 +145,9 @@ class Cell(TypedDict):
     strategy: str
     flags: Annotated[dict[str, Any], Field(description="the flags that the cell sets against their defaults")]
     ranks: Annotated[
-        int, Field(ge=1, description="of the cell; an arm may have a number of its own (settings.world_size)")
+        int, Field(ge=1, description="of the cell; a variant may have a number of its own (settings.world_size)")
     ]
-    variant: Annotated[
+    overrides: Annotated[
         list[str],
         Field(description="name=value: what makes it another measurement than the usual one of this cell"),
     ]
@@ -154,7 +156,7 @@ class Cell(TypedDict):
     stack: Stack
     hardware: Hardware
     provenance: Provenance
-    arms: Annotated[dict[str, Arm], Field(min_length=1)]
+    variants: Annotated[dict[str, Variant], Field(min_length=1)]
     verdicts: dict[str, Verdict]
     complete: Annotated[bool, Field(description="false: the run was stopped before every attempt was made")]
 

@@ -19,12 +19,15 @@ _CONTROL = {"propertyNames": {"const": "control"}}
 # What a type cannot say; harness/repro_matrix/records/validate.py says it in Python.
 _RULES: dict[str, Any] = {
     "if": {"properties": {"kind": {"const": "control"}}},
-    "then": {"properties": {"arms": _CONTROL, "verdicts": _CONTROL}},
+    "then": {"properties": {"variants": _CONTROL, "verdicts": _CONTROL}},
     "else": {
-        "properties": {"arms": {"required": ["broken"]}, "verdicts": {"propertyNames": {"not": {"const": "broken"}}}}
+        "properties": {
+            "variants": {"required": ["unfixed"]},
+            "verdicts": {"propertyNames": {"not": {"const": "unfixed"}}},
+        }
     },
 }
-_ARM_RULES: dict[str, Any] = {
+_VARIANT_RULES: dict[str, Any] = {
     "if": {"properties": {"skipped": {"type": "string"}}},
     "then": {"properties": {"attempts": {"maxItems": 0}}},
 }
@@ -44,7 +47,7 @@ def made() -> dict[str, Any]:
         each.pop("title", None)
         if "description" in each:
             each["description"] = " ".join(each["description"].split())
-    definitions["Arm"] |= _ARM_RULES
+    definitions["Variant"] |= _VARIANT_RULES
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": FILE.name, "title": "A cell's document"}
     return {**head, **found, **_RULES, "$defs": dict(sorted(definitions.items()))}
 

@@ -9,24 +9,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from repro_matrix.records.base import Count, EndedBy, InfraKind, Seconds, may_hold_more
+from repro_matrix.records.base import Count, InfraErrorKind, Seconds, TerminatedBy, may_hold_more
 from repro_matrix.records.rank import Record
 
 
 @may_hold_more
-class Look(TypedDict):
+class Sample(TypedDict):
     """What was seen of a rank at one moment."""
 
-    at_s: float
+    time_s: float
     ended: bool
     cpu_s: NotRequired[float | None]
     io: NotRequired[int | None]
     busy: NotRequired[bool]
     phase: NotRequired[str | None]
     stack: NotRequired[str | None]
-    inside: NotRequired[str]
-    entered: NotRequired[str | None]
-    spins: NotRequired[bool]
+    blocking_call: NotRequired[str]
+    collectives_digest: NotRequired[str | None]
+    busy_waiting: NotRequired[bool]
 
 
 @may_hold_more
@@ -35,14 +35,16 @@ class Rank(TypedDict):
     pid: NotRequired[int | None]
     exit_code: int | None
     signal: Annotated[str, Field(pattern="^SIG")] | None
-    ended_by: EndedBy
+    terminated_by: TerminatedBy
     record: Annotated[
         Record | None, Field(description="the kit's record (repros/repro_kit/record.py); null: the rank wrote none")
     ]
-    doubt: NotRequired[Annotated[str, Field(description="why what it wrote is no record: the key, and what is wrong")]]
+    validation_error: NotRequired[
+        Annotated[str, Field(description="why what it wrote is no record: the key, and what is wrong")]
+    ]
     log_tail: str
     stack: str | None
-    looks: NotRequired[list[Look]]
+    samples: NotRequired[list[Sample]]
     collectives: NotRequired[
         dict[str, Any] | None
     ]  # what its witness answered: judged by harness/repro_matrix/grading/hangs/deadlock.py
@@ -53,7 +55,7 @@ class Hang(TypedDict):
     """How the launcher came to end an attempt that did not end by itself."""
 
     starting: bool
-    never_meet: str | None
+    deadlock: str | None
     limit_s: float
 
 
@@ -69,32 +71,32 @@ class ModelSettings(TypedDict, total=False):
 class StrategySettings(TypedDict, total=False):
     slug: str
     options: dict[str, Any]
-    promises: dict[str, Any]
+    invariants: dict[str, Any]
     copies: dict[str, Any]
 
 
 @may_hold_more
-class ProofSettings(TypedDict, total=False):
+class PassCriteriaSettings(TypedDict, total=False):
     kind: str
     checks: list[str]
-    in_force: list[str]
+    effects: list[str]
 
 
 @may_hold_more
 class Settings(TypedDict, total=False):
-    """What an arm ran with (harness/conf/arm_settings.py)."""
+    """What a variant ran with (harness/conf/variant_settings.py)."""
 
     case: str
-    arm: str
+    variant: str
     model: ModelSettings
     strategy: StrategySettings
     flags: dict[str, Any]
-    proof: ProofSettings
+    pass_criteria: PassCriteriaSettings
     world_size: int
     tp_size: int
     devices: int
     process_group: bool
-    teardown: bool
+    normal_exit: bool
     seed: int
     steps: int
     device: str
@@ -105,7 +107,7 @@ class Settings(TypedDict, total=False):
 class Again(TypedDict):
     """Why an attempt was made once more: the infra of the one before it."""
 
-    kind: InfraKind
+    kind: InfraErrorKind
     message: str
 
 
@@ -123,10 +125,10 @@ class Attempt(TypedDict):
     cpu_s: Seconds | None
     deadline_s: Annotated[float, Field(gt=0)]
     timed_out: bool
-    working_s: NotRequired[float | None]
+    startup_s: NotRequired[float | None]
     hang: NotRequired[Hang | None]
     interrupted: bool
-    leftover: list[str]
+    leaked_processes: list[str]
     seed: int
     settings: Settings
     gpus: NotRequired[list[str]]
@@ -139,8 +141,8 @@ class Attempt(TypedDict):
 
 
 @may_hold_more
-class Infra(TypedDict):
-    kind: InfraKind
+class InfraError(TypedDict):
+    kind: InfraErrorKind
     message: str
 
 
@@ -167,7 +169,7 @@ class Observation(TypedDict):
 
     schema: Literal[1]
     attempt: Attempt
-    infra: Infra | None
+    infra_error: InfraError | None
     ranks: list[Rank]
     printed: NotRequired[Annotated[Printed, Field(description="of somebody's own script: what is read of its logs")]]
     command_exit: NotRequired[Annotated[int | None, Field(description="of somebody's own script: its command's")]]

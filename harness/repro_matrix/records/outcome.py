@@ -1,4 +1,4 @@
-"""The types of what was judged: an attempt's outcome, and an arm's verdict over all of them. Pure."""
+"""The types of what was judged: an attempt's outcome, and a variant's verdict over all of them. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictName
-from repro_matrix.records.base import Compared, Count, FailureKind, InfraKind, Interval, NoEvidence, Text, closed
+from repro_matrix.records.base import Compared, Count, FailureKind, InfraErrorKind, Interval, NoEvidence, Text, closed
 
 
 @closed
-class Recognised(TypedDict):
+class Recognized(TypedDict):
     case: str
     signature: str
     ranks: Annotated[list[int], Field(min_length=1)]
@@ -27,7 +27,7 @@ class Primary(TypedDict):
     rank: int
     type: str
     message: str
-    where: str
+    location: str
     kind: NotRequired[FailureKind]
 
 
@@ -35,28 +35,28 @@ class Primary(TypedDict):
 class Outcome(TypedDict):
     outcome: OutcomeName
     reason: Text
-    recognised: list[Recognised]
+    recognized: list[Recognized]
     primary: Annotated[Primary | None, Field(description="null where no rank failed by itself")]
     failed: NotRequired[Annotated[list[str], Field(description="checks that failed or were not made")]]
     ranks: NotRequired[Annotated[list[int], Field(description="the ranks that the reason is about; empty: all")]]
     check: NotRequired[Annotated[str | None, Field(description="the check that the reason is about: the worst")]]
-    infra: NotRequired[Annotated[InfraKind | NoEvidence | None, Field(description="of infra: what kind")]]
-    otherwise: NotRequired[
+    infra_error: NotRequired[Annotated[InfraErrorKind | NoEvidence | None, Field(description="of infra: what kind")]]
+    outcome_without_warning: NotRequired[
         Annotated[
             OutcomeName | None,
-            Field(description="where only a remark in the log fires: what the attempt would be without it"),
+            Field(description="where only a remark in the log reproduces: what the attempt would be without it"),
         ]
     ]
 
 
 @closed
-class Met(TypedDict, total=False):
+class FailureId(TypedDict, total=False):
     """A known failure, an exception and the place that raised it, or a check."""
 
     case: str | None
     signature: str | None
     type: str | None
-    place: str | None
+    code_location: str | None
     check: str | None
 
 
@@ -64,18 +64,22 @@ class Met(TypedDict, total=False):
 class Verdict(TypedDict):
     name: VerdictName
     reason: Text
-    broken_k: Annotated[Count, Field(description="attempts of the broken arm in which the signature fired")]
-    broken_n: Annotated[Count, Field(description="attempts of the broken arm that count")]
-    fix_k: Annotated[Count, Field(description="attempts of this arm that were clean")]
-    fix_n: Annotated[Count, Field(description="attempts of this arm that count")]
+    unfixed_k: Annotated[Count, Field(description="attempts of the unfixed variant in which the signature reproduced")]
+    unfixed_n: Annotated[Count, Field(description="attempts of the unfixed variant that count")]
+    fix_k: Annotated[Count, Field(description="attempts of this variant that were clean")]
+    fix_n: Annotated[Count, Field(description="attempts of this variant that count")]
     interval: Annotated[Interval | None, Field(description="95 % Wilson interval of fix_k / fix_n")]
-    broken_interval: Annotated[Interval | None, Field(description="95 % Wilson interval of broken_k / broken_n")]
+    unfixed_interval: Annotated[Interval | None, Field(description="95 % Wilson interval of broken_k / broken_n")]
     named_case: str | None
     measured: bool
-    infra: NotRequired[Annotated[bool, Field(description="nothing was measured: what was launched is no evidence")]]
-    met: NotRequired[Annotated[list[Met], Field(description="what failed, where the verdict says that something did")]]
+    infra_error: NotRequired[
+        Annotated[bool, Field(description="nothing was measured: what was launched is no evidence")]
+    ]
+    failure_ids: NotRequired[
+        Annotated[list[FailureId], Field(description="what failed, where the verdict says that something did")]
+    ]
     unseen: NotRequired[
-        Annotated[bool, Field(description="a failure that nothing stored expects, and that does not fire")]
+        Annotated[bool, Field(description="a failure that nothing stored expects, and that does not reproduce")]
     ]
     expected: NotRequired[Compared]
     expectation: NotRequired[
@@ -84,6 +88,6 @@ class Verdict(TypedDict):
             Field(description="the verdict that is expected, or predicted where this hardware has no expectation"),
         ]
     ]
-    met_note: NotRequired[
+    failure_note: NotRequired[
         Annotated[str, Field(description="another failure than the expected one was met, or met: unset")]
     ]

@@ -19,7 +19,7 @@ class Frame(TypedDict):
     line: int | None
     function: str
     module: str
-    place: NotRequired[str]  # where the code lies (repro_kit/code_location.py); older records know names only
+    code_location: NotRequired[str]  # where the code lies (repro_kit/code_location.py); older records know names only
     code: NotRequired[str]
 
 
@@ -42,24 +42,24 @@ class Check(TypedDict):
 
     name: str
     passed: bool
-    got: NotRequired[Any]
-    want: NotRequired[Any]
+    actual: NotRequired[Any]
+    expected: NotRequired[Any]
     tolerance: NotRequired[Any]
-    looked_at: NotRequired[Any]
+    subject: NotRequired[Any]
     at: NotRequired[Any]
 
 
 @may_hold_more
-class InForce(TypedDict):
-    """What a rank measured of what its arm names; judged by harness/repro_matrix/grading/effect.py."""
+class Effect(TypedDict):
+    """What a rank measured of what its variant names; judged by harness/repro_matrix/grading/effect.py."""
 
     what: str
-    got: NotRequired[Any]
+    actual: NotRequired[Any]
     whole: NotRequired[Any]
     backend: NotRequired[str]
     least: NotRequired[Any]
     most: NotRequired[Any]
-    looked_at: NotRequired[str]
+    subject: NotRequired[str]
 
 
 @may_hold_more
@@ -68,7 +68,7 @@ class Warning_(TypedDict):
     message: str
     file: str
     module: NotRequired[str]  # who called warnings.warn; ``file`` is whom it blames
-    place: NotRequired[str]
+    code_location: NotRequired[str]
 
 
 @may_hold_more
@@ -76,7 +76,7 @@ class Log(TypedDict):
     logger: str
     message: str
     file: str
-    place: NotRequired[str]
+    code_location: NotRequired[str]
 
 
 @may_hold_more
@@ -116,7 +116,7 @@ class Record(TypedDict):
     versions: dict[str, str]
     packages: NotRequired[Annotated[dict[str, str], Field(description="where what it could import is installed")]]
     read: NotRequired[Read]
-    in_force: NotRequired[list[InForce]]
+    effects: NotRequired[list[Effect]]
     cpu_s: NotRequired[float]
     peak_rss_mb: NotRequired[float]
     peak_gpu_mb: NotRequired[float | None]

@@ -46,15 +46,16 @@ def _wrong(kind: Any, value: Any) -> str:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
         found = [
-            f"{place(each['loc'])}: {each['msg']}" for each in error.errors(include_url=False, include_input=False)
+            f"{code_location(each['loc'])}: {each['msg']}"
+            for each in error.errors(include_url=False, include_input=False)
         ]
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         return "; ".join(found[:SHOWN]) + more
     return ""
 
 
-def place(parts: tuple[int | str, ...]) -> str:
-    """``arms.broken.attempts[0].outcome``; a key that is no word is quoted."""
+def code_location(parts: tuple[int | str, ...]) -> str:
+    """``variants.broken.attempts[0].outcome``; a key that is no word is quoted."""
     found = ""
     for part in parts:
         if isinstance(part, int):
@@ -66,16 +67,16 @@ def place(parts: tuple[int | str, ...]) -> str:
 
 def _consistent(document: Cell) -> None:
     """What a type cannot say; in the JSON Schema: if, then, else (harness/repro_matrix/records/json_schema.py)."""
-    arms, verdicts = document["arms"], document["verdicts"]
+    variants, verdicts = document["variants"], document["verdicts"]
     if document["kind"] == "control":
-        wrong = [f"{key}.{name}" for key, names in (("arms", arms), ("verdicts", verdicts)) for name in names
+        wrong = [f"{key}.{name}" for key, names in (("variants", variants), ("verdicts", verdicts)) for name in names
                  if name != "control"]  # fmt: skip
         if wrong:
-            raise ValueError(f"{wrong[0]}: a control has the one arm control")
-    elif "broken" not in arms:
-        raise ValueError("arms: a failure has the arm broken")
-    elif "broken" in verdicts:
-        raise ValueError("verdicts.broken: verdicts are of the other arms")
-    for name, arm in arms.items():
-        if arm["skipped"] is not None and arm["attempts"]:
-            raise ValueError(f"arms.{name}: an arm that was skipped has no attempts")
+            raise ValueError(f"{wrong[0]}: a control has the one variant control")
+    elif "unfixed" not in variants:
+        raise ValueError("variants: a failure has the variant broken")
+    elif "unfixed" in verdicts:
+        raise ValueError("verdicts.broken: verdicts are of the other variants")
+    for name, variant in variants.items():
+        if variant["skipped"] is not None and variant["attempts"]:
+            raise ValueError(f"variants.{name}: a variant that was skipped has no attempts")

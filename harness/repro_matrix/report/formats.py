@@ -47,16 +47,16 @@ NO_REMARKS = Remarks()
 
 
 def record(cell: Cell, row: Row) -> dict[str, Any]:
-    """Return an arm with stable keys; results/schema/report-v1.schema.json describes them."""
+    """Return a variant with stable keys; results/schema/report-v1.schema.json describes them."""
     attempts = row.counts
     return {
         "results": cell.source, "case": row.case, "kind": row.kind, "simulated": bool(row.simulated),
         "model": row.model, "strategy": row.strategy, "also": line(cell.flags), "ranks": row.ranks, "scale": row.scale,
         "weights": row.weights, "hardware": row.hardware.profile, "stack": line(row.stack.name),
         "versions": {name: row.stack.versions[name] for name in PACKAGES if name in row.stack.versions},
-        "arm": row.arm, "outcome": row.outcome, "verdict": row.verdict, "expected": row.state,
-        "expectation": row.expected_verdict, "attempts": len(row.attempts), "fires": attempts["fires"],
-        "clean": attempts["clean"], "wall_s": row.wall_s, "reason": line(row.reason, 1000), "started": row.started,
+        "variant": row.variant, "outcome": row.outcome, "verdict": row.verdict, "expected": row.state,
+        "expectation": row.expected_verdict, "attempts": len(row.attempts), "reproduced": attempts["reproduced"],
+        "passed": attempts["passed"], "wall_s": row.wall_s, "reason": line(row.reason, 1000), "started": row.started,
         "commit": row.commit, "document": line(row.evidence, 400),
         "error_at": line(row.error_at, 400) if row.error_at else None, "command": shlex.join(row.command),
     }  # fmt: skip
@@ -88,8 +88,8 @@ def to_json(
 
 
 def to_csv(cells: Sequence[Cell]) -> str:
-    """Return a line for each arm, with a column for each package. Text that a spreadsheet would compute begins with an
-    apostrophe."""
+    """Return a line for each variant, with a column for each package. Text that a spreadsheet would compute begins with
+    an apostrophe."""
     records = [record(cell, row) for cell in cells for row in cell.rows]
     for one in records:
         versions = one.pop("versions")
@@ -111,10 +111,10 @@ def _no_formula(value: Any) -> Any:
 
 
 def to_junit(cells: Sequence[Cell], remarks: Remarks = NO_REMARKS) -> str:
-    """Return a suite for each case and a test case for each arm.
+    """Return a suite for each case and a test case for each variant.
 
-    An arm that differs from its expectation is a failure, infrastructure and evidence that cannot be read are errors,
-    what was not measured or is quarantined is skipped. Remarks stand in the suite ``results``.
+    A variant that differs from its expectation is a failure, infrastructure and evidence that cannot be read are
+    errors, what was not measured or is quarantined is skipped. Remarks stand in the suite ``results``.
     """
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
@@ -144,7 +144,7 @@ def _test_case(cell: Cell, row: Row) -> Any:
 
     name = f"{row.model}/{row.strategy} {cell.flags}".strip()
     group = f"{row.hardware.profile}.{line(row.stack.name)}.{row.case}"
-    test = TestCase(f"{line(name)} {row.arm}", group, row.wall_s or 0.0)
+    test = TestCase(f"{line(name)} {row.variant}", group, row.wall_s or 0.0)
     verdict = row_label(row).name
     reason = line(row.reason, 1000)
     result: Any = None
@@ -153,7 +153,7 @@ def _test_case(cell: Cell, row: Row) -> Any:
     elif row.state == "muted":
         result = Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))
     elif row.state == "unexpected":
-        expected = row.expected_verdict or ("HEALTHY" if row.kind == "control" else "another result")
+        expected = row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
         result = Failure(f"expected {expected}, measured {verdict}: {reason}", verdict)
     elif row.no_evidence:
         result = Error(reason, verdict)
@@ -193,9 +193,9 @@ def to_markdown(
     out = _Limited(MOST - 200)
     rows = [(cell, row) for cell in cells for row in cell.rows]
     by_state = {
-        name: [item for item in rows if item[1].state == name] for name in ("unexpected", "differs from cpu", "muted")
+        name: [item for item in rows if item[1].state == name] for name in ("unexpected", "differs_from_cpu", "muted")
     }
-    new = [item for item in rows if item[1].state == "unset" and item[1].attempts]
+    new = [item for item in rows if item[1].state == "no_expectation" and item[1].attempts]
     out.add(f"## {escape(title)}\n")
     out.list([f"**{escape(text)}**\n" for text in (*remarks.incomplete, *remarks.expired)], "more")
     if remarks.damaged:
@@ -205,7 +205,7 @@ def to_markdown(
     if not cells:
         headline = "Nothing was measured: these results hold no cell."
     elif odd:
-        differ = "arm differs from its expectation" if odd == 1 else "arms differ from their expectation"
+        differ = "variant differs from its expectation" if odd == 1 else "variants differ from their expectation"
         headline = f"**{odd} {differ}.**"
     else:
         headline = "Nothing differs from its expectation."
@@ -214,11 +214,11 @@ def to_markdown(
         out.add(f"[The page]({link})\n")
     for state, heading in (
         ("unexpected", "Differs from its expectation"),
-        ("differs from cpu", "Differs from the CPU"),
+        ("differs_from_cpu", "Differs from the CPU"),
     ):
         if by_state[state]:
             out.add(f"### {heading}\n")
-            out.list([_details(*item) for item in by_state[state]], "more arms")
+            out.list([_details(*item) for item in by_state[state]], "more variants")
     if by_state["muted"]:
         out.add("### Quarantined\n")
         out.list([f"{_bullet(*item)}; {escape(item[1].quarantine or '')}" for item in by_state["muted"]], "more")
@@ -226,7 +226,7 @@ def to_markdown(
         out.add("### No expectation yet\n")
         out.list([_bullet(*item) for item in new], "more")
     if cells:
-        out.add("### Cases\n\n| case | cells | arms |\n|---|---|---|")
+        out.add("### Cases\n\n| case | cells | variants |\n|---|---|---|")
         by_case: dict[str, list[Cell]] = {}
         for cell in cells:
             by_case.setdefault(cell.row.case, []).append(cell)
@@ -279,7 +279,7 @@ def _numbers(cells: Iterable[Cell]) -> str:
 def _bullet(cell: Cell, row: Row) -> str:
     place = " ".join(filter(None, (f"{row.model}/{row.strategy}", cell.flags)))
     where = f"({escape(row.hardware.profile)}, {escape(row.stack.name)})"
-    return f"- **{escape(row.case)}** {escape(place)}, arm {escape(row.arm)} {where}: {_mark(row_label(row))}"
+    return f"- **{escape(row.case)}** {escape(place)}, variant {escape(row.variant)} {where}: {_mark(row_label(row))}"
 
 
 def _mark(one: Label) -> str:

@@ -48,7 +48,7 @@ def issue(
         if (bisections or {}).get(each.stack):
             parts += ["#### Bisection", str((bisections or {})[each.stack])]
         words = [case, *row.axes, *([f"stack={each.stack}"] if each.stack != "current" else [])]
-        parts.append(f"Reproduce: {code(shlex.join(['repro', 'run', *words, f'arms={each.changes[0].arm}']))}")
+        parts.append(f"Reproduce: {code(shlex.join(['repro', 'run', *words, f'variants={each.changes[0].variant}']))}")
     body = "\n\n".join(parts)
     short = body.encode(errors="replace")[:LONGEST].decode(errors="ignore")
     digests = [each.digest for each in changed]
@@ -58,7 +58,7 @@ def issue(
 def _change(change: Change) -> str:
     row = change.row
     return (
-        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, arm **{escape(change.arm)}**: {change.kind} "
+        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant **{escape(change.variant)}**: {change.kind} "
         f"({KINDS[change.kind].meaning})\n"
         f"  - before: {code(describe_row(change.before))}\n"
         f"  - now: {code(describe_row(change.after))}"

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-TONES = ("bad", "warn", "fire", "good", "info", "none")  # the worst first; classes of the style sheet
+TONES = ("bad", "warn", "reproduce", "good", "info", "none")  # the worst first; classes of the style sheet
 # Colours of a terminal. Those that are unreadable on some background (yellow, cyan, blue, dim) are not used.
-STYLES = {"bad": "red", "warn": "magenta", "fire": "bold", "good": "green", "info": "", "none": ""}
+STYLES = {"bad": "red", "warn": "magenta", "reproduce": "bold", "good": "green", "info": "", "none": ""}
 
 
 @dataclass(frozen=True)
@@ -29,26 +29,26 @@ class Label:
 
 
 _LABELS = (
-    Label("FIX_HOLDS", "✔", "fix works", "good", "fixes work", "The failure occurs without this fix and not with it."),
-    Label("HEALTHY", "✔", "passed", "good", meaning="The control trains and agrees with a single process."),
-    Label("FIX_BROKEN", "✖", "not fixed", "bad", meaning="The same failure occurs with this arm."),
-    Label("FIX_HARMFUL", "‼", "fix breaks it", "bad", "fixes break it", "It works without this fix and fails with it."),
-    Label("UNHEALTHY", "✖", "failed", "bad", meaning="The control does not train as a single process does."),
-    Label("FIX_UNMASKS", "↷", "different failure", "warn", "different failures",
+    Label("FIXED", "✔", "fix works", "good", "fixes work", "The failure occurs without this fix and not with it."),
+    Label("PASSED", "✔", "passed", "good", meaning="The control trains and agrees with a single process."),
+    Label("NOT_FIXED", "✖", "not fixed", "bad", meaning="The same failure occurs with this variant."),
+    Label("FIX_BREAKS", "‼", "fix breaks it", "bad", "fixes break it", "It works without this fix and fails with it."),
+    Label("FAILED", "✖", "failed", "bad", meaning="The control does not train as a single process does."),
+    Label("DIFFERENT_FAILURE", "↷", "different failure", "warn", "different failures",
           "This failure does not occur, another one does."),
-    Label("CHANGED", "≠", "unexpected error", "warn", "unexpected errors",
+    Label("SIGNATURE_MISMATCH", "≠", "unexpected error", "warn", "unexpected errors",
           "It fails, but not with the known error."),
     Label("FLAKY", "≈", "flaky", "warn", meaning="Attempts disagree."),
     Label("INCONCLUSIVE", "?", "inconclusive", "none",
           meaning="No answer: infrastructure, an unknown hang, or skipped. The reason is given."),
-    Label("NOT_FIRING", "○", "not reproduced", "info", meaning="The failure does not occur here."),
-    Label("UPSTREAM_FIXED", "◆", "fixed upstream", "info",
+    Label("NOT_REPRODUCED", "○", "not reproduced", "info", meaning="The failure does not occur here."),
+    Label("FIXED_UPSTREAM", "◆", "fixed upstream", "info",
           meaning="The failure does not occur here; it did in an older stored measurement."),
-    Label("fires", "●", "reproduces", "fire", "reproduce", "The known failure occurs."),
-    Label("clean", "◌", "passed", "info", meaning="Every check passed."),
-    Label("other_error", "△", "other failure", "warn", "other failures", "It fails, but not with the known error."),
+    Label("reproduced", "●", "reproduces", "reproduce", "reproduce", "The known failure occurs."),
+    Label("passed", "◌", "passed", "info", meaning="Every check passed."),
+    Label("other_failure", "△", "other failure", "warn", "other failures", "It fails, but not with the known error."),
     Label("hang", "⧖", "hang", "warn", "hangs"),
-    Label("infra", "?", "infrastructure error", "none", "infrastructure errors"),
+    Label("infra_error", "?", "infrastructure error", "none", "infrastructure errors"),
     Label("skipped", "–", "not measured", "none"),
     Label("absent", "", "no such cell in that run", "none"),
     Label("upheld", "✔", "supported", "good"),
@@ -56,11 +56,11 @@ _LABELS = (
     Label("conditional", "◐", "mixed", "warn"),
     Label("untested", "–", "untested", "none"),
     Label("unexpected", "!", "differs from expectation", "bad", "differ from expectation"),
-    Label("differs from cpu", "!", "differs from CPU", "warn", "differ from CPU"),
+    Label("differs_from_cpu", "!", "differs from CPU", "warn", "differ from CPU"),
     Label("muted", "⊘", "quarantined", "info"),
-    Label("unset", "+", "no expectation yet", "info"),
+    Label("no_expectation", "+", "no expectation yet", "info"),
     Label("expected", "=", "as expected", "good"),
-    Label("as predicted", "=", "as on CPU", "good"),
+    Label("matches_cpu", "=", "as on CPU", "good"),
 )  # fmt: skip
 LABELS = {label.name: label for label in _LABELS}
 VERDICTS = frozenset(label.name for label in _LABELS if label.name.isupper())

@@ -77,7 +77,7 @@ def _quarantined(rows: Sequence[Row], entries: Sequence[quarantine.Mute], expire
     for row in rows:
         own = by_cell.get(row.cell_id, [])
         expired += [entry.over() for entry in own if entry.until < today]
-        entry_ = next((e for e in own if e.until >= today and e.covers(row.cell_id, row.arm)), None)
+        entry_ = next((e for e in own if e.until >= today and e.covers(row.cell_id, row.variant)), None)
         if entry_ and row.state == "unexpected" and row.measured:
             text = f"{entry_.reason} ({entry_.owner}, until {entry_.until})"
             row = replace(row, state="muted", quarantine=text)

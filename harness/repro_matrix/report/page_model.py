@@ -15,21 +15,21 @@ from repro_matrix.report.labels import LABELS, TONES, Label, count_labels, label
 from repro_matrix.report.strips import History, ReleaseAxis, Run, history, parse_version, release_axes
 from repro_matrix.results.summary import Row
 
-ATTENTION = ("unexpected", "differs from cpu")
-MOST_LISTED = 60  # arms that the page's headline lists
+ATTENTION = ("unexpected", "differs_from_cpu")
+MOST_LISTED = 60  # variants that the page's headline lists
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """The arms of one cell on one stack and machine. ``source``: which of several results it comes from."""
+    """The variants of one cell on one stack and machine. ``source``: which of several results it comes from."""
 
     rows: tuple[Row, ...]
     source: str = ""
 
     @cached_property
     def row(self) -> Row:
-        """The first arm's row, for what all of them share."""
+        """The first variant's row, for what all of them share."""
         return self.rows[0]
 
     @cached_property
@@ -50,15 +50,15 @@ class Cell:
         return tuple(row_label(row) for row in self.rows)
 
     @cached_property
-    def arms(self) -> list[tuple[Row, Label]]:
+    def variants(self) -> list[tuple[Row, Label]]:
         return list(zip(self.rows, self.labels))
 
     @cached_property
     def groups(self) -> list[tuple[Label, list[str]]]:
-        """Names of arms by label, the worst first."""
+        """Names of variants by label, the worst first."""
         found: dict[Label, list[str]] = {}
-        for row, one in self.arms:
-            found.setdefault(one, []).append(row.arm)
+        for row, one in self.variants:
+            found.setdefault(one, []).append(row.variant)
         return sorted(found.items(), key=lambda item: TONES.index(item[0].tone))
 
     @cached_property
@@ -88,11 +88,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm that the compared results do not agree on. ``labels``: of each of the results, with the cell's anchor."""
+    """A variant that the compared results do not agree on. ``labels``: of each of the results, with the cell's
+    anchor."""
 
     case: str
     cell: str
-    arm: str
+    variant: str
     labels: tuple[tuple[Label, str] | None, ...]
 
 
@@ -106,7 +107,7 @@ class CaseView:
     status: str  # one sentence: what happens on the newest stack that was measured
     label: Label
     fixes: tuple[str, ...]  # that work in every cell of that stack
-    by_strategy: Mapping[str, list[tuple[Label, int]]]  # numbers of arms
+    by_strategy: Mapping[str, list[tuple[Label, int]]]  # numbers of variants
     axes: tuple[ReleaseAxis, ...]
     claims: tuple[ClaimRow, ...] = ()
     history: History | None = None
@@ -126,7 +127,7 @@ class CaseView:
 
 @dataclass(frozen=True)
 class Page:
-    """``listed``: what needs attention, as much as fits; ``more``: the rest. ``missing``: reason, arms, cases."""
+    """``listed``: what needs attention, as much as fits; ``more``: the rest. ``missing``: reason, variants, cases."""
 
     title: str
     created: str
@@ -135,7 +136,7 @@ class Page:
     notes: tuple[str, ...] = ()
     history: History | None = None
     differences: tuple[Difference, ...] = ()
-    same: int = 0  # arms on which the compared results agree
+    same: int = 0  # variants on which the compared results agree
     filters: Mapping[str, list[str]] = field(default_factory=dict)
 
     @cached_property
@@ -148,7 +149,7 @@ class Page:
 
     @cached_property
     def attention(self) -> list[tuple[Cell, Row]]:
-        """Arms that differ from their expectation, then those that differ from a CPU."""
+        """Variants that differ from their expectation, then those that differ from a CPU."""
         found = [(cell, row) for cell in self.cells for row in cell.attention]
         return sorted(found, key=lambda item: ATTENTION.index(str(item[1].state)))
 
@@ -162,11 +163,11 @@ class Page:
 
     @cached_property
     def new(self) -> int:
-        return sum(row.state == "unset" and bool(row.attempts) for row in self.rows)
+        return sum(row.state == "no_expectation" and bool(row.attempts) for row in self.rows)
 
     @cached_property
     def missing(self) -> list[tuple[str, int, list[str]]]:
-        """Why arms were not measured, how many, and of which cases."""
+        """Why variants were not measured, how many, and of which cases."""
         found: dict[str, list[str]] = {}
         for row in self.rows:
             if not row.attempts:
@@ -179,7 +180,7 @@ class Page:
 
 
 def row_label(row: Row) -> Label:
-    """Return how a row's verdict looks; of an arm without one, its outcome."""
+    """Return how a row's verdict looks; of a variant without one, its outcome."""
     if not row.attempts:
         return LABELS["skipped"]
     kinds = [name for name, _ in row.counts.most_common()]
@@ -253,25 +254,25 @@ def _status(cells: Sequence[Cell]) -> tuple[str, Label, tuple[str, ...]]:
     on = f" with {', '.join(names)}" if names else ""
     measured = [row for cell in cells for row in cell.rows if row.attempts]
     if cells[0].row.kind == "control":
-        passed = sum(row.verdict == "HEALTHY" for row in measured)
-        name = "skipped" if not measured else "HEALTHY" if passed == len(measured) else "UNHEALTHY"
+        passed = sum(row.verdict == "PASSED" for row in measured)
+        name = "skipped" if not measured else "PASSED" if passed == len(measured) else "FAILED"
         return f"{passed} of {len(measured)} cells pass{on}", LABELS[name], ()
-    broken = [row for row in measured if row.first]
+    unfixed = [row for row in measured if row.first]
     verdicts: dict[str, set[str | None]] = {}
     for row in measured:
         if not row.first:
-            verdicts.setdefault(row.arm, set()).add(row.verdict)
-    fixes = tuple(arm for arm, found in verdicts.items() if found == {"FIX_HOLDS"})
-    if not broken:
+            verdicts.setdefault(row.variant, set()).add(row.verdict)
+    fixes = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
+    if not unfixed:
         return f"not measured{on}", LABELS["skipped"], ()
-    reproduced = sum(row.counts.most_common(1)[0][0] == "fires" for row in broken)
+    reproduced = sum(row.counts.most_common(1)[0][0] == "reproduced" for row in unfixed)
     if not reproduced:
-        usual = Counter(map(row_label, broken)).most_common(1)[0][0]
-        if usual.name == "clean":
-            return f"does not occur{on}", LABELS["NOT_FIRING"], ()
+        usual = Counter(map(row_label, unfixed)).most_common(1)[0][0]
+        if usual.name == "passed":
+            return f"does not occur{on}", LABELS["NOT_REPRODUCED"], ()
         return f"does not occur ({usual.text}){on}", usual, ()
-    where = "" if reproduced == len(broken) else f" in {reproduced} of {len(broken)} cells"
-    return f"occurs{where}{on}; {len(fixes)} of {len(verdicts)} other arms work", LABELS["fires"], fixes
+    where = "" if reproduced == len(unfixed) else f" in {reproduced} of {len(unfixed)} cells"
+    return f"occurs{where}{on}; {len(fixes)} of {len(verdicts)} other variants work", LABELS["reproduced"], fixes
 
 
 def filters(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -293,16 +294,16 @@ def link(reference: str) -> tuple[str, str]:
 
 
 def _compare(cells: Sequence[Cell], sources: Sequence[str]) -> tuple[list[Difference], int]:
-    """Put the same arms of several results side by side; of each results the newest measurement counts."""
+    """Put the same variants of several results side by side; of each results the newest measurement counts."""
     found: dict[tuple[str, str, str], dict[str, tuple[Label, str]]] = {}
     for cell in sorted(cells, key=lambda cell: cell.row.started):
-        for row, one in cell.arms:
-            found.setdefault((row.case, " ".join(row.axes), row.arm), {})[cell.source] = (one, cell.id)
+        for row, one in cell.variants:
+            found.setdefault((row.case, " ".join(row.axes), row.variant), {})[cell.source] = (one, cell.id)
     differences, same = [], 0
-    for (case, axes, arm), by_source in found.items():
+    for (case, axes, variant), by_source in found.items():
         entries = tuple(by_source.get(source) for source in sources)
         if None not in entries and len({entry[0] for entry in entries if entry}) == 1:
             same += 1
         else:
-            differences.append(Difference(case, axes, arm, entries))
+            differences.append(Difference(case, axes, variant, entries))
     return sorted(differences, key=lambda one: None in one.labels), same

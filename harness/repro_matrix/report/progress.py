@@ -8,7 +8,7 @@ from typing import Any
 
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
-from repro_matrix.results.rows import arm_rows
+from repro_matrix.results.rows import variant_rows
 from repro_matrix.runner.engine import Event
 from repro_matrix.text import printable
 
@@ -76,7 +76,7 @@ class Progress:
         return max(0.0, self.expected_s - self.done_s) * pace
 
     def at_work(self) -> list[str]:
-        """A line per running attempt: device, age, cell and arm; the oldest first."""
+        """A line per running attempt: device, age, cell and variant; the oldest first."""
         now = time.monotonic()
         items = sorted(self.running.items(), key=lambda item: item[1][1])
         lines = [f"{device:>8} {now - since:4.0f}s  {what}" for (what, _), (device, since) in items[:SHOWN]]
@@ -88,7 +88,7 @@ class Progress:
         self.out.print(f"note: {text}", style="magenta", markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
-        what = (f"{event.plan.cell.key} {event.arm}" if event.plan else "", event.index)
+        what = (f"{event.plan.cell.key} {event.variant}" if event.plan else "", event.index)
         if event.kind == "cells":
             self.all_cells += 1
             self.total += event.attempts
@@ -112,8 +112,8 @@ class Progress:
             self.done_s += event.seconds
             if self.verbose and event.outcome is not None:
                 outcome = event.outcome
-                text = f"{event.arm}: {outcome['outcome']} in {event.wall_s:.1f}s  {outcome.get('reason') or ''}"
-                style = "bold" if outcome["outcome"] == "fires" else ""
+                text = f"{event.variant}: {outcome['outcome']} in {event.wall_s:.1f}s  {outcome.get('reason') or ''}"
+                style = "bold" if outcome["outcome"] == "reproduced" else ""
                 self.out.print(printable(text), style=style, markup=False, soft_wrap=True)
                 self._said = time.monotonic()
         elif event.kind == "cell":
@@ -126,7 +126,7 @@ class Progress:
                 self._say("; ".join([self.status(), *(" ".join(line.split()) for line in self.at_work())]))
 
     def _cell(self, plan: CellPlan | None, document: Document) -> None:
-        rows = arm_rows(document)
+        rows = variant_rows(document)
         for row in rows:
             if row["verdict"]:
                 self.verdicts[row["verdict"]] = self.verdicts.get(row["verdict"], 0) + 1
@@ -136,9 +136,9 @@ class Progress:
         if not any(row["attempts"] for row in rows):
             text = f"skipped: {first['reason']}"
         else:
-            broken = f"{first['arm']} {first['outcome']}" if first["arm"] == "broken" else ""
-            judged = ", ".join(f"{row['arm']} {row['verdict']}" for row in rows if row["verdict"])
-            text = "; ".join(filter(None, [broken, judged]))
+            unfixed = f"{first['variant']} {first['outcome']}" if first["variant"] == "unfixed" else ""
+            judged = ", ".join(f"{row['variant']} {row['verdict']}" for row in rows if row["verdict"])
+            text = "; ".join(filter(None, [unfixed, judged]))
         self._say(f"[{self.cells}/{self.all_cells}] {plan.cell.key}: {text}")
 
     def _say(self, text: str) -> None:

@@ -46,17 +46,17 @@ def totals(prepared: Session, summary: Summary, found: Sequence[Row]) -> dict[st
         "verdicts": rows.counts(found),
         "counts": rows.figures(found),
         "expected": dict(Counter(row["expected"] for row in found if row["expected"])),
-        "elsewhere": prepared.elsewhere,
+        "ambiguous_with": prepared.ambiguous_with,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
         "left_out": prepared.left_out,
     }
 
 
 def lines(
-    prepared: Session, summary: Summary, found: list[Row], expired: Sequence[str], every_arm: bool, width: int
+    prepared: Session, summary: Summary, found: list[Row], expired: Sequence[str], every_variant: bool, width: int
 ) -> Iterator[str]:
     """Yield the lines of a run. ``expired``: messages about quarantine entries whose day is over."""
-    if every_arm:
+    if every_variant:
         matrix_table(found)
     else:
         yield from summaries.lines(summary.documents, found, width)
@@ -71,7 +71,7 @@ def lines(
         f"({_per_attempt(summary):.2f} per attempt), {summary.wall_s:.0f} s"
     )
     first = prepared.profile.name
-    for why, count in prepared.elsewhere.items():
+    for why, count in prepared.ambiguous_with.items():
         texts.append(f"{counted(count, 'cell')} measured elsewhere than on {first}: {why}")
     if summary.not_started:
         limit = prepared.settings.time_limit

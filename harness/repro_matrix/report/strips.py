@@ -1,4 +1,4 @@
-"""Strips: the results of each arm over the releases of a package, and over the runs of a history. Pure."""
+"""Strips: the results of each variant over the releases of a package, and over the runs of a history. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from repro_matrix.report.page_model import Cell
 
 MOST_RUNS, MOST_STRIPS = 40, 200  # columns and rows of the history on the page
-NO_ANSWER = ("skipped", "absent", "infra", "INCONCLUSIVE")  # neither a change nor the end of one
+NO_ANSWER = ("skipped", "absent", "infra_error", "INCONCLUSIVE")  # neither a change nor the end of one
 
 
 def parse_version(text: str) -> Version:
@@ -41,10 +41,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class ReleaseStrip:
-    """One arm of one cell over an axis's columns. ``changes``: (last entry before, first entry after)."""
+    """One variant of one cell over an axis's columns. ``changes``: (last entry before, first entry after)."""
 
     cell: str
-    arm: str
+    variant: str
     entries: tuple[Entry | None, ...]
 
     @property
@@ -57,7 +57,7 @@ class ReleaseStrip:
 class ReleaseAxis:
     """Measurements that differ in the release of ``package`` only; "": whole stacks, which differ in several.
 
-    ``steady``: the number of arms that never change, whose strips are left out.
+    ``steady``: the number of variants that never change, whose strips are left out.
     """
 
     title: str
@@ -68,12 +68,12 @@ class ReleaseAxis:
 
     @property
     def changes(self) -> list[tuple[Entry, Entry, list[str]]]:
-        """Return each change with the arms that it is of."""
+        """Return each change with the variants that it is of."""
         found: dict[tuple[str, str, Label, Label], tuple[Entry, Entry, list[str]]] = {}
         for strip in self.strips:
             for before, after in strip.changes:
                 key = (before.column, after.column, before.label, after.label)
-                found.setdefault(key, (before, after, []))[2].append(strip.arm)
+                found.setdefault(key, (before, after, []))[2].append(strip.variant)
         return list(found.values())
 
 
@@ -124,13 +124,13 @@ def _axis(title: str, package: str, placed: Sequence[tuple[str, Cell]]) -> Relea
     index = {column: number for number, column in enumerate(columns)}
     found: dict[tuple[tuple[str, ...], str], list[Entry | None]] = {}
     for column, cell in placed:
-        for row, label in cell.arms:
-            entries = found.setdefault((row.axes, row.arm), [None] * len(columns))
+        for row, label in cell.variants:
+            entries = found.setdefault((row.axes, row.variant), [None] * len(columns))
             if label.name not in NO_ANSWER:
                 entries[index[column]] = Entry(label, cell.id, column)
     strips = [
-        ReleaseStrip(" ".join(axes), arm, tuple(entries))
-        for (axes, arm), entries in found.items()
+        ReleaseStrip(" ".join(axes), variant, tuple(entries))
+        for (axes, variant), entries in found.items()
         if sum(entry is not None for entry in entries) > 1
     ]
     changing = [strip for strip in strips if strip.changes]
@@ -142,7 +142,7 @@ def _axis(title: str, package: str, placed: Sequence[tuple[str, Cell]]) -> Relea
 
 @dataclass(frozen=True)
 class Answer:
-    """What an arm answered in a run. ``failures``: failure ids; ``disagreeing``: attempts, of ``attempts``, whose
+    """What a variant answered in a run. ``failures``: failure ids; ``disagreeing``: attempts, of ``attempts``, whose
     outcome is not the usual one."""
 
     name: str
@@ -151,25 +151,25 @@ class Answer:
     disagreeing: int = 0
 
 
-ArmKey = tuple[str, str, str, str, str]  # case, axes, hardware, stack, arm
+VariantKey = tuple[str, str, str, str, str]  # case, axes, hardware, stack, variant
 ABSENT = Answer("absent")
 
 
 @dataclass(frozen=True)
 class Run:
     name: str
-    answers: Mapping[ArmKey, Answer]
+    answers: Mapping[VariantKey, Answer]
 
 
 def run_of(name: str, cells: Iterable[Cell]) -> Run:
     """Return a run of a history from its cells."""
     answers = {}
     for cell in cells:
-        for row, label in cell.arms:
+        for row, label in cell.variants:
             counts = row.counts
             failures = tuple(sorted({failure for attempt in row.attempts for failure in attempt.failures}))
             usual = max(counts.values(), default=0)
-            key = (row.case, " ".join(row.axes), row.hardware.profile, row.stack.name, row.arm)
+            key = (row.case, " ".join(row.axes), row.hardware.profile, row.stack.name, row.variant)
             answers[key] = Answer(as_expected(label.name), failures, counts.total(), counts.total() - usual)
     return Run(name, answers)
 
@@ -180,14 +180,14 @@ def run_of_history(run: NightlyRun) -> Run:
     for row in run.rows:
         usual = max(row.kinds.values(), default=0)
         outcome = next((kind for kind, count in row.kinds.items() if count == usual), "skipped")
-        key = (row.case, " ".join(row.axes), row.hardware, row.stack, row.arm)
-        answers[key] = Answer(row.verdict or outcome, row.met, row.measured, row.measured - usual)
+        key = (row.case, " ".join(row.axes), row.hardware, row.stack, row.variant)
+        answers[key] = Answer(row.verdict or outcome, row.failure_ids, row.measured, row.measured - usual)
     return Run(run.run_id, answers)
 
 
 @dataclass(frozen=True)
 class HistoryStrip:
-    key: ArmKey
+    key: VariantKey
     answers: tuple[Answer, ...]
 
     @property
@@ -208,7 +208,7 @@ class HistoryStrip:
 
 @dataclass(frozen=True)
 class History:
-    """Runs, the oldest first, with a strip for each arm. ``steady``: the number of strips that were left out."""
+    """Runs, the oldest first, with a strip for each variant. ``steady``: the number of strips that were left out."""
 
     runs: tuple[str, ...]
     strips: tuple[HistoryStrip, ...]
@@ -218,14 +218,14 @@ class History:
         return replace(self, strips=tuple(strip for strip in self.strips if strip.key[0] == slug)[:MOST_STRIPS])
 
     def changed(self) -> History:
-        """Return the arms that changed or whose attempts disagreed, the latest change first."""
+        """Return the variants that changed or whose attempts disagreed, the latest change first."""
         changed = [strip for strip in self.strips if strip.last_change is not None or strip.disagreeing]
         changed.sort(key=lambda strip: -1 if strip.last_change is None else strip.last_change, reverse=True)
         return replace(self, strips=tuple(changed[:MOST_STRIPS]), steady=len(self.strips) - len(changed))
 
 
 def history(runs: Sequence[Run]) -> History:
-    """Return the newest runs with a strip for each arm that one of them has."""
+    """Return the newest runs with a strip for each variant that one of them has."""
     runs = runs[-MOST_RUNS:]
     keys = dict.fromkeys(key for run in reversed(runs) for key in run.answers)
     strips = tuple(HistoryStrip(key, tuple(run.answers.get(key, ABSENT) for run in runs)) for key in sorted(keys))

@@ -1,7 +1,7 @@
 """What a run of many cells says at its end, the important first: what differs, what is new, a line per case, what was
 not measured and why, and the exit code. Pure: documents and rows -> lines of at most ``WIDTH`` columns.
 
-Modelled on pytest's short summary: every arm of every cell is in the documents, and printed with ``--all``.
+Modelled on pytest's short summary: every variant of every cell is in the documents, and printed with ``--all``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ LOG_LINES = 4
 FEW = 16  # lines in which what is new is told cell by cell; of more, case by case
 # A verdict in a line that counts: one, several.
 WORDS = {
-    "FIX_HOLDS": ("fix holds", "fixes hold"), "FIX_BROKEN": ("fix broken", "fixes broken"),
-    "FIX_UNMASKS": ("unmasks another failure", "unmask another failure"), "FIX_HARMFUL": ("harmful", "harmful"),
-    "NOT_FIRING": ("does not fire", "do not fire"), "UPSTREAM_FIXED": ("fixed upstream", "fixed upstream"),
-    "CHANGED": ("fails otherwise", "fail otherwise"), "FLAKY": ("flaky", "flaky"),
-    "INCONCLUSIVE": ("inconclusive", "inconclusive"), "HEALTHY": ("healthy", "healthy"),
-    "UNHEALTHY": ("unhealthy", "unhealthy"),
-}  # fmt: skip
-ODD = {"unexpected": "DIFFERS from what is expected", "differs from cpu": "NEWS: differs from what a CPU showed"}
+    "FIXED": ("fix holds", "fixes hold"),
+    "NOT_FIXED": ("fix broken", "fixes broken"),
+    "DIFFERENT_FAILURE": ("unmasks another failure", "unmask another failure"),
+    "FIX_BREAKS": ("harmful", "harmful"),
+    "NOT_REPRODUCED": ("does not reproduce", "do not reproduce"),
+    "FIXED_UPSTREAM": ("fixed upstream", "fixed upstream"),
+    "SIGNATURE_MISMATCH": ("fails otherwise", "fail otherwise"),
+    "FLAKY": ("flaky", "flaky"),
+    "INCONCLUSIVE": ("inconclusive", "inconclusive"),
+    "PASSED": ("healthy", "healthy"),
+    "FAILED": ("unhealthy", "unhealthy"),
+}
+ODD = {"unexpected": "DIFFERS from what is expected", "differs_from_cpu": "NEWS: differs from what a CPU showed"}
 
 
 def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
@@ -39,20 +44,22 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
     for kind, title in ODD.items():
         found = [row for row in rows if row["expected"] == kind]
         if found:
-            yield from _title(f"{title}: {_arms(len(found))}", width)
+            yield from _title(f"{title}: {_variants(len(found))}", width)
             for same in _alike(found):
-                yield from _detail(same, known.get((same[0]["where"], same[0]["stack"])), width)
+                yield from _detail(same, known.get((same[0]["params"], same[0]["stack"])), width)
     muted = [row for row in rows if row["expected"] == "muted"]
     if muted:
-        yield from _title(f"MUTED, known and owned (`repro mute`): {_arms(len(muted))}", width)
+        yield from _title(f"MUTED, known and owned (`repro mute`): {_variants(len(muted))}", width)
         for row in muted:
             by = row["muted"] or {}
-            where = f"{row['case']} {row['model']}/{row['strategy']}, arm {row['arm']}"
+            where = f"{row['case']} {row['model']}/{row['strategy']}, variant {row['variant']}"
             told = f"{row['verdict']}: {by.get('reason')} ({by.get('owner')}, until {by.get('until')})"
-            yield from wrap(f"{where}: expected {row['expectation'] or 'HEALTHY'}, measured {told}", "  ", 4, width)
+            yield from wrap(f"{where}: expected {row['expectation'] or 'PASSED'}, measured {told}", "  ", 4, width)
     judged_by_nobody = alone.unshown(documents)
     if judged_by_nobody:
-        told = f"ANOTHER FAILURE THAN THE KNOWN ONE, of {counted(len(judged_by_nobody), 'broken arm')} measured alone"
+        told = (
+            f"ANOTHER FAILURE THAN THE KNOWN ONE, of {counted(len(judged_by_nobody), 'unfixed variant')} measured alone"
+        )
         yield from _title(f"{told} (compared with what is expected where a fix is measured beside it)", width)
         for document, made in judged_by_nobody:
             yield from wrap(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
@@ -64,11 +71,13 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
             yield from wrap(f"{where_of(document)}: {made['outcome']['reason']}", "  ", 4, width)
     silent = [row for row in rows if _no_answer(row)]
     if silent:
-        yield from _title(f"NO ANSWER: {_arms(len(silent))}", width)
+        yield from _title(f"NO ANSWER: {_variants(len(silent))}", width)
         yield from _reasons(silent, width)
-    new = [r for r in rows if r["expected"] == "unset" and r["attempts"] and r["verdict"] and not _no_answer(r)]
+    new = [
+        r for r in rows if r["expected"] == "no_expectation" and r["attempts"] and r["verdict"] and not _no_answer(r)
+    ]
     if new:
-        yield from _title(f"NEW, nothing is expected of them yet: {_arms(len(new))}", width)
+        yield from _title(f"NEW, nothing is expected of them yet: {_variants(len(new))}", width)
     measured = [row for row in rows if row["attempts"]]
     listed = list(_listed(new, width))
     wholly = _wholly_new(new, measured) if len(listed) > FEW else set()
@@ -78,7 +87,7 @@ def lines(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH
         yield from _cases(measured, wholly, width)
     missing = [row for row in rows if not row["attempts"] and row["reason"]]
     if missing:
-        yield from _title(f"NOT MEASURED: {_arms(len(missing))}", width)
+        yield from _title(f"NOT MEASURED: {_variants(len(missing))}", width)
         yield from _reasons(missing, width)
 
 
@@ -89,8 +98,8 @@ def _title(text: str, width: int) -> Iterator[str]:
 
 def _no_answer(row: Row) -> bool:
     """Nothing of it can be new or known: what came in between is what the person in front must read."""
-    said = row["infra"] or row["verdict"] == "INCONCLUSIVE"
-    return bool(row["attempts"] and said and row["expected"] in (None, "unset"))
+    said = row["infra_error"] or row["verdict"] == "INCONCLUSIVE"
+    return bool(row["attempts"] and said and row["expected"] in (None, "no_expectation"))
 
 
 def left_out(texts: Sequence[str], width: int = WIDTH) -> Iterator[str]:
@@ -103,34 +112,34 @@ def left_out(texts: Sequence[str], width: int = WIDTH) -> Iterator[str]:
         yield ""
 
 
-def _arms(count: int) -> str:
-    return counted(count, "arm")
+def _variants(count: int) -> str:
+    return counted(count, "variant")
 
 
 def _alike(rows: Iterable[Row]) -> list[list[Row]]:
-    """Arms of a cell that differ for the same reason, mostly that their broken arm does, are told once."""
+    """Variants of a cell that differ for the same reason, mostly that their unfixed variant does, are told once."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[key] for key in ("case", "where", "stack", "verdict", "reason")), []).append(row)
+        found.setdefault(tuple(row[key] for key in ("case", "params", "stack", "verdict", "reason")), []).append(row)
     return list(found.values())
 
 
 def _detail(same: Sequence[Row], document: Document | None, width: int) -> Iterator[str]:
-    row, arms = same[0], [each["arm"] for each in same]
-    about = f"{row['case']} {row['model']}/{row['strategy']}, arm{'s' * (len(arms) > 1)} {', '.join(arms)}"
+    row, variants = same[0], [each["variant"] for each in same]
+    about = f"{row['case']} {row['model']}/{row['strategy']}, variant{'s' * (len(variants) > 1)} {', '.join(variants)}"
     yield from wrap(about, "  ", 4, width)
     wanted: dict[str | None, list[str]] = {}
     for each in same:
-        wanted.setdefault(each["expectation"], []).append(each["arm"])
+        wanted.setdefault(each["expectation"], []).append(each["variant"])
     told = ", ".join(
         (f"expected {name}" if name else "a control must be healthy")
         + (f" ({', '.join(of)})" if len(wanted) > 1 else "")
         for name, of in wanted.items()
     )
     yield from wrap(f"{told}, measured {row['verdict']}: {row['reason']}", "    ", 3, width)
-    for line in _log(row["arm"], document):
+    for line in _log(row["variant"], document):
         yield _cut(f"    | {line}", width)
-    yield from _command(again({**row, "arm": ",".join(arms)}), width)
+    yield from _command(again({**row, "variant": ",".join(variants)}), width)
 
 
 def _command(told: str, width: int) -> Iterator[str]:
@@ -144,11 +153,11 @@ def _command(told: str, width: int) -> Iterator[str]:
     yield line
 
 
-def _log(arm: str, document: Document | None) -> list[str]:
+def _log(variant: str, document: Document | None) -> list[str]:
     """The last lines that the first failing rank printed; its own words, where a traceback was."""
-    for attempt in document["arms"][arm]["attempts"] if document else ():
+    for attempt in document["variants"][variant]["attempts"] if document else ():
         outcome, ranks = attempt["outcome"], attempt["observation"]["ranks"]
-        if outcome["outcome"] == "clean" or not ranks:
+        if outcome["outcome"] == "passed" or not ranks:
             continue
         first = outcome["primary"]["rank"] if outcome["primary"] else None
         rank = next((rank for rank in ranks if rank["rank"] == first), ranks[0])
@@ -158,14 +167,16 @@ def _log(arm: str, document: Document | None) -> list[str]:
 
 
 def _listed(rows: Iterable[Row], width: int) -> Iterator[str]:
-    """Each case and cell in a line: its arms and their verdicts."""
+    """Each case and cell in a line: its variants and their verdicts."""
     grouped: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
-        cell = " ".join([f"{row['model']}/{row['strategy']}", *row["variant"]])
-        grouped.setdefault((row["case"], cell), {}).setdefault(row["verdict"], []).append(row["arm"])
+        cell = " ".join([f"{row['model']}/{row['strategy']}", *row["overrides"]])
+        grouped.setdefault((row["case"], cell), {}).setdefault(row["verdict"], []).append(row["variant"])
     same: dict[str, list[tuple[str, str]]] = {}
     for where, verdicts in grouped.items():
-        same.setdefault("; ".join(f"{name}: {', '.join(arms)}" for name, arms in verdicts.items()), []).append(where)
+        same.setdefault("; ".join(f"{name}: {', '.join(variants)}" for name, variants in verdicts.items()), []).append(
+            where
+        )
     for told, places in same.items():
         first = places[0][0]
         cells = ", ".join(cell for case, cell in places if case == first)
@@ -180,9 +191,10 @@ def _wholly_new(new: Iterable[Row], measured: Iterable[Row]) -> set[str]:
 
 
 def _new_by_case(new: Iterable[Row], wholly: set[str], width: int) -> Iterator[str]:
-    """A catalogue that was never measured here is not told arm by arm: its cases' own lines count its verdicts."""
+    """A catalogue that was never measured here is not told variant by variant: its cases' own lines count its
+    verdicts."""
     if wholly:
-        told = f"all of {counted(len(wholly), 'case')}, marked + below; `--all` prints every arm"
+        told = f"all of {counted(len(wholly), 'case')}, marked + below; `--all` prints every variant"
         yield from wrap(told, "  ", 4, width)
     by_case: dict[str, list[Row]] = {}
     for row in new:
@@ -191,7 +203,7 @@ def _new_by_case(new: Iterable[Row], wholly: set[str], width: int) -> Iterator[s
         if case not in wholly:
             found = Counter(row["verdict"] for row in own)
             seen = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
-            cells = counted(len({row["where"] for row in own}), "cell")
+            cells = counted(len({row["params"] for row in own}), "cell")
             yield from wrap(f"{case} in {cells}: {seen}", "  ", 4, width)
 
 
@@ -203,11 +215,13 @@ def _cases(rows: Sequence[Row], wholly: set[str], width: int) -> Iterator[str]:
     for name, own in by_case.items():
         found = Counter(row["verdict"] for row in own if row["verdict"])
         told = ", ".join(f"{count} {WORDS[verdict][count > 1]}" for verdict, count in found.most_common())
-        odd = sum(row["expected"] in ("unexpected", "differs from cpu") for row in own)
-        cells = len({row["where"] + row["stack"] + row["hardware"] for row in own})
+        odd = sum(row["expected"] in ("unexpected", "differs_from_cpu") for row in own)
+        cells = len({row["params"] + row["stack"] + row["hardware"] for row in own})
         first = [row["outcome"] for row in own if not row["verdict"]]
-        fires = Counter(first)
-        seen = ", ".join(f"{kind}" if count == len(first) else f"{kind} in {count}" for kind, count in fires.items())
+        reproduced = Counter(first)
+        seen = ", ".join(
+            f"{kind}" if count == len(first) else f"{kind} in {count}" for kind, count in reproduced.items()
+        )
         mark = "!" if odd else "+" if name in wholly else " "
         simulated = " [simulated]" if own[0]["simulated"] else ""
         count = counted(cells, "cell")
@@ -229,13 +243,14 @@ def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 4] + " ..."
 
 
-def ending(code: int, rows: Sequence[Row], otherwise: int = 0) -> str:
-    """The exit code and why, in a line. ``otherwise``: arms that answer otherwise than what they were compared with."""
+def ending(code: int, rows: Sequence[Row], outcome_without_warning: int = 0) -> str:
+    """The exit code and why, in a line. ``otherwise``: variants that answer otherwise than what they were compared
+    with."""
     odd = sum(row["expected"] == "unexpected" for row in rows)
     why = {
         0: "nothing unexpected",
-        1: f"{_arms(odd)} differ{'s' * (odd == 1)} from what is expected"
-        + (f"; {_arms(otherwise)} answer otherwise than before" if otherwise else ""),
+        1: f"{_variants(odd)} differ{'s' * (odd == 1)} from what is expected"
+        + (f"; {_variants(outcome_without_warning)} answer otherwise than before" if outcome_without_warning else ""),
         2: "a mute's day is over: see above, and `repro mute`",
         3: "less was measured than asked for: see above, and `repro doctor`",
     }.get(code, "")

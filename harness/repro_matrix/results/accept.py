@@ -2,8 +2,9 @@
 
 What is published backs something. An expectation: of a version map's releases that agree the first and the last are
 kept, and what lies between says the same. A range: what shows nothing stable ends its neighbours'. The signature, and
-``stack=known``: a stack that has a name, on which the first arm fires, is kept between two releases that say so, too,
-since it is what a run means by that name. A control that fails, of which nothing can be expected, is what says so.
+``stack=known``: a stack that has a name, on which the first variant reproduces, is kept between two releases that say
+so, too, since it is what a run means by that name. A control that fails, of which nothing can be expected, is what says
+so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.comparability import machine
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.grading.expectations import expected as expectation
-from repro_matrix.grading.root_cause import Met
+from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import Outcome, Verdict
 from repro_matrix.results.version_ranges import expectations, measured, runs, upstream
@@ -25,12 +26,12 @@ from repro_matrix.results.version_ranges import expectations, measured, runs, up
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """An arm whose verdict, or what it met, is not what was expected of it; ``old`` is empty where nothing was."""
+    """A variant whose verdict, or what it met, is not what was expected of it; ``old`` is empty where nothing was."""
 
     case: str
     where: str
     stack: str
-    arm: str
+    variant: str
     old: str
     new: str
 
@@ -68,8 +69,8 @@ def place(document: Document) -> str:
 
 def _replaced(now: Document, old: Document) -> bool:
     """The same cell of the same stack and releases, under another label: something else in it was built anew."""
-    alike = [(d["key"], d["hardware"]["profile"], d["stack"]["name"], upstream(d)) for d in (now, old)]
-    return alike[0] == alike[1] and place(now) != place(old) and old["arms"].keys() <= now["arms"].keys()
+    alike = [(d["cell_id"], d["hardware"]["profile"], d["stack"]["name"], upstream(d)) for d in (now, old)]
+    return alike[0] == alike[1] and place(now) != place(old) and old["variants"].keys() <= now["variants"].keys()
 
 
 def _case(found: Publication, case: Case, held: list[Document], given: list[Document], reason: str) -> None:
@@ -80,7 +81,9 @@ def _case(found: Publication, case: Case, held: list[Document], given: list[Docu
             before[place(document)] = document
     now = {place(document): document for document in given}
     for key in now.keys() & before.keys():
-        if now[key]["arms"].keys() < before[key]["arms"].keys():  # a version map leaves out arms on another stack
+        if (
+            now[key]["variants"].keys() < before[key]["variants"].keys()
+        ):  # a version map leaves out variants on another stack
             del now[key]
     found.changes += sorted(change for document in now.values() for change in _changes(case, document))
     for key in sorted(now):
@@ -106,10 +109,10 @@ def _case(found: Publication, case: Case, held: list[Document], given: list[Docu
 
 
 def _shows_it(document: Document) -> bool:
-    """Whether the known failure fires in it, or a control fails."""
-    first = next(iter(document["arms"].values()))
-    fires = any(attempt["outcome"]["outcome"] == "fires" for attempt in first["attempts"])
-    return fires or any(verdict["name"] == "UNHEALTHY" for verdict in document["verdicts"].values())
+    """Whether the known failure reproduces in it, or a control fails."""
+    first = next(iter(document["variants"].values()))
+    reproduced = any(attempt["outcome"]["outcome"] == "reproduced" for attempt in first["attempts"])
+    return reproduced or any(verdict["name"] == "FAILED" for verdict in document["verdicts"].values())
 
 
 def _in_order(at: str) -> list[str]:
@@ -118,39 +121,46 @@ def _in_order(at: str) -> list[str]:
 
 
 def _says_no_more(new: Document, old: Document) -> bool:
-    """The same arms, launched alike on the same machine, with the same outcomes: measuring again has told nothing."""
+    """The same variants, launched alike on the same machine, with the same outcomes: measuring again has told
+    nothing."""
     return machine(new) == machine(old) and _evidence(new) == _evidence(old)
 
 
 def _evidence(document: Document) -> Any:
-    arms = {}
-    for name, arm in document["arms"].items():
-        seen = [attempt["outcome"] for attempt in arm["attempts"]]
+    variants = {}
+    for name, variant in document["variants"].items():
+        seen = [attempt["outcome"] for attempt in variant["attempts"]]
         told = sorted(str((o["outcome"], _recognised(o), o.get("failed"))) for o in seen)
-        arms[name] = (arm.get("fingerprint"), bool(arm["skipped"]), told)
-    return arms, document["hardware"].get("facts"), {arm: _said(v) for arm, v in document["verdicts"].items()}
+        variants[name] = (variant.get("fingerprint"), bool(variant["skipped"]), told)
+    return (
+        variants,
+        document["hardware"].get("capabilities"),
+        {variant: _said(v) for variant, v in document["verdicts"].items()},
+    )
 
 
 def _recognised(outcome: Outcome) -> list[tuple[str, str]]:
-    return sorted((item["case"], item["signature"]) for item in outcome["recognised"])
+    return sorted((item["case"], item["signature"]) for item in outcome["recognized"])
 
 
 def _changes(case: Case, document: Document) -> Iterable[Change]:
     hardware, versions = document["hardware"], document["stack"]["versions"]
-    for arm, verdict in document["verdicts"].items():
+    for variant, verdict in document["verdicts"].items():
         if verdict["name"] == "INCONCLUSIVE":
             continue
-        entry = expectation(case, document["where"], arm, versions, hardware["profile"], hardware.get("facts", {}))
-        old = _worded(entry.verdicts[arm], entry.met_by(arm) or ()) if entry else ""
+        entry = expectation(
+            case, document["params"], variant, versions, hardware["profile"], hardware.get("capabilities", {})
+        )
+        old = _worded(entry.verdicts[variant], entry.failure_ids_of(variant) or ()) if entry else ""
         new = _said(verdict)
         if old != new:
-            yield Change(case.slug, document["where"], document["stack"]["name"], arm, old, new)
+            yield Change(case.slug, document["params"], document["stack"]["name"], variant, old, new)
 
 
 def _said(verdict: Verdict) -> str:
-    return _worded(verdict["name"], [str(Met(**item)) for item in verdict.get("met", ())])
+    return _worded(verdict["name"], [str(FailureId(**item)) for item in verdict.get("failure_ids", ())])
 
 
-def _worded(name: str, met: Iterable[str]) -> str:
-    told = ", ".join(sorted(met))
+def _worded(name: str, failure_ids: Iterable[str]) -> str:
+    told = ", ".join(sorted(failure_ids))
     return as_expected(name) + (f" ({told})" if told else "")

@@ -13,26 +13,26 @@ from repro_matrix.grading.comparability import machine
 from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.records.document import Cell
 
-ATTEMPTS = 3  # of each arm that ran; with fewer, what came out once or twice may be chance
+ATTEMPTS = 3  # of each variant that ran; with fewer, what came out once or twice may be chance
 # Verdicts that may as well be a mistake of the case, or of the machine: published only when they are named.
-SUSPICIOUS = ("CHANGED", "FIX_HARMFUL")
+SUSPICIOUS = ("SIGNATURE_MISMATCH", "FIX_BREAKS")
 
 
 class Refusal(NamedTuple):
-    """``arm``: "" where it is the whole cell that is refused."""
+    """``variant``: "" where it is the whole cell that is refused."""
 
     cell: str
-    arm: str
+    variant: str
     why: str
 
     def __str__(self) -> str:
-        return f"{self.cell}: " + (f"arm {self.arm}: " if self.arm else "") + self.why
+        return f"{self.cell}: " + (f"variant {self.variant}: " if self.variant else "") + self.why
 
 
 def refusals(documents: Iterable[Cell], named: Collection[str] = ()) -> list[Refusal]:
     """One per reason. ``named``: the suspicious verdicts that the user said are to be published."""
     documents = list(documents)
-    found = [Refusal(_where(d), arm, why) for d in documents for arm, why in _of_one(d, named)]
+    found = [Refusal(_where(d), variant, why) for d in documents for variant, why in _of_one(d, named)]
     return found + list(_machines(documents))
 
 
@@ -44,10 +44,10 @@ def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]
         yield "", "measured on a tree with changes that are not committed (commit, then measure again)"
     for note in document["stack"].get("changed", ())[:1]:
         yield "", f"measured in an environment that was changed after it was installed: {note}"
-    for name, arm in document["arms"].items():
-        counts = [attempt for attempt in arm["attempts"] if attempt["outcome"]["outcome"] not in NO_EVIDENCE]
+    for name, variant in document["variants"].items():
+        counts = [attempt for attempt in variant["attempts"] if attempt["outcome"]["outcome"] not in NO_EVIDENCE]
         counted = len(counts)
-        if not arm["skipped"] and counted < ATTEMPTS:
+        if not variant["skipped"] and counted < ATTEMPTS:
             made = f"{counted} attempt that counts" if counted == 1 else f"{counted} attempts that count"
             yield name, f"{made}; {ATTEMPTS} are the floor (repeat={ATTEMPTS})"
     for name, verdict in document["verdicts"].items():

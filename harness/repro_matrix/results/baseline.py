@@ -27,7 +27,7 @@ from repro_matrix.records.paths import LINES
 
 LEVEL = 19
 WAIT_S = 60  # for another `accept`
-_KEY = re.compile(rb'\{"key": ?"([^"\\]+)"')
+_KEY = re.compile(rb'\{"cell_id": ?"([^"\\]+)"')
 
 
 @lru_cache(maxsize=4)
@@ -57,8 +57,8 @@ def compress(lines: Iterable[bytes]) -> bytes:
 
 
 def to_line(document: Mapping[str, Any]) -> bytes:
-    plain = {key: value for key, value in document.items() if key not in ("key", "path")}
-    return json.dumps({"key": document["key"], **plain}, separators=(",", ":")).encode()
+    plain = {key: value for key, value in document.items() if key not in ("cell_id", "path")}
+    return json.dumps({"cell_id": document["cell_id"], **plain}, separators=(",", ":")).encode()
 
 
 def write(root: Path, written: Mapping[str, Document], dropped: Iterable[str]) -> None:

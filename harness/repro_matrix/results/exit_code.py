@@ -18,13 +18,14 @@ def exit_code(documents: Iterable[Document], min_measured: int, stopped_early: b
     verdicts = [verdict for document in documents for verdict in document["verdicts"].values()]
     if any(verdict.get("expected") == "unexpected" for verdict in verdicts):
         return DIFFERS
-    arms = [arm for document in documents for arm in document["arms"].values()]
-    lost = any(missed(arm["attempts"]) > 0 for arm in arms)
+    variants = [variant for document in documents for variant in document["variants"].values()]
+    lost = any(missed(variant["attempts"]) > 0 for variant in variants)
     # What could not be made here is no property of the stack: another try, or a compiler, would measure it.
-    lost = lost or any(skip["kind"] == "build" for arm in arms if (skip := arm.get("skip")))
+    lost = lost or any(skip["kind"] == "build" for variant in variants if (skip := variant.get("skip")))
     unseen = any(verdict.get("unseen") for verdict in verdicts)
     measured = sum(
-        any(arm["attempts"] for arm in document["arms"].values()) and document["complete"] for document in documents
+        any(variant["attempts"] for variant in document["variants"].values()) and document["complete"]
+        for document in documents
     )
     little = lost or unseen or stopped_early or measured < min_measured
     little = little or bool(alone.unshown(documents) or alike.failing(documents))
@@ -32,30 +33,31 @@ def exit_code(documents: Iterable[Document], min_measured: int, stopped_early: b
 
 
 def _unknown(documents: Iterable[Document]) -> bool:
-    """Of the arms measured on GPUs more than half have neither an expectation nor a prediction: green says nothing."""
+    """Of the variants measured on GPUs more than half have neither an expectation nor a prediction: green says
+    nothing."""
     said = [
-        verdict.get("expected", "unset")
+        verdict.get("expected", "no_expectation")
         for document in documents
         if document["hardware"]["accelerator"] != "cpu"
         for verdict in document["verdicts"].values()
         if verdict["measured"]
     ]
-    return 2 * said.count("unset") > len(said)
+    return 2 * said.count("no_expectation") > len(said)
 
 
 def missed(attempts: Sequence[Made]) -> int:
     """How many gave no answer, less those that were made once more for it (running/again.py)."""
-    infra = sum(attempt["outcome"]["outcome"] == "infra" for attempt in attempts)
-    return infra - sum(bool(attempt["observation"]["attempt"].get("again")) for attempt in attempts)
+    infra_error = sum(attempt["outcome"]["outcome"] == "infra_error" for attempt in attempts)
+    return infra_error - sum(bool(attempt["observation"]["attempt"].get("again")) for attempt in attempts)
 
 
 def bisect_exit(documents: Iterable[Document]) -> int:
-    """For `git bisect run`: 1 the known failure fires, 0 it does not, 125 this point says neither."""
+    """For `git bisect run`: 1 the known failure reproduces, 0 it does not, 125 this point says neither."""
     outcomes = [
         attempt["outcome"]["outcome"]
         for document in documents
-        for attempt in next(iter(document["arms"].values()))["attempts"]
+        for attempt in next(iter(document["variants"].values()))["attempts"]
     ]
-    if "fires" in outcomes:
+    if "reproduced" in outcomes:
         return 1
-    return 0 if outcomes and all(outcome == "clean" for outcome in outcomes) else 125
+    return 0 if outcomes and all(outcome == "passed" for outcome in outcomes) else 125

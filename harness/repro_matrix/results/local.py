@@ -44,10 +44,10 @@ def history(
     files that are no documents. ``published``: the baseline's, where they were read before."""
     found: dict[str, list[Document]] = {}
     for document in published or ():
-        found.setdefault(document.get("key", ""), []).append(document)
+        found.setdefault(document.get("cell_id", ""), []).append(document)
     for source in (*(map(Store, project.published()) if published is None else ()), *stores):
         for document in source.documents(history=True, cases=cases):
-            found.setdefault(document.get("key", ""), []).append(document)
+            found.setdefault(document.get("cell_id", ""), []).append(document)
         for text in source.damaged:
             say(text)
     return found

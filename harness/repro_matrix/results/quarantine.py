@@ -1,8 +1,8 @@
 """Differences that somebody has taken on: ``results/muted.yaml``, reviewed as any file. Pure but for reading it.
 
-A muted arm that differs from its expectation does not make a run red until its day; it is said in every summary, with
-its owner. Afterwards it counts as before, and the entry itself is an error. What could not be measured is never muted:
-a mute is about an answer.
+A muted variant that differs from its expectation does not make a run red until its day; it is said in every summary,
+with its owner. Afterwards it counts as before, and the entry itself is an error. What could not be measured is never
+muted: a mute is about an answer.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ LONGEST = timedelta(days=366)  # what is silent for longer is an expectation: `r
 
 
 class Mute(BaseModel):
-    """``cell``: case/model-strategy[-name=value...], as a document's key. ``arm``: None for all of its arms."""
+    """``cell``: case/model-strategy[-name=value...], as a document's key. ``variant``: None for all of its variants."""
 
     model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
     cell: str = Field(min_length=1)
-    arm: str | None = None
+    variant: str | None = None
     owner: str = Field(min_length=1)
     until: date
     reason: str = Field(min_length=1)
 
-    def covers(self, key: str, arm: str) -> bool:
-        return self.cell == key and self.arm in (None, arm)
+    def covers(self, key: str, variant: str) -> bool:
+        return self.cell == key and self.variant in (None, variant)
 
     def over(self) -> str:
         """What is said once its day is over."""
         return f"{file()}: its day is over: {self.told()}: mend it, renew or remove it"
 
     def told(self) -> str:
-        arm = f" arm {self.arm}" if self.arm else ""
-        return f"{self.cell}{arm}, {self.owner} until {self.until}: {self.reason}"
+        variant = f" variant {self.variant}" if self.variant else ""
+        return f"{self.cell}{variant}, {self.owner} until {self.until}: {self.reason}"
 
 
 class _File(BaseModel):
@@ -83,8 +83,8 @@ def read(path: Path | None = None) -> list[Mute]:
         raise describe_validation(error, _File, path) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or a day that no calendar has
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    counts = Counter((mute.cell, mute.arm) for mute in mutes)
-    twice = next((" arm ".join(filter(None, at)) for at, count in counts.items() if count > 1), None)
+    counts = Counter((mute.cell, mute.variant) for mute in mutes)
+    twice = next((" variant ".join(filter(None, at)) for at, count in counts.items() if count > 1), None)
     if twice:  # with two days: which of them is meant?
         raise ConfigError(f"{path}: {twice}: muted twice; one entry each")
     last = datetime.now(timezone.utc).date() + LONGEST
@@ -94,17 +94,17 @@ def read(path: Path | None = None) -> list[Mute]:
     return mutes
 
 
-def entry(cell: str, arm: str | None, owner: str, until: date, reason: str) -> Mute:
+def entry(cell: str, variant: str | None, owner: str, until: date, reason: str) -> Mute:
     """Raises ConfigError: nothing but spaces, say."""
     try:
-        return Mute(cell=cell, arm=arm, owner=owner, until=until, reason=reason)
+        return Mute(cell=cell, variant=variant, owner=owner, until=until, reason=reason)
     except ValidationError as error:
         raise describe_validation(error, Mute, cell) from None
 
 
 def check(mutes: Iterable[Mute], catalogue: Catalogue, where: str = "") -> None:
-    """Raise ConfigError for a cell or an arm that the catalogue does not have, with the nearest. ``where``: where they
-    are written (default: the file)."""
+    """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest. ``where``: where
+    they are written (default: the file)."""
     mutes, where = list(mutes), where or str(file())
     if not mutes:
         return
@@ -117,9 +117,9 @@ def check(mutes: Iterable[Mute], catalogue: Catalogue, where: str = "") -> None:
         )
         if case is None:
             raise ConfigError(f"{where}: no cell {mute.cell!r}{_near(mute.cell, _like(mute.cell, known))}")
-        arms = catalogue.cases[case].arms
-        if mute.arm is not None and mute.arm not in arms:
-            raise ConfigError(f"{where}: {mute.cell} has no arm {mute.arm!r}{nearest(mute.arm, arms)}")
+        variants = catalogue.cases[case].variants
+        if mute.variant is not None and mute.variant not in variants:
+            raise ConfigError(f"{where}: {mute.cell} has no variant {mute.variant!r}{nearest(mute.variant, variants)}")
 
 
 NEAR = 5  # cells that are named beside one that there is not
@@ -142,16 +142,17 @@ def _like(cell: str, known: Iterable[str]) -> list[str]:
 
 
 def applied(documents: Iterable[Document], mutes: Sequence[Mute], today: date) -> Applied:
-    """The documents; an arm that differs and is muted says ``muted`` there instead of ``unexpected``, and by whom."""
+    """The documents; a variant that differs and is muted says ``muted`` there instead of ``unexpected``, and by
+    whom."""
     found = Applied([])
     for document in documents:
-        key = document.get("key", "")
+        key = document.get("cell_id", "")
         own = [mute for mute in mutes if mute.cell == key]
         found.expired += [mute for mute in own if mute.until < today and mute not in found.expired]
         live = [mute for mute in own if mute.until >= today]
         verdicts = {
-            arm: _muted(said, next((mute for mute in live if mute.covers(key, arm)), None))
-            for arm, said in document["verdicts"].items()
+            variant: _muted(said, next((mute for mute in live if mute.covers(key, variant)), None))
+            for variant, said in document["verdicts"].items()
         }
         found.documents.append({**document, "verdicts": verdicts} if live else document)
     return found
@@ -166,6 +167,6 @@ def _muted(said: Verdict, mute: Mute | None) -> Verdict:
 
 def written(mutes: Iterable[Mute]) -> str:
     """The file's text, by cell."""
-    listed = sorted(mutes, key=lambda mute: (mute.cell, mute.arm or ""))
+    listed = sorted(mutes, key=lambda mute: (mute.cell, mute.variant or ""))
     items = [{k: v for k, v in mute.model_dump().items() if v is not None} for mute in listed]
     return HEAD + yaml.safe_dump({"muted": items}, sort_keys=False, allow_unicode=True, width=110)

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the tables of cells need no document
-    from repro_matrix.records.document import Arm, Cell, Made
+    from repro_matrix.records.document import Cell, Made, Variant
     from repro_matrix.records.outcome import Outcome, Verdict
 
 Row = dict[str, Any]
 
 # The order of attention: what differs from its expectation first, then what has none, then what is as expected.
-ATTENTION = {"unexpected": 0, "differs from cpu": 1, "unset": 2, "muted": 3, "as predicted": 4, "expected": 5}
+ATTENTION = {"unexpected": 0, "differs_from_cpu": 1, "no_expectation": 2, "muted": 3, "matches_cpu": 4, "expected": 5}
 
 
-def arm_rows(document: Cell) -> list[Row]:
-    """One row per arm of a cell's document, the first arm first."""
+def variant_rows(document: Cell) -> list[Row]:
+    """One row per variant of a cell's document, the first variant first."""
     axes = axes_of(document)
     cell = {
         "case": document["case"],
@@ -32,8 +32,8 @@ def arm_rows(document: Cell) -> list[Row]:
         "strategy": document["strategy"],
         "flags": document["flags"],
         "ranks": document["ranks"],
-        "variant": document["variant"],
-        "where": f"case={document['case']} {axes}",
+        "overrides": document["overrides"],
+        "params": f"case={document['case']} {axes}",
         "axes": axes,
         "stack": document["stack"]["name"],
         "hardware": document["hardware"]["profile"],
@@ -42,44 +42,46 @@ def arm_rows(document: Cell) -> list[Row]:
     return [
         {
             **cell,
-            **_arm_row(said.get(name), name, arm),
+            **_variant_row(said.get(name), name, variant),
             "document": document.get("path"),
-            "torchrun": _by_hand(arm),
+            "torchrun": _by_hand(variant),
         }
-        for name, arm in document["arms"].items()
+        for name, variant in document["variants"].items()
     ]
 
 
-def _arm_row(verdict: Verdict | None, name: str, arm: Arm) -> Row:
-    told: Mapping[str, Any] = verdict or {}  # a broken arm has none; ``muted`` is only ever shown (results/muted.py)
-    attempts = arm["attempts"]
+def _variant_row(verdict: Verdict | None, name: str, variant: Variant) -> Row:
+    told: Mapping[str, Any] = (
+        verdict or {}
+    )  # a unfixed variant has none; ``muted`` is only ever shown (results/muted.py)
+    attempts = variant["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     kinds = kinds_of(outcomes)
     walls = [attempt["observation"]["attempt"]["wall_s"] for attempt in attempts]
     return {
-        "arm": name,
+        "variant": name,
         "outcome": summary_of(outcomes) if outcomes else "skipped",
         "kinds": kinds,
-        "fires": sum(outcome["outcome"] == "fires" for outcome in outcomes),
-        "clean": sum(outcome["outcome"] == "clean" for outcome in outcomes),
+        "reproduced": sum(outcome["outcome"] == "reproduced" for outcome in outcomes),
+        "passed": sum(outcome["outcome"] == "passed" for outcome in outcomes),
         "attempts": len(outcomes),
         "verdict": told.get("name"),
-        "expected": verdict.get("expected", "unset") if verdict else None,
+        "expected": verdict.get("expected", "no_expectation") if verdict else None,
         "expectation": told.get("expectation"),
-        "infra": bool(told.get("infra")) or kinds[:1] == ["infra"],
-        "skip": arm.get("skip"),
-        "reason": arm["skipped"] or (verdict and _with_note(verdict)) or _reason(outcomes),
-        "error_at": error_at(arm["attempts"]),
+        "infra_error": bool(told.get("infra_error")) or kinds[:1] == ["infra_error"],
+        "skip": variant.get("skip"),
+        "reason": variant["skipped"] or (verdict and _with_note(verdict)) or _reason(outcomes),
+        "error_at": error_at(variant["attempts"]),
         "muted": told.get("muted"),
         "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
 
 
 def again(row: Mapping[str, Any]) -> str:
-    """The command that measures a row's arm again, to be pasted into a shell."""
+    """The command that measures a row's variant again, to be pasted into a shell."""
     words = re.split(r" (?=[\w.~+-]+=)", row["axes"])  # a flag's value may have spaces
     words += [f"stack={row['stack']}"] if row["stack"] != "current" else []
-    return shlex.join(["repro", "run", row["case"], *words, f"arms={row['arm']}"])
+    return shlex.join(["repro", "run", row["case"], *words, f"variants={row['variant']}"])
 
 
 def error_at(attempts: Iterable[Made]) -> str | None:
@@ -96,8 +98,8 @@ def error_at(attempts: Iterable[Made]) -> str | None:
     return None
 
 
-def _by_hand(arm: Arm) -> str | None:
-    return next((attempt["observation"]["attempt"].get("torchrun") for attempt in arm["attempts"]), None)
+def _by_hand(variant: Variant) -> str | None:
+    return next((attempt["observation"]["attempt"].get("torchrun") for attempt in variant["attempts"]), None)
 
 
 def where_of(document: Cell) -> str:
@@ -114,11 +116,11 @@ def words_of(document: Cell) -> tuple[str, ...]:
     """Each axis a word, as ``argv`` takes it: a flag's value may have spaces."""
     words = [f"model={document['model']}", f"strategy={document['strategy']}"]
     words += [f"flags.{name}={json.dumps(value)}" for name, value in document["flags"].items()]
-    return (*words, *document["variant"])
+    return (*words, *document["overrides"])
 
 
 def summary_of(outcomes: Iterable[Outcome]) -> str:
-    """``fires`` when all attempts agree, else ``fires 2/3, clean 1/3``."""
+    """``reproduces`` when all attempts agree, else ``reproduces 2/3, clean 1/3``."""
     outcomes = list(outcomes)
     names: list[str] = [outcome["outcome"] for outcome in outcomes]
     kinds = kinds_of(outcomes)
@@ -137,7 +139,7 @@ def kinds_of(outcomes: Iterable[Outcome]) -> list[str]:
 
 def _with_note(verdict: Verdict) -> str:
     """A verdict's reason, and what its name does not say of its expectation."""
-    note = verdict.get("met_note")
+    note = verdict.get("failure_note")
     return f"{verdict['reason']} [{note}]" if note else verdict["reason"]
 
 
@@ -146,29 +148,30 @@ def by_attention(rows: Iterable[Row]) -> list[Row]:
     rows = list(rows)
     worst: dict[str, int] = {}
     for row in rows:
-        differs, cell = min(ATTENTION.get(row["expected"], 9), ATTENTION["unset"]), _cell(row)
+        differs, cell = min(ATTENTION.get(row["expected"], 9), ATTENTION["no_expectation"]), _cell(row)
         worst[cell] = min(worst.get(cell, 9), differs)
     return sorted(rows, key=lambda row: worst[_cell(row)])
 
 
 def _cell(row: Row) -> str:
-    return f"{row['where']} {row['stack']} {row['hardware']}"
+    return f"{row['params']} {row['stack']} {row['hardware']}"
 
 
 def without_expectation(rows: Iterable[Row]) -> list[Row]:
-    """Measured arms with a verdict that nothing says anything about, neither an expectation nor a prediction."""
-    return [row for row in rows if row["attempts"] and row["verdict"] and row["expected"] == "unset"]
+    """Measured variants with a verdict that nothing says anything about, neither an expectation nor a prediction."""
+    return [row for row in rows if row["attempts"] and row["verdict"] and row["expected"] == "no_expectation"]
 
 
 def figures(rows: Iterable[Row]) -> dict[str, int]:
-    """What a run's last line counts, of arms: how many verdicts are simulated, and what differs, is muted or new."""
+    """What a run's last line counts, of variants: how many verdicts are simulated, and what differs, is muted or
+    new."""
     found = list(rows)
     of = Counter(row["expected"] for row in found)
     return {
         "simulated": sum(bool(row["simulated"]) for row in found if row["verdict"]),
         "unexpected": of["unexpected"],
         "muted": of["muted"],
-        "differs_from_cpu": of["differs from cpu"],
+        "differs_from_cpu": of["differs_from_cpu"],
         "without_expectation": len(without_expectation(found)),
     }
 
@@ -178,7 +181,7 @@ def _reason(outcomes: list[Outcome]) -> str:
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
-    """How many arms have which verdict (skipped ones as ``skipped``)."""
+    """How many variants have which verdict (skipped ones as ``skipped``)."""
     found: dict[str, int] = {}
     for row in rows:
         name = row["verdict"] or (None if row["attempts"] else "skipped")

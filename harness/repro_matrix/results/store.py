@@ -22,7 +22,7 @@ from repro_matrix.errors import ResultsError
 from repro_matrix.files import write_bytes as write_bytes
 from repro_matrix.files import write_text as write_text
 from repro_matrix.records import paths as place
-from repro_matrix.records import validate as doubt
+from repro_matrix.records import validate as validation_error
 from repro_matrix.records.document import Document
 from repro_matrix.results import baseline
 
@@ -97,7 +97,7 @@ class Store:
         older = self.read(path, replacing=True)
         if older is None or older["provenance"]["started"] == document["provenance"]["started"]:
             return
-        if any(arm.get("attempts") for arm in older["arms"].values()):
+        if any(variant.get("attempts") for variant in older["variants"].values()):
             stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
             kept = self.root / "history" / path.relative_to(self.root).with_suffix(f".{stamp}.json")
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -279,9 +279,9 @@ def _checked(held: Any) -> Document:
             raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
         if isinstance(schema, int) and schema < SCHEMA:
             raise ValueError(f"schema {schema}: older than any that this repro-matrix reads ({SCHEMA})")
-        if schema != SCHEMA or not isinstance(found["arms"], dict) or "started" not in found["provenance"]:
+        if schema != SCHEMA or not isinstance(found["variants"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
-        return doubt.cell(found)
+        return validation_error.cell(found)
     except KeyError as error:
         raise ValueError(f"not a cell document: it has no {error}") from None
     except (TypeError, AttributeError) as error:

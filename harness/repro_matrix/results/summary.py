@@ -1,4 +1,4 @@
-"""The summary of a results folder: one row per arm of a cell, with everything that a report or a comparison shows.
+"""The summary of a results folder: one row per variant of a cell, with everything that a report or a comparison shows.
 
 A run writes ``summary.jsonl`` beside its evidence, a line per row. ``load_rows`` reads it. A row is fresh while its
 evidence, the code of the grader and the definition of its case are those that it was made from; all other cells are
@@ -31,10 +31,10 @@ from repro_matrix.grading.expectations import comparison as compare_with_expecta
 from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.regrade import outcomes_of, verdicts_of, with_outcomes
-from repro_matrix.grading.root_cause import Met, failure_ids
+from repro_matrix.grading.root_cause import FailureId, failure_ids
 from repro_matrix.paths import PACKAGE
 from repro_matrix.records import paths
-from repro_matrix.records.document import Arm, Document, Made
+from repro_matrix.records.document import Document, Made, Variant
 from repro_matrix.records.observation import Observation, Rank
 from repro_matrix.records.outcome import Outcome as StoredOutcome
 from repro_matrix.results.rows import error_at, words_of
@@ -44,8 +44,8 @@ FILE = SUMMARY
 COMPRESSED = f"{FILE}.zst"  # of the baseline
 LOG, MESSAGE, FRAMES = 800, 600, 6  # characters of a log and of a message, and innermost frames, that a row keeps
 MOST_ERRORS, MOST_CHECKS, MOST_STACKS, MOST_FRAMES = 4, 24, 16, 60
-# The parts of an arm's settings that make it another measurement (grading/comparability.py); ``device`` and ``backend``
-# are left out, since a comparison of two machines is about those.
+# The parts of a variant's settings that make it another measurement (grading/comparability.py); ``device`` and
+# ``backend`` are left out, since a comparison of two machines is about those.
 PLAIN_SETTINGS = ("world_size", "tp_size", "steps", "seed")
 
 
@@ -72,7 +72,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that an arm changes against ``broken``; None: that side has no such setting."""
+    """A setting that a variant changes against ``broken``; None: that side has no such setting."""
 
     setting: str  # flags.call, strategy, world_size ...
     before: str | None
@@ -86,8 +86,8 @@ class Attempt:
     outcome: str
     reason: str
     failures: tuple[str, ...]
-    infra: str | None  # the kind of an attempt that is no evidence
-    otherwise: str | None  # its outcome without a failure that is only a remark in a log
+    infra_error: str | None  # the kind of an attempt that is no evidence
+    outcome_without_warning: str | None  # its outcome without a failure that is only a remark in a log
     finished: bool  # every rank completed its script
     again: bool  # this attempt repeats one that was no evidence
     started: float
@@ -112,7 +112,7 @@ class Check:
     actual: Any
     expected: Any
     tolerance: Any
-    looked_at: str
+    subject: str
     ranks: tuple[int, ...]
 
 
@@ -130,9 +130,9 @@ class RankError:
 
 @dataclass(frozen=True)
 class Row:
-    """One arm of one cell. Text from ranks is not sanitized: do that where it is shown.
+    """One variant of one cell. Text from ranks is not sanitized: do that where it is shown.
 
-    ``state`` is None for an arm without a verdict (``broken``); ``attempts`` is empty for a skipped arm.
+    ``state`` is None for a variant without a verdict (``broken``); ``attempts`` is empty for a skipped variant.
     """
 
     cell_id: str  # case/model-strategy...
@@ -160,12 +160,12 @@ class Row:
     run_command: str
     launcher: str
 
-    arm: str
+    variant: str
     help: str
-    arms: int  # of the cell: a summary that was cut off has fewer rows
-    first: bool  # the arm that the others are compared with: ``broken`` or ``control``
+    variants: int  # of the cell: a summary that was cut off has fewer rows
+    first: bool  # the variant that the others are compared with: ``broken`` or ``control``
     changes: tuple[Change, ...]
-    own_stack: str | None  # the stack of an arm that names one
+    own_stack: str | None  # the stack of a variant that names one
     settings: Mapping[str, Any]  # model, flags, strategy and plain values: what makes two measurements comparable
     fingerprint: str
     skipped: str | None
@@ -175,12 +175,12 @@ class Row:
 
     failure_text: str  # what failed, without what differs from run to run; "" where nothing did
     verdict: str | None
-    measured: bool  # an attempt counts; of an arm without a verdict: there is an attempt that is evidence
+    measured: bool  # an attempt counts; of a variant without a verdict: there is an attempt that is evidence
     no_evidence: bool  # what was launched is no evidence
     unseen: bool
     named_case: str | None
     interval: tuple[float, float] | None  # 95 % Wilson interval of the share of clean attempts
-    failures: tuple[Met, ...]  # of the verdict
+    failures: tuple[FailureId, ...]  # of the verdict
     reason: str
     state: str | None  # expected, unexpected, unset, as predicted, differs from cpu, muted
     expected_verdict: str | None
@@ -213,7 +213,7 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """``fires`` where all attempts agree, else ``fires 2/3, clean 1/3``; ``skipped``."""
+        """``reproduces`` where all attempts agree, else ``reproduces 2/3, clean 1/3``; ``skipped``."""
         counts, n = self.counts, len(self.attempts)
         if len(counts) <= 1:
             return next(iter(counts), "skipped")
@@ -233,9 +233,9 @@ class Row:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The arguments that measure this arm again."""
+        """The arguments that measure this variant again."""
         stack = () if self.stack.name == "current" else (f"stack={self.stack.name}",)
-        return ("repro", "run", self.case, *self.axes, *stack, f"arms={self.arm}")
+        return ("repro", "run", self.case, *self.axes, *stack, f"variants={self.variant}")
 
 
 _FORBID = ConfigDict(extra="forbid")
@@ -394,7 +394,7 @@ class _Current:
         if row.case not in self._case_hashes:
             self._case_hashes[row.case] = case_hash(row.case, self.cases)
         return (row.grader_hash, row.case_hash, len(rows)) == (
-            grader_hash(), self._case_hashes[row.case], row.arms,
+            grader_hash(), self._case_hashes[row.case], row.variants,
         )  # fmt: skip
 
 
@@ -457,7 +457,7 @@ def grade_cells(
         if case is not None:
             document = with_outcomes(document, outcomes_of(document, case, cases))
         where.append((path, document))
-        graded[document.get("key", "")].append(document)
+        graded[document.get("cell_id", "")].append(document)
     history = past_measurements(known)
     if where and folder.resolve() not in {root.resolve() for root in project.published()}:
         slugs = {document["case"] for _, document in where}
@@ -468,7 +468,7 @@ def grade_cells(
     found = {}
     states: dict[str, tuple[os.stat_result, str]] = {}
     for path, document in where:
-        case, key = cases.get(document["case"]), document.get("key", "")
+        case, key = cases.get(document["case"]), document.get("cell_id", "")
         if case is not None:
             older = [other for other in (*graded[key], *history.get(key, ())) if _on_other_stack(other, document)]
             document["verdicts"] = verdicts_of(document, case, older)
@@ -483,13 +483,13 @@ def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
     """Cell id -> what ``verdict.judge`` asks of measurements on other stacks."""
     found: dict[str, list[Document]] = defaultdict(list)
     for row in rows:
-        if row.arm != "broken":
+        if row.variant != "unfixed":
             continue
         stack, hardware = row.stack, row.hardware
         past: Any = {
             "stack": {"name": stack.name, "versions": stack.versions, "changed": list(stack.changed)},
-            "hardware": {"accelerator": hardware.accelerator, "facts": hardware.capabilities},
-            "arms": {"broken": {"settings": {**row.settings, **row.settings.get("plain", {})},
+            "hardware": {"accelerator": hardware.accelerator, "capabilities": hardware.capabilities},
+            "variants": {"unfixed": {"settings": {**row.settings, **row.settings.get("plain", {})},
                                 "attempts": [{"outcome": {"outcome": one.outcome}} for one in row.attempts]}},
         }  # fmt: skip
         found[row.cell_id].append(past)
@@ -509,12 +509,12 @@ def rows_of(
     state: os.stat_result | None = None,
     content_hash: str = "",
 ) -> list[Row]:
-    """Return a row per arm of a graded document, ``broken`` first."""
+    """Return a row per variant of a graded document, ``broken`` first."""
     stack, hardware, made = document["stack"], document["hardware"], document["provenance"]
-    first = next(iter(document["arms"].values()))
+    first = next(iter(document["variants"].values()))
     base = flatten(first["settings"])
     cell: dict[str, Any] = {
-        "cell_id": document.get("key") or document["case"],
+        "cell_id": document.get("cell_id") or document["case"],
         "case": document["case"],
         "title": document["title"],
         "kind": document["kind"],
@@ -524,19 +524,25 @@ def rows_of(
         "strategy": document["strategy"],
         "flags": document["flags"],
         "ranks": document["ranks"],
-        "overrides": tuple(document["variant"]),
+        "overrides": tuple(document["overrides"]),
         "scale": document["scale"],
         "weights": document["weights"],
-        "params": document.get("where") or f"{document['model']}/{document['strategy']}",
+        "params": document.get("params") or f"{document['model']}/{document['strategy']}",
         "axes": words_of(document),
         "stack": Stack(stack.get("label", ""), stack["name"], stack["versions"], tuple(stack.get("changed", ()))),
         "hardware": Hardware(
-            hardware["profile"], hardware["accelerator"], tuple(gpu["name"] for gpu in hardware["gpus"]),
-            hardware.get("facts", {}), hardware["cpu"], hardware["cores"], hardware["memory_gb"], hardware["driver"],
+            hardware["profile"],
+            hardware["accelerator"],
+            tuple(gpu["name"] for gpu in hardware["gpus"]),
+            hardware.get("capabilities", {}),
+            hardware["cpu"],
+            hardware["cores"],
+            hardware["memory_gb"],
+            hardware["driver"],
             hardware["os"],
         ),
         "complete": document["complete"],
-        "arms": len(document["arms"]),
+        "variants": len(document["variants"]),
         "started": made["started"],
         "ended": made["ended"],
         "commit": made["git_commit"],
@@ -549,58 +555,60 @@ def rows_of(
         "evidence_hash": content_hash,
         "grader_hash": grader_hash(),
         "case_hash": case_hash(document["case"], cases),
-    }  # fmt: skip
+    }
     rows = [
-        Row(**cell, **_arm(document, name, arm, base, case), first=arm is first)
-        for name, arm in document["arms"].items()
+        Row(**cell, **_variant(document, name, variant, base, case), first=variant is first)
+        for name, variant in document["variants"].items()
     ]
     return [compared(row, cases) for row in rows]
 
 
-def _arm(document: Document, name: str, arm: Arm, base: Mapping[str, Any], case: Case | None) -> dict[str, Any]:
+def _variant(
+    document: Document, name: str, variant: Variant, base: Mapping[str, Any], case: Case | None
+) -> dict[str, Any]:
     graded: Mapping[str, Any] = document["verdicts"].get(name) or {}
-    attempts = tuple(_attempt(document["case"], each) for each in arm["attempts"])
-    failed = next((each for each in arm["attempts"] if each["outcome"]["outcome"] != "clean"), None)
-    shown = failed or (arm["attempts"][0] if arm["attempts"] else None)
+    attempts = tuple(_attempt(document["case"], each) for each in variant["attempts"])
+    failed = next((each for each in variant["attempts"] if each["outcome"]["outcome"] != "passed"), None)
+    shown = failed or (variant["attempts"][0] if variant["attempts"] else None)
     seen = shown["observation"] if shown else None
-    skip = arm.get("skip")
+    skip = variant.get("skip")
     hung = shown is not None and (shown["outcome"]["outcome"] == "hang" or shown["observation"]["attempt"]["timed_out"])
-    known = case.arms.get(name) if case else None
-    own_stack = arm.get("stack")
-    changes = () if base is None or name == "broken" else differing(base, flatten(arm["settings"]))
+    known = case.variants.get(name) if case else None
+    own_stack = variant.get("stack")
+    changes = () if base is None or name == "unfixed" else differing(base, flatten(variant["settings"]))
     if own_stack and own_stack != document["stack"]["name"]:
         changes = (*changes, Change("stack", document["stack"]["name"], own_stack))
     evidence = any(each.outcome not in verdict.NO_EVIDENCE for each in attempts)
     return {
-        "arm": name,
+        "variant": name,
         "help": known.help if known else "",
         "changes": changes,
         "own_stack": own_stack if own_stack != document["stack"]["name"] else None,
-        "settings": _comparable(arm["settings"]),
-        "fingerprint": arm.get("fingerprint", ""),
-        "skipped": arm["skipped"],
+        "settings": _comparable(variant["settings"]),
+        "fingerprint": variant.get("fingerprint", ""),
+        "skipped": variant["skipped"],
         "skip_kind": skip["kind"] if skip else None,
         "skip_needs": tuple(skip["needs"]) if skip else (),
-        "torchrun": next((each["observation"]["attempt"].get("torchrun") for each in arm["attempts"]), None),
-        "failure_text": failure_text(document["case"], [each["outcome"] for each in arm["attempts"]]),
+        "torchrun": next((each["observation"]["attempt"].get("torchrun") for each in variant["attempts"]), None),
+        "failure_text": failure_text(document["case"], [each["outcome"] for each in variant["attempts"]]),
         "verdict": graded.get("name"),
         "measured": graded.get("measured", evidence),
-        "no_evidence": bool(graded.get("infra")) or (bool(attempts) and not evidence),
+        "no_evidence": bool(graded.get("infra_error")) or (bool(attempts) and not evidence),
         "unseen": bool(graded.get("unseen")),
         "named_case": graded.get("named_case"),
         "interval": tuple(graded["interval"]) if graded.get("interval") else None,
-        "failures": tuple(Met(**each) for each in graded.get("met", ())),
-        "reason": arm["skipped"] or graded.get("reason") or (attempts[0].reason if attempts else ""),
-        "state": graded.get("expected", "unset") if graded else None,
+        "failures": tuple(FailureId(**each) for each in graded.get("failure_ids", ())),
+        "reason": variant["skipped"] or graded.get("reason") or (attempts[0].reason if attempts else ""),
+        "state": graded.get("expected", "no_expectation") if graded else None,
         "expected_verdict": graded.get("expectation"),
-        "note": graded.get("met_note", ""),
+        "note": graded.get("failure_note", ""),
         "quarantine": None,
         "attempts": attempts,
         "checks": tuple(_checks(seen["ranks"])) if seen else (),
         "errors": tuple(_errors(seen["ranks"])) if seen and failed else (),
         "hang_reason": _hang_reason(seen) if hung and seen else "",
         "stacks": _stacks(seen["ranks"]) if hung and seen else {},
-        "error_at": error_at(arm["attempts"]),
+        "error_at": error_at(variant["attempts"]),
     }
 
 
@@ -609,11 +617,11 @@ def compared(row: Row, cases: Mapping[str, Case]) -> Row:
     case = cases.get(row.case)
     if row.verdict is None or case is None:
         return row
-    graded = verdict.Verdict(cast(Any, row.verdict), row.reason, measured=row.measured, met=row.failures)
+    graded = verdict.Verdict(cast(Any, row.verdict), row.reason, measured=row.measured, failure_ids=row.failures)
     more = compare_with_expectation(
-        case, row.params, row.arm, graded, row.stack.versions, row.hardware.profile, row.hardware.capabilities
+        case, row.params, row.variant, graded, row.stack.versions, row.hardware.profile, row.hardware.capabilities
     )
-    now = more["expected"], more["expectation"], more["met_note"]
+    now = more["expected"], more["expectation"], more["failure_note"]
     if now == (row.state, row.expected_verdict, row.note) and row.quarantine is None:
         return row
     return replace(row, state=now[0], expected_verdict=now[1], note=now[2], quarantine=None)
@@ -638,8 +646,8 @@ def _attempt(case: str, made: Made) -> Attempt:
         outcome=outcome["outcome"],
         reason=outcome["reason"],
         failures=tuple(failures) or (("hang",) if outcome["outcome"] == "hang" else ()),
-        infra=outcome.get("infra"),
-        otherwise=outcome.get("otherwise"),
+        infra_error=outcome.get("infra_error"),
+        outcome_without_warning=outcome.get("outcome_without_warning"),
         finished=bool(records) and all(record is not None and record["done"] for record in records),
         again=bool(launched.get("again")),
         started=launched["started"],
@@ -664,8 +672,8 @@ def _checks(ranks: Sequence[Rank]) -> Iterator[Check]:
         for check in record["checks"]:
             state = checks.evaluate(check, record.get("schema", 1), number(record.get("done_at"))).state
             one = Check(
-                check["name"], state, _short(check.get("got")), _short(check.get("want")),
-                _short(check.get("tolerance")), str(check.get("looked_at") or "")[:200], (),
+                check["name"], state, _short(check.get("actual")), _short(check.get("expected")),
+                _short(check.get("tolerance")), str(check.get("subject") or "")[:200], (),
             )  # fmt: skip
             found.setdefault(repr(one), (one, []))[1].append(rank["rank"])
     ordered = sorted(found.values(), key=lambda item: item[0].state == "passed")
@@ -704,8 +712,8 @@ def _errors(ranks: Sequence[Rank]) -> Iterator[RankError]:
 def _ended(rank: Rank) -> str:
     record = rank["record"] or NO_RECORD
     phase = f" in {record['phase']}" if record["phase"] and not record["done"] else ""
-    if rank["ended_by"] != "self":
-        return f"ended by the {rank['ended_by']}{phase}"
+    if rank["terminated_by"] != "self":
+        return f"ended by the {rank['terminated_by']}{phase}"
     if rank["signal"]:
         return f"died of {rank['signal']}{phase}"
     if rank["exit_code"] not in (0, None):
@@ -718,7 +726,7 @@ def _hang_reason(observation: Observation) -> str:
     if not hang:
         return ""
     limit = number(hang["limit_s"])
-    return hang["never_meet"] or (f"still running after {limit:.0f} s" if limit else "")
+    return hang["deadlock"] or (f"still running after {limit:.0f} s" if limit else "")
 
 
 def _stacks(ranks: Sequence[Rank]) -> dict[str, tuple[str, ...]]:
@@ -754,18 +762,18 @@ def comparable_text(message: str) -> str:
 
 def failure_text(case: str, outcomes: Sequence[StoredOutcome]) -> str:
     """Return the known failure's text where an attempt reproduced it, else the most frequent other failure's."""
-    fired = next((outcome for outcome in outcomes if outcome["outcome"] == "fires"), None)
+    fired = next((outcome for outcome in outcomes if outcome["outcome"] == "reproduced"), None)
     if fired is not None:
         return _known_failure_text(case, fired)
     hung = next((outcome for outcome in outcomes if outcome["outcome"] == "hang"), None)
     if hung is not None:
         return comparable_text(f"hang: {hung['reason']}")
-    others = Counter(_other_failure_text(case, each) for each in outcomes if each["outcome"] == "other_error")
+    others = Counter(_other_failure_text(case, each) for each in outcomes if each["outcome"] == "other_failure")
     return others.most_common(1)[0][0] if others else ""
 
 
 def _known_failure_text(case: str, outcome: StoredOutcome) -> str:
-    known = next((each for each in outcome["recognised"] if each["case"] == case), None)
+    known = next((each for each in outcome["recognized"] if each["case"] == case), None)
     primary = outcome["primary"]
     message = (known["message"] if known else "") or (primary["message"] if primary else "") or outcome["reason"]
     # Ranks report it with sizes of their own, and which of them was first is chance.
@@ -776,7 +784,7 @@ def _known_failure_text(case: str, outcome: StoredOutcome) -> str:
 
 
 def _other_failure_text(case: str, outcome: StoredOutcome) -> str:
-    others = [each for each in outcome["recognised"] if each["case"] != case and each["kind"] != "log"]
+    others = [each for each in outcome["recognized"] if each["case"] != case and each["kind"] != "log"]
     known = f" [{others[0]['case']}]" if others else ""
     primary = outcome["primary"]
     if primary is None:  # a check failed; its value differs from run to run, and which ranks failed it may
@@ -787,7 +795,7 @@ def _other_failure_text(case: str, outcome: StoredOutcome) -> str:
     return (f"{primary['type']}: {message}" if message else primary["type"]) + known
 
 
-# What an arm changes
+# What a variant changes
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -803,7 +811,7 @@ def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their dotted names, without what names an arm or says how it is graded."""
+    """Return settings by their dotted names, without what names a variant or says how it is graded."""
     found: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
@@ -814,7 +822,7 @@ def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value
 
     for key, value in settings.items():
-        if key not in ("arm", "case", "proof"):
+        if key not in ("variant", "case", "pass_criteria"):
             add(key, value)
     return found
 

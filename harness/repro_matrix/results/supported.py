@@ -11,7 +11,7 @@ from packaging.version import Version
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.root_cause import Met
+from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.records.document import Document
 from repro_matrix.results.version_ranges import release, upstream
 
@@ -24,11 +24,11 @@ def unbacked(case: Case, documents: Iterable[Document]) -> list[str]:
     """
     of_cell: dict[str, list[Document]] = {}
     for document in documents:
-        of_cell.setdefault(document.get("where", ""), []).append(document)
+        of_cell.setdefault(document.get("params", ""), []).append(document)
     found = []
     for entry in case.expect:
         seen: dict[str, list[Version]] = {}
-        for where, end in ((where, end) for where in entry.cells for end in entry.measured):
+        for where, end in ((where, end) for where in entry.cells for end in entry.measured_at):
             shown = f"{case.slug}: {where} on {entry.hardware} with {', '.join(f'{n} {v}' for n, v in end.items())}"
             alike = [d for d in of_cell.get(where, []) if _is_of(d, entry, end)]
             if not alike:
@@ -36,15 +36,15 @@ def unbacked(case: Case, documents: Iterable[Document]) -> list[str]:
             for document in alike:
                 for package, version in upstream(document).items():
                     seen.setdefault(package, []).append(version)
-            for arm, wanted in entry.verdicts.items():
-                listed = entry.met_by(arm)
-                said = {_said(document, arm, listed is not None) for document in alike}
+            for variant, wanted in entry.verdicts.items():
+                listed = entry.failure_ids_of(variant)
+                said = {_said(document, variant, listed is not None) for document in alike}
                 if alike and (as_expected(wanted), tuple(sorted(listed or ()))) not in said:
                     what, was = (
                         _told(as_expected(wanted), listed or ()),
                         " or ".join(_told(*one) for one in sorted(said)),
                     )
-                    found.append(f"{shown}: {arm} is expected to be {what}, and was measured as {was}")
+                    found.append(f"{shown}: {variant} is expected to be {what}, and was measured as {was}")
         for package, versions in seen.items():
             low, high = min(versions), max(versions)
             if _beyond(entry.versions.get(package), low, high):
@@ -69,22 +69,26 @@ def _beyond(specifier: str | None, low: Version, high: Version) -> bool:
     return Version(bounds[">="]) < first or top > beyond or (top == beyond and operator == "<=")
 
 
-def _said(document: Document, arm: str, met: bool) -> tuple[str, tuple[str, ...]]:
-    """An arm's verdict, and what it met, where that is asked for."""
-    verdict = document["verdicts"].get(arm)
-    items = tuple(sorted(str(Met(**item)) for item in verdict.get("met", ()))) if verdict and met else ()
+def _said(document: Document, variant: str, failure_ids: bool) -> tuple[str, tuple[str, ...]]:
+    """A variant's verdict, and what it met, where that is asked for."""
+    verdict = document["verdicts"].get(variant)
+    items = (
+        tuple(sorted(str(FailureId(**item)) for item in verdict.get("failure_ids", ())))
+        if verdict and failure_ids
+        else ()
+    )
     return as_expected(verdict["name"]) if verdict else "nothing", items
 
 
-def _told(name: str, met: Iterable[str]) -> str:
-    return f"{name} ({', '.join(met)})" if met else name
+def _told(name: str, failure_ids: Iterable[str]) -> str:
+    return f"{name} ({', '.join(failure_ids)})" if failure_ids else name
 
 
 def _is_of(document: Document, entry: Expectation, end: Mapping[str, str]) -> bool:
     have, hardware = document["stack"]["versions"], document["hardware"]
-    facts = hardware.get("facts", {})
+    facts = hardware.get("capabilities", {})
     same = hardware["profile"] == entry.hardware and all(
-        facts.get(name) == value for name, value in entry.facts.items()
+        facts.get(name) == value for name, value in entry.capabilities.items()
     )
     return same and all(have.get(name) is not None and _normal(have[name]) == v for name, v in end.items())
 

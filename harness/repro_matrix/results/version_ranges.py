@@ -19,13 +19,22 @@ from packaging.version import Version
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.packages import UPSTREAM
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.comparability import depends_on
+from repro_matrix.grading.comparability import depends_on_capabilities
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.root_cause import Met
+from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.records.document import Cell
 
 release = lru_cache(maxsize=4096)(Version)  # of all that is published there are a few hundred
-STABLE = ("FIX_HOLDS", "FIX_BROKEN", "FIX_UNMASKS", "NOT_FIRING", "UPSTREAM_FIXED", "FIX_HARMFUL", "CHANGED", "HEALTHY")
+STABLE = (
+    "FIXED",
+    "NOT_FIXED",
+    "DIFFERENT_FAILURE",
+    "NOT_REPRODUCED",
+    "FIXED_UPSTREAM",
+    "FIX_BREAKS",
+    "SIGNATURE_MISMATCH",
+    "PASSED",
+)
 
 
 @dataclass(frozen=True)
@@ -37,29 +46,36 @@ class Measured:
     hardware: str
     versions: Mapping[str, Version] = field(hash=False)  # of the ranged packages
     verdicts: Mapping[str, str] = field(hash=False)  # the stable ones
-    own_stack: bool = False  # of arms that name a stack of their own
-    met: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)  # of the verdicts that say it failed
-    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the machine, that these arms depend on
+    own_stack: bool = False  # of variants that name a stack of their own
+    failure_ids: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict, hash=False
+    )  # of the verdicts that say it failed
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the machine, that these variants depend on
 
     @property
     def answer(self) -> Any:
-        return sorted(self.verdicts.items()), sorted(self.met.items()), sorted(self.facts.items())
+        return sorted(self.verdicts.items()), sorted(self.failure_ids.items()), sorted(self.capabilities.items())
 
 
 def measured(case: Case, document: Cell, path: str) -> list[Measured]:
-    """What a document shows: of the arms that follow the stack, and apart from them of those that name their own, which
-    a version map leaves out."""
+    """What a document shows: of the variants that follow the stack, and apart from them of those that name their own,
+    which a version map leaves out."""
     versions = upstream(document)
-    verdicts = {arm: as_expected(v["name"]) for arm, v in document["verdicts"].items() if v["name"] in STABLE}
-    own = {arm: name for arm, name in verdicts.items() if arm in case.arms and case.arms[arm].stack}
-    following = {arm: name for arm, name in verdicts.items() if arm not in own}
-    met = {arm: tuple(str(Met(**item)) for item in document["verdicts"][arm].get("met", ())) for arm in verdicts}
-    where, hardware = document["where"], document["hardware"]["profile"]
-    said = document["hardware"].get("facts", {})
+    verdicts = {variant: as_expected(v["name"]) for variant, v in document["verdicts"].items() if v["name"] in STABLE}
+    own = {
+        variant: name for variant, name in verdicts.items() if variant in case.variants and case.variants[variant].stack
+    }
+    following = {variant: name for variant, name in verdicts.items() if variant not in own}
+    failure_ids = {
+        variant: tuple(str(FailureId(**item)) for item in document["verdicts"][variant].get("failure_ids", ()))
+        for variant in verdicts
+    }
+    where, hardware = document["params"], document["hardware"]["profile"]
+    said = document["hardware"].get("capabilities", {})
 
     def item(of: Mapping[str, str], own_stack: bool) -> Measured:
-        seen = {arm: met[arm] for arm in of if met[arm]}
-        decide = {fact for arm in of for fact in depends_on(case, arm)}
+        seen = {variant: failure_ids[variant] for variant in of if failure_ids[variant]}
+        decide = {fact for variant in of for fact in depends_on_capabilities(case, variant)}
         facts = {fact: value for fact, value in said.items() if fact in decide}
         return Measured(path, where, hardware, versions, of, own_stack, seen, facts)
 
@@ -73,8 +89,9 @@ def upstream(document: Cell) -> dict[str, Version]:
 
 
 def whole(case: Case, document: Cell) -> bool:
-    """All arms that follow the stack were measured, or skipped with a reason: not a search for one arm's answer."""
-    return all(arm in document["arms"] for arm, found in case.arms.items() if not found.stack)
+    """All variants that follow the stack were measured, or skipped with a reason: not a search for one variant's
+    answer."""
+    return all(variant in document["variants"] for variant, found in case.variants.items() if not found.stack)
 
 
 @dataclass(frozen=True)
@@ -131,9 +148,9 @@ def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectati
         alike = repr((first.answer, sorted(run.versions.items()), run.ends, first.hardware))
         entry = grouped.setdefault(
             alike,
-            {"verdicts": dict(first.verdicts), "met": _written(first.met), "cells": [],
-             "hardware": first.hardware, "facts": dict(first.facts), "versions": dict(run.versions),
-             "measured": run.ends, "reason": reason},
+            {"verdicts": dict(first.verdicts), "failure_ids": _written(first.failure_ids), "cells": [],
+             "hardware": first.hardware, "capabilities": dict(first.capabilities), "versions": dict(run.versions),
+             "measured_at": run.ends, "reason": reason},
         )  # fmt: skip
         entry["cells"].append(first.where)
     entries = [Expectation(**entry) for entry in grouped.values()]
@@ -141,15 +158,15 @@ def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectati
     return [entry.model_copy(update={"reason": reasons.get(_without_reason(entry), reason)}) for entry in entries]
 
 
-def _written(met: Mapping[str, tuple[str, ...]]) -> dict[str, str | list[str]]:
-    return {arm: list(listed) if len(listed) > 1 else listed[0] for arm, listed in met.items()}
+def _written(failure_ids: Mapping[str, tuple[str, ...]]) -> dict[str, str | list[str]]:
+    return {variant: list(listed) if len(listed) > 1 else listed[0] for variant, listed in failure_ids.items()}
 
 
 def _without_reason(entry: Expectation) -> str:
     """What an entry says of which measurements. What was met, and facts of the
     machine, came later than the verdicts, and are no other reason."""
-    plain = entry.model_dump(exclude={"reason", "met", "facts"})
-    plain["measured"] = [sorted(end.items()) for end in plain["measured"]]
+    plain = entry.model_dump(exclude={"reason", "failure_ids", "capabilities"})
+    plain["measured_at"] = [sorted(end.items()) for end in plain["measured_at"]]
     return repr([sorted(value.items()) if isinstance(value, dict) else value for value in plain.values()])
 
 

@@ -1,4 +1,4 @@
-"""From an arm's plan to one launched attempt and its observation."""
+"""From a variant's plan to one launched attempt and its observation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
 from repro_matrix.launch.command import CommandLauncher
 from repro_matrix.launch.device_errors import classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
-from repro_matrix.planning.plan import ArmPlan, CellPlan
-from repro_matrix.records.base import InfraKind
+from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.records.base import InfraErrorKind
 from repro_matrix.records.observation import Observation, Settings
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 
@@ -51,7 +51,7 @@ class Attempts:
     run_dir: Path
     keep: bool
 
-    def run(self, plan: ArmPlan, gpus: Sequence[str], stop: threading.Event) -> EndedAttempt:
+    def run(self, plan: VariantPlan, gpus: Sequence[str], stop: threading.Event) -> EndedAttempt:
         """Launch once on locked ``gpus`` and release them. Never raises: a fault of the harness is an infra one."""
         began = time.monotonic()
         try:
@@ -73,14 +73,15 @@ class Attempts:
 
 
 def recipe(
-    catalogue: Catalogue, plan: ArmPlan, stack: Stack | None, run_dir: Path, gpus: Sequence[str] = ()
+    catalogue: Catalogue, plan: VariantPlan, stack: Stack | None, run_dir: Path, gpus: Sequence[str] = ()
 ) -> Attempt:
-    """How an arm is launched: by a run, and in the line that does the same by hand (`repro show`, and every document).
+    """How a variant is launched: by a run, and in the line that does the same by hand (`repro show`, and every
+    document).
     ``stack``: None where it is not here."""
     case = catalogue.cases[plan.cell.case]
     script = catalogue.script(case)
     identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
-    teardown = "launch.teardown: how the process ends is tested" if case.launch.teardown else None
+    normal_exit = "launch.teardown: how the process ends is tested" if case.launch.normal_exit else None
     command = None
     if isinstance(case, AdhocCase):
         number = (case.metric.pattern, case.metric.name) if case.metric else ("", "")
@@ -98,11 +99,11 @@ def recipe(
         python=stack.python if stack else "python",
         world_size=plan.world_size,
         deadline_s=plan.deadline,
-        env={**env, **case.arms[plan.arm].env},
+        env={**env, **case.variants[plan.variant].env},
         gpus=tuple(gpus),
         imports=() if command else imports_of(catalogue, case, plan),
         overlay=stack.path if stack else (),
-        cold=case.launch.cold or teardown,
+        cold=case.launch.cold_start_reason or normal_exit,
         stack_cache=cache_dir() / "stack-caches" / stack.key if stack and not command else None,
         command=command,
         by_hand=case.title if command else None,
@@ -124,8 +125,8 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
     return found
 
 
-def imports_of(catalogue: Catalogue, case: Case, plan: ArmPlan) -> tuple[str, ...]:
-    """What the case's script imports, and what its arm's strategy brings (deepspeed)."""
+def imports_of(catalogue: Catalogue, case: Case, plan: VariantPlan) -> tuple[str, ...]:
+    """What the case's script imports, and what its variant's strategy brings (deepspeed)."""
     strategy = catalogue.strategies[plan.settings["strategy"]["slug"]]
     brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
     if "accelerate" in case.launch.imports:
@@ -133,11 +134,11 @@ def imports_of(catalogue: Catalogue, case: Case, plan: ArmPlan) -> tuple[str, ..
     return tuple(dict.fromkeys([*case.launch.imports, *sorted(brought)]))
 
 
-def arm_of(plan: CellPlan, name: str) -> ArmPlan:
-    return next(arm for arm in plan.arms if arm.arm == name)
+def variant_of(plan: CellPlan, name: str) -> VariantPlan:
+    return next(variant for variant in plan.variants if variant.variant == name)
 
 
-def fault(plan: ArmPlan, kind: InfraKind, message: str) -> Observation:
+def fault(plan: VariantPlan, kind: InfraErrorKind, message: str) -> Observation:
     """The observation of an attempt that could not be made, by no fault of what was to be measured."""
     now = time.time()
     return {
@@ -145,10 +146,10 @@ def fault(plan: ArmPlan, kind: InfraKind, message: str) -> Observation:
         "attempt": {
             "id": "none", "launcher": "none", "command": [], "torchrun": "", "backend": plan.settings["backend"],
             "world_size": plan.world_size, "started": now, "ended": now, "wall_s": 0.0, "cpu_s": 0.0,
-            "deadline_s": plan.deadline, "timed_out": False, "interrupted": False, "leftover": [],
+            "deadline_s": plan.deadline, "timed_out": False, "interrupted": False, "leaked_processes": [],
             "seed": plan.settings["seed"], "settings": cast(Settings, plan.settings),
         },
-        "infra": {"kind": kind, "message": message},
+        "infra_error": {"kind": kind, "message": message},
         "ranks": [],
     }  # fmt: skip
 

@@ -19,7 +19,7 @@ from repro_matrix.config.catalog import Catalogue, parse, read_yaml
 from repro_matrix.config.schema import Case
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.grading.root_cause import Met
+from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
@@ -29,11 +29,11 @@ from repro_matrix.runner.attempts import imports_of
 from repro_matrix.runner.engine import Event, RunContext, Summary
 
 _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
-_STRATEGY = {"slug": "none", "title": "no strategy", "shared": True, "promises": {"collectives": ["reduce"]}}
-# case -> arm -> (verdict, failures it must report)
+_STRATEGY = {"slug": "none", "title": "no strategy", "shared": True, "invariants": {"collectives": ["reduce"]}}
+# case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
-    "canary-failure": {"works": ("FIX_HOLDS", []), "lies": ("FIX_UNMASKS", ["check sum"])},
-    "canary-healthy": {"control": ("HEALTHY", [])},
+    "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
+    "canary-passed": {"control": ("PASSED", [])},
 }
 
 
@@ -51,7 +51,9 @@ def catalogue(of: Catalogue, imports: Sequence[str] = ()) -> Catalogue:
 def plans(planted: Catalogue, context: RunContext, of: Iterable[CellPlan], ranks: Mapping[str, int]) -> list[CellPlan]:
     """Plan the canary cells on every stack and profile of ``ranks`` (profile -> how many) where the run launches
     something."""
-    used = dict.fromkeys((arm.stack, plan.profile.name) for plan in of for arm in plan.arms if not arm.skipped)
+    used = dict.fromkeys(
+        (variant.stack, plan.profile.name) for plan in of for variant in plan.variants if not variant.skipped
+    )
     profiles = {profile.name: profile for profile in context.profiles}
     cells = [
         Cell(case, "none", "none", (), stack, name, ranks[name])
@@ -64,12 +66,12 @@ def plans(planted: Catalogue, context: RunContext, of: Iterable[CellPlan], ranks
 
 
 def usual_imports(of: Catalogue, among: Iterable[CellPlan]) -> tuple[str, ...]:
-    """Return what most arms' servers import: such a server serves the canary cells too."""
+    """Return what most variants' servers import: such a server serves the canary cells too."""
     counts: Counter[tuple[str, ...]] = Counter()
     for plan in among:
         case = of.cases[plan.cell.case]
-        if not case.launch.env and not case.launch.cold:
-            counts.update(imports_of(of, case, arm) for arm in plan.arms if not arm.skipped)
+        if not case.launch.env and not case.launch.cold_start_reason:
+            counts.update(imports_of(of, case, variant) for variant in plan.variants if not variant.skipped)
     return counts.most_common(1)[0][0] if counts else ()
 
 
@@ -77,12 +79,15 @@ def wrong(documents: Iterable[Document]) -> list[str]:
     """Return a line for each result that is not as planted. Pure."""
     lines = []
     for document in documents:
-        for arm, (verdict, failures) in PLANTED[document["case"]].items():
-            graded: Any = document["verdicts"].get(arm) or {"name": "nothing", "reason": "not graded"}
-            if graded["name"] != verdict or [str(Met(**item)) for item in graded.get("met", ())] != failures:
+        for variant, (verdict, failures) in PLANTED[document["case"]].items():
+            graded: Any = document["verdicts"].get(variant) or {"name": "nothing", "reason": "not graded"}
+            if (
+                graded["name"] != verdict
+                or [str(FailureId(**item)) for item in graded.get("failure_ids", ())] != failures
+            ):
                 where = f"stack {document['stack']['name']} on {document['hardware']['profile']}"
                 result = f"the result is {graded['name']}: {graded['reason']}"
-                lines.append(f"{document['case']}/{arm}, {where}: planted {verdict}, {result}")
+                lines.append(f"{document['case']}/{variant}, {where}: planted {verdict}, {result}")
     return lines
 
 
@@ -121,5 +126,5 @@ def _holds_two(profile: Profile) -> bool:
 
 
 def _lacks_gpus(document: Document) -> bool:
-    attempts = (attempt for arm in document["arms"].values() for attempt in arm["attempts"])
-    return any(attempt["outcome"].get("infra") == "cards" for attempt in attempts)
+    attempts = (attempt for variant in document["variants"].values() for attempt in variant["attempts"])
+    return any(attempt["outcome"].get("infra_error") == "cards" for attempt in attempts)

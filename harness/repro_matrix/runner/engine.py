@@ -35,7 +35,7 @@ from repro_matrix.records.outcome import Outcome
 from repro_matrix.results import document as documents
 from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
-from repro_matrix.runner.attempts import Attempts, EndedAttempt, arm_of, fault
+from repro_matrix.runner.attempts import Attempts, EndedAttempt, fault, variant_of
 from repro_matrix.runner.gpu_pool import Driver, GpuPool
 from repro_matrix.runner.retry import again, lost, of_other_code, settled, told
 from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, Capacity, CpuLoad, Schedule, Task, expect, recorded
@@ -53,7 +53,7 @@ class Event:
 
     kind: str
     plan: CellPlan | None = None
-    arm: str = ""
+    variant: str = ""
     index: int = 0
     outcome: Outcome | None = None
     document: Document | None = None
@@ -180,7 +180,7 @@ class Engine:
         opened = [self._open_cell(plan, resume) for plan in plans]
         for number, (cell, missing) in enumerate(opened, len(self._cells)):
             self._cells.append(cell)
-            tasks = [self._task(number, cell, arm, index) for arm, index in missing]
+            tasks = [self._task(number, cell, variant, index) for variant, index in missing]
             self.schedule.add(tasks)
             seconds = sum(task.seconds for task in tasks)
             self.on_event(Event("cells", cell.plan, attempts=len(tasks), seconds=seconds))
@@ -206,21 +206,21 @@ class Engine:
             described["changed"] = list(stack.changed[:20])
         started = cast(Provenance, now)
         document = documents.new(plan, case, context.machine, described, started)
-        document["key"], document["where"] = key, plan.cell.where
+        document["cell_id"], document["params"] = key, plan.cell.where
         document["hardware"].update(cast(Any, context.around))
         if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
         older = self.store.read(path) if resume else None
         if older is not None and documents.believed(older, case):
             documents.take_over(document, older, plan, case, context.catalogue.cases)
-            self._summary.reused += sum(len(arm["attempts"]) for arm in document["arms"].values())
+            self._summary.reused += sum(len(variant["attempts"]) for variant in document["variants"].values())
         missing = documents.missing(document, plan)
         return _Cell(plan, path, document, len(missing), older), missing
 
-    def _task(self, number: int, cell: _Cell, arm: str, index: int) -> Task:
-        plan = arm_of(cell.plan, arm)
-        took = expect(self._durations, cell.document["key"], plan)
-        return Task(number, arm, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
+    def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
+        plan = variant_of(cell.plan, variant)
+        took = expect(self._durations, cell.document["cell_id"], plan)
+        return Task(number, variant, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
 
     def _work(self, stop: threading.Event, resume: bool, later: Sequence[Later]) -> None:
         most = self.context.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.context.machine.cores
@@ -264,7 +264,7 @@ class Engine:
                 running.stop.set()
         working = len(self.pool.all) - len(self.pool.out)
         for task in self.schedule.drop_hopeless(len(self.pool.usable()), working, time.monotonic()):
-            plan = arm_of(self._cells[task.cell].plan, task.arm)
+            plan = variant_of(self._cells[task.cell].plan, task.variant)
             self._keep(task, fault(plan, "cards", self.pool.shortage(task.gpus)), 0.0)
         if self._time_is_over():
             over = {task.cell for task in self.schedule.waiting if not self._cells[task.cell].started}
@@ -302,9 +302,9 @@ class Engine:
         self._load.attempt_started()
         cell = self._cells[task.cell]
         cell.started = True
-        plan = arm_of(cell.plan, task.arm)
+        plan = variant_of(cell.plan, task.variant)
         device = ",".join(self.pool.names[uuid] for uuid in gpus) or "cpu"
-        self.on_event(Event("start", cell.plan, task.arm, task.index, seconds=task.seconds, device=device))
+        self.on_event(Event("start", cell.plan, task.variant, task.index, seconds=task.seconds, device=device))
         running = _Running(task, tuple(gpus))
         plan = replace(plan, deadline=task.deadline or plan.deadline)
         self._running[pool.submit(self.attempts.run, plan, gpus, running.stop)] = running
@@ -326,7 +326,7 @@ class Engine:
 
     def _edited(self, task: Task) -> str | None:
         """Return why the ranks may have executed other code than was planned: a file was changed during the run."""
-        plan, slug = arm_of(self._cells[task.cell].plan, task.arm), self._cells[task.cell].plan.cell.case
+        plan, slug = variant_of(self._cells[task.cell].plan, task.variant), self._cells[task.cell].plan.cell.case
         if not plan.code:
             return None
         try:
@@ -345,21 +345,21 @@ class Engine:
         changes = again(observation, cards)
         if changes:
             self.schedule.repeat(task, changes)
-            why = f"{cell.plan.cell.key} {task.arm} is made once more: {told(changes)}"
-            self.on_event(Event("more", cell.plan, task.arm, attempts=1, seconds=task.seconds, text=why))
+            why = f"{cell.plan.cell.key} {task.variant} is made once more: {told(changes)}"
+            self.on_event(Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1
         if observation["attempt"]["interrupted"]:
             return  # not an answer; --resume makes the attempt again
         cases = self.context.catalogue.cases
-        documents.add_attempt(cell.document, task.arm, observation, cases[cell.plan.cell.case], cases)
+        documents.add_attempt(cell.document, task.variant, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
         if observation["attempt"].get("cold"):
             self._summary.cold[observation["attempt"]["cold"].splitlines()[0]] += 1
         self._summary.cpu_s += observation["attempt"]["cpu_s"] or 0.0
-        shown = cell.document["arms"][task.arm]["attempts"][-1]["outcome"]
+        shown = cell.document["variants"][task.variant]["attempts"][-1]["outcome"]
         self.on_event(
-            Event("attempt", cell.plan, task.arm, task.index, outcome=shown, wall_s=wall_s, seconds=task.seconds)
+            Event("attempt", cell.plan, task.variant, task.index, outcome=shown, wall_s=wall_s, seconds=task.seconds)
         )
         if cell.left:
             self.store.save(cell.path, cell.document)
@@ -368,7 +368,7 @@ class Engine:
 
     def _settle(self, cell: _Cell) -> None:
         cases = self.context.catalogue.cases
-        stored = [d for d in self.context.history.get(cell.document["key"], []) if _other_stack(d, cell.document)]
+        stored = [d for d in self.context.history.get(cell.document["cell_id"], []) if _other_stack(d, cell.document)]
         judged = regrade(stored, cases, kept=self.context.graded)
         self._summary.notes += judged.notes
         older = judged.documents

@@ -23,8 +23,8 @@ from repro_matrix.environment.stacks import Stack, StackError, check, defined_st
 from repro_matrix.launch import extensions
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.memory import Facts, add_memory
-from repro_matrix.planning.plan import ArmPlan, CellPlan, Planner
+from repro_matrix.planning.memory import Capabilities, add_memory
+from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan
 from repro_matrix.planning.skips import skip
 from repro_matrix.results import provenance
 from repro_matrix.runner.attempts import imports_of
@@ -55,9 +55,10 @@ class Prerequisites:
         named = {cell.stack for cell in cells}
         for name in sorted(named - self.stacks.keys()):
             check(name)
-        # A stack that only one arm needs is used when it is there; building it is `repro stack build`'s business.
-        # This includes arms that are not selected: what is recorded of them is kept while it would be launched alike.
-        for name in sorted((named | self._stacks_of_arms(cells, every=True)) - self.stacks.keys()):
+        # A stack that only one variant needs is used when it is there; building it is `repro stack build`'s business.
+        # This includes variants that are not selected: what is recorded of them is kept while it would be launched
+        # alike.
+        for name in sorted((named | self._stacks_of_variants(cells, every=True)) - self.stacks.keys()):
             # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
             base = states.get(spec.parse(name).base, "here")
             if not self.build and name not in states and base not in ("here", "built", "floating"):
@@ -87,7 +88,7 @@ class Prerequisites:
         self._probe(cells)
         usable = dict(self.stacks)
         compiling = [cell for cell in cells if cell.stack in usable and self._compiles(cell)]
-        for name in ({cell.stack for cell in compiling} | self._stacks_of_arms(compiling)) & usable.keys():
+        for name in ({cell.stack for cell in compiling} | self._stacks_of_variants(compiling)) & usable.keys():
             usable[name] = _with_op(usable[name])
         code = provenance.code_hashes(self.catalogue)
         stacks: Mapping[str, Stack | str] = {**usable, **self.unavailable}
@@ -110,7 +111,7 @@ class Prerequisites:
         on_gpus = [cell for cell in cells if self.profiles[cell.hardware].accelerator != "cpu"]
         if self.probe is None or not on_gpus:
             return
-        for name in sorted(({cell.stack for cell in on_gpus} | self._stacks_of_arms(on_gpus)) & self.stacks.keys()):
+        for name in sorted(({cell.stack for cell in on_gpus} | self._stacks_of_variants(on_gpus)) & self.stacks.keys()):
             answer, problem = self.probe(self.stacks[name])
             if problem is None:
                 self.stacks[name] = replace(self.stacks[name], probe=answer)
@@ -119,20 +120,24 @@ class Prerequisites:
             self.unavailable[name] = problem
             self.unusable.add(name)
 
-    def _stacks_of_arms(self, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:
+    def _stacks_of_variants(self, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:
         cases = [self.catalogue.cases[slug] for slug in {cell.case for cell in cells}]
-        selected = None if every else self.settings.arms
-        arms = [case.arms[name] for case in cases for name in matrix.arms_of(case, selected)]
-        return {arm.stack for arm in arms if arm.stack}
+        selected = None if every else self.settings.variants
+        variants = [case.variants[name] for case in cases for name in matrix.variants_of(case, selected)]
+        return {variant.stack for variant in variants if variant.stack}
 
     def _compiles(self, cell: matrix.Cell) -> bool:
         """Whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
         if not self.build or self.profiles[cell.hardware].accelerator != "cpu":
             return False
         case = self.catalogue.cases[cell.case]
-        arms = [case.arms[name] for name in matrix.arms_of(case, self.settings.arms)]
-        needs = [*case.needs.requires, *case.launch.imports, *(item for arm in arms for item in arm.requires)]
-        strategies = {cell.strategy, *(arm.strategy for arm in arms if arm.strategy)}
+        variants = [case.variants[name] for name in matrix.variants_of(case, self.settings.variants)]
+        needs = [
+            *case.requires.packages,
+            *case.launch.imports,
+            *(item for variant in variants for item in variant.requires),
+        ]
+        strategies = {cell.strategy, *(variant.strategy for variant in variants if variant.strategy)}
         needs += [item for name in strategies for item in self.catalogue.strategies[name].requires]
         return any(item.startswith("deepspeed") for item in needs)
 
@@ -190,24 +195,26 @@ def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: s
 
 
 def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list[CellPlan]:
-    """Return the plans with every model's weights on this machine; an arm without weights is skipped for that."""
+    """Return the plans with every model's weights on this machine; a variant without weights is skipped for that."""
     known: dict[tuple[str, str], str | None] = {}
 
-    def checked(arm: ArmPlan) -> ArmPlan:
-        model = arm.settings["model"]
-        if arm.skipped or model["weights"] != "hub" or arm.stack not in stacks:
-            return arm
-        if (arm.stack, model["hub"]) not in known:
-            known[arm.stack, model["hub"]] = download(stacks[arm.stack], model["hub"])
-        why = known[arm.stack, model["hub"]]
-        return replace(arm, skip=skip("weights", (model["hub"],), reason=why) if why else None)
+    def checked(variant: VariantPlan) -> VariantPlan:
+        model = variant.settings["model"]
+        if variant.skipped or model["weights"] != "hub" or variant.stack not in stacks:
+            return variant
+        if (variant.stack, model["hub"]) not in known:
+            known[variant.stack, model["hub"]] = download(stacks[variant.stack], model["hub"])
+        why = known[variant.stack, model["hub"]]
+        return replace(variant, skip=skip("weights", (model["hub"],), reason=why) if why else None)
 
     checked_plans = []
     for plan in plans:
-        arms = tuple(checked(arm) for arm in plan.arms)
-        if arms[0].skip:
-            arms = tuple(arm if arm.skip else replace(arm, skip=arms[0].skip) for arm in arms)
-        checked_plans.append(replace(plan, arms=arms))
+        variants = tuple(checked(variant) for variant in plan.variants)
+        if variants[0].skip:
+            variants = tuple(
+                variant if variant.skip else replace(variant, skip=variants[0].skip) for variant in variants
+            )
+        checked_plans.append(replace(plan, variants=variants))
     return checked_plans
 
 
@@ -219,7 +226,7 @@ _SIZES, _LENGTH = (2, 4), 16  # sequences and their length: the batch of repros/
 
 
 def question(settings: Mapping[str, Any]) -> Json:
-    """Return what is asked about the model of an arm, from its settings."""
+    """Return what is asked about the model of a variant, from its settings."""
     flags = settings["flags"]
     return {
         "model": settings["model"],
@@ -282,12 +289,12 @@ class ModelFacts:
         os.replace(temporary, self.path)
         return None
 
-    def model(self, asked: Json) -> Facts | None:
+    def model(self, asked: Json) -> Capabilities | None:
         """Return None where nothing is known, or this stack cannot build the model."""
         stored = self.models.get(_key(asked))
-        return None if stored is None or "error" in stored else Facts.from_json(stored)
+        return None if stored is None or "error" in stored else Capabilities.from_json(stored)
 
-    def base_mb(self, imports: Iterable[str], start: str = "warm") -> float | None:
+    def base_mb(self, imports: Iterable[str], start: str = "forkserver") -> float | None:
         return self.bases.get(",".join(imports), {}).get(start)
 
 
@@ -300,21 +307,23 @@ def with_memory(
     facts = {name: ModelFacts(stack) for name, stack in stacks.items()}
     # Fake tensors have no data: a simulated case holds nothing of its model.
     real = [plan for plan in plans if not catalogue.cases[plan.cell.case].simulated]
-    arms = [(plan, arm) for plan in real for arm in plan.arms if not arm.skipped and arm.stack in facts]
+    variants = [
+        (plan, variant) for plan in real for variant in plan.variants if not variant.skipped and variant.stack in facts
+    ]
     problems = []
-    for name in dict.fromkeys(arm.stack for _, arm in arms) if ask else ():
-        own = [(plan, arm) for plan, arm in arms if arm.stack == name]
-        imports = [imports_of(catalogue, catalogue.cases[plan.cell.case], arm) for plan, arm in own]
-        problem = facts[name].ask([question(arm.settings) for _, arm in own], imports)
+    for name in dict.fromkeys(variant.stack for _, variant in variants) if ask else ():
+        own = [(plan, variant) for plan, variant in variants if variant.stack == name]
+        imports = [imports_of(catalogue, catalogue.cases[plan.cell.case], variant) for plan, variant in own]
+        problem = facts[name].ask([question(variant.settings) for _, variant in own], imports)
         problems += [problem] if problem else []
 
-    def look_up(slug: str, arm: ArmPlan) -> tuple[Facts, float] | None:
+    def look_up(slug: str, variant: VariantPlan) -> tuple[Capabilities, float] | None:
         case = catalogue.cases[slug]
-        if arm.stack not in facts or case.simulated:
+        if variant.stack not in facts or case.simulated:
             return None
-        cold = settings.launcher.value == "torchrun" or case.launch.cold or case.launch.teardown
-        model = facts[arm.stack].model(question(arm.settings))
-        base = facts[arm.stack].base_mb(imports_of(catalogue, case, arm), "cold" if cold else "warm")
+        cold = settings.launcher.value == "torchrun" or case.launch.cold_start_reason or case.launch.normal_exit
+        model = facts[variant.stack].model(question(variant.settings))
+        base = facts[variant.stack].base_mb(imports_of(catalogue, case, variant), "cold" if cold else "forkserver")
         return (model, base) if model and base else None
 
     return [

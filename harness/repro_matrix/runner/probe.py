@@ -47,7 +47,7 @@ class Prober:
             "device": self.profile.accelerator,
             "backend": self.profile.backend,
             "case": "probe",
-            "arm": "probe",
+            "variant": "probe",
         }
         attempt = Attempt(
             run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.LIMIT_S,

@@ -41,11 +41,11 @@ class Request:
             raise ConfigError(f"the blocks are for different hardware ({told}): name one on the line, hardware=...")
         return list(next(iter(asked)))
 
-    def but(self, stack: str, arms: Sequence[str], repeat: int) -> Request:
-        """The same of one stack (by its name) and of these arms: what a search asks for, probe after probe."""
+    def but(self, stack: str, variants: Sequence[str], repeat: int) -> Request:
+        """The same of one stack (by its name) and of these variants: what a search asks for, probe after probe."""
         return replace(
             self,
-            settings=replace(self.settings, arms=list(arms), repeat=repeat),
+            settings=replace(self.settings, variants=list(variants), repeat=repeat),
             selections=[replace(each, stack=[stack], given=each.given | {"stack"}) for each in self.selections],
         )
 
@@ -113,10 +113,10 @@ class Request:
     @cached_property
     def cells(self) -> list[Cell]:
         """Every cell, in the catalogue's order; where each is measured ``placing`` says."""
-        variant = matrix.variant_of(self.settings, self.selections[0].patches)
+        overrides = matrix.overrides_of(self.settings, self.selections[0].patches)
         wanted = [each for each in self.selections if matrix.KNOWN in each.stack]
         names = {name for each in wanted for name in overrides.expand("case", each.case, self.catalogue.cases)}
-        return matrix.enumerate_all(self.catalogue, self.selections, variant, fires_on(self.catalogue, names))
+        return matrix.enumerate_all(self.catalogue, self.selections, overrides, reproduces_on(self.catalogue, names))
 
 
 def ask(texts: Sequence[str]) -> Request:
@@ -149,20 +149,20 @@ def _check_models(changes: Sequence[tuple[list[str], Any]], added: set[str], cat
             raise ConfigError(f"{where}: {value!r} is not of type {told}")
 
 
-def fires_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
-    """Case -> the stacks on which its published measurement fires: those that have a name and stay as they are, else
-    the replaced packages of a version map. A case that fired nowhere: the stack that its file names."""
+def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
+    """Case -> the stacks on which its published measurement reproduces: those that have a name and stay as they are,
+    else the replaced packages of a version map. A case that reproduced nowhere: the stack that its file names."""
     from repro_matrix.results.store import Store  # what lists cells reads no document, but for stack=known
 
     found: dict[str, set[str]] = {name: set() for name in names}
     stored = (document for folder in project.published() for document in Store(folder).documents(cases=names))
     for document in stored if names else ():
-        first = next(iter(document["arms"].values()))
-        if any(attempt["outcome"]["outcome"] == "fires" for attempt in first["attempts"]):
+        first = next(iter(document["variants"].values()))
+        if any(attempt["outcome"]["outcome"] == "reproduced" for attempt in first["attempts"]):
             found[document["case"]].add(document["stack"]["name"])
     lasting = {name for name, stack in catalogue.stacks.items() if not stack.floating}
     return {
-        name: sorted(stacks & lasting or stacks) or [catalogue.cases[name].needs.stack or "current"]
+        name: sorted(stacks & lasting or stacks) or [catalogue.cases[name].requires.stack or "current"]
         for name, stacks in found.items()
     }
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 
 from repro_matrix.planning.memory import GIB
-from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, ArmPlan
+from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, VariantPlan
 from repro_matrix.records.document import Document, Made
 from repro_matrix.records.observation import Again
 
@@ -34,7 +34,7 @@ class Task:
     """One attempt that is to be run. ``seconds``, ``memory_gb``: as recorded or assumed."""
 
     cell: int
-    arm: str
+    variant: str
     index: int
     seconds: float
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
@@ -196,18 +196,18 @@ Recorded = Mapping[tuple[str, str], Took]
 
 
 def recorded(documents: Iterable[Document]) -> dict[tuple[str, str], Took]:
-    """Return what attempts took, by (cell key, arm), from the latest of the documents."""
+    """Return what attempts took, by (cell key, variant), from the latest of the documents."""
     found: dict[tuple[str, str], Took] = {}
     for document in sorted(documents, key=lambda document: document["provenance"]["started"]):
-        for name, arm in document["arms"].items():
-            if arm["attempts"]:
-                seconds = statistics.median(made["observation"]["attempt"]["wall_s"] for made in arm["attempts"])
-                found[document["key"], name] = Took(seconds, _memory(arm["attempts"]), document["scale"])
+        for name, variant in document["variants"].items():
+            if variant["attempts"]:
+                seconds = statistics.median(made["observation"]["attempt"]["wall_s"] for made in variant["attempts"])
+                found[document["cell_id"], name] = Took(seconds, _memory(variant["attempts"]), document["scale"])
     return found
 
 
 def peak_rss_mb(attempts: Iterable[Made]) -> float | None:
-    """Return the largest peak of a rank (MiB) over these attempts of an arm."""
+    """Return the largest peak of a rank (MiB) over these attempts of a variant."""
     return max((peak for made in attempts for peak in _peaks(made)), default=0.0) or None
 
 
@@ -220,18 +220,18 @@ def _memory(attempts: Sequence[Made]) -> float | None:
     return max(sum(_peaks(made)) / 1024 for made in attempts) or None
 
 
-def expect(known: Recorded, key: str, arm: ArmPlan) -> Took:
+def expect(known: Recorded, key: str, variant: VariantPlan) -> Took:
     """Return what to expect of one attempt. One that was never measured takes what its case takes at that size; where
     nothing of the case is known, assume that it is long, so that it does not start last."""
-    took = known.get((key, arm.arm))
-    seconds = took.seconds if took else arm.expected_s or _usual(known, key, arm) or UNKNOWN_S
-    planned = arm.memory.host_node / GIB if arm.memory else MEMORY_PER_RANK_GB * arm.world_size
+    took = known.get((key, variant.variant))
+    seconds = took.seconds if took else variant.expected_s or _usual(known, key, variant) or UNKNOWN_S
+    planned = variant.memory.host_node / GIB if variant.memory else MEMORY_PER_RANK_GB * variant.world_size
     memory = (took.memory_gb if took else None) or planned
-    return Took(min(seconds, arm.deadline), memory)
+    return Took(min(seconds, variant.deadline), memory)
 
 
-def _usual(known: Recorded, key: str, arm: ArmPlan) -> float | None:
-    case, scale = key.partition("/")[0], arm.settings["model"]["scale"]
+def _usual(known: Recorded, key: str, variant: VariantPlan) -> float | None:
+    case, scale = key.partition("/")[0], variant.settings["model"]["scale"]
     same_size = [
         each.seconds for (other, _), each in known.items() if other.partition("/")[0] == case and each.scale == scale
     ]

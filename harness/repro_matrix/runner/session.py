@@ -49,14 +49,16 @@ class Session:
     stacks: dict[str, Stack]
     plans: list[CellPlan]
     unavailable: dict[str, str]  # stack -> why it is not there
-    # Of these, the ones that are there and whose torch cannot use the GPUs: their arms were selected.
+    # Of these, the ones that are there and whose torch cannot use the GPUs: their variants were selected.
     unusable: set[str] = field(default_factory=set)
     later: list[Later] = field(default_factory=list)  # what the run builds while it measures the rest
     shard: dict[str, Any] | None = None  # which part of a selection this is (shards.py)
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
-    elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
+    ambiguous_with: dict[str, int] = field(
+        default_factory=dict
+    )  # why not on the GPUs -> cells measured on another profile
     time_limit: float | None = None  # seconds after which no cell starts
 
     @property
@@ -67,7 +69,7 @@ class Session:
     def sizes(self, profile: Profile) -> list[int]:
         """Return the numbers of ranks of its attempts, each once."""
         plans = [plan for plan in self.plans if plan.profile.name == profile.name]
-        return sorted({arm.world_size for plan in plans for arm in plan.arms if not arm.skipped})
+        return sorted({variant.world_size for plan in plans for variant in plan.variants if not variant.skipped})
 
     def headline(self) -> str:
         """Return the first line of a run: its hardware and stacks."""
@@ -86,7 +88,7 @@ class Session:
 
     def changed(self) -> list[str]:
         """Return a line for each stack in use that is not what its versions say."""
-        used = {arm.stack for plan in self.plans for arm in plan.arms if not arm.skipped}
+        used = {variant.stack for plan in self.plans for variant in plan.variants if not variant.skipped}
         return [
             text
             for name in sorted(used & self.stacks.keys())
@@ -119,7 +121,7 @@ def prepare(
     resolved, by the name that the selection uses for them. ``overlap``: what has to be built is left to the run
     (``Session.later``) where it has something else to measure meanwhile. ``plan_only``: nothing will be launched, so
     that the hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing
-    is built. ``plan_memory``: plan what each arm needs at any size, and ask the stacks for what is not known yet.
+    is built. ``plan_memory``: plan what each variant needs at any size, and ask the stacks for what is not known yet.
     """
     request = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = request.catalogue, replace(request.settings)
@@ -134,9 +136,9 @@ def prepare(
     cells = placed.cells
     for slug in sorted({cell.case for cell in cells}):
         check_syntax(catalogue.script(catalogue.cases[slug]))
-    if settings.arms:  # of the whole selection: what is right for it is right for each of its shards
-        arms = {arm for cell in cells for arm in catalogue.cases[cell.case].arms}
-        settings.arms = overrides.expand("arm", settings.arms, arms)
+    if settings.variants:  # of the whole selection: what is right for it is right for each of its shards
+        variants = {variant for cell in cells for variant in catalogue.cases[cell.case].variants}
+        settings.variants = overrides.expand("variant", settings.variants, variants)
     part = shards.of(settings.shard)
     if part:
         cells = shards.part(cells, part, shards.weights(catalogue, cells, settings))
@@ -165,7 +167,7 @@ def prepare(
         repeat = {slug: settings.repeat or catalogue.cases[slug].repeat for slug in {cell.case for cell in cells}}
         prepared.shard = shards.manifest(part, request.selections[0], repeat, cells)
     prepared.left_out = [*request.left_out, *not_believed]
-    prepared.elsewhere = {why: len(group) for why, group in placed.elsewhere.items()}
+    prepared.ambiguous_with = {why: len(group) for why, group in placed.ambiguous_with.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]
         prepared.later.append(Later(what, group, partial(prerequisites.plan, group)))
@@ -199,7 +201,7 @@ def oldest_first(cells: Sequence[Cell], settings: RunSettings) -> list[Cell]:
     cases = {cell.case for cell in cells}
     for store in local.own_stores(settings):
         for document in store.documents(history=True, cases=cases):
-            cell = (document["hardware"]["profile"], document["stack"]["name"], document.get("key", ""))
+            cell = (document["hardware"]["profile"], document["stack"]["name"], document.get("cell_id", ""))
             last[cell] = max(last.get(cell, 0.0), document["provenance"]["started"])
     return sorted(cells, key=lambda cell: last.get((cell.hardware, cell.stack, cell.key), 0.0))
 

@@ -19,7 +19,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.planning.cells import Cell, arms_of
+from repro_matrix.planning.cells import Cell, variants_of
 from repro_matrix.results.store import Document, Store, document_of, write_text
 from repro_matrix.runner.schedule import UNKNOWN_S, Recorded, recorded
 
@@ -54,8 +54,8 @@ def seconds_of(catalogue: Catalogue, cells: Iterable[Cell], settings: RunSetting
     found = {}
     for cell in cells:
         case = catalogue.cases[cell.case]
-        arms = [took.get((cell.key, arm)) for arm in arms_of(case, settings.arms)]
-        seconds = sum(arm.seconds if arm else UNKNOWN_S for arm in arms)
+        variants = [took.get((cell.key, variant)) for variant in variants_of(case, settings.variants)]
+        seconds = sum(variant.seconds if variant else UNKNOWN_S for variant in variants)
         found[cell] = seconds * (settings.repeat or case.repeat)
     return found
 
@@ -83,7 +83,7 @@ def selection(line: Selection) -> list[str]:
 def manifest(
     shard: tuple[int, int], line: Selection, repeat: Mapping[str, int], cells: Iterable[Cell]
 ) -> dict[str, Any]:
-    """What a part says of itself: which it is, of what, and its cells. ``repeat``: case -> attempts of an arm."""
+    """What a part says of itself: which it is, of what, and its cells. ``repeat``: case -> attempts of a variant."""
     names = sorted([cell.hardware, cell.stack, cell.key] for cell in cells)
     return {
         "schema": 1, "shard": shard[0], "of": shard[1], "selection": selection(line), "repeat": dict(repeat),
@@ -167,8 +167,8 @@ def _shown(value: Any) -> str:
 def documents(root: Path, part: Mapping[str, Any]) -> tuple[dict[Path, Document], list[str]]:
     """(path below the folder -> a part's complete documents, its cells that have none, in words).
 
-    A document counts where it is of the part's commit and stack, and each arm that was not skipped has as many attempts
-    as the selection asks for: what an earlier run left in the folder is not this one's.
+    A document counts where it is of the part's commit and stack, and each variant that was not skipped has as many
+    attempts as the selection asks for: what an earlier run left in the folder is not this one's.
     """
     wanted = set(part["cells"])
     found: dict[Path, Document] = {}
@@ -178,7 +178,7 @@ def documents(root: Path, part: Mapping[str, Any]) -> tuple[dict[Path, Document]
             continue
         try:
             document = document_of(path.read_text(encoding="utf-8"))
-            at = (document["hardware"]["profile"], document["stack"]["name"], document["key"])
+            at = (document["hardware"]["profile"], document["stack"]["name"], document["cell_id"])
             wrong = _not_of(document, part)
         except (OSError, ValueError, KeyError, TypeError):
             continue  # what it should have been is named as missing
@@ -201,7 +201,9 @@ def _not_of(document: Document, part: Mapping[str, Any]) -> str:
     if not had or any(had.get(package) != version for package, version in document["stack"]["versions"].items()):
         return "measured with other versions"
     least = part["repeat"].get(document["case"], 1)
-    arms = document["arms"].values()
-    if not document["complete"] or any(not arm["skipped"] and len(arm["attempts"]) < least for arm in arms):
+    variants = document["variants"].values()
+    if not document["complete"] or any(
+        not variant["skipped"] and len(variant["attempts"]) < least for variant in variants
+    ):
         return "not complete"
     return ""

@@ -120,9 +120,9 @@ def execute(
                 return Engine(context, attempts, root, tell, place.nvml).run(plans, stop, resume, list(later))
 
             if planted:
-                broken = canary.look(context, session.plans, run, Store(place.run_dir / "canary"), stop)
-                if broken:
-                    raise MeasureError(broken)
+                unfixed = canary.look(context, session.plans, run, Store(place.run_dir / "canary"), stop)
+                if unfixed:
+                    raise MeasureError(unfixed)
             summary = run(context, session.plans, store, on_event, resume, session.later)
             for text in dict.fromkeys(summary.notes):
                 warn(text)

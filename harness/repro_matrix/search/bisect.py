@@ -21,7 +21,7 @@ from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.search import releases, report
 from repro_matrix.search.commits import Clone
-from repro_matrix.search.labels import CLEAN, FIRES, Answer
+from repro_matrix.search.labels import PASSED, REPRODUCED, Answer
 from repro_matrix.search.prober import Point, Prober, Stopped, Target
 from repro_matrix.search.releases import NO, YES, Bisection
 
@@ -43,14 +43,14 @@ class Roles:
             return None
         if label == self.bad:
             return YES
-        return NO if label == self.good or (not self.exact and label == CLEAN) else None
+        return NO if label == self.good or (not self.exact and label == PASSED) else None
 
 
 @dataclass(frozen=True)
 class BisectionResult:
     """``targets`` from the good end to the bad one; ``points`` by their index."""
 
-    arm: str
+    variant: str
     roles: Roles
     targets: tuple[Target, ...]
     result: Bisection
@@ -90,18 +90,18 @@ class Culprits:
 
 
 class Bisector:
-    """Asks points of one arm, a flaky one as often as its failure rate calls for."""
+    """Asks points of one variant, a flaky one as often as its failure rate calls for."""
 
-    def __init__(self, prober: Prober, arm: str) -> None:
-        self.prober, self.arm = prober, arm
+    def __init__(self, prober: Prober, variant: str) -> None:
+        self.prober, self.variant = prober, variant
         self.repeats = prober.repeat
 
     def ask(self, target: Target) -> Point:
         point = self.prober.probe(target)
-        answer = point.arms[self.arm]
-        if not answer.flaky and answer.label not in (None, FIRES) and answer.counted < self.repeats:
+        answer = point.variants[self.variant]
+        if not answer.flaky and answer.label not in (None, REPRODUCED) and answer.counted < self.repeats:
             point = self.prober.probe(target, self.repeats)  # one clean attempt is no proof where the failure is flaky
-            answer = point.arms[self.arm]
+            answer = point.variants[self.variant]
         if answer.flaky:
             self.repeats = max(self.repeats, releases.repeats_for(answer.fired, answer.counted))
         return point
@@ -111,10 +111,12 @@ class Bisector:
 
         ``bad_is_older``: None where there is no order (two stacks).
         """
-        worse, better = self.ask(bad).arms[self.arm], self.ask(good).arms[self.arm]
+        worse, better = self.ask(bad).variants[self.variant], self.ask(good).variants[self.variant]
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
             if answer.label is None:
-                raise MeasureError(f"{side} ({target.name}) gives no answer for arm {self.arm}: {answer.detail}")
+                raise MeasureError(
+                    f"{side} ({target.name}) gives no answer for variant {self.variant}: {answer.detail}"
+                )
         exact = find == "change"
         ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
         if (worse.whole == better.whole) if exact else (worse.label == better.label):
@@ -124,20 +126,20 @@ class Bisector:
             )
         if exact:
             return Roles(str(better.whole), str(worse.whole), True), False
-        if FIRES not in (worse.label, better.label):
+        if REPRODUCED not in (worse.label, better.label):
             raise ConfigError(
                 f"Cannot bisect: the failure occurs at neither end ({ends}). --any-change finds where one result turns "
                 "into the other."
             )
-        swapped = better.label == FIRES
+        swapped = better.label == REPRODUCED
         fixing = bad_is_older if not swapped else (None if bad_is_older is None else not bad_is_older)
         if swapped and find != "fix":
             how = "Swap them." if fixing is False else "Search for the fix with --find-fix, or swap them."
             raise ConfigError(f"Good and bad are swapped: {ends}. {how}")
         if find == "fix" and fixing is False:
             raise ConfigError(f"--find-fix: the failure begins between {good.name} and {bad.name}. Leave it out.")
-        firing, other = (better, worse) if swapped else (worse, better)
-        return Roles(str(other.label), str(firing.label)), swapped
+        reproducing, other = (better, worse) if swapped else (worse, better)
+        return Roles(str(other.label), str(reproducing.label)), swapped
 
     def search(self, targets: Sequence[Target], roles: Roles, max_probes: int | None = None) -> BisectionResult:
         """``targets`` from the good end to the bad one; both have been asked."""
@@ -146,20 +148,20 @@ class Bisector:
 
         def probe(at: int) -> releases.Label | None:
             points[at] = self.ask(targets[at])
-            return roles.of(points[at].arms[self.arm])
+            return roles.of(points[at].variants[self.variant])
 
         known = {last: probe(last), 0: probe(0)}
         left = None if max_probes is None else max(0, max_probes - 2)
         try:
             result = releases.bisect(len(targets), probe, known=known, max_probes=left, confirm=probe)
         except Stopped as stopped:
-            known = {at: roles.of(point.arms[self.arm]) for at, point in points.items()}
+            known = {at: roles.of(point.variants[self.variant]) for at, point in points.items()}
             result = releases.bisect(len(targets), probe, known=known, max_probes=0)
-            return BisectionResult(self.arm, roles, tuple(targets), result, points, stopped)
+            return BisectionResult(self.variant, roles, tuple(targets), result, points, stopped)
         if result.status != "found":
-            ends = "; ".join(f"{targets[at].name}: {points[at].arms[self.arm]}" for at in (0, last))
+            ends = "; ".join(f"{targets[at].name}: {points[at].variants[self.variant]}" for at in (0, last))
             raise ConfigError(f"Cannot bisect: asked more often, the endpoints no longer differ as they did ({ends}).")
-        return BisectionResult(self.arm, roles, tuple(targets), result, points)
+        return BisectionResult(self.variant, roles, tuple(targets), result, points)
 
     # -- which packages
 
@@ -173,8 +175,8 @@ class Bisector:
             chosen = [name for name in changed if name in taken]
             words = [f"{name} {changed[name][1]}" for name in chosen]
             replaced = with_versions(spec, ((name, changed[name][1]) for name in chosen))
-            answer = self.ask(Target(" + ".join(["the good stack", *words]), replaced, held=_held(chosen))).arms[
-                self.arm
+            answer = self.ask(Target(" + ".join(["the good stack", *words]), replaced, held=_held(chosen))).variants[
+                self.variant
             ]
             tried[" + ".join(words) or "nothing"] = str(answer)
             return roles.of(answer)
@@ -264,7 +266,7 @@ class Search:
     """One bisection: its searches one after another, each a stage of the report."""
 
     prober: Prober
-    arm: str
+    variant: str
     find: Find = "failure"
     clone: Clone | None = None
     max_probes: int | None = None
@@ -291,7 +293,7 @@ class Search:
         targets = release_line(package, base, one, other, yanked=self.yanked, pre=self.pre)
         older_is_good = Version(one) < Version(other)
         self.prober.learn(targets[0], targets[-1])
-        bisector = Bisector(self.prober, self.arm)
+        bisector = Bisector(self.prober, self.variant)
         roles, swapped = bisector.endpoints(targets[0], targets[-1], self.find, bad_is_older=not older_is_good)
         if swapped:
             targets, older_is_good = targets[::-1], not older_is_good
@@ -304,7 +306,7 @@ class Search:
             raise ConfigError(f"Good and bad are the same stack, {good}.")
         ends = Target("the good stack", good), Target("the bad stack", bad)
         self.prober.learn(*ends)
-        bisector = Bisector(self.prober, self.arm)
+        bisector = Bisector(self.prober, self.variant)
         roles, swapped = bisector.endpoints(*ends, self.find, bad_is_older=None)
         if swapped:
             good, bad, one, other = bad, good, other, one
@@ -341,7 +343,7 @@ class Search:
         for point in sorted(ends, key=lambda end: Version(end.versions[clone.package]), reverse=True):
             targets = [self._commit(clone, commit, point.target.spec) for commit in line]
             try:
-                first, last = (bisector.ask(target).arms[self.arm] for target in (targets[0], targets[-1]))
+                first, last = (bisector.ask(target).variants[self.variant] for target in (targets[0], targets[-1]))
             except Stopped as stopped:
                 self.stopped = stopped
                 return

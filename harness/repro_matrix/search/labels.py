@@ -1,7 +1,8 @@
-"""The answer of one arm on one stack, as a label that searches can compare. Pure.
+"""The answer of one variant on one stack, as a label that searches can compare. Pure.
 
-``fires``, ``clean``, or ``other error: FAILURE ID``. No label (None) where it cannot be known: skipped, a hang that is
-not the signature, infrastructure. One failure is proof; ``clean`` needs every attempt that was made to be clean.
+``reproduces``, ``clean``, or ``other error: FAILURE ID``. No label (None) where it cannot be known: skipped, a hang
+that is not the signature, infrastructure. One failure is proof; ``clean`` needs every attempt that was made to be
+clean.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.root_cause import failure_ids
-from repro_matrix.records.document import Arm, Made
+from repro_matrix.records.document import Made, Variant
 from repro_matrix.results.rows import error_at
 
-FIRES, CLEAN, OTHER = "fires", "clean", "other error"
+REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other error"
 TEXT = 160  # characters of a message that are kept
 
 # Parts of a message that differ from run to run: addresses in memory and on the network, folders, temporary names.
@@ -37,14 +38,14 @@ class Answer:
     label: str | None
     detail: str
     fired: int = 0
-    counted: int = 0  # attempts that ran, of which ``fired`` showed the failure
+    counted: int = 0  # attempts that ran, of which ``reproduced`` showed the failure
     skipped: bool = False  # a declared need is not met
     error_at: str | None = field(default=None, compare=False)  # file:line of the failure that came first
 
     @property
     def whole(self) -> str | None:
         """Label and message: what is compared where a change of the message counts, too."""
-        return self.label if self.label in (None, CLEAN) else f"{self.label}: {self.detail}"
+        return self.label if self.label in (None, PASSED) else f"{self.label}: {self.detail}"
 
     @property
     def short(self) -> str | None:
@@ -56,50 +57,50 @@ class Answer:
 
     def __str__(self) -> str:
         """Return the answer as a report shows it."""
-        if self.label != FIRES:
+        if self.label != REPRODUCED:
             return self.label or f"unknown: {self.detail}"
         times = f" {self.fired}/{self.counted}" if self.counted > 1 else ""
-        return f"{FIRES}{times}: {self.detail}"
+        return f"{REPRODUCED}{times}: {self.detail}"
 
 
-def of_cell(case: str, arm: Arm | None) -> Answer:
-    """Return the answer of an arm of a cell's document."""
-    if arm is None:
+def of_cell(case: str, variant: Variant | None) -> Answer:
+    """Return the answer of a variant of a cell's document."""
+    if variant is None:
         return Answer(None, "not run")
-    if arm["skipped"]:
-        skip = arm.get("skip")
+    if variant["skipped"]:
+        skip = variant.get("skip")
         needs = skip and skip["kind"] in ("packages", "build")  # in the same words on every stack
-        reason = f"needs {', '.join(skip['needs'])}" if needs and skip else arm["skipped"]
+        reason = f"needs {', '.join(skip['needs'])}" if needs and skip else variant["skipped"]
         return Answer(None, f"skipped: {reason}", skipped=True)
-    return answer(case, arm["attempts"])
+    return answer(case, variant["attempts"])
 
 
 def answer(case: str, attempts: Sequence[Made]) -> Answer:
     """Return the answer of the attempts that were made of one thing."""
     outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in attempts]
     found = _answer(case, outcomes)
-    return found if found.label in (None, CLEAN) else replace(found, error_at=error_at(attempts))
+    return found if found.label in (None, PASSED) else replace(found, error_at=error_at(attempts))
 
 
 def _answer(case: str, outcomes: Sequence[Outcome]) -> Answer:
-    fired = [outcome for outcome in outcomes if outcome.outcome == "fires"]
-    counted = sum(outcome.outcome in ("fires", "clean", "other_error") for outcome in outcomes)
+    fired = [outcome for outcome in outcomes if outcome.outcome == "reproduced"]
+    counted = sum(outcome.outcome in ("reproduced", "passed", "other_failure") for outcome in outcomes)
     if fired:
-        return Answer(FIRES, _message(case, fired[0]), len(fired), counted)
+        return Answer(REPRODUCED, _message(case, fired[0]), len(fired), counted)
     for outcome in outcomes:
-        if outcome.outcome not in ("clean", "other_error"):
+        if outcome.outcome not in ("passed", "other_failure"):
             return Answer(None, f"{outcome.outcome}: {outcome.reason}", 0, counted)
-    errors = [outcome for outcome in outcomes if outcome.outcome == "other_error"]
+    errors = [outcome for outcome in outcomes if outcome.outcome == "other_failure"]
     if errors:
         ids = Counter(", ".join(map(str, failure_ids(case, outcome))) for outcome in errors)
         usual = ids.most_common(1)[0][0]
         return Answer(f"{OTHER}: {usual}", _message(case, errors[0]), 0, counted)
-    return Answer(CLEAN, outcomes[0].reason, 0, counted) if outcomes else Answer(None, "not run")
+    return Answer(PASSED, outcomes[0].reason, 0, counted) if outcomes else Answer(None, "not run")
 
 
 def _message(case: str, outcome: Outcome) -> str:
     """Return the failure's message, with its type where it was an exception of the rank that the outcome names."""
-    own = next((item for item in outcome.recognised if item.case == case), None)
+    own = next((item for item in outcome.recognized if item.case == case), None)
     primary = outcome.primary
     message = (own.message if own else "") or (primary.message if primary else "") or outcome.reason
     if primary is None or primary.kind != "exception" or message.startswith(f"{primary.type}: "):

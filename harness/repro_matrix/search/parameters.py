@@ -63,23 +63,23 @@ class Trail(Generic[Q]):
             self.cost += cost
         return self.answers[question]
 
-    def fires(self, question: Q) -> bool:
+    def reproduced(self, question: Q) -> bool:
         return self.ask(question) is True
 
 
-def least(values: Sequence[T], fires: Callable[[T], bool]) -> T:
-    """Of ascending ``values``, of which the last is known to fire: one that fires while its lower neighbour does not
-    (or the first of all). From below in growing strides, for what is small costs little to ask; then a bisection. Of
-    an answer that goes back and forth one boundary is found."""
+def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
+    """Of ascending ``values``, of which the last is known to reproduce: one that reproduces while its lower neighbour
+    does not (or the first of all). From below in growing strides, for what is small costs little to ask; then a
+    bisection. Of an answer that goes back and forth one boundary is found."""
     low, high, stride = -1, len(values) - 1, 1
     while low + stride < high:
-        if fires(values[low + stride]):
+        if reproduced(values[low + stride]):
             high = low + stride
             break
         low, stride = low + stride, stride * 2
     while high - low > 1:
         middle = (low + high) // 2
-        if fires(values[middle]):
+        if reproduced(values[middle]):
             high = middle
         else:
             low = middle
@@ -113,18 +113,18 @@ class Range:
     whole: bool = False  # False: the max_attempts ended before all was asked
 
     @property
-    def firing(self) -> list[Value]:
+    def reproducing(self) -> list[Value]:
         return [value for value in self.parameter.values if self.asked.get(value) is True]
 
     @property
     def gone(self) -> list[Value]:
-        """Values at which the failure does not fire."""
+        """Values at which the failure does not reproduce."""
         return [value for value in self.parameter.values if self.asked.get(value) is False]
 
     @property
     def needed(self) -> bool | None:
-        """Leaving it out makes the failure go: its simplest value does not fire, or (where it is at its simplest, or
-        has none) no other value does. None: that could not be asked, or had no answer."""
+        """Leaving it out makes the failure go: its simplest value does not reproduce, or (where it is at its simplest,
+        or has none) no other value does. None: that could not be asked, or had no answer."""
         if self.value != self.parameter.simplest:
             answer = self.asked.get(self.parameter.simplest)
             return None if answer is None else not answer
@@ -146,7 +146,7 @@ class Reduced:
 
 
 def reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], found: Reduced | None = None) -> Reduced:
-    """The configuration in which all are as given is known to fire. ``found``: is filled on the way, so that it is
+    """The configuration in which all are as given is known to reproduce. ``found``: is filled on the way, so that it is
     there when something else than the max_attempts ends the search."""
     reduced = found or Reduced(tuple(parameter.given for parameter in parameters))
     try:
@@ -163,8 +163,8 @@ def reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], found: Reduc
 
 
 def _reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], reduced: Reduced) -> None:
-    def fires(config: Config) -> bool:
-        if trail.fires(config):
+    def reproduced(config: Config) -> bool:
+        if trail.reproduced(config):
             reduced.config = config
             return True
         return False
@@ -172,23 +172,23 @@ def _reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], reduced: Re
     numbers = [index for index, parameter in enumerate(parameters) if parameter.ordered]
     while True:
         before = reduced.config
-        if not fires(
+        if not reproduced(
             _left_out(parameters, before, {index for index in numbers if before[index] > parameters[index].simplest})
         ):
             for index in numbers:
                 parameter, now = parameters[index], reduced.config
                 lower = [value for value in parameter.values if parameter.simplest <= value <= now[index]]
                 if len(lower) > 1:
-                    least(lower, _varied(fires, now, index))
+                    least(lower, _varied(reproduced, now, index))
                 elif now[index] < parameter.simplest:
-                    fires(_with(now, index, parameter.simplest))
+                    reproduced(_with(now, index, parameter.simplest))
         now = reduced.config
         large = [
             index
             for index, parameter in enumerate(parameters)
             if not parameter.ordered and now[index] != parameter.simplest
         ]
-        ddmin(large, _only(fires, parameters, now, set(large)))
+        ddmin(large, _only(reproduced, parameters, now, set(large)))
         if reduced.config == before:
             return
 
@@ -196,35 +196,35 @@ def _reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], reduced: Re
 def _ask_range(index: int, found: Range, config: Config, trail: Trail[Config]) -> None:
     parameter, now = found.parameter, found.value
 
-    def fires(value: Value) -> bool:
+    def reproduced(value: Value) -> bool:
         found.asked[value] = trail.ask(_with(config, index, value))
         return found.asked[value] is True
 
     found.whole = False
     if now != parameter.simplest:
-        fires(parameter.simplest)  # leaving it out
+        reproduced(parameter.simplest)  # leaving it out
     if not parameter.ordered:
         for value in parameter.values:
             if value != now:
-                fires(value)
+                reproduced(value)
     else:
         lower = [value for value in parameter.values if value <= now]
         upper = [value for value in reversed(parameter.values) if value >= now]
-        if len(lower) > 1 and fires(lower[-2]):  # of what was reduced that boundary is asked already
-            least(lower[:-1], fires)
+        if len(lower) > 1 and reproduced(lower[-2]):  # of what was reduced that boundary is asked already
+            least(lower[:-1], reproduced)
         if len(upper) > 1:
-            least(upper, lambda value: value == now or fires(value))  # from above: the largest that fires
+            least(upper, lambda value: value == now or reproduced(value))  # from above: the largest that reproduces
     found.whole = True
 
 
 def _only(
-    fires: Callable[[Config], bool], parameters: tuple[Parameter, ...], config: Config, large: set[int]
+    reproduced: Callable[[Config], bool], parameters: tuple[Parameter, ...], config: Config, large: set[int]
 ) -> Callable[[tuple[int, ...]], bool]:
-    return lambda kept: fires(_left_out(parameters, config, large - set(kept)))
+    return lambda kept: reproduced(_left_out(parameters, config, large - set(kept)))
 
 
-def _varied(fires: Callable[[Config], bool], config: Config, index: int) -> Callable[[Value], bool]:
-    return lambda value: fires(_with(config, index, value))
+def _varied(reproduced: Callable[[Config], bool], config: Config, index: int) -> Callable[[Value], bool]:
+    return lambda value: reproduced(_with(config, index, value))
 
 
 def _left_out(parameters: tuple[Parameter, ...], config: Config, out: set[int]) -> Config:
@@ -253,9 +253,9 @@ def values_of(varied: Sequence[Candidate], config: Config) -> dict[str, Any]:
     return {key: value for asked in found for key, value in asked.items()}
 
 
-def base(case: Case, arm: str, given: Request, cell: Cell) -> Request:
-    """What stays: what was given less what varies, and the axes that the arm changes."""
-    spec = case.arms[arm]
+def base(case: Case, variant: str, given: Request, cell: Cell) -> Request:
+    """What stays: what was given less what varies, and the axes that the variant changes."""
+    spec = case.variants[variant]
     axes: dict[str, Any] = {"model": spec.model or cell.model, "strategy": spec.strategy or cell.strategy}
     if spec.tp_size:
         axes["tp_size"] = spec.tp_size
@@ -267,16 +267,16 @@ def base(case: Case, arm: str, given: Request, cell: Cell) -> Request:
 def _varies(name: str) -> bool:
     if name.startswith("model.config."):
         return name.rpartition(".")[2] in SIZES
-    return name in ("model", "strategy", "arms", "repeat", "ranks", "steps") or name.startswith(
+    return name in ("model", "strategy", "variants", "repeat", "ranks", "steps") or name.startswith(
         ("flags.", "case.options.", "strategy.options.", "env.")
     )
 
 
 def vary(
-    catalogue: Catalogue, case: Case, arm: str, given: Settings, usual: Settings, env: Mapping[str, str]
+    catalogue: Catalogue, case: Case, variant: str, given: Settings, usual: Settings, env: Mapping[str, str]
 ) -> tuple[Candidate, ...]:
-    """``given``: the arm's settings as it is to be reduced (repro_kit/settings.py). ``usual``: those of the broken arm
-    with nothing but ``base`` written. What an arm sets is a setting like any other here."""
+    """``given``: the variant's settings as it is to be reduced (repro_kit/settings.py). ``usual``: those of the unfixed
+    variant with nothing but ``base`` written. What a variant sets is a setting like any other here."""
     found = [_flag(name, flag, given["flags"][name], usual["flags"][name]) for name, flag in case.flags.items()]
     strategy = catalogue.strategies[given["strategy"]["slug"]]
     for name, default in strategy.options.items():
@@ -284,12 +284,12 @@ def vary(
         found.append(_option(name, default, strategy.choices.get(name), *options))
     published = catalogue.raw["model"][given["model"]["slug"]]["config"]
     found += _sizes(given["model"]["config"], usual["model"]["config"], published)
-    if case.scales:
+    if case.supports_other_world_sizes:
         ranks = given["world_size"]
         least = min(case.min_ranks, ranks)
         found.append(_number("ranks", ranks, least, usual["world_size"], (ranks * MAX_RANKS,)))
     found.append(_number("steps", given["steps"], 1, usual["steps"]))
-    for name, value in {**case.launch.env, **env, **case.arms[arm].env}.items():
+    for name, value in {**case.launch.env, **env, **case.variants[variant].env}.items():
         found.append(Candidate(Parameter(f"env.{name}", value, OUT, (OUT, value)), _asks(f"env.{name}"), OUT))
     return tuple(each for each in found if each is not None and len(each.parameter.values) > 1)
 

@@ -22,8 +22,8 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.planning.cells import Cell, arms_of
-from repro_matrix.records.document import Arm
+from repro_matrix.planning.cells import Cell, variants_of
+from repro_matrix.records.document import Variant
 from repro_matrix.results import local
 from repro_matrix.results.store import Document, Store
 from repro_matrix.runner import session, workspace
@@ -69,19 +69,19 @@ class Point:
     """A probed target."""
 
     target: Target
-    arms: Mapping[str, Answer]
+    variants: Mapping[str, Answer]
     versions: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what the replaced packages took along
     document: str | None = None  # the stored measurement
-    torchrun: Mapping[str, str] = field(default_factory=dict)  # arm -> the command to run it manually
+    torchrun: Mapping[str, str] = field(default_factory=dict)  # variant -> the command to run it manually
     wall_s: float = 0.0  # of the probe: stack, launch, ranks
     stack_s: float = 0.0  # of which the stack took
     attempts: int = 0  # launched now; 0: read from the store
 
     @property
     def counted(self) -> int:
-        """How often its arms were launched: the fewest of those that were."""
-        return min((answer.counted for answer in self.arms.values() if answer.counted), default=10**9)
+        """How often its variants were launched: the fewest of those that were."""
+        return min((answer.counted for answer in self.variants.values() if answer.counted), default=10**9)
 
 
 def one_cell(
@@ -95,7 +95,7 @@ def one_cell(
         raise Stopped("interrupted", 130)
     document = summary.documents[0]
     store = Store(local.results_folder(prepared.settings))
-    path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["key"])
+    path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
     return document, path, summary
 
 
@@ -107,10 +107,12 @@ def one_case(name: str) -> Case:
 
 
 class Prober:
-    """Probes of one cell. ``arms``: only these (the first arm always among them); None: all that follow the stack.
-    Inside ``with`` the probes share a launcher."""
+    """Probes of one cell. ``variants``: only these (the first variant always among them); None: all that follow the
+    stack. Inside ``with`` the probes share a launcher."""
 
-    def __init__(self, request: Request, say: Say, stop: threading.Event, arms: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, request: Request, say: Say, stop: threading.Event, variants: Sequence[str] | None = None
+    ) -> None:
         self.request = request
         self.settings: RunSettings = request.settings
         name = request.selections[0].case[0]
@@ -118,10 +120,14 @@ class Prober:
             raise unknown("case", name, request.catalogue.cases)
         self.case = request.catalogue.cases[name]
         self.cell = _one_cell(request.cells, request.selections[0])
-        named = overrides.expand("arm", arms or self.settings.arms or self.case.arms, self.case.arms)
-        wanted = arms_of(self.case, named)
-        self.own_stack = {arm: spec.stack for arm, spec in self.case.arms.items() if spec.stack and arm in wanted}
-        self.arms = [arm for arm in wanted if arm not in self.own_stack]
+        named = overrides.expand(
+            "variant", variants or self.settings.variants or self.case.variants, self.case.variants
+        )
+        wanted = variants_of(self.case, named)
+        self.own_stack = {
+            variant: spec.stack for variant, spec in self.case.variants.items() if spec.stack and variant in wanted
+        }
+        self.variants = [variant for variant in wanted if variant not in self.own_stack]
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
         self.notes: list[str] = []  # how the failure was judged, for the report
@@ -141,12 +147,12 @@ class Prober:
     def learn(self, good: Target, bad: Target) -> None:
         """Define the failure by the two ends, where nobody did. A case's file says what its failure is."""
 
-    def command(self, spec: str, arm: str) -> list[str]:
-        """Return `repro run` of the arm on a stack, without settings that have no bearing on the answer."""
+    def command(self, spec: str, variant: str) -> list[str]:
+        """Return `repro run` of the variant on a stack, without settings that have no bearing on the answer."""
         plain = spec.replace("==", "@")  # the same, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
-        texts = self.request.said(without=("case", "arms", "repeat", "results", "jobs", "keep"))
-        return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"arms=[{arm}]"]
+        texts = self.request.said(without=("case", "variants", "repeat", "results", "jobs", "keep"))
+        return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants=[{variant}]"]
 
     def base(self, spec: str) -> Stack:
         """Return a stack that has to be there; raises what is wrong with it."""
@@ -169,12 +175,12 @@ class Prober:
         except StackError as error:
             if self.stop.is_set():
                 raise Stopped("interrupted", 130) from None
-            if error.infra:
+            if error.infra_error:
                 raise Stopped(str(error), error.exit_code) from None
             # No such release, none for this Python, contradictory requirements: the answer cannot be known.
             reason = labels.plain(str(error).removeprefix(f"stack {target.spec}: "))
             unknown_answer = Answer(None, f"cannot be installed: {reason}")
-            point = Point(target, dict.fromkeys(self.arms, unknown_answer), wall_s=time.monotonic() - began)
+            point = Point(target, dict.fromkeys(self.variants, unknown_answer), wall_s=time.monotonic() - began)
         else:
             point = self._measure(settled, stack, wanted, began)
         self.points[target.spec] = point
@@ -187,7 +193,7 @@ class Prober:
         return self._cell(settled, stack, repeat)[0]
 
     def _cell(self, target: Target, stack: Stack, repeat: int) -> tuple[Document, Path, Summary]:
-        request = self.request.but(stack=target.spec, arms=self.arms, repeat=repeat)
+        request = self.request.but(stack=target.spec, variants=self.variants, repeat=repeat)
         prepared = session.prepare(request, given={target.spec: stack})
         if self._open is not None and self.place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
@@ -197,30 +203,30 @@ class Prober:
     def _measure(self, target: Target, stack: Stack, repeat: int, began: float) -> Point:
         built = time.monotonic() - began
         document, path, summary = self._cell(target, stack, repeat)
-        arms = document["arms"]
+        variants = document["variants"]
         return Point(
             target,
-            {arm: labels.of_cell(self.case.slug, arms.get(arm)) for arm in self.arms},
+            {variant: labels.of_cell(self.case.slug, variants.get(variant)) for variant in self.variants},
             dict(stack.versions),
             dict(stack.moved),
             str(path),
-            {arm: line for arm in self.arms if (line := _torchrun(arms.get(arm)))},
+            {variant: line for variant in self.variants if (line := _torchrun(variants.get(variant)))},
             time.monotonic() - began,
             built,
             summary.attempts,
         )
 
     def _report(self, point: Point) -> None:
-        answers = [point.arms[arm] for arm in self.arms]
+        answers = [point.variants[variant] for variant in self.variants]
         others = sum(answer.label != answers[0].label for answer in answers)
-        more = f"; {others} of {len(answers) - 1} other arms answer differently" if others else ""
+        more = f"; {others} of {len(answers) - 1} other variants answer differently" if others else ""
         stored = not point.attempts and any(answer.counted for answer in answers)
         how = "stored" if stored else f"{point.wall_s:.1f} s"
-        self.say(f"{point.target.name}: {self.arms[0]} {answers[0]}{more} ({how})")
+        self.say(f"{point.target.name}: {self.variants[0]} {answers[0]}{more} ({how})")
 
 
-def _torchrun(arm: Arm | None) -> str | None:
-    return arm["attempts"][0]["observation"]["attempt"].get("torchrun") if arm and arm["attempts"] else None
+def _torchrun(variant: Variant | None) -> str | None:
+    return variant["attempts"][0]["observation"]["attempt"].get("torchrun") if variant and variant["attempts"] else None
 
 
 def _one_cell(cells: list[Cell], selection: Selection) -> Cell:

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from repro_matrix.config.adhoc import ARM
+from repro_matrix.config.adhoc import VARIANT
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import short_hash
@@ -31,7 +31,7 @@ from repro_matrix.results import provenance
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.request import Request
 from repro_matrix.search import labels, parameters
-from repro_matrix.search.labels import FIRES
+from repro_matrix.search.labels import REPRODUCED
 from repro_matrix.search.parameters import (
     OUT,
     Answer,
@@ -53,7 +53,7 @@ from repro_matrix.text import counted
 Json = dict[str, Any]
 FIRST = 3  # attempts of what is left: whether it fails every time
 # Kinds of ``infra`` that another attempt would show again: they are the script's, not the machine's.
-LASTING = tuple(f"infra: {kind}" for kind in ("script", "no-proof", "not-in-force", "interrupted"))
+LASTING = tuple(f"infra: {kind}" for kind in ("script", "missing_check", "no_effect", "interrupted"))
 SLOWER, LEAST_S = 5.0, 20.0  # an attempt's deadline: so many times what the failure took, and never less
 
 
@@ -67,7 +67,7 @@ class Probe:
 
     @property
     def answer(self) -> Answer:
-        return None if self.said.label is None else self.said.label == FIRES
+        return None if self.said.label is None else self.said.label == REPRODUCED
 
     @property
     def by_chance(self) -> bool:
@@ -98,30 +98,30 @@ class Asker:
     def run_command(self, config: Config) -> list[str]:
         raise NotImplementedError
 
-    def measure(self, request: Request, slug: str, arm: str, repeat: int) -> Probe:
+    def measure(self, request: Request, slug: str, variant: str, repeat: int) -> Probe:
         """Measure the request's one cell, or read what is stored. Raises Stopped."""
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         try:
-            prepared = _prepared(request, self.stack, arm, repeat)
+            prepared = _prepared(request, self.stack, variant, repeat)
         except ConfigError as error:  # more ranks than this machine has memory for, an option that is refused
             return Probe(labels.Answer(None, f"no such cell: {labels.plain(str(error))}"))
-        plan = prepared.plans[0].arms[0]
+        plan = prepared.plans[0].variants[0]
         wrong = plan.skipped or parameters.wrong_shape(plan.settings["model"]["config"])
         if wrong:
             return Probe(labels.Answer(None, f"no such cell: {wrong}"))
         document, path, summary = one_cell(prepared, self.stop, self.say, self.place)
-        return Probe(labels.of_cell(slug, document["arms"].get(arm)), str(path), summary.attempts)
+        return Probe(labels.of_cell(slug, document["variants"].get(variant)), str(path), summary.attempts)
 
 
-def _prepared(request: Request, stack: Stack, arm: str, repeat: int) -> session.Session:
-    return session.prepare(request.but(stack.name, [arm], repeat), given={stack.name: stack})
+def _prepared(request: Request, stack: Stack, variant: str, repeat: int) -> session.Session:
+    return session.prepare(request.but(stack.name, [variant], repeat), given={stack.name: stack})
 
 
 @dataclass
 class CaseAsker(Asker):
     slug: str = ""
-    first: str = ""  # the case's first arm, under whose name everything is launched
+    first: str = ""  # the case's first variant, under whose name everything is launched
     base: Request | None = None  # what never varies
     candidates: tuple[Candidate, ...] = ()
 
@@ -144,31 +144,32 @@ class CaseAsker(Asker):
             self.slug,
             *texts,
             f"stack={self.stack.name.replace('==', '@')}",
-            f"arms=[{self.first}]",
+            f"variants=[{self.first}]",
         ]
 
 
-def open_case(arm: str | None, request: Request, stack: Stack, say: Say, stop: threading.Event) -> CaseAsker:
-    """Return what varies in an arm as it is given. Raises ConfigError: no such case or arm, or not exactly one cell."""
+def open_case(variant: str | None, request: Request, stack: Stack, say: Say, stop: threading.Event) -> CaseAsker:
+    """Return what varies in a variant as it is given. Raises ConfigError: no such case or variant, or not exactly one
+    cell."""
     name = request.selections[0].case[0]
     case = one_case(name)
-    first = next(iter(case.arms))
-    arm = arm or first
-    if arm not in case.arms:
-        raise unknown("arm", arm, case.arms, f"case {name}")
-    if case.arms[arm].stack:
-        raise ConfigError(f"Arm {arm} of {name} runs on a stack of its own ({case.arms[arm].stack}).")
-    given = _prepared(request, stack, arm, 1)
+    first = next(iter(case.variants))
+    variant = variant or first
+    if variant not in case.variants:
+        raise unknown("variant", variant, case.variants, f"case {name}")
+    if case.variants[variant].stack:
+        raise ConfigError(f"Variant {variant} of {name} runs on a stack of its own ({case.variants[variant].stack}).")
+    given = _prepared(request, stack, variant, 1)
     if len(given.plans) != 1:
         raise ConfigError(f"{name} has {len(given.plans)} cells here. Choose one by model=, strategy=, flags.<name>=.")
-    plan = next(each for each in given.plans[0].arms if each.arm == arm)
+    plan = next(each for each in given.plans[0].variants if each.variant == variant)
     if plan.skipped:
-        raise MeasureError(f"{name}, arm {arm}: {plan.skipped}")
-    base = parameters.base(given.catalogue.cases[name], arm, request, plan.cell)
-    usual = _prepared(base, stack, first, 1).plans[0].arms[0]
+        raise MeasureError(f"{name}, variant {variant}: {plan.skipped}")
+    base = parameters.base(given.catalogue.cases[name], variant, request, plan.cell)
+    usual = _prepared(base, stack, first, 1).plans[0].variants[0]
     env = dict(given.settings.env)
     case = given.catalogue.cases[name]
-    candidates = parameters.vary(given.catalogue, case, arm, plan.settings, usual.settings, env)
+    candidates = parameters.vary(given.catalogue, case, variant, plan.settings, usual.settings, env)
     varied = tuple(each.parameter for each in candidates)
     return CaseAsker(stack, say, stop, None, varied, name, first, base, candidates)
 
@@ -199,7 +200,7 @@ class ScriptAsker(Asker):
         return self.launch(self.made(config), repeat)
 
     def launch(self, script: Script, repeat: int) -> Probe:
-        return self.measure(script.request(self.stack.name), script.slug, ARM, repeat)
+        return self.measure(script.request(self.stack.name), script.slug, VARIANT, repeat)
 
     def run_command(self, config: Config) -> list[str]:
         made = self.made(config)
@@ -352,7 +353,7 @@ class Search:
 # -- the two kinds of searches
 
 
-def reduce_case(asker: CaseAsker, search: Search, arm: str) -> Json:
+def reduce_case(asker: CaseAsker, search: Search, variant: str) -> Json:
     settings = asker.base.settings if asker.base else None
     with workspace.workplace(settings.launcher.value if settings else "auto", (), asker.say) as place:
         asker.place = place
@@ -360,7 +361,7 @@ def reduce_case(asker: CaseAsker, search: Search, arm: str) -> Json:
         asker.say(f"{len(search.parameters)} settings vary: {', '.join(each.name for each in search.parameters)}")
         reduced = search.run()
     texts = asker.request(reduced.config).said(without=("case",))
-    data = {"case": asker.slug, "arm": arm, "what": f"{asker.slug} on {asker.stack.name}", "overrides": texts}
+    data = {"case": asker.slug, "variant": variant, "what": f"{asker.slug} on {asker.stack.name}", "overrides": texts}
     return result(search, reduced, first, search.probes[reduced.config], data, asker.run_command(reduced.config))
 
 
@@ -407,14 +408,14 @@ def _learn(asker: ScriptAsker, search: Search) -> None:
     """Take the first attempt's failure where nobody described one: another error is never mistaken for it."""
     assert asker.script is not None
     request = asker.script.request(asker.stack.name)
-    prepared = _prepared(request, asker.stack, ARM, 1)
+    prepared = _prepared(request, asker.stack, VARIANT, 1)
     document, _, summary = one_cell(prepared, asker.stop, asker.say)
     search.attempts += summary.attempts
-    made = document["arms"][ARM]["attempts"][0]
+    made = document["variants"][VARIANT]["attempts"][0]
     if not asker.script.failure.text:
         outcome = Outcome.from_json(made["outcome"])
-        if outcome.outcome != "other_error":
-            kind = MeasureError if outcome.outcome == "infra" else ConfigError
+        if outcome.outcome != "other_failure":
+            kind = MeasureError if outcome.outcome == "infra_error" else ConfigError
             raise kind(f"As given, it does not fail: {outcome.outcome}: {outcome.reason}")
         failure = learned(outcome, made)
         if failure is None:
@@ -473,7 +474,7 @@ def _varied(search: Search, reduced: Reduced, at: int) -> Json:
             asked[_name(other)] = {"answer": str(probe.said) if probe else "not asked", "known": known}
     return {
         "name": parameter.name, "given": parameter.given, "value": value, "simplest": parameter.simplest,
-        "number": parameter.ordered, "needed": found.needed if found.whole else None, "fires_at": found.firing,
+        "number": parameter.ordered, "needed": found.needed if found.whole else None, "fires_at": found.reproducing,
         "gone_at": found.gone, "asked": asked,
     }  # fmt: skip
 

@@ -170,13 +170,15 @@ def bisect(
 
 
 def repeats_for(fired: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
-    """Return how often to launch a point before it counts as clean, when a bad one fired ``fired`` of ``launches``.
+    """Return how often to launch a point before it counts as clean, when a bad one reproduced ``reproduced`` of
+    ``launches``.
 
     One failure is proof; one clean launch is not, where the failure is flaky: repeat until a bad point would have
-    stayed clean with probability ``miss`` at most. A point that always fired is not known to be flaky: once is enough.
+    stayed clean with probability ``miss`` at most. A point that always reproduced is not known to be flaky: once is
+    enough.
     """
     if not 0 < fired <= launches:
-        raise ValueError(f"fired {fired} of {launches} launches: a known bad point has fired at least once")
+        raise ValueError(f"reproduced {fired} of {launches} launches: a known bad point has reproduced at least once")
     if fired == launches:
         return 1
     rate = fired / (launches + 1)  # on the careful side: few launches prove little
@@ -263,12 +265,12 @@ def _segments(trail: Trail) -> tuple[Segment, ...]:
     return tuple(Segment(run[0], run[-1], trail.answers[run[0]], tuple(run)) for run in runs)
 
 
-Answers = Mapping[str, Label | None]  # arm -> label
+Answers = Mapping[str, Label | None]  # variant -> label
 
 
 def maps(
     count: int,
-    arms: Sequence[str],
+    variants: Sequence[str],
     ask: Callable[[int], Answers],
     known: dict[int, Answers],
     *,
@@ -276,18 +278,19 @@ def maps(
     exhaustive: bool = False,
     max_probes: int | None = None,
 ) -> dict[str, VersionMap]:
-    """Return the map of each arm; one probe answers for all of them. ``known`` is filled as answers come in, so that
-    it holds them when ``ask`` raises.
+    """Return the map of each variant; one probe answers for all of them. ``known`` is filled as answers come in, so
+    that it holds them when ``ask`` raises.
 
-    The first arm has the samples; the others only narrow the changes that they see, until no arm sees anything new.
+    The first variant has the samples; the others only narrow the changes that they see, until no variant sees anything
+    new.
     ``max_probes=0`` shows what is known and asks nothing.
     """
     began = len(known)
 
-    def probe_of(arm: str) -> Probe:
+    def probe_of(variant: str) -> Probe:
         def probe(index: int) -> Label | None:
             known[index] = ask(index)
-            return known[index][arm]
+            return known[index][variant]
 
         return probe
 
@@ -295,15 +298,15 @@ def maps(
     first = True
     while True:
         before = len(known)
-        for arm in arms:
-            answers = {index: by_arm[arm] for index, by_arm in known.items()}
-            samples_here = first and arm == arms[0]
-            # An arm without any answer (it needs another stack) is no reason to probe its neighbours.
+        for variant in variants:
+            answers = {index: by_variant[variant] for index, by_variant in known.items()}
+            samples_here = first and variant == variants[0]
+            # A variant without any answer (it needs another stack) is no reason to probe its neighbours.
             silent = not samples_here and all(label is None for label in answers.values())
             left = None if max_probes is None else max(0, max_probes - (len(known) - began))
-            found[arm] = version_map(
+            found[variant] = version_map(
                 count,
-                probe_of(arm),
+                probe_of(variant),
                 samples=samples if samples_here else 1,
                 exhaustive=exhaustive and samples_here,
                 known=answers,
@@ -319,15 +322,16 @@ def maps(
 
 def ddmin(
     things: Sequence[T],
-    fires: Callable[[tuple[T, ...]], bool],
+    reproduced: Callable[[tuple[T, ...]], bool],
     closed: Callable[[tuple[T, ...]], tuple[T, ...]] = tuple,
 ) -> tuple[T, ...]:
-    """Return a subset with which it fires, of which no single thing can be left out (Zeller's ddmin by complements).
+    """Return a subset with which it reproduces, of which no single thing can be left out (Zeller's ddmin by
+    complements).
 
-    With all things it is known to fire.
+    With all things it is known to reproduce.
     """
     kept = tuple(things)
-    if not kept or fires(()):
+    if not kept or reproduced(()):
         return ()
     parts, next_chunk = 2, 0  # the chunks before ``next_chunk`` were tried with this ``kept``
     while len(kept) > 1:
@@ -336,7 +340,7 @@ def ddmin(
         for _ in range(parts):
             chunk = next_chunk % parts
             rest = kept[: bounds[chunk]] + kept[bounds[chunk + 1] :]
-            if fires(rest):
+            if reproduced(rest):
                 kept, parts, next_chunk = rest, max(parts - 1, 2), chunk
                 break
             next_chunk += 1
@@ -363,15 +367,15 @@ def find_culprits(items: Sequence[str], probe: Callable[[frozenset[str]], Label 
     """
     answers: dict[frozenset[str], Label | None] = {}
 
-    def fires(taken: tuple[str, ...]) -> bool:
+    def reproduced(taken: tuple[str, ...]) -> bool:
         chosen = frozenset(taken)
         if chosen not in answers:
             answers[chosen] = probe(chosen)
         return answers[chosen] == YES
 
     everything = tuple(dict.fromkeys(items))
-    if not fires(everything):
+    if not reproduced(everything):
         return Culprits(None)
-    members = ddmin(everything, fires)
+    members = ddmin(everything, reproduced)
     unproven = tuple(item for item in members if answers.get(frozenset(members) - {item}) != NO)
     return Culprits(members, unproven)

@@ -136,17 +136,17 @@ def reduce_statements(source: Source, trail: Trail[frozenset[int]]) -> tuple[fro
     """
     kept = frozenset(range(len(source.statements)))
 
-    def fires(chosen: frozenset[int]) -> bool:
+    def reproduced(chosen: frozenset[int]) -> bool:
         nonlocal kept
         smaller = source.closed(chosen)
-        if smaller == kept or trail.fires(smaller):
+        if smaller == kept or trail.reproduced(smaller):
             kept = smaller
             return True
         return False
 
     def reduce(among: frozenset[int]) -> None:
         rest = kept - among
-        ddmin(sorted(among), lambda some: fires(rest | frozenset(some)))
+        ddmin(sorted(among), lambda some: reproduced(rest | frozenset(some)))
 
     try:
         while True:

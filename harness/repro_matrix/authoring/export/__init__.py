@@ -1,1 +1,1 @@
-"""One arm of one case as a script of its own, to paste into an upstream issue. Pure."""
+"""One variant of one case as a script of its own, to paste into an upstream issue. Pure."""

@@ -1,8 +1,9 @@
-"""A script of repros/ and what it uses of the kit -> one file about one arm. Pure: text in, text out.
+"""A script of repros/ and what it uses of the kit -> one file about one variant. Pure: text in, text out.
 
-The kit does much for the harness alone: the record, the evidence of what was in force, references that attempts share,
+The kit does much for the harness alone: the record, the evidence of what was in effect, references that attempts share,
 models drawn piece by piece. In its place stand the short definitions under ``plain/``, which have the same names and
-say the same to a script. Then the arm's settings are put in (fold.py), and what is left and reached from the script's
+say the same to a script. Then the variant's settings are put in (fold.py), and what is left and reached from the
+script's
 ``body`` is taken: functions, classes, and of a class the methods that somebody names.
 """
 

@@ -1,6 +1,7 @@
-"""What one arm's settings decide, decided: constants in the place of settings, and only the branches that are taken.
+"""What one variant's settings decide, decided: constants in the place of settings, and only the branches that are
+taken.
 
-A script of repros/ serves all arms of its case, an exported one is about one arm: ``run.flags["call"]`` becomes
+A script of repros/ serves all variants of its case, an exported one is about one variant: ``run.flags["call"]`` becomes
 ``'inner'``, an ``if`` on it becomes its body, and a local name that holds nothing but such a value goes. What only
 tells the judge something (``run.fact``, ``watch``) goes, too. Pure: syntax trees in, the same trees changed.
 """

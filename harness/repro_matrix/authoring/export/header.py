@@ -11,16 +11,16 @@ from repro_matrix.config.schema import Case
 
 WIDTH = 100
 _MEANS = {
-    "fires": "it fails as follows",
-    "clean": "it works: every rank ends with its checks right",
+    "reproduced": "it fails as follows",
+    "passed": "it works: every rank ends with its checks right",
     "hang": "it hangs; end it with Ctrl-C",
-    "other_error": "it fails, not by the failure that is named above",
+    "other_failure": "it fails, not by the failure that is named above",
 }
 
 
 def lines(
     case: Case,
-    arm: str,
+    variant: str,
     settings: Mapping[str, Any],
     versions: Mapping[str, str],
     stored: Measured | None,
@@ -35,8 +35,8 @@ def lines(
     where = "GPUs" if settings["device"] == "cuda" else "CPU, gloo"
     said.append(f"Where: {ranks} rank(s), {where}; {settings['model']['title']} ({settings['model']['scale']}, random "
                 f"weights); {settings['strategy']['title']}")  # fmt: skip
-    if case.arms[arm].help:
-        said.append(f"Arm {arm}: {case.arms[arm].help}")
+    if case.variants[variant].help:
+        said.append(f"Variant {variant}: {case.variants[variant].help}")
     if skipped:
         said.append(f"Not run where this was written: {skipped}")
     said += ["", *_expected(stored)]
@@ -63,8 +63,8 @@ def _expected(stored: Measured | None) -> list[str]:
     if primary and primary["type"]:
         message = primary["message"].partition("\n")[0][:300]
         said.append(f"    {primary['type']}: {message}")
-        if primary["where"]:
-            said.append(f"    raised in {primary['where']}")
-    elif outcome["outcome"] != "clean":
+        if primary["location"]:
+            said.append(f"    raised in {primary['params']}")
+    elif outcome["outcome"] != "passed":
         said.append(f"    {outcome['reason'][:300]}".replace("\n", " "))
     return said

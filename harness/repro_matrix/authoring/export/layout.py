@@ -60,11 +60,11 @@ def text_of(node: ast.stmt) -> str:
         if bare.lstrip("'\"").startswith(_MARK):
             lines.append(indent + str(ast.literal_eval(bare)).removeprefix(_MARK))
         else:
-            lines += broken(line)
+            lines += unfixed(line)
     return "\n".join(lines)
 
 
-def broken(line: str) -> list[str]:
+def unfixed(line: str) -> list[str]:
     """A line that is too long, with what stands in its last outer brackets on lines of its own."""
     if len(line) <= WIDTH or line.lstrip().startswith(("'", '"', "#")):
         return [line]
@@ -92,7 +92,7 @@ def broken(line: str) -> list[str]:
         parts[-1] += ","
     out = [indent + head]
     for part in parts:
-        out += broken(f"{indent}    {part}")
+        out += unfixed(f"{indent}    {part}")
     return [*out, indent + tail]
 
 

@@ -12,7 +12,7 @@ from repro_matrix.authoring.export.code import appended_to, arguments, bindings,
 
 Function = ast.FunctionDef
 PROOFS = ("Reference", "Single")  # classes that compute what one process would
-LOOKS = ("full_parameters", "looked_at", "differing", "apart", "all_apart")  # what only a proof wants to know
+LOOKS = ("full_parameters", "subject", "differing", "apart", "all_apart")  # what only a proof wants to know
 
 
 def without_proofs(node: Function) -> bool:
@@ -59,15 +59,15 @@ def without_unused(node: Function, proven: bool) -> bool:
             only[appended] = only.get(appended, 0) + 1
     gone = {name for name, count in only.items() if loaded.count(name) == count} - arguments(node)
     if not proven:
-        looks = [n for n in every if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+        samples = [n for n in every if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
                  and _looks(n.value)]  # fmt: skip
-        for each in looks:
+        for each in samples:
             name = each.targets[0].id  # type: ignore[attr-defined]
             within = [n for n in ast.walk(each.value) if isinstance(n, ast.Name) and n.id == name]
             if loaded.count(name) == len(within):
                 _Drop(name).visit(node)
                 changed = True
-    return _Unread(set(loaded), gone if not proven else set()).clean(node) or changed
+    return _Unread(set(loaded), gone if not proven else set()).passed(node) or changed
 
 
 def without_what_follows(node: Function) -> None:
@@ -127,7 +127,7 @@ class _Unread(ast.NodeTransformer):
     def __init__(self, loaded: Collection[str], appended: Collection[str]) -> None:
         self.loaded, self.appended, self.changed = loaded, appended, False
 
-    def clean(self, node: Function) -> bool:
+    def passed(self, node: Function) -> bool:
         self.generic_visit(node)
         for each in ast.walk(node):
             for block in ("body",):

@@ -14,9 +14,9 @@ _FIRST = ("os", "sys", "tempfile")
 
 
 def values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `run` is known to have, of an arm's settings (repros/arm_settings.resolve)."""
-    known = {key: settings[key] for key in ("case", "arm", "flags", "model", "strategy", "world_size", "tp_size",
-             "devices", "seed", "steps", "backend", "process_group", "teardown")}  # fmt: skip
+    """What `run` is known to have, of a variant's settings (repros/variant_settings.resolve)."""
+    known = {key: settings[key] for key in ("case", "variant", "flags", "model", "strategy", "world_size", "tp_size",
+             "devices", "seed", "steps", "backend", "process_group", "normal_exit")}  # fmt: skip
     options = settings["strategy"].get("options") or {}
     return {**known, "options": options, "device_kind": settings["device"], "settings": dict(settings)}
 

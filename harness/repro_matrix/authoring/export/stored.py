@@ -1,4 +1,4 @@
-"""What is stored of an arm with some stack: its versions and outcomes. Pure."""
+"""What is stored of a variant with some stack: its versions and outcomes. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from repro_matrix.planning.plan import ArmPlan
+from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import Outcome
 
@@ -15,7 +15,7 @@ _OF_STACK = ("torch", "transformers", "accelerate", "peft", "deepspeed", "coloss
 
 @dataclass(frozen=True)
 class Measured:
-    """The attempts of one stored document's arm."""
+    """The attempts of one stored document's variant."""
 
     versions: Mapping[str, str]
     outcomes: list[Outcome]
@@ -31,15 +31,15 @@ class Measured:
     @property
     def fails_by_itself(self) -> bool:
         """Whether what is seen does not depend on what the script checks: an error, a warning, a hang, a crash."""
-        kinds = {item["kind"] for item in self.outcome["recognised"]}
+        kinds = {item["kind"] for item in self.outcome["recognized"]}
         primary = self.outcome["primary"]
-        raised = self.outcome["outcome"] in ("other_error", "hang") or bool(primary and primary["type"])
+        raised = self.outcome["outcome"] in ("other_failure", "hang") or bool(primary and primary["type"])
         return raised or bool(kinds & {"exception", "log", "hang", "signal"})
 
 
 def measured(
     documents: Iterable[Document],
-    arm: ArmPlan,
+    variant: VariantPlan,
     stack: str,
     versions: Mapping[str, str],
     defaults: Mapping[str, Any],
@@ -50,13 +50,13 @@ def measured(
     """
     found: list[Measured] = []
     for document in documents:
-        stored = document["arms"].get(arm.arm)
+        stored = document["variants"].get(variant.variant)
         have = document["stack"]["versions"]
         same = all(have.get(name) == versions.get(name) for name in _OF_STACK)
         if (
             stored
             and stored["attempts"]
-            and _alike(stored["settings"], arm.settings, defaults)
+            and _alike(stored["settings"], variant.settings, defaults)
             and (same if versions else document["stack"]["name"] == stack)
         ):
             found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))

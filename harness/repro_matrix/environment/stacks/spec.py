@@ -65,10 +65,10 @@ class StackError(ReproError):
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
         self.kind: Kind = kind
-        self.exit_code = 3 if self.infra else 2
+        self.exit_code = 3 if self.infra_error else 2
 
     @property
-    def infra(self) -> bool:
+    def infra_error(self) -> bool:
         return self.kind in ("index", "disk")
 
     @property

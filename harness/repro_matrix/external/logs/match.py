@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from repro_matrix.config.schema import Case
-from repro_matrix.config.signatures import Elsewhere, Signature
+from repro_matrix.config.signatures import AmbiguousWith, Signature
 from repro_matrix.external.logs.distinct import Error
 from repro_matrix.external.logs.scan import Note, Seen
 from repro_matrix.grading.observation import NO_RECORD, Attempt, Rank, module_names
@@ -37,7 +37,7 @@ _BEFORE = re.compile(
     r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
     r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
 )
-_ONLOOKER = re.compile(r"(^|/)repros/(kit/in_force|repro_kit/instrumentation)\.py$")
+_ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
 # Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
 _BASES = {
     "OutOfMemoryError": ["RuntimeError"],
@@ -115,16 +115,28 @@ def _attempt(ranks: Iterable[RankLeft]) -> Attempt:
     """The attempt that a log is of, of which it says no more."""
     listed = list(ranks)
     about: AttemptLeft = {
-        "id": "log", "launcher": "", "command": [], "backend": "", "world_size": 1, "started": 0.0, "ended": 0.0,
-        "wall_s": 0.0, "cpu_s": None, "deadline_s": 1.0, "timed_out": False, "interrupted": False, "leftover": [],
-        "seed": 0, "settings": {},
-    }  # fmt: skip
-    return Attempt({"schema": 1, "attempt": about, "infra": None, "ranks": listed})
+        "id": "log",
+        "launcher": "",
+        "command": [],
+        "backend": "",
+        "world_size": 1,
+        "started": 0.0,
+        "ended": 0.0,
+        "wall_s": 0.0,
+        "cpu_s": None,
+        "deadline_s": 1.0,
+        "timed_out": False,
+        "interrupted": False,
+        "leaked_processes": [],
+        "seed": 0,
+        "settings": {},
+    }
+    return Attempt({"schema": 1, "attempt": about, "infra_error": None, "ranks": listed})
 
 
 def _left(index: int, record: Record) -> RankLeft:
     return {
-        "rank": index, "exit_code": None, "signal": None, "ended_by": "self", "record": record, "log_tail": "",
+        "rank": index, "exit_code": None, "signal": None, "terminated_by": "self", "record": record, "log_tail": "",
         "stack": None,
     }  # fmt: skip
 
@@ -159,8 +171,8 @@ def _framed(frame: Mapping[str, Any]) -> Frame:
         "file": str(frame.get("file") or ""), "line": frame.get("line"), "function": str(frame.get("function") or ""),
         "module": str(frame.get("module") or ""),
     }  # fmt: skip
-    if "place" in frame:
-        found["place"] = str(frame["place"])
+    if "code_location" in frame:
+        found["code_location"] = str(frame["code_location"])
     return found
 
 
@@ -185,7 +197,7 @@ class Catalogue:
             if signature.kind in ("exception", "signal"):
                 anywhere = signature.model_copy(update={"ranks": "any"})
                 unframed = anywhere.model_copy(update={"frames": []})
-                self.failures.append(_Asked(case, anywhere, ",".join(signature.variants), unframed))
+                self.failures.append(_Asked(case, anywhere, ",".join(signature.messages), unframed))
 
 
 def _failure(error: Error, catalogue: Catalogue, seen: Seen) -> Failure:
@@ -201,11 +213,11 @@ def _failure(error: Error, catalogue: Catalogue, seen: Seen) -> Failure:
         missing = _missing(asked, error, attempt, judged)
         if missing is None:
             continue
-        elsewhere = asked.signature.elsewhere
+        ambiguous_with = asked.signature.ambiguous_with
         if asked.signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
             missing = (*missing, "a crash at this place may have other causes")
-        elif elsewhere and not _ruled_out(elsewhere, error, seen):
-            missing = (*missing, f"it may as well be {elsewhere.cause}")
+        elif ambiguous_with and not _ruled_out(ambiguous_with, error, seen):
+            missing = (*missing, f"it may as well be {ambiguous_with.cause}")
         item = Known(asked.case.slug, asked.signature.name, error.line, missing)
         (perhaps if missing else known).append(item)
     if len({item.case for item in known}) > 1:
@@ -226,7 +238,10 @@ def _missing(asked: _Asked, error: Error, attempt: Attempt, judged: Failures) ->
     if error.whole and not error.mixed:
         return None
     if signature.kind == "exception" and not error.places:
-        framed = {**error.record, "frames": [{"file": "", "function": "", "place": f"{signature.package}.unknown"}]}
+        framed = {
+            **error.record,
+            "frames": [{"file": "", "function": "", "code_location": f"{signature.package}.unknown"}],
+        }
         bare = _attempt([_rank(0, replace(error, record=framed))])
         return ("its last line alone, no traceback",) if match_attempt(less, bare, judged, asked.backend) else None
     if signature.frames and match_attempt(less, attempt, judged, asked.backend):
@@ -250,12 +265,12 @@ def strategies_of(error: Error) -> set[str]:
     return found
 
 
-def _ruled_out(elsewhere: Elsewhere, error: Error, seen: Seen) -> bool:
+def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Seen) -> bool:
     """Whether the error itself, or another line of the log, shows that the other cause is not what happened."""
-    if elsewhere.unless is None:
+    if ambiguous_with.ruled_out_by is None:
         return False
     own = [error.message, *(f"{place['file']} {place['function']} {place.get('code')}" for place in error.places)]
-    return any(re.search(elsewhere.unless, text) for text in (*own, *(note.text for note in seen.notes)))
+    return any(re.search(ambiguous_with.ruled_out_by, text) for text in (*own, *(note.text for note in seen.notes)))
 
 
 def where(error: Error) -> str:

@@ -101,8 +101,8 @@ class Texts:
             for signature in case.signatures:
                 if signature.kind == "log" and signature.message:
                     patterns.add(signature.message)
-                if signature.elsewhere and signature.elsewhere.unless:
-                    patterns.add(signature.elsewhere.unless)
+                if signature.ambiguous_with and signature.ambiguous_with.ruled_out_by:
+                    patterns.add(signature.ambiguous_with.ruled_out_by)
         self.patterns = {text: re.compile(text) for text in sorted(patterns)}
         self._needed = {text: required(text) for text in self.patterns}
         for needed in self._needed.values():

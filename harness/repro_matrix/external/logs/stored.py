@@ -1,4 +1,4 @@
-"""Which arms of a case help on the releases that a log names: by stored measurement (results/expected), never by
+"""Which variants of a case help on the releases that a log names: by stored measurement (results/expected), never by
 conjecture. Pure."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NEAREST = 2
 
 
 @dataclass(frozen=True)
-class Stretch:
+class VersionRange:
     """What was measured of a case over a range of releases."""
 
     cells: tuple[str, ...]
@@ -28,26 +28,26 @@ class Stretch:
 
     @property
     def holds(self) -> list[str]:
-        return [arm for arm, verdict in self.verdicts.items() if verdict == "FIX_HOLDS"]
+        return [variant for variant, verdict in self.verdicts.items() if verdict == "FIXED"]
 
     @property
     def holds_not(self) -> dict[str, str]:
-        return {arm: verdict for arm, verdict in self.verdicts.items() if verdict != "FIX_HOLDS"}
+        return {variant: verdict for variant, verdict in self.verdicts.items() if verdict != "FIXED"}
 
 
 @dataclass(frozen=True)
 class Stored:
     """``fits``: measured on the log's releases. Where none is, ``nearest``: the ones that differ least."""
 
-    fits: tuple[Stretch, ...] = ()
-    nearest: tuple[Stretch, ...] = ()
+    fits: tuple[VersionRange, ...] = ()
+    nearest: tuple[VersionRange, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)  # of the log, that were looked for
 
 
 def stored(case: Case, versions: Mapping[str, str]) -> Stored:
     """What is stored of a case for these releases. Without any release known nothing fits: it is not a measurement of
     theirs. A package that the log does not name is listed with the stretch."""
-    every = [_stretch(entry, versions) for entry in case.expect]
+    every = [_version_range(entry, versions) for entry in case.expect]
     asked = {name for entry in case.expect for name in entry.versions} & versions.keys()
     fits = [each for each in every if asked and not each.outside and len(each.unnamed) < len(each.versions)]
     if fits:
@@ -56,11 +56,13 @@ def stored(case: Case, versions: Mapping[str, str]) -> Stored:
     return Stored(nearest=tuple(least[:NEAREST]), versions=dict(versions))
 
 
-def _stretch(entry: Expectation, versions: Mapping[str, str]) -> Stretch:
+def _version_range(entry: Expectation, versions: Mapping[str, str]) -> VersionRange:
     unnamed = tuple(name for name in entry.versions if name not in versions)
     outside = tuple(name for name, bounds in entry.versions.items() if name in versions
                     and not _within(versions[name], bounds))  # fmt: skip
-    return Stretch(tuple(entry.cells), entry.hardware, dict(entry.versions), unnamed, outside, dict(entry.verdicts))
+    return VersionRange(
+        tuple(entry.cells), entry.hardware, dict(entry.versions), unnamed, outside, dict(entry.verdicts)
+    )
 
 
 def _within(version: str, bounds: str) -> bool:
@@ -70,12 +72,12 @@ def _within(version: str, bounds: str) -> bool:
         return False
 
 
-def _apart(stretch: Stretch, versions: Mapping[str, str]) -> tuple[float, ...]:
+def _apart(version_range: VersionRange, versions: Mapping[str, str]) -> tuple[float, ...]:
     """How far the log's releases lie from a stretch, torch's and transformers' first; the newest of equals."""
-    far = [_distance(versions.get(name), stretch.versions.get(name)) for name in ("torch", "transformers")]
-    newest = [-_number(stretch.versions.get(name, "").partition(",")[0].lstrip(">=")) for name in
+    far = [_distance(versions.get(name), version_range.versions.get(name)) for name in ("torch", "transformers")]
+    newest = [-_number(version_range.versions.get(name, "").partition(",")[0].lstrip(">=")) for name in
               ("torch", "transformers")]  # fmt: skip
-    return (*far, len(stretch.outside), *newest)
+    return (*far, len(version_range.outside), *newest)
 
 
 def _distance(version: str | None, bounds: str | None) -> float:

@@ -105,7 +105,7 @@ def rank_entry(rank: int, pid: Any, code: Any, by_launcher: bool) -> dict[str, A
         "pid": pid,
         "exit_code": code if code is None or code >= 0 else None,
         "signal": signal_name(-code) if code is not None and code < 0 else None,
-        "ended_by": "launcher" if by_launcher else "self",
+        "terminated_by": "launcher" if by_launcher else "self",
     }
 
 
@@ -195,7 +195,7 @@ def free_port() -> int:
 
 
 def blank_answer() -> dict[str, Any]:
-    return {"ranks": [], "error": None, "finished": False, "port": None, "leftover": []}
+    return {"ranks": [], "error": None, "finished": False, "port": None, "leaked_processes": []}
 
 
 def write(path: Path, answer: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def no_children() -> bool:
 def finish(path: Path, answer: dict[str, Any], reaper: bool) -> None:
     """Write ``answer``, end what the ranks left behind, and write the final answer."""
     write(path, answer)
-    answer["leftover"] = kill_orphans()
+    answer["leaked_processes"] = kill_orphans()
     answer["alone"] = reaper and no_children()
     answer["finished"] = True
 

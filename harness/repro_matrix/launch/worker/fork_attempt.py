@@ -102,7 +102,7 @@ class Supervisor:
                 run_rank(self.spec, rank, supervisor, receive, [*ports, send, self.life])
             os.close(receive)
             ports.append(send)
-            self.ranks.append({"rank": rank, "pid": pid, "exit_code": None, "signal": None, "ended_by": None})
+            self.ranks.append({"rank": rank, "pid": pid, "exit_code": None, "signal": None, "terminated_by": None})
         self._report()
         from torch.distributed import TCPStore
 
@@ -121,7 +121,7 @@ class Supervisor:
             os.close(send)
 
     def _running(self) -> list[int]:
-        return [rank["pid"] for rank in self.ranks if rank["ended_by"] is None]
+        return [rank["pid"] for rank in self.ranks if rank["terminated_by"] is None]
 
     def _wait(self) -> None:
         """Wait until every rank has ended, TERM arrives, or a rank failed and the others have had their grace."""
@@ -171,7 +171,9 @@ class Supervisor:
             if time.monotonic() > limit:
                 left = elastic.descendants(os.getpid())
                 names = [f"{name}({pid}) killed" for pid, name in left.items()]
-                self.answer["leftover"] += [name for name in names if name not in self.answer["leftover"]]
+                self.answer["leaked_processes"] += [
+                    name for name in names if name not in self.answer["leaked_processes"]
+                ]
                 for pid in left:
                     elastic.kill(pid)
             if time.monotonic() > limit + 5:

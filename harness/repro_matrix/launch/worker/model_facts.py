@@ -5,7 +5,7 @@ Standard library, torch and transformers (and peft for LoRA) only. No weight is 
 repros/repro_kit on the meta device, and its forward and backward run there, while a dispatch mode counts living bytes.
 
 Request: {"models": {key: {"model": settings, "dtype", "lora", "checkpointing", "sizes", "length"}}, "bases": [[name]]}
-Answer: {"models": {key: facts or {"error": text}}, "bases": {"a,b": {"warm": MiB, "cold": MiB}}}
+Answer: {"models": {key: facts or {"error": text}}, "bases": {"a,b": {"forkserver": MiB, "cold": MiB}}}
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def base(names: list[str]) -> dict[str, float]:
         os.write(1, str(warm).encode())
 
     cold, output = forked(both)
-    return {"cold": cold, "warm": float(output)} if output else {}
+    return {"cold": cold, "forkserver": float(output)} if output else {}
 
 
 def forked(work: Callable[[], None]) -> tuple[float, str]:

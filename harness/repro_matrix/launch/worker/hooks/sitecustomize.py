@@ -105,7 +105,7 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
             described = recording.describe_exception(args.exc_value)
             record.capture.logs.append(
                 {"logger": "threading", "level": "ERROR", "message": f"{described['type']}: {described['message']}",
-                 "file": "", "function": "", "place": "", "exception": described}
+                 "file": "", "function": "", "code_location": "", "exception": described}
             )  # fmt: skip
         thread_excepthook(args)
 
