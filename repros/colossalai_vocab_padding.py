@@ -148,7 +148,8 @@ def _save(run: Run, booster: Booster, model: Any, name: str) -> Path:
     if run.flags["inspect"] == "state-dict":
         rows = {k: v.shape[0] for k, v in model.unwrap().state_dict().items() if k in NAMES}
         expected = dict.fromkeys(rows, run.flags["pad_to"] or run.flags["vocab"])
-        run.check(f"shapes-before-saving-{name}", actual=rows, expected=expected, subject="rows of the state_dict's vocabulary")
+        subject = "rows of the state_dict's vocabulary"
+        run.check(f"shapes-before-saving-{name}", actual=rows, expected=expected, subject=subject)
     if run.flags["save"] == "whole":
         folder.mkdir(exist_ok=True)
         model.unwrap().config.save_pretrained(str(folder))

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import watch
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
@@ -36,7 +36,7 @@ def check_replicas(run: Run, model: Any) -> None:
         dist.broadcast(of_first, 0)
         if not torch.equal(of_first, parameter.detach()):
             differ.append(name)
-    seen = subject([name for name, _ in named], differ)
+    seen = compared([name for name, _ in named], differ)
     run.check("replicas", actual=len(differ), expected=0, tolerance=0, subject=seen)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from repro_kit import Run, main
 from repro_kit.collectives import gather
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.models import build
 from repro_kit.reference_checks import Reference
 from repro_kit.strategies import each_step
@@ -28,7 +28,7 @@ def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
     """Under DDP every rank holds the same parameters after a step."""
     sums = gather(run, [float(value.double().sum()) for value in parameters.values()])
     differ = [name for name, *ranks in zip(parameters, *sums) if any(value != ranks[0] for value in ranks)]
-    run.check("replicas_equal", actual=len(differ), expected=0, tolerance=0, subject=subject(parameters, differ))
+    run.check("replicas_equal", actual=len(differ), expected=0, tolerance=0, subject=compared(parameters, differ))
 
 
 def body(run: Run) -> None:

@@ -74,7 +74,8 @@ def body(run: Run) -> None:
     set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
     compare(run, model, optimizer, fresh, fresh_optimizer)
     expected, actual = (step(run, m, o, run.steps, dtype) for m, o in ((model, optimizer), (fresh, fresh_optimizer)))
-    run.check("next-step", actual=actual, expected=expected, tolerance=0, subject="loss and norm of the weights after it")
+    subject = "loss and norm of the weights after it"
+    run.check("next-step", actual=actual, expected=expected, tolerance=0, subject=subject)
 
 
 if __name__ == "__main__":

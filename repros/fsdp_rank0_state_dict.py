@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import files, stored
 from repro_kit.models import build
 from repro_kit.wrapping import wrap
@@ -43,7 +43,7 @@ def body(run: Run) -> None:
     read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
     files(run, run.work_dir / "model.pt", least=stored(read.values()))
     wrong = [name for name in expected if name not in read or not torch.equal(read[name], expected[name])]
-    run.check("reloaded", actual=len(wrong), expected=0, tolerance=0, subject=subject(expected, wrong))
+    run.check("reloaded", actual=len(wrong), expected=0, tolerance=0, subject=compared(expected, wrong))
 
 
 if __name__ == "__main__":

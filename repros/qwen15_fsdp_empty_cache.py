@@ -49,8 +49,8 @@ def body(run: Run) -> None:
         step: dict[str, Any] = {"use_cache": True, "attention_mask": mask, "past_key_values": cache}
         whole = torch.cat([inputs["input_ids"], token], dim=1)
         following = fsdp(input_ids=token, **step).logits[:, -1]
-        expected = fsdp(input_ids=whole, use_cache=False).logits[:, -1]
-    one.check(run, "next_token", following, part="logits", like=expected)
+        reference = fsdp(input_ids=whole, use_cache=False).logits[:, -1]
+    one.check(run, "next_token", following, part="logits", like=reference)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import files as read_back
 from repro_kit.instrumentation import watch
 from repro_kit.models import build
@@ -45,15 +45,19 @@ def body(run: Run) -> None:
 
     memory = built.state_dict()
     wrong = differing(model, memory)
-    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(memory, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=compared(memory, wrong))
     buffers = dict(model.named_buffers())
     off = []
     for name, expected in source.named_buffers():
         actual = buffers.get(name)
-        if actual is None or actual.is_meta or actual.shape != expected.shape or not torch.equal(actual.float(), expected.float()):
+        if actual is None or actual.is_meta or actual.shape != expected.shape:
+            wrong = True
+        else:
+            wrong = not torch.equal(actual.float(), expected.float())
+        if wrong:
             off.append(name)
             run.fact(name, None if actual is None or actual.is_meta else actual.flatten()[:3].tolist())
-    run.check("buffers", actual=len(off), expected=0, tolerance=0, subject=subject(buffers, off))
+    run.check("buffers", actual=len(off), expected=0, tolerance=0, subject=compared(buffers, off))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import watch
 from repro_kit.models import batch, build
 from repro_kit.qwen import configuration, folder, published
@@ -22,7 +22,7 @@ def body(run: Run) -> None:
     watch(run, model)
     wrong = model.load_state_dict(source.state_dict(), strict=False)
     names = [*wrong.missing_keys, *wrong.unexpected_keys]
-    run.check("names", actual=len(names), expected=0, tolerance=0, subject=subject(source.state_dict(), names))
+    run.check("names", actual=len(names), expected=0, tolerance=0, subject=compared(source.state_dict(), names))
     with torch.no_grad():
         actual = model(ids, use_cache=False).logits
     one.check(run, "logits", actual)

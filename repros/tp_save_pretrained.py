@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import files, sizes, watch
 from repro_kit.models import build
 from repro_kit.saved_models import differing, store
@@ -43,7 +43,7 @@ def body(run: Run) -> None:
     files(run, out, least=sizes(reference.parameters())[1])
     again = AutoModelForCausalLM.from_pretrained(str(out))
     wrong = differing(again, source)
-    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(source, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=compared(source, wrong))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import files, watch
 from repro_kit.tolerance import FACTOR, Single, training
 
@@ -70,7 +70,7 @@ def body(run: Run) -> None:
     files(run, path, least=sum(value.nbytes for value in whole.values()))
     have, source = fresh.state_dict(), model.state_dict()
     wrong = [n for n, v in source.items() if not torch.equal(have[n], _full(v).cpu())]
-    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(source, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=compared(source, wrong))
     one.check(run, "one-process", have, part="weights")
 
 

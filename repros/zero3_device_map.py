@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.instrumentation import watch
 from repro_kit.models import build
 from repro_kit.saved_models import differing, load, store
@@ -40,7 +40,7 @@ def body(run: Run) -> None:
         wrong = [name for name, tensor in actual.items() if not tensor.cpu().equal(state[name])]
     else:
         wrong = differing(model, state)
-    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(state, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=compared(state, wrong))
     del live
 
 

@@ -7,7 +7,7 @@ Refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648); where it passes, it is
 from __future__ import annotations
 
 from repro_kit import Run, main
-from repro_kit.error_reduction import all_apart, subject
+from repro_kit.error_reduction import all_apart, compared
 from repro_kit.models import batch, build
 from repro_kit.zero import engine, module, whole
 
@@ -55,7 +55,7 @@ def check(run: Run, name: str, model: torch.nn.Module, state: dict[str, torch.Te
     names = [name for name, _ in model.named_parameters()]
     actual = dict(zip(names, whole(model.parameters())))
     off = all_apart(actual, {key: state[key] for key in names})
-    run.check(name, actual=off, expected=0.0, tolerance=0.0, subject=subject(actual))
+    run.check(name, actual=off, expected=0.0, tolerance=0.0, subject=compared(actual))
 
 
 if __name__ == "__main__":

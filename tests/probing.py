@@ -112,7 +112,7 @@ def answered(attempt: Attempt, how: str) -> dict[str, Any]:
     if how == "hang":
         found = observation(attempt, None, timed_out=True)
         for rank in found["ranks"]:
-            rank.update(exit_code=None, signal="SIGKILL", terminated_by="deadline", record=None)
+            rank.update(exit_code=None, signal="SIGKILL", terminated_by="timeout", record=None)
         return found
     if how == "infra_error":
         return {**observation(attempt, None), "infra_error": {"kind": "memory", "message": "no memory"}}

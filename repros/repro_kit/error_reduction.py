@@ -34,7 +34,7 @@ def all_apart(actual: dict[str, Any], expected: dict[str, Any]) -> float:
     return worst(apart(actual[name], expected[name]) for name in expected)
 
 
-def subject(names: Iterable[str], wrong: Iterable[str] = ()) -> str:
+def compared(names: Iterable[str], wrong: Iterable[str] = ()) -> str:
     """What a check of named tensors looked at: how many, and the first of those that are wrong."""
     count, bad = len(list(names)), list(wrong)
     return f"{count} tensors" + (f"; wrong: {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else "")

@@ -214,7 +214,8 @@ def holds(actual: Any, expected: Any, tolerance: Any) -> bool:
     """Whether a check passes, for who runs a script by hand; the judge finds out for itself (and compares)."""
     if tolerance is None:
         return json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True)
-    pairs = list(zip(actual, expected)) if isinstance(actual, list) and isinstance(expected, list) else [(actual, expected)]
+    both_lists = isinstance(actual, list) and isinstance(expected, list)
+    pairs = list(zip(actual, expected)) if both_lists else [(actual, expected)]
     try:
         return bool(pairs) and all(abs(float(a) - float(b)) <= tolerance for a, b in pairs)  # NaN <= anything is False
     except (TypeError, ValueError, OverflowError):

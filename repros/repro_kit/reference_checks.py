@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, Optional, Union
 
 from repro_kit.collectives import gather
-from repro_kit.error_reduction import subject, worst
+from repro_kit.error_reduction import compared, worst
 from repro_kit.models import batch
 from repro_kit.norms import digest, norm, norm_of
 from repro_kit.reference import Batch, Runs
@@ -114,7 +114,7 @@ class Reference:
         run.check("start", actual=self.began, expected=truth["start"], subject="the parameters before training")
         kind = self.computes_in or self.dtype
         noise = norm_of(self.noise()["last"].values()) / (norm_of(truth["last"].values()) or math.nan)
-        run.check("rounding", actual=noise, expected=0.0, tolerance=ROUNDING[kind], subject=subject(self.names))
+        run.check("rounding", actual=noise, expected=0.0, tolerance=ROUNDING[kind], subject=compared(self.names))
         if first is not None:
             self.check_first(run, first)
         self._check_moved(run, "updates", last, "last")
@@ -137,7 +137,8 @@ class Reference:
         seen = gather(run, self.own.seen())
         distinct = [len({value for value in values if math.isfinite(value)}) for values in zip(*seen)]
         if self.same_batch:
-            return run.check("batches", actual=distinct[0], expected=1, tolerance=0, subject="token ids of the first step")
+            subject = "token ids of the first step"
+            return run.check("batches", actual=distinct[0], expected=1, tolerance=0, subject=subject)
         what = "token ids, and gradient of the last hidden states before any reduction, of the first step"
         run.check("batches", actual=distinct, expected=[run.world_size] * 2, tolerance=0, subject=what)
 
@@ -232,5 +233,5 @@ def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -
         names.append(name)
         if name != other or not torch.equal(actual, expected):
             differ.append(name)
-    seen = subject(names, differ)
+    seen = compared(names, differ)
     run.check("checkpoint", actual=len(differ), expected=0, tolerance=0, subject=seen)

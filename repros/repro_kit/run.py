@@ -138,7 +138,9 @@ class Run:
         """Something seen that is worth keeping (a wrapper's type, a shape): evidence, not judged."""
         self.record.data["facts"][name] = value
 
-    def check(self, name: str, *, actual: Any, expected: Any, tolerance: float | None = None, subject: str = "") -> None:
+    def check(
+        self, name: str, *, actual: Any, expected: Any, tolerance: float | None = None, subject: str = ""
+    ) -> None:
         """One proof, which the judge judges (grading/checks.py). Each name once, while the body runs.
 
         Numbers, or flat lists of them, need a ``tolerance``: every |got - want| must be within it. Everything else must

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro_kit.error_reduction import subject
+from repro_kit.error_reduction import compared
 from repro_kit.run import Run
 
 import torch
@@ -48,7 +48,7 @@ def compare(
     names = {id(p): name for name, p in model.named_parameters()}
     reloaded = dict(fresh.named_parameters())
     wrong = [name for name, p in model.named_parameters() if not equal(p.detach(), reloaded[name].detach())]
-    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=subject(reloaded, wrong))
+    run.check("weights", actual=len(wrong), expected=0, tolerance=0, subject=compared(reloaded, wrong))
 
     order = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
     values: list[str] = []
@@ -62,7 +62,8 @@ def compare(
             elif dtype_of(had[key]) != dtype_of(has[key]):
                 dtypes.append(f"{where}: had {dtype_of(had[key])}, reloaded {dtype_of(has[key])}")
     held = sum(map(len, states_of(optimizer)))
-    run.check("states", actual=len(values), expected=0, tolerance=0, subject=f"{held} states held; differ: {values[:2]}")
+    subject = f"{held} states held; differ: {values[:2]}"
+    run.check("states", actual=len(values), expected=0, tolerance=0, subject=subject)
     run.check("dtypes", actual=len(dtypes), expected=0, tolerance=0, subject=f"differ: {dtypes[:2]}")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     again = [{k: v for k, v in group.items() if k != "params"} for group in fresh_optimizer.param_groups]

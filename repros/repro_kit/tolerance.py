@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Optional, Union
 
-from repro_kit.error_reduction import apart, subject, worst
+from repro_kit.error_reduction import apart, compared, worst
 from repro_kit.norms import norm, norm_of
 from repro_kit.run import Run
 from repro_kit.single_process import Copied, Perturbed, Tensors, unit
@@ -53,7 +53,8 @@ class Single:
         # Chance may leave a number as it was: what is stored is rounded all the same.
         self._noise = {
             part: {
-                key: max(apart(other[part][key], expected), unit(expected.dtype) * largest(expected)) for key, expected in own.items()
+                key: max(apart(other[part][key], value), unit(value.dtype) * largest(value))
+                for key, value in own.items()
             }
             for part, own in self._expected.items()
         }
@@ -65,14 +66,15 @@ class Single:
         part = part or name
         expected, noise, have = self._expected[part], self._noise[part], kept({part: actual})[part]
         aim = expected if like is None else kept({part: like})[part]
-        seen = subject(expected, set(expected) ^ set(have))
+        seen = compared(expected, set(expected) ^ set(have))
         if set(expected) != set(have):
             return run.check(name, actual=math.inf, expected=0.0, tolerance=0.0, subject=seen)
         off = {key: apart(have[key], aim[key]) for key in expected}
         ratio = {key: off[key] / noise[key] if noise[key] else (math.inf if off[key] else 0.0) for key in expected}
         least = worst(ratio.values())
         where = next(key for key in expected if ratio[key] == least or least != least != ratio[key])
-        size = largest(expected[where]) or max(map(largest, expected.values())) or math.nan  # one of zeros has no greatest
+        # A tensor of zeros has no greatest value.
+        size = largest(expected[where]) or max(map(largest, expected.values())) or math.nan
         run.check(
             name,
             actual=off[where] / size,
@@ -84,7 +86,8 @@ class Single:
 
 def moved(expected: Tensors, other: Tensors) -> float:
     """By which part of it the perturbation changes the whole; NaN where there is nothing."""
-    return norm_of(norm(expected[key], other[key]) for key in expected) / (norm_of(map(norm, expected.values())) or math.nan)
+    whole = norm_of(map(norm, expected.values())) or math.nan
+    return norm_of(norm(expected[key], other[key]) for key in expected) / whole
 
 
 def largest(tensor: torch.Tensor) -> float:

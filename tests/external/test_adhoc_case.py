@@ -53,7 +53,7 @@ def values(*numbers: float, rank_: int = 0, **more: Any) -> Json:
     return {"printed": {"log": [], "metric": lines, "cut": False, **more}}
 
 
-LATE = seen(rank(0, None, terminated_by="deadline", signal="SIGKILL"), timed_out=True)
+LATE = seen(rank(0, None, terminated_by="timeout", signal="SIGKILL"), timed_out=True)
 SLOW = {**LATE, "infra_error": {"kind": "timeout_while_progressing", "message": ""}}
 CRASH = seen(rank(0, 1))
 

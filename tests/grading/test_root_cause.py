@@ -189,7 +189,8 @@ def test_script_error_counts_only_where_it_came_first() -> None:
         grade(case(), "unfixed", observation(failed(0, early, 1.0), failed(1, late, 9.0)), []).outcome == "reproduced"
     )
     assert (
-        grade(case(), "unfixed", observation(failed(0, early, 9.0), failed(1, late, 1.0)), []).infra_error == "script"
+        grade(case(), "unfixed", observation(failed(0, early, 9.0), failed(1, late, 1.0)), []).infra_error
+        == "script_error"
     )
     lost = Attempt(observation(failed(0, exception("RuntimeError", PEER, [OWN])), ended(1)))
     assert script_error(lost, find_failures(lost)) is None, "a lost peer is no mistake of the script"
@@ -215,7 +216,7 @@ def test_real_rank_that_raises_by_itself(tmp_path: Path, warm: ForkserverLaunche
     attempt.settings.update(case="a-control", variant="control", strategy=promised)
     seen = launched(warm, attempt)
     outcome = grade(control(), "control", seen, [])
-    assert outcome.infra_error == "script" and "misbehave.py:" in outcome.reason
+    assert outcome.infra_error == "script_error" and "misbehave.py:" in outcome.reason
     rank = Rank(seen["ranks"][0])
     assert rank.raised and all(each.is_project for each in rank.raised.frames)
     assert Path(seen["ranks"][0]["record"]["packages"]["torch"]).is_relative_to(sys.prefix)

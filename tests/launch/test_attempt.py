@@ -221,7 +221,7 @@ def test_observation_records_who_ended_a_rank(tmp_path: Path) -> None:
 def test_failed_launch_is_infra(tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path / "a", "x", world_size=1)
     assert observed(attempt, [])["infra_error"]["kind"] == "launch"
-    assert observed(attempt, [told(None)], finished=False)["infra_error"]["kind"] == "lost"
+    assert observed(attempt, [told(None)], finished=False)["infra_error"]["kind"] == "launcher_died"
     assert observed(attempt, [], timed_out=True)["infra_error"]["message"].startswith("no rank was up at the deadline")
     assert observed(attempt, [told()], log="Traceback\nImportError: no kit\n")["infra_error"]["message"].endswith(
         "no kit"

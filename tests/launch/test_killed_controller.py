@@ -16,7 +16,7 @@ from repro_matrix.results.store import Store
 from test_end_to_end import CASE, ours, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the gate kills launchers: test_warm, test_launch_cold
-WORDS = ("matrix", f"case={CASE}", "variants=[summon,ddp]", "repeat=2", "launcher=warm", "order=listed")
+WORDS = ("matrix", f"case={CASE}", "variants=[summon,ddp]", "repeat=2", "launcher=forkserver", "order=declared")
 KILLS = 4
 
 

@@ -115,7 +115,7 @@ def test_torchrun_killed_worker_is_lost_and_leaves_nothing(tmp_path: Path) -> No
         running = processes.with_token(ATTEMPT_TOKEN, attempt.id)
         next(each for each in running if "elastic.py" in " ".join(each.cmdline())).kill()
         result = future.result(timeout=200)
-    assert result["infra_error"]["kind"] == "lost" and "SIGKILL" in result["infra_error"]["message"]
+    assert result["infra_error"]["kind"] == "launcher_died" and "SIGKILL" in result["infra_error"]["message"]
     assert not result["attempt"]["timed_out"] and len(result["attempt"]["leaked_processes"]) >= 2
 
 

@@ -57,7 +57,7 @@ def test_known_is_where_the_stored_measurement_fires() -> None:
     assert found["qwen15-fsdp-kv-cache"] == ["torch2.2-tf4.39"]  # nowhere else but in version maps of it
     assert {"current", "torch2.2-tf4.39"} == set(found["fsdp-tied-embeddings"])
     assert found["train-step"] == ["current"]  # never reproduces: where its file says
-    by_case = {(cell.case, cell.stack) for cell in cells("case=qwen15-fsdp-kv-cache,fsdp-tied-*", "stack=known")}
+    by_case = {(cell.case, cell.stack) for cell in cells("case=qwen15-fsdp-kv-cache,fsdp-tied-*", "stack=reproducing")}
     assert by_case == {
         ("qwen15-fsdp-kv-cache", "torch2.2-tf4.39"),
         ("fsdp-tied-embeddings", "current"),

@@ -270,8 +270,8 @@ def test_place_one_gpu_measures_what_it_can() -> None:
 def test_sweeps_have_distinct_keys() -> None:
     def keys(*texts: str) -> set[str]:
         selection = overrides.parse(["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts])
-        overrides = matrix.overrides_of(compose_run(selection.run), selection.patches)
-        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, overrides)}
+        changes = matrix.overrides_of(compose_run(selection.run), selection.patches)
+        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, changes)}
 
     sweeps = [
         ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"], ["tp_size=2"],

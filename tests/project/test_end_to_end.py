@@ -85,7 +85,7 @@ def test_a_case_with_and_without_its_fix_from_cold(tmp_path: Path, once: Once) -
 
 
 def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on_to_the_end(tmp_path: Path) -> None:
-    words = ("run", CASE, "variants=[root-call,summon]", "launcher=warm")
+    words = ("run", CASE, "variants=[root-call,summon]", "launcher=forkserver")
     first = start(tmp_path, *words)
     wait_for(lambda: attempts(tmp_path) >= 1)
     first.send_signal(signal.SIGINT)

@@ -110,7 +110,7 @@ def test_the_same_outcome_among_sixty_hostile_variables(
         "old-checkpointing-hook",  # a log record, which a verbosity hides
         "ddp-unfinished-reduction",  # DDP, which TORCH_DISTRIBUTED_DEBUG=DETAIL breaks
     )
-    texts = [f"case={','.join(traps)}", "hardware=cpu", "launcher=warm", f"results={tmp_path / 'r'}", "repeat=1"]
+    texts = [f"case={','.join(traps)}", "hardware=cpu", "launcher=forkserver", f"results={tmp_path / 'r'}", "repeat=1"]
     everything = session.prepare(texts)
     first = {plan.cell.case: plan for plan in reversed(everything.plans)}
     fixes = {

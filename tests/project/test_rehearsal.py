@@ -64,4 +64,4 @@ def test_cards_that_others_use_are_named_and_the_rest_is_measured(tmp_path: Path
     assert "process 4242 (30000 MiB)" in said and "harness itself is broken" not in said
     assert found["cpu card-zero-simulated"]["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced"
     (attempt,) = found["gpu2 train-step"]["variants"]["control"]["attempts"]
-    assert attempt["outcome"]["infra_error"] == "cards"
+    assert attempt["outcome"]["infra_error"] == "not_enough_gpus"

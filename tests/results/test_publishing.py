@@ -112,7 +112,7 @@ def test_what_backs_nothing_is_left_out_and_taken_back() -> None:
         for attempt in one["variants"]["unfixed"]["attempts"]:
             attempt["outcome"] = {**attempt["outcome"], "outcome": "passed"}
     assert decide([first, last], [named]).inner == [place(named)], (
-        "where the failure does not reproduce it is no stack=known"
+        "where the failure does not reproduce it is no stack=reproducing"
     )
     assert decide([first, named, last], [cell("4.44.0")]).dropped == [place(named)]
     silent = cell("4.39.0", "INCONCLUSIVE")

@@ -148,7 +148,7 @@ def run(
     resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
     stop: threading.Event | None = None, code: dict[str, str] | None = None,
 ) -> Summary:  # fmt: skip
-    settings = RunSettings(variants=list(variants), repeat=repeat, jobs=jobs, order=Order.listed)
+    settings = RunSettings(variants=list(variants), repeat=repeat, jobs=jobs, order=Order.declared)
     on_event = (events if events is not None else []).append
     with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history, code=code) as (engine, plans):
         return engine.run(plans, stop or threading.Event(), resume)
@@ -431,7 +431,7 @@ def test_time_limit_starts_no_further_cell_and_finishes_those_that_began(tmp_pat
     def slow(attempt: Attempt, stop: threading.Event) -> Any:
         time.sleep(0.3)
 
-    settings = RunSettings(jobs=1, order=Order.listed)
+    settings = RunSettings(jobs=1, order=Order.declared)
     with engine_of(tmp_path, Fake(slow), settings, "train-step") as (engine, plans):
         engine.context = replace(engine.context, ends=time.monotonic() + 0.1)
         summary = engine.run(plans[:2], threading.Event())

@@ -23,10 +23,10 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 KEPT = (
     "pass_criteria",
-    "needs",
+    "requires",
     "steps",
     "supports_other_world_sizes",
-    "shared",
+    "allow_gpu_sharing",
     "min_ranks",
     "accelerator",
     "launch",

@@ -67,7 +67,7 @@ def _flat(changed: Mapping[str, Any]) -> dict[str, Any]:
     """{"flags": {"a": 1}} as {"flags.a": 1}, without what a variant only needs."""
     out: dict[str, Any] = {}
     for key, value in changed.items():
-        if key in ("requires", "requires_on", "depends_on_capabilities", "needs"):
+        if key in ("requires", "requires_on", "depends_on_capabilities"):
             continue
         out |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, Mapping) else {key: value}
     return out
@@ -111,7 +111,7 @@ def of_others(file: str, case: Case, cases: Mapping[str, Case], documents: Itera
 
 
 # Of why a variant was not launched: what this machine and stack lack, which is no fault of the case.
-_LACKING = frozenset({"gpus", "accelerator", "cards", "stack", "packages", "build", "memory", "weights", "same"})
+_LACKING = frozenset({"gpus", "accelerator", "gpu_mode", "stack", "packages", "build", "memory", "weights", "same"})
 
 
 def unmeasured(documents: Mapping[str, Iterable[Document]]) -> dict[str, str]:
@@ -183,7 +183,7 @@ def _of_variant(
     for outcome in outcomes:
         reason = outcome["reason"].strip().partition("\n")[0][:200]
         if outcome["outcome"] == "infra_error":
-            its_own = outcome.get("infra_error") == "script"
+            its_own = outcome.get("infra_error") == "script_error"
             told = "raises its own error" if its_own else "no verdict (a proof is missing?)"
             yield Finding(script if its_own else file, where, f"{told}: {reason}")
         elif name in ("unfixed", "control"):
@@ -194,7 +194,7 @@ def _of_variant(
             continue
         elif outcome["outcome"] == "reproduced":
             names = ", ".join(item["signature"] for item in outcome["recognized"])
-            what = f"the signature {names} matches this variant too: {reason} (a fix that is none says `non-fix` in its help)"
+            what = f"the signature {names} matches this variant too: {reason} (say `non-fix` in its help if it is none)"
             yield Finding(file, where, what)
         elif outcome["outcome"] in ("other_failure", "hang"):
             yield Finding(file, where, f"is {outcome['outcome']}: {reason}")

@@ -184,7 +184,8 @@ def _refuse(case: Case, documents: list[Document]) -> None:
     if not any(attempt["outcome"]["outcome"] == "reproduced" for attempt in attempts):
         last = f"; last: {attempts[-1]['outcome']['reason']}" if attempts else ""
         raise ResultsError(
-            f"{case.slug}: its unfixed variant reproduced in none of {len(attempts)} attempts, here and in the baseline{last}"
+            f"{case.slug}: its unfixed variant "
+            f"reproduced in none of {len(attempts)} attempts, here and in the baseline{last}"
         )
 
 

@@ -102,7 +102,7 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
         workplace.interruptible(stop, log, "nothing of it is kept"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
-        for way, launcher in (("forkserver", LauncherName.warm), ("cold", LauncherName.torchrun)):
+        for way, launcher in (("forkserver", LauncherName.forkserver), ("cold", LauncherName.torchrun)):
             print(f"{slug}: {counted(times, 'attempt')} a variant, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
             prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))

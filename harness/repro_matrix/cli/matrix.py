@@ -111,7 +111,7 @@ def measure(
     for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(lacking)), *expired]:
         print(f"repro: {text}", file=sys.stderr)
     early = bool(lacking or prepared.left_out)
-    code = exit_code(summary.documents, prepared.settings.min_measured, stopped_early=early)
+    code = exit_code(summary.documents, prepared.settings.min_cells, stopped_early=early)
     code = DIFFERS if changed and changed.exit_code == DIFFERS else code
     code = code or (ConfigError.exit_code if expired else 0)
     if not args.json:

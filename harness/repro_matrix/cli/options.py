@@ -157,7 +157,8 @@ def _no_option(word: str, known: Sequence[str], settings: bool) -> str:
     name = option.lstrip("-").replace("-", "_")
     setting = next((each for each in (name, f"{name}s") if settings and each in SETTINGS), None)
     if setting:
-        return f"unknown option {word}: that is a setting, {'variants=[NAME]' if setting == 'variants' else f'{setting}=VALUE'}"
+        value = "[NAME]" if setting == "variants" else "VALUE"
+        return f"unknown option {word}: that is a setting, {setting}={value}"
     return f"unknown option {word}{nearest(option, known)}"
 
 

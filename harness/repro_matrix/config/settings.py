@@ -30,12 +30,12 @@ class Weights(str, Enum):
 class LauncherName(str, Enum):
     auto = "auto"
     torchrun = "torchrun"
-    warm = "forkserver"
+    forkserver = "forkserver"
 
 
 class Order(str, Enum):
     longest = "longest"
-    listed = "listed"
+    declared = "declared"
 
 
 @dataclass
@@ -54,15 +54,15 @@ class RunSettings:
     launcher: LauncherName = LauncherName.auto
     order: Order = Order.longest
     results: str | None = None
-    keep: bool = False
-    min_measured: int = 1
+    keep_files: bool = False
+    min_cells: int = 1
     shard: str | None = None
     time_limit: str | None = None
     matrix: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
 
 
-AT_LEAST = {"repeat": 1, "jobs": 1, "tp_size": 1, "steps": 1, "min_measured": 0}
+AT_LEAST = {"repeat": 1, "jobs": 1, "tp_size": 1, "steps": 1, "min_cells": 0}
 
 
 def compose_run(overrides: list[str], conf: Path = CONF) -> RunSettings:

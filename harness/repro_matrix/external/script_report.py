@@ -53,7 +53,7 @@ def _first_failure(made: Made) -> Iterator[str]:
         yield f"    {frame['file']}:{frame['line']} {frame['function']}: {frame.get('code', '')}"
     if not frames:
         yield from (f"    {line}" for line in rank["log_tail"].splitlines()[-TAIL:])
-    where = f" ({primary['params']})" if primary["location"] else ""
+    where = f" ({primary['location']})" if primary["location"] else ""
     yield f"  first: rank {primary['rank']}: {primary['type']}: {normal(primary['message'])}{where}"
 
 

@@ -123,7 +123,7 @@ def _strategy(
 def _replicas(strategy: StrategySettings) -> int:
     """Return how often the ranks together hold the model, by the strategy's options."""
     options = strategy.get("options", {})
-    for option, values in strategy.get("copies", {}).items():
+    for option, values in strategy.get("replicas", {}).items():
         replicas = values.get(str(options.get(option)))
         if isinstance(replicas, int) and replicas > 0:
             return replicas

@@ -48,7 +48,7 @@ MACHINE = {
     "port",
     "import",
     "device",
-    "card",
+    "gpu_failure",
     "gpu_or_program",
     "timeout_while_progressing",
     "unknown",
@@ -128,7 +128,7 @@ def _infra_error(attempt: Attempt, planned: Mapping[str, str]) -> Finding | None
     if attempt.infra_error is not None:
         return _no_evidence(attempt.infra_error["kind"], first_line(attempt.infra_error["message"]))
     if not attempt.ranks:
-        return _no_evidence("lost", "the observation holds no rank")
+        return _no_evidence("launcher_died", "the observation holds no rank")
     foreign = foreign_record(attempt)
     if foreign:
         return _no_evidence("missing_check", first_line(foreign[0]), foreign[1])
@@ -141,7 +141,7 @@ def _infra_error(attempt: Attempt, planned: Mapping[str, str]) -> Finding | None
 
 def _script(attempt: Attempt, failures: Failures) -> Finding | None:
     error = script_error(attempt, failures)
-    return _no_evidence("script", error, [failures.primary[0].rank]) if error else None
+    return _no_evidence("script_error", error, [failures.primary[0].rank]) if error else None
 
 
 # -- 2. and 3. known failures

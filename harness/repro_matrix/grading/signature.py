@@ -91,7 +91,7 @@ def _on_all_ranks(
     """Whether every rank that could show it does; one that only followed another's failure does not count against."""
     excused = failures.excused
     if signature.kind == "hang":  # the ranks that the deadline stopped are the ones that hang
-        excused = excused - {rank.rank for rank in attempt.ranks if rank.terminated_by == "deadline"}
+        excused = excused - {rank.rank for rank in attempt.ranks if rank.terminated_by == "timeout"}
     ranks = {rank.rank for rank in attempt.ranks} | set(attempt.missing)
     return ranks - excused <= set(messages)
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-Kind = Literal["card", "device", "gpu_or_program"]
+Kind = Literal["gpu_failure", "device", "gpu_or_program"]
 EITHER: Kind = "gpu_or_program"
 
 # Where torch initialises a device: nothing of the case has run on it yet.
@@ -67,7 +67,7 @@ def classify_device_error(error: Mapping[str, Any], phase: str) -> Kind | None:
     code = error.get("error_code")
     by_text = kind in _TYPES
     if code in _CARD or (by_text and _CARD_WORDS.search(message)):
-        return "card"
+        return "gpu_failure"
     frames = error.get("frames") or [{}]
     if (str(frames[-1].get("module")), str(frames[-1].get("function"))) in _INITIALISING:
         return "device"

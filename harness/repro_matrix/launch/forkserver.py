@@ -70,7 +70,7 @@ class ForkserverLauncher:
             try:
                 observation = self._once(attempt, stop)
                 problem = observation["infra_error"]
-                if problem and problem["kind"] in ("lost", "port") and not stop.is_set():
+                if problem and problem["kind"] in ("launcher_died", "port") and not stop.is_set():
                     observation = self._once(attempt, stop)
                     observation["attempt"]["retried"] = f"{problem['kind']}: {problem['message']}"
                 return observation
@@ -79,7 +79,7 @@ class ForkserverLauncher:
             finally:
                 passed(attempt)
         observation = self._cold.launch(attempt, stop)
-        observation["attempt"]["cold"] = reason
+        observation["attempt"]["cold_start_reason"] = reason
         return observation
 
     def close(self) -> None:
@@ -307,7 +307,7 @@ class Server:
             self.attempts += 1
         self._send({"id": name, "spec": spec, "launch": str(launch_file)})
         if not request.started.wait(ANSWER_S):
-            request.problem = {"kind": "lost", "message": f"the fork server did not answer in {ANSWER_S:g} s"}
+            request.problem = {"kind": "launcher_died", "message": f"the fork server did not answer in {ANSWER_S:g} s"}
             self.retired = self.retired or "it did not answer"
             request.ended.set()
         return request
@@ -360,7 +360,7 @@ class Server:
         with self._lock:
             left, self._requests = self._requests, {}
         for request in left.values():
-            request.problem = {"kind": "lost", "message": message}
+            request.problem = {"kind": "launcher_died", "message": message}
             request.started.set()
             request.ended.set()
 

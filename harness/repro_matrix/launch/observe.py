@@ -99,7 +99,7 @@ def _hang(watched: Watched) -> Json | None:
 def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
     terminated_by = entry.get("terminated_by", "launcher")
     if rank in watched.running and entry.get("exit_code") != 0:
-        terminated_by = "deadline" if watched.timed_out else "user"
+        terminated_by = "timeout" if watched.timed_out else "user"
     record, invalid = read_record(attempt.records / f"rank-{rank}.json")
     return {
         "rank": rank,
@@ -150,12 +150,12 @@ def _infra_error(
         }
     if not launch.get("finished") and not watched.timed_out:
         return {
-            "kind": "lost",
+            "kind": "launcher_died",
             "message": f"the launcher's worker {describe_exit(worker_exit)} before its ranks did\n{log}",
         }
     problems = [(rank["rank"], problem) for rank in ranks if (problem := _of_rank(rank, attempt.device))]
     # A failed GPU makes the ranks on other GPUs fail as well: it comes first.
-    number, problem = min(problems, key=lambda each: each[1][0] != "card", default=(0, None))
+    number, problem = min(problems, key=lambda each: each[1][0] != "gpu_failure", default=(0, None))
     return None if problem is None else {"kind": problem[0], "message": f"rank {number}: {problem[1]}"}
 
 
@@ -185,7 +185,10 @@ def _of_log(text: str) -> tuple[str, str] | None:
     frames = list(_FRAME.finditer(text))
     error = next((line for line in reversed(text.splitlines()) if _ERROR.match(line)), None)
     if frames and error and is_project_code("", frames[-1]["file"]):
-        return "script", f"the script itself fails: {portable_path(frames[-1]['file'])}:{frames[-1]['line']} {error}"
+        return (
+            "script_error",
+            f"the script itself fails: {portable_path(frames[-1]['file'])}:{frames[-1]['line']} {error}",
+        )
     imports = list(_IMPORT.finditer(text))
     if imports:
         return "import", imports[-1].group(0)

@@ -61,14 +61,14 @@ def take(
             continue
         trace, answer = traces.get(rank, ""), answers.get(rank)
         known = bool(trace) and not trace.startswith(NO_STACK)
-        blocking_call = blocking_call(trace) if known else ""
+        blocked_in = blocking_call(trace) if known else ""
         collectives = (answer or {}).get("collectives")
         waits = any(each.get("waits") for each in collectives or [])
-        if known and not blocking_call and waits and in_backward(trace):
-            blocking_call = "backward"
+        if known and not blocked_in and waits and in_backward(trace):
+            blocked_in = "backward"
         state = {
             "time_s": times[rank], "ended": False, **used[rank], "phase": phase(records, rank),
-            "stack": _digest(stable_stack(trace)) if known else None, "blocking_call": blocking_call,
+            "stack": _digest(stable_stack(trace)) if known else None, "blocking_call": blocked_in,
             "collectives_digest": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
             "busy_waiting": busy_waiting and (bool(blocking_call) or waits),
         }  # fmt: skip

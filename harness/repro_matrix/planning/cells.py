@@ -63,7 +63,7 @@ def _assignments(flags: Iterable[tuple[str, Any]]) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in flags]
 
 
-KNOWN = "known"  # of the axis stack: those on which the case is known to reproduce
+KNOWN = "reproducing"  # of the axis stack: those on which the case is known to reproduce
 
 
 def with_case(catalogue: Catalogue, case: Case) -> Catalogue:
@@ -90,8 +90,8 @@ def enumerate_all(
 
     A case's file lists its models and strategies. With ``case`` left out or a glob, a selection narrows those lists; if
     it names the case, it replaces them (a user may try any combination). ``overrides``: what the run's settings change
-    in all of them (``overrides_of``). ``known``: case -> stacks, for ``stack=known``. Raises ConfigError for an unknown
-    name, a flag that no selected case declares, or a value that a flag does not take.
+    in all of them (``overrides_of``). ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError for an
+    unknown name, a flag that no selected case declares, or a value that a flag does not take.
     """
     chosen = [
         [catalogue.cases[name] for name in expand("case", each.case, catalogue.cases, each.source)]

@@ -21,7 +21,7 @@ SENTENCES: dict[SkipKind, str] = {
     "gpus": "needs {needed} GPUs; hardware {profile} has {count}{why}",
     "accelerator": "runs on the CPU only (accelerator: cpu); hardware {profile} is for GPUs",
     "shared": "ranks that share one GPU: {subject} does not declare `shared`",
-    "cards": "its ranks compute on the same GPUs, and GPU {index} is in {mode} mode (nvidia-smi -c 0)",
+    "gpu_mode": "its ranks compute on the same GPUs, and GPU {index} is in {mode} mode (nvidia-smi -c 0)",
     "flags": "flags.{flag}={value} is for {strategies}; the strategy is {strategy}",
     "divisible": "{count} {key} do not divide over {ranks} ranks",
     "stack": "{reason}",
@@ -43,7 +43,7 @@ class Skip:
     needs: tuple[str, ...] = ()
 
     def to_json(self) -> Stored:
-        return {"kind": self.kind, "needs": list(self.needs)}
+        return {"kind": self.kind, "requires": list(self.needs)}
 
 
 def skip(kind: SkipKind, needs: tuple[str, ...] = (), **data: Any) -> Skip:
@@ -97,7 +97,7 @@ def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, pro
         return skip("gpus", (f"{devices} GPUs",), needed=devices, why="", **have)
     exclusive = next((gpu for gpu in profile.gpus if gpu.mode.startswith("exclusive")), None)
     if case.requires.requires_default_compute_mode and ranks > 1 and exclusive:
-        return skip("cards", index=exclusive.index, mode=exclusive.mode)
+        return skip("gpu_mode", index=exclusive.index, mode=exclusive.mode)
     return None
 
 

@@ -9,18 +9,18 @@ from pydantic import ConfigDict, Field
 T = TypeVar("T")
 Compared = Literal["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
 InfraErrorKind = Literal[
-    "launch", "port", "disk", "memory", "import", "device", "card", "gpu_or_program", "cards", "lost", "script",
-    "timeout_while_progressing", "startup_timeout", "missing_check", "unknown",
+    "launch", "port", "disk", "memory", "import", "device", "gpu_failure", "gpu_or_program", "not_enough_gpus",
+    "launcher_died", "script_error", "timeout_while_progressing", "startup_timeout", "missing_check", "unknown",
 ]  # fmt: skip
 # Why an attempt is no evidence, beside the kinds that the launcher knows: what the judge found.
 NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]
 Accelerator = Literal["cpu", "cuda"]
-TerminatedBy = Literal["self", "launcher", "deadline", "user"]
+TerminatedBy = Literal["self", "launcher", "timeout", "user"]
 # Why a variant is not launched: a number of ranks, of GPUs, an accelerator, cards that are shared or in a mode of their
 # own, a flag's value, what does not divide, a stack or packages that are not there, an extension that could not be
 # made here, memory, weights, the same variant.
 SkipKind = Literal[
-    "ranks", "tp_size", "gpus", "accelerator", "shared", "cards", "flags", "divisible", "stack", "packages", "build",
+    "ranks", "tp_size", "gpus", "accelerator", "shared", "gpu_mode", "flags", "divisible", "stack", "packages", "build",
     "memory", "weights", "same", "unknown",
 ]  # fmt: skip
 # How a rank failed; left: it ended with exit code 0, and did not finish.

@@ -30,7 +30,7 @@ class Made(TypedDict):
 @closed
 class Skip(TypedDict):
     kind: SkipKind
-    needs: Annotated[list[str], Field(description="what would have to be there, as it is declared")]
+    requires: Annotated[list[str], Field(description="what would have to be there, as it is declared")]
 
 
 @closed
@@ -100,7 +100,7 @@ class Hardware(Around):
     ]
     accelerator: Accelerator
     backend: NotRequired[str]
-    shared: NotRequired[Annotated[bool, Field(description="all ranks of an attempt on one GPU")]]
+    shares_gpu: NotRequired[Annotated[bool, Field(description="all ranks of an attempt on one GPU")]]
     gpus: list[Gpu]
     cpu: str
     cores: Annotated[int, Field(ge=1)]

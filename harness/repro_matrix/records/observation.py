@@ -72,7 +72,7 @@ class StrategySettings(TypedDict, total=False):
     slug: str
     options: dict[str, Any]
     invariants: dict[str, Any]
-    copies: dict[str, Any]
+    replicas: dict[str, Any]
 
 
 @may_hold_more
@@ -134,10 +134,10 @@ class Attempt(TypedDict):
     gpus: NotRequired[list[str]]
     fingerprint: NotRequired[str]
     versions: NotRequired[Annotated[dict[str, str], Field(description="the releases that it was planned with")]]
-    cold: NotRequired[Annotated[str, Field(description="why no warm launcher made it")]]
-    shared: NotRequired[Annotated[bool, Field(description="its server was forked from one that stacks share")]]
-    again: NotRequired[Annotated[Again | str, Field(description="what came before; older documents say it in words")]]
-    apart: NotRequired[Annotated[str, Field(description="why its server was not, though its stack has an overlay")]]
+    cold_start_reason: NotRequired[Annotated[str, Field(description="why no warm launcher made it")]]
+    retry_of: NotRequired[
+        Annotated[Again | str, Field(description="what came before; older documents say it in words")]
+    ]
 
 
 @may_hold_more

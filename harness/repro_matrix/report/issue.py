@@ -58,7 +58,8 @@ def issue(
 def _change(change: Change) -> str:
     row = change.row
     return (
-        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant **{escape(change.variant)}**: {change.kind} "
+        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant **{escape(change.variant)}**: "
+        f"{change.kind} "
         f"({KINDS[change.kind].meaning})\n"
         f"  - before: {code(describe_row(change.before))}\n"
         f"  - now: {code(describe_row(change.after))}"

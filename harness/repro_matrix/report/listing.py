@@ -54,7 +54,7 @@ def evidence(row: ClaimRow, width: int) -> Iterator[str]:
 
 def _measured(items: Iterable[Evidence], width: int) -> Iterator[str]:
     for item in items:
-        when = f" ({item.condition})" if item.condition else ""
+        when = f" ({item.when})" if item.when else ""
         place = f"{item.variant}{when}: {item.model}/{item.strategy}, {item.ranks}, {item.hardware}, {item.stack}"
         yield from wrap(f"- {place}", "  ", 2, width)
         yield from wrap(f"{item.measured} (predicted: {item.predicted})", "    ", 2, width)

@@ -2,9 +2,9 @@
 
 What is published backs something. An expectation: of a version map's releases that agree the first and the last are
 kept, and what lies between says the same. A range: what shows nothing stable ends its neighbours'. The signature, and
-``stack=known``: a stack that has a name, on which the first variant reproduces, is kept between two releases that say
-so, too, since it is what a run means by that name. A control that fails, of which nothing can be expected, is what says
-so.
+``stack=reproducing``: a stack that has a name, on which the first variant reproduces, is kept between two releases that
+say so, too, since it is what a run means by that name. A control that fails, of which nothing can be expected, is what
+says so.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def publication(
 
 def place(document: Document) -> str:
     """Of which hardware, stack and cell a document is: there is one of each."""
-    return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['key']}"
+    return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['cell_id']}"
 
 
 def _replaced(now: Document, old: Document) -> bool:

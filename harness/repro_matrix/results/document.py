@@ -47,7 +47,7 @@ def new(
             "profile": profile.name,
             "accelerator": cast(Accelerator, profile.accelerator),
             "backend": profile.backend,
-            "shared": profile.shared,
+            "shares_gpu": profile.shared,
             "gpus": [{"name": gpu.name, "uuid": gpu.uuid, "memory_mb": gpu.memory_mb} for gpu in profile.gpus],
             "cpu": machine.cpu,
             "cores": machine.cores,

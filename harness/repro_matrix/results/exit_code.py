@@ -13,7 +13,7 @@ DIFFERS = 1
 TOO_LITTLE = 3
 
 
-def exit_code(documents: Iterable[Document], min_measured: int, stopped_early: bool = False) -> int:
+def exit_code(documents: Iterable[Document], min_cells: int, stopped_early: bool = False) -> int:
     documents = list(documents)
     verdicts = [verdict for document in documents for verdict in document["verdicts"].values()]
     if any(verdict.get("expected") == "unexpected" for verdict in verdicts):
@@ -27,7 +27,7 @@ def exit_code(documents: Iterable[Document], min_measured: int, stopped_early: b
         any(variant["attempts"] for variant in document["variants"].values()) and document["complete"]
         for document in documents
     )
-    little = lost or unseen or stopped_early or measured < min_measured
+    little = lost or unseen or stopped_early or measured < min_cells
     little = little or bool(alone.unshown(documents) or alike.failing(documents))
     return TOO_LITTLE if little or _unknown(documents) else 0
 
@@ -48,7 +48,7 @@ def _unknown(documents: Iterable[Document]) -> bool:
 def missed(attempts: Sequence[Made]) -> int:
     """How many gave no answer, less those that were made once more for it (running/again.py)."""
     infra_error = sum(attempt["outcome"]["outcome"] == "infra_error" for attempt in attempts)
-    return infra_error - sum(bool(attempt["observation"]["attempt"].get("again")) for attempt in attempts)
+    return infra_error - sum(bool(attempt["observation"]["attempt"].get("retry_of")) for attempt in attempts)
 
 
 def bisect_exit(documents: Iterable[Document]) -> int:

@@ -50,7 +50,9 @@ class Measured:
     failure_ids: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict, hash=False
     )  # of the verdicts that say it failed
-    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the machine, that these variants depend on
+    capabilities: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # of the machine, that these variants depend on
 
     @property
     def answer(self) -> Any:

@@ -119,7 +119,7 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
     for rank in observation["ranks"]:
         record = rank["record"]
         error = record["exception"] if record else None
-        if record and error and classify_device_error(error, record["phase"]) == "card":
+        if record and error and classify_device_error(error, record["phase"]) == "gpu_failure":
             message = (error["message"].splitlines() or ["?"])[0]
             found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", f"rank {rank['rank']}: {message}")
     return found

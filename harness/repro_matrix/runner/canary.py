@@ -29,7 +29,12 @@ from repro_matrix.runner.attempts import imports_of
 from repro_matrix.runner.engine import Event, RunContext, Summary
 
 _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
-_STRATEGY = {"slug": "none", "title": "no strategy", "shared": True, "invariants": {"collectives": ["reduce"]}}
+_STRATEGY = {
+    "slug": "none",
+    "title": "no strategy",
+    "allow_gpu_sharing": True,
+    "invariants": {"collectives": ["reduce"]},
+}
 # case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
@@ -127,4 +132,4 @@ def _holds_two(profile: Profile) -> bool:
 
 def _lacks_gpus(document: Document) -> bool:
     attempts = (attempt for variant in document["variants"].values() for attempt in variant["attempts"])
-    return any(attempt["outcome"].get("infra_error") == "cards" for attempt in attempts)
+    return any(attempt["outcome"].get("infra_error") == "not_enough_gpus" for attempt in attempts)

@@ -265,7 +265,7 @@ class Engine:
         working = len(self.pool.all) - len(self.pool.out)
         for task in self.schedule.drop_hopeless(len(self.pool.usable()), working, time.monotonic()):
             plan = variant_of(self._cells[task.cell].plan, task.variant)
-            self._keep(task, fault(plan, "cards", self.pool.shortage(task.gpus)), 0.0)
+            self._keep(task, fault(plan, "not_enough_gpus", self.pool.shortage(task.gpus)), 0.0)
         if self._time_is_over():
             over = {task.cell for task in self.schedule.waiting if not self._cells[task.cell].started}
             self._summary.not_started += [self._cells[number].plan.cell for number in sorted(over)]
@@ -339,7 +339,7 @@ class Engine:
     def _keep(self, task: Task, observation: Observation, wall_s: float, cards: Sequence[str] = ()) -> None:
         """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
         if task.again:
-            observation["attempt"]["again"] = task.again
+            observation["attempt"]["retry_of"] = task.again
             observation = settled(observation)
         cell = self._cells[task.cell]
         changes = again(observation, cards)
@@ -354,8 +354,8 @@ class Engine:
         cases = self.context.catalogue.cases
         documents.add_attempt(cell.document, task.variant, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
-        if observation["attempt"].get("cold"):
-            self._summary.cold[observation["attempt"]["cold"].splitlines()[0]] += 1
+        if observation["attempt"].get("cold_start_reason"):
+            self._summary.cold[observation["attempt"]["cold_start_reason"].splitlines()[0]] += 1
         self._summary.cpu_s += observation["attempt"]["cpu_s"] or 0.0
         shown = cell.document["variants"][task.variant]["attempts"][-1]["outcome"]
         self.on_event(

@@ -113,10 +113,10 @@ class Request:
     @cached_property
     def cells(self) -> list[Cell]:
         """Every cell, in the catalogue's order; where each is measured ``placing`` says."""
-        overrides = matrix.overrides_of(self.settings, self.selections[0].patches)
+        changes = matrix.overrides_of(self.settings, self.selections[0].patches)
         wanted = [each for each in self.selections if matrix.KNOWN in each.stack]
         names = {name for each in wanted for name in overrides.expand("case", each.case, self.catalogue.cases)}
-        return matrix.enumerate_all(self.catalogue, self.selections, overrides, reproduces_on(self.catalogue, names))
+        return matrix.enumerate_all(self.catalogue, self.selections, changes, reproduces_on(self.catalogue, names))
 
 
 def ask(texts: Sequence[str]) -> Request:
@@ -152,7 +152,7 @@ def _check_models(changes: Sequence[tuple[list[str], Any]], added: set[str], cat
 def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
     """Case -> the stacks on which its published measurement reproduces: those that have a name and stay as they are,
     else the replaced packages of a version map. A case that reproduced nowhere: the stack that its file names."""
-    from repro_matrix.results.store import Store  # what lists cells reads no document, but for stack=known
+    from repro_matrix.results.store import Store  # what lists cells reads no document, but for stack=reproducing
 
     found: dict[str, set[str]] = {name: set() for name in names}
     stored = (document for folder in project.published() for document in Store(folder).documents(cases=names))

@@ -8,7 +8,7 @@ from typing import Any, Final
 from repro_matrix.launch.device_errors import EITHER
 from repro_matrix.records.observation import Again, Attempt, InfraError, Observation
 
-LOST_CARD: Final = "card"  # the kind of infra that a failed card is
+LOST_CARD: Final = "gpu_failure"  # the kind of infra that a failed card is
 CARDS = (LOST_CARD, "device", EITHER)  # other cards may give an answer
 TOO_SLOW = "timeout_while_progressing"  # ranks were still at work when time was over
 LONGER = 3.0  # what its deadline is multiplied with
@@ -20,16 +20,16 @@ def again(observation: Observation, cards: Sequence[str] = ()) -> dict[str, Any]
     ``cards``: those that it was made on.
     """
     infra_error, made = observation["infra_error"], observation["attempt"]
-    if infra_error is None or made.get("again"):
+    if infra_error is None or made.get("retry_of"):
         return None
     if infra_error["kind"] == TOO_SLOW and not made["interrupted"]:
-        return {"again": _why(infra_error), "deadline": LONGER * made["deadline_s"]}
+        return {"retry_of": _why(infra_error), "deadline": LONGER * made["deadline_s"]}
     return ambiguous_with(infra_error, cards)
 
 
 def ambiguous_with(infra_error: InfraError, cards: Sequence[str] = ()) -> dict[str, Any] | None:
     """The same of what cards may be to blame for, and of nothing else."""
-    return {"again": _why(infra_error), "avoid": tuple(cards)} if infra_error["kind"] in CARDS else None
+    return {"retry_of": _why(infra_error), "avoid": tuple(cards)} if infra_error["kind"] in CARDS else None
 
 
 def _why(infra_error: InfraError) -> Again:
@@ -38,20 +38,20 @@ def _why(infra_error: InfraError) -> Again:
 
 def told(changes: Mapping[str, Any]) -> str:
     """Why an attempt is made once more, in words."""
-    why, deadline = changes["again"], changes.get("deadline")
+    why, deadline = changes["retry_of"], changes.get("deadline")
     return f"{why['kind']}: {why['message']}" + (f"; deadline {deadline:g} s" if deadline else "")
 
 
 def settled(observation: Observation) -> Observation:
     """What may have been a card's failure or the program's, and came again, is the program's: it is judged."""
-    infra_error, before = observation["infra_error"], observation["attempt"].get("again")
+    infra_error, before = observation["infra_error"], observation["attempt"].get("retry_of")
     own = infra_error and isinstance(before, dict) and infra_error["kind"] == before["kind"] == EITHER
     return {**observation, "infra_error": None} if own else observation
 
 
 def of_other_code(observation: Observation, why: str) -> Observation:
     """The observation of an attempt that may have run other code than its plan and its fingerprint say."""
-    return {**observation, "infra_error": {"kind": "script", "message": why}}
+    return {**observation, "infra_error": {"kind": "script_error", "message": why}}
 
 
 def lost(observation: Observation, why: str) -> Observation:

@@ -144,7 +144,7 @@ def prepare(
         cells = shards.part(cells, part, shards.weights(catalogue, cells, settings))
     time_limit = seconds_of("time_limit", settings.time_limit)
     if time_limit is not None:
-        settings.order = Order.listed
+        settings.order = Order.declared
         cells = oldest_first(cells, settings)
     prerequisites = Prerequisites(
         catalogue, settings, {profile.name: profile for profile in profiles}, machine, build_stacks, dict(given or {})

@@ -24,7 +24,7 @@ from repro_matrix.results.store import Document, Store, document_of, write_text
 from repro_matrix.runner.schedule import UNKNOWN_S, Recorded, recorded
 
 # What may differ between the parts of one run: where the results go, and how a machine works.
-OF_THE_MACHINE = ("shard", "results", "jobs", "keep", "launcher", "order", "min_measured")
+OF_THE_MACHINE = ("shard", "results", "jobs", "keep", "launcher", "order", "min_cells")
 KEYS = ("shard", "of", "selection", "repeat", "cells", "commit", "changed", "stacks")  # of a part's file
 SUFFIX = ".manifest"  # of a part's file in its results folder
 

@@ -115,7 +115,12 @@ def execute(
                 resume: bool = False, later: Iterable[Later] = (),
             ) -> Summary:  # fmt: skip
                 attempts = Attempts(
-                    context.catalogue, session.stacks, place.launcher, place.locks, place.run_dir, session.settings.keep
+                    context.catalogue,
+                    session.stacks,
+                    place.launcher,
+                    place.locks,
+                    place.run_dir,
+                    session.settings.keep_files,
                 )
                 return Engine(context, attempts, root, tell, place.nvml).run(plans, stop, resume, list(later))
 
@@ -140,7 +145,9 @@ def _removing(run_dir: Path) -> Iterator[None]:
     finally:
         shutil.rmtree(run_dir / REFERENCES, ignore_errors=True)
         with contextlib.suppress(OSError):
-            if not any((path / "records").exists() for path in run_dir.iterdir()):  # keep=true leaves records behind
+            if not any(
+                (path / "records").exists() for path in run_dir.iterdir()
+            ):  # keep_files=true leaves records behind
                 shutil.rmtree(run_dir, ignore_errors=True)
 
 

@@ -70,7 +70,7 @@ def of_cell(case: str, variant: Variant | None) -> Answer:
     if variant["skipped"]:
         skip = variant.get("skip")
         needs = skip and skip["kind"] in ("packages", "build")  # in the same words on every stack
-        reason = f"needs {', '.join(skip['needs'])}" if needs and skip else variant["skipped"]
+        reason = f"needs {', '.join(skip['requires'])}" if needs and skip else variant["skipped"]
         return Answer(None, f"skipped: {reason}", skipped=True)
     return answer(case, variant["attempts"])
 

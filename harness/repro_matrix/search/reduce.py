@@ -53,7 +53,7 @@ from repro_matrix.text import counted
 Json = dict[str, Any]
 FIRST = 3  # attempts of what is left: whether it fails every time
 # Kinds of ``infra`` that another attempt would show again: they are the script's, not the machine's.
-LASTING = tuple(f"infra: {kind}" for kind in ("script", "missing_check", "no_effect", "interrupted"))
+LASTING = tuple(f"infra_error: {kind}" for kind in ("script_error", "missing_check", "no_effect", "interrupted"))
 SLOWER, LEAST_S = 5.0, 20.0  # an attempt's deadline: so many times what the failure took, and never less
 
 

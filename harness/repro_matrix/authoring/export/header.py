@@ -64,7 +64,7 @@ def _expected(stored: Measured | None) -> list[str]:
         message = primary["message"].partition("\n")[0][:300]
         said.append(f"    {primary['type']}: {message}")
         if primary["location"]:
-            said.append(f"    raised in {primary['params']}")
+            said.append(f"    raised in {primary['location']}")
     elif outcome["outcome"] != "passed":
         said.append(f"    {outcome['reason'][:300]}".replace("\n", " "))
     return said

@@ -12,7 +12,7 @@ from repro_matrix.authoring.export.code import appended_to, arguments, bindings,
 
 Function = ast.FunctionDef
 PROOFS = ("Reference", "Single")  # classes that compute what one process would
-LOOKS = ("full_parameters", "subject", "differing", "apart", "all_apart")  # what only a proof wants to know
+LOOKS = ("full_parameters", "compared", "differing", "apart", "all_apart")  # what only a proof wants to know
 
 
 def without_proofs(node: Function) -> bool:
