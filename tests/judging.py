@@ -124,7 +124,7 @@ EXCEPTION = {
 
 
 SEEN = {  # a stored measurement has shown it once, elsewhere
-    "verdicts": {"fix": "FIXED"}, "hardware": "ambiguous_with", "measured": [{}], "reason": "because",
+    "verdicts": {"fix": "FIXED"}, "hardware": "elsewhere", "measured_at": [{}], "reason": "because",
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def write(root: Path, variants: dict[str, Any], started: float = 1.0, **changes:
     for attempt in (attempt for each in content["variants"].values() for attempt in each["attempts"]):
         raised = attempt["observation"]["ranks"][0]["record"]["exception"]
         if raised:
-            first = {"rank": 0, "type": raised["type"], "message": raised["message"], "params": ""}
+            first = {"rank": 0, "type": raised["type"], "message": raised["message"], "location": ""}
             attempt["outcome"]["primary"] = first
     path = root / "cpu" / "s" / f"{content['key']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

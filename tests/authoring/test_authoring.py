@@ -253,7 +253,7 @@ def test_a_check_that_was_interrupted_or_broke_down_does_not_say_ready(
 
 def test_new_from_a_shrunk_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines, arguments and ranks as they were left, and the signature of the error that it showed."""
-    shown = {"type": "ValueError", "message": "empty list of 3\nmore", "params": "torch.optim.optimizer.__init__"}
+    shown = {"type": "ValueError", "message": "empty list of 3\nmore", "location": "torch.optim.optimizer.__init__"}
     outcome = {"outcome": "reproduced", "primary": shown}
     (mine / "shown.json").write_text(json.dumps({"attempts": [{"outcome": outcome}]}))
     (mine / "shrunk.json").write_text(json.dumps(SHRUNK))

@@ -220,7 +220,7 @@ def test_of_two_releases_neither_is_known() -> None:
 
 
 def _case(*entries: dict[str, Any]) -> Case:
-    made = [Expectation(measured=[{"torch": "2.2.2"}], reason="r", **entry) for entry in entries]
+    made = [Expectation(measured_at=[{"torch": "2.2.2"}], reason="r", **entry) for entry in entries]
     return CASES["fsdp-uniform-dtype"].model_copy(update={"expect": made})
 
 

@@ -21,7 +21,7 @@ NOW = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 
 
 def entry(verdict: str = "FIXED", variant: str = "fix", **changes: Any) -> dict[str, Any]:
-    return {"verdicts": {variant: verdict}, "measured": [{}], "reason": "measured", **changes}
+    return {"verdicts": {variant: verdict}, "measured_at": [{}], "reason": "measured", **changes}
 
 
 def having(*entries: dict[str, Any]) -> Case:
@@ -49,7 +49,7 @@ def test_expectation_applies_by_variant_hardware_and_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "params", "applies"),
+    ("cells", "where", "applies"),
     [
         ([], 'm/fsdp/call="root"', True),
         (["m/fsdp"], "m/fsdp", True),
@@ -248,8 +248,8 @@ FP16 = {
 
 
 def test_nothing_is_expected_where_a_capability_differs() -> None:
-    both = {"verdicts": {"fix": "DIFFERENT_FAILURE", "other-fix": "FIXED"}, "measured": [{}], "reason": "measured"}
-    known = case(expect=[{**both, "facts": {"cpu_fp16": False}}], **FP16)
+    both = {"verdicts": {"fix": "DIFFERENT_FAILURE", "other-fix": "FIXED"}, "measured_at": [{}], "reason": "measured"}
+    known = case(expect=[{**both, "capabilities": {"cpu_fp16": False}}], **FP16)
     assert expected(known, "m/fsdp", "fix", NOW, "cpu", {"cpu_fp16": False}) is not None
     for here in ({"cpu_fp16": True}, {}, {"cpu_bf16": False}):
         assert expected(known, "m/fsdp", "fix", NOW, "cpu", here) is None

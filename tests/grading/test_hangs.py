@@ -174,8 +174,8 @@ def entry(sequence: int = 1, op: str = "all_reduce", waits: bool = True, group: 
     return Entry(group, sequence, op, waits)
 
 
-def rank(number: int, *entries: Entry, blocking_call: str = "wait", **more: Any) -> RankCollectives:
-    return RankCollectives(number, blocking_call=blocking_call, entries=entries, **{"complete": True, **more})
+def rank(number: int, *entries: Entry, inside: str = "wait", **more: Any) -> RankCollectives:
+    return RankCollectives(number, inside=inside, entries=entries, **{"complete": True, **more})
 
 
 @pytest.mark.parametrize(

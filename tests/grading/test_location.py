@@ -296,7 +296,7 @@ PACKAGES = {"torch": "/venv/lib/python3.11/site-packages/torch", "transformers":
 
 
 @pytest.mark.parametrize(
-    ("file", "params"),
+    ("file", "where"),
     [
         ("/venv/lib/python3.11/site-packages/torch/nn/functional.py", "torch.nn.functional"),
         ("/venv/lib/python3.11/site-packages/torch/__init__.py", "torch"),

@@ -68,7 +68,7 @@ EXIT_15 = record(0, done=False, exception=exception("SystemExit", "15"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "type_", "params", "secondary"),
+    ("changes", "kind", "type_", "where", "secondary"),
     [
         ({}, None, "", "", False),
         ({"exit_code": -11, "record": UNDONE, "stack": "    f (/a/torch/x.py:1)"}, "signal", "SIGSEGV", "a.torch.x.f",
@@ -163,7 +163,7 @@ IMITATED = placed("", "/venv/lib/python3.11/site-packages/transformers/models/x.
 
 
 @pytest.mark.parametrize(
-    ("frames", "params"),
+    ("frames", "where"),
     [
         ([OWN], "repros/some_case.py:31"),
         ([OWN, NORM, OWN], "repros/some_case.py:31"),  # a hook of the script's

@@ -56,7 +56,7 @@ def reproduced(signature: str) -> dict[str, Any]:
 
 
 def error(kind: str) -> dict[str, Any]:
-    primary = {"rank": 0, "type": kind, "message": "m", "params": "x.py:1"}
+    primary = {"rank": 0, "type": kind, "message": "m", "location": "x.py:1"}
     return {**PASSED, "outcome": "other_failure", "primary": primary}
 
 

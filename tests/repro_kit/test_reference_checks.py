@@ -435,7 +435,7 @@ class _Runs:
     truth = noise = after = None
 
 
-@pytest.mark.parametrize(("params", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
+@pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
 def test_the_reference_is_drawn_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
     run, drawn = a_run(reference=where), []
     monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU

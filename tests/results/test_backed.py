@@ -31,7 +31,7 @@ def at(torch: str, **changes: Any) -> dict[str, Any]:
 
 def expecting(**changes: Any) -> Any:
     entry = {
-        "verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "versions": RANGE, "measured": [VERSIONS], "reason": "r",
+        "verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "versions": RANGE, "measured_at": [VERSIONS], "reason": "r",
     }  # fmt: skip
     return case(expect=[{**entry, **changes}])
 
@@ -54,17 +54,17 @@ def test_what_accept_writes_is_backed() -> None:
         ({"versions": {**RANGE, "torch": ">=2.13,<3"}}, "of torch >=2.13,<3, measured with 2.13.0"),
         ({"versions": {**RANGE, "torch": ">=2.13"}}, "of torch >=2.13, measured"),
         ({"versions": {**RANGE, "torch": "!=2.12"}}, "of torch !=2.12, measured"),
-        ({"measured": [{"torch": "2.12.0"}]}, "no measurement of it is stored"),
+        ({"measured_at": [{"torch": "2.12.0"}]}, "no measurement of it is stored"),
         ({"cells": ["m/fsdp", "n/fsdp"]}, "n/fsdp on cpu with torch 2.13.0"),
         ({"hardware": "*"}, "no measurement of it is stored"),
-        ({"facts": {"cpu_fp16": False}}, "no measurement of it is stored"),
+        ({"capabilities": {"cpu_fp16": False}}, "no measurement of it is stored"),
         ({"verdicts": {"fix": "NOT_FIXED"}}, "fix is expected to be NOT_FIXED, and was measured as FIXED"),
         ({"verdicts": {"gone": "FIXED"}}, "gone is expected to be FIXED, and was measured as nothing"),
     ],
 )  # fmt: skip
 def test_whatever_is_said_beyond_it_is_named(changes: dict[str, Any], told: str) -> None:
     (line, *_) = unbacked(
-        expecting(**changes), [stored(hardware={**stored()["hardware"], "facts": {"cpu_fp16": True}})]
+        expecting(**changes), [stored(hardware={**stored()["hardware"], "capabilities": {"cpu_fp16": True}})]
     )
     assert line.startswith("some-case: ") and told in line
 
@@ -72,7 +72,7 @@ def test_whatever_is_said_beyond_it_is_named(changes: dict[str, Any], told: str)
 def test_a_fact_is_backed_by_a_measurement_where_it_was_so() -> None:
     entry = expecting(facts={"cpu_fp16": False})
     for facts, told in (({"cpu_fp16": False}, 0), ({"cpu_fp16": True}, 1), ({}, 1)):
-        assert len(unbacked(entry, [stored(hardware={**stored()["hardware"], "facts": facts})])) == told
+        assert len(unbacked(entry, [stored(hardware={**stored()["hardware"], "capabilities": facts})])) == told
     assert len(unbacked(entry, [stored()])) == 1, "from before there were any"
 
 

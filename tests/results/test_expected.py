@@ -57,7 +57,7 @@ def table(written: str, name: str = "some-case") -> dict[str, list[Expectation]]
     return found
 
 
-GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured=[{"torch": "2.13.0"}], reason="r")])
+GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured_at=[{"torch": "2.13.0"}], reason="r")])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured=[{"tor
         ("hardware", "hardwear", "hardware"),
         ("stretches:", "streches:", "ranges"),
         ("case: some-case", "case: other-case", "must be the file's name"),
-        ("measured: [{torch: 2.13.0}]", "measured: []", "measured"),
+        ("measured_at: [{torch: 2.13.0}]", "measured: []", "measured"),
     ],
 )
 def test_a_table_that_says_something_else_is_refused_by_its_name(old: str, new: str, said: str) -> None:
@@ -98,7 +98,7 @@ def test_a_cases_file_holds_no_expectations(tmp_path: Path) -> None:
 
 def test_what_no_measurement_shows_is_named() -> None:
     versions = {"torch": "2.13.0", "transformers": "5.23.0"}
-    entry = {"verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "measured": [versions], "reason": "r"}
+    entry = {"verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "measured_at": [versions], "reason": "r"}
     entry["versions"] = {"torch": ">=2.13,<2.14", "transformers": ">=5.23,<5.24"}
     known = case(expect=[entry])
     held = document({}, {"fix": "FIXED"}, where="m/fsdp")

@@ -127,7 +127,7 @@ def test_a_clash_of_names_names_both_files(team: Path, group: str, name: str) ->
 
 
 def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(team: Path) -> None:
-    table = "case: {}\nstretches: [{{cells: [our-head/by-hand], measured: [{{torch: 2.13.0}}], reason: r}}]\n"
+    table = "case: {}\nstretches: [{{cells: [our-head/by-hand], measured_at: [{{torch: 2.13.0}}], reason: r}}]\n"
     table += "verdicts: {{drop-last: [FIXED]}}\n"
     folder = team / "results" / "expected"
     folder.mkdir(parents=True)
@@ -204,7 +204,7 @@ def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
 
 WRITTEN = """case: odd-batch
 stretches:
-- {CELLS, hardware: cpu, versions: {}, measured: [{torch: 2.13.0}], reason: said so}
+- {CELLS, hardware: cpu, versions: {}, measured_at: [{torch: 2.13.0}], reason: said so}
 verdicts: {drop-last: [NOT_FIXED]}
 """
 

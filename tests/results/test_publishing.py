@@ -164,7 +164,7 @@ def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:
 def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one() -> None:
     expect = {
         "verdicts": {"fix": "FIXED", "other-fix": "NOT_FIXED"}, "failure_ids": {"other-fix": "some-case/norm"},
-        "cells": ["m/fsdp"], "measured": [{}], "reason": "r",
+        "cells": ["m/fsdp"], "measured_at": [{}], "reason": "r",
     }  # fmt: skip
     new = cell("4.38.0", "SIGNATURE_MISMATCH")
     told = [(c.variant, c.old, c.new) for c in decide([], [new], case(expect=[expect])).changes]

@@ -244,7 +244,7 @@ LINKS = [("gpu1/s/some-case/m.json", 3), ("gpu1/s/some-case", 3), ("gpu1/s", 2),
 
 
 @pytest.mark.parametrize(("below", "left"), LINKS)
-@pytest.mark.parametrize("target", ["nowhere", "ambiguous_with"])
+@pytest.mark.parametrize("target", ["nowhere", "elsewhere"])
 def test_store_names_a_link_in_place_of_a_document(
     below: str,
     left: int,

@@ -374,7 +374,7 @@ def test_upstream_fixed_needs_an_older_failure(tmp_path: Path) -> None:
         return observation(attempt, None)
 
     assert set(verdicts(run(tmp_path / "a", Fake(passed))).values()) == {"NOT_REPRODUCED"}
-    known = {older["key"]: [older]}
+    known = {older["cell_id"]: [older]}
     assert set(verdicts(run(tmp_path / "b", Fake(passed), history=known)).values()) == {"FIXED_UPSTREAM"}
 
 

@@ -226,7 +226,7 @@ ECC = {"type": "AcceleratorError", "message": "CUDA error: uncorrectable ECC err
 LAUNCH = {**ECC, "message": "CUDA error: unspecified launch failure", "error_code": 719}
 
 
-@pytest.mark.parametrize("code_location", [0, 1])
+@pytest.mark.parametrize("place", [0, 1])
 def test_gpu_failed_by_a_ranks_error_is_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:

@@ -19,7 +19,7 @@ __all__ = ["world"]
 
 
 def attempt(name: str, message: str = "", **more: Any) -> dict[str, Any]:
-    primary = {"rank": 0, "type": "ValueError", "message": message, "params": ""} if message else None
+    primary = {"rank": 0, "type": "ValueError", "message": message, "location": ""} if message else None
     outcome = {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognized": [], **more}
     return {"outcome": outcome, "observation": observation(failed(0))}
 
@@ -86,7 +86,7 @@ def test_a_script_s_failure_is_said_alike_whichever_rank_was_first(first: int) -
     """Its text has the type in it: "AttributeError: AttributeError: ..." where the first rank was one that it named."""
     text = "AttributeError: 'C' object has no attribute 'x'"
     found = {"case": "a", "signature": "failure", "ranks": [0], "kind": "exception", "message": text}
-    primary = {"rank": first, "type": "AttributeError", "message": text.partition(": ")[2], "params": "m.f"}
+    primary = {"rank": first, "type": "AttributeError", "message": text.partition(": ")[2], "location": "m.f"}
     fired = {"outcome": "reproduced", "reason": text, "recognized": [found], "primary": primary, "ranks": [0]}
     said = of_cell("a", variant({**attempt("reproduced"), "outcome": fired}))
     assert said.whole == f"reproduces: {text}"

@@ -76,7 +76,7 @@ def _signature(found: Json) -> Json:
     primary = _primary(found.get("document"))
     if primary:
         kind, message = str(primary["type"]), str(primary["message"])
-        where = str(primary.get("params") or "")
+        where = str(primary.get("location") or "")
         if where and "/" not in where:  # a path: the script's own code, which is nobody's defect
             package = where.partition(".")[0]
     if not re.fullmatch(r"[A-Za-z_][\w.]*", kind.strip()):
