@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from repro_matrix.cli.main import main
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.results import summary
+from repro_matrix.results.regrade import regrade
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import FILE, Row, from_json, load_rows, to_json, write_rows
 
@@ -135,3 +137,32 @@ def test_ten_thousand_rows_load_within_seconds(folder: Path, cases: Mapping[str,
     for index in range(10_000):
         from_json(lines[index % len(lines)])
     assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize("how", ["verdict", "fingerprint", "record", "versions", "truncated"])
+def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[str, Case]) -> None:
+    rows = load_rows(folder, cases)
+    write_rows(folder, rows)
+    assert regrade(folder, cases).problems == []
+    path = folder / rows[0].evidence
+    document = json.loads(path.read_text())
+    attempt = document["arms"]["broken"]["attempts"][0]["observation"]
+    if how == "verdict":
+        write_rows(folder, [replace(row, verdict="FIX_HOLDS") if row.arm == "broken" else row for row in rows])
+    elif how == "fingerprint":
+        document["arms"]["broken"]["fingerprint"] = "edited"
+    elif how == "record":
+        attempt["ranks"][0]["record"]["pid"] = attempt["ranks"][0]["pid"] + 1
+    elif how == "versions":
+        attempt["ranks"][0]["record"]["versions"]["torch"] = "9.9.9"
+    if how == "truncated":
+        path.write_text(path.read_text()[:500])
+    elif how != "verdict":
+        write_json(path, document)
+    result = regrade(folder, cases)
+    kind = {"verdict": result.differences, "truncated": result.damaged}.get(how, result.edited)
+    assert kind and all(rows[0].evidence in text or how == "verdict" for text in kind)
+
+
+def test_regrade_of_the_baseline_finds_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["regrade", "--baseline"]) == 0, capsys.readouterr().out[-2000:]

@@ -30,7 +30,7 @@ from repro_matrix.report.terminal import print_json, print_notes, print_table
 from repro_matrix.results import baseline, provenance, runs, summary
 from repro_matrix.results import local as own_results
 from repro_matrix.results.accept import Publication, publication
-from repro_matrix.results.accept_checks import Refusal, refusals
+from repro_matrix.results.accept_checks import Refusal, inconsistencies, refusals
 from repro_matrix.results.filters import chosen
 from repro_matrix.results.store import Store, write_text
 from repro_matrix.results.version_ranges import whole
@@ -84,7 +84,8 @@ def main(args: argparse.Namespace) -> int:
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
     refused = refusals(documents, args.take)
     refused += _of_other_code(documents, catalogue, own)
-    refused += [Refusal(document_name(document), "", f"contradicts itself: {why}") for document, why in judged.left_out]
+    for document in documents:
+        refused += [Refusal(document_name(document), "", f"edited: {why}") for why in inconsistencies(document)]
     if refused and not args.plan:
         raise ResultsError("\n  ".join([f"{source}: not published:", *_grouped(refused)]))
     for name in sorted({str(d["case"]) for d in documents}):

@@ -37,6 +37,7 @@ VERBS = {
     "stack": ("stack", "software stacks: list, show, lock, build, prune"),
     "doctor": ("doctor", "what this machine can run, and why not the rest"),
     "accept": ("accept", "publish measured results as the baseline and as the cases' expectations"),
+    "regrade": ("regrade", "grade stored evidence anew, and report every difference from its summary"),
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from repro_matrix.grading.comparability import machine
+from repro_matrix.grading.consistency import same_release
 from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.records.document import Cell
 
@@ -70,3 +71,30 @@ def _machines(documents: Iterable[Cell]) -> Iterable[Refusal]:
 
 def _where(document: Cell) -> str:
     return f"{document.get('key') or document['case']} on {document['stack']['name']}"
+
+
+def inconsistencies(document: Cell) -> Iterable[str]:
+    """Yield how a document's evidence contradicts itself: it was edited, or assembled from several measurements."""
+    for name, arm in document["arms"].items():
+        for index, made in enumerate(arm["attempts"]):
+            observation = made["observation"]
+            attempt, place = observation["attempt"], f"arm {name}, attempt {index}"
+            launched = attempt.get("fingerprint")
+            if launched and launched != arm.get("fingerprint"):
+                yield f"{place}: launched under fingerprint {launched}, but the arm has {arm.get('fingerprint')}"
+            for rank in observation["ranks"]:
+                record = rank["record"]
+                if record is None:
+                    continue
+                pid, written_by = rank.get("pid"), record.get("pid")
+                if record["rank"] != rank["rank"] or (pid is not None and written_by not in (None, pid)):
+                    yield (
+                        f"{place}: the record of rank {rank['rank']} (process {pid}) was written by rank "
+                        f"{record['rank']} (process {written_by})"
+                    )
+                planned, had = attempt.get("versions", {}), record["versions"]
+                for package in sorted(planned.keys() & had.keys()):
+                    if had[package] != "unknown" and not same_release(had[package], planned[package]):
+                        yield (
+                            f"{place}: rank {rank['rank']} had {package} {had[package]}, planned was {planned[package]}"
+                        )

@@ -347,6 +347,12 @@ def append_cell(folder: Path, path: Path, document: Document, cases: Mapping[str
         append_rows(folder, rows_of(document, case, cases, relative, state, evidence_hash(content)))
 
 
+def stored_rows(folder: Path, notes: list[str]) -> dict[tuple[str, str], Row]:
+    """(evidence, arm) -> the row as it is stored, whether or not it is fresh."""
+    cells = [rows for file in _stored(folder, notes).values() for rows in file.values()]
+    return {(row.evidence, row.arm): row for rows in cells for row in rows}
+
+
 def _stored(folder: Path, notes: list[str]) -> dict[str, dict[str, list[Row]]]:
     """File -> evidence -> its rows. The last rows of a cell win; a line that cannot be read is one that is missing."""
     found: dict[str, dict[str, list[Row]]] = defaultdict(dict)

@@ -1,0 +1,51 @@
+"""`repro regrade [FOLDER | --baseline]`: grade stored evidence anew and report every difference."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from repro_matrix.config import catalog, project
+from repro_matrix.errors import ConfigError, ResultsError
+from repro_matrix.report.terminal import print_json
+from repro_matrix.results import local, runs, summary
+from repro_matrix.results.exit_code import DIFFERS
+from repro_matrix.results.regrade import regrade
+from repro_matrix.text import counted
+
+EPILOG = (
+    """exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot be read."""
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="results of a run (default: the last run)")
+    parser.add_argument("--baseline", action="store_true", help="the published results, and their expectations")
+    parser.add_argument("--write", action="store_true", help="store the computed summary")
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.baseline and args.folder:
+        raise ConfigError("regrade: FOLDER and --baseline exclude each other. Name one of them.")
+    folder = project.current().baseline if args.baseline else runs.of(Path(args.folder or local.scratch()).expanduser())
+    if not folder.is_dir():
+        raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")
+    cases = catalog.load().cases
+    result = regrade(folder, cases, expectations=args.baseline)
+    if args.write and args.baseline:
+        summary.write_baseline(folder, cases)
+    elif args.write:
+        summary.write_rows(folder, result.rows)
+    code = DIFFERS if result.problems else 0
+    if args.json:
+        print_json(
+            {"rows": len(result.rows), "differences": result.differences, "edited": result.edited,
+             "damaged": result.damaged, "unsupported": result.unsupported, "exit_code": code}
+        )  # fmt: skip
+        return code
+    for text in result.problems:
+        print(text)
+    print(f"{counted(len(result.rows), 'row')} regraded: {counted(len(result.problems), 'difference')}")
+    return code
