@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("repro_matrix.config.project.published", lambda: [])
     for document in list(Store(BASELINE).documents(cases=[CASE]))[:2]:
         hardware, label = document["hardware"]["profile"], document["stack"]["label"]
-        path = tmp_path / hardware / label / f"{document['key']}.json"
+        path = tmp_path / hardware / label / f"{document['cell_id']}.json"
         path.parent.mkdir(parents=True)
         write_json(path, document)
     return tmp_path
@@ -108,8 +108,8 @@ def test_load_rows_names_damaged_evidence_and_loses_nothing_else(folder: Path, c
     path.write_text(path.read_text()[:1000])
     notes: list[str] = []
     again = load_rows(folder, cases, notes)
-    left = [(row.evidence, row.arm, row.outcome) for row in rows if row.evidence != rows[0].evidence]
-    assert [(row.evidence, row.arm, row.outcome) for row in again] == left
+    left = [(row.evidence, row.variant, row.outcome) for row in rows if row.evidence != rows[0].evidence]
+    assert [(row.evidence, row.variant, row.outcome) for row in again] == left
     assert len(notes) == 1 and str(path) in notes[0]
 
 
@@ -148,11 +148,11 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
     assert regrade(folder, cases).problems == []
     path = folder / rows[0].evidence
     document = json.loads(path.read_text())
-    attempt = document["arms"]["broken"]["attempts"][0]["observation"]
+    attempt = document["variants"]["unfixed"]["attempts"][0]["observation"]
     if how == "verdict":
-        write_rows(folder, [replace(row, verdict="FIX_HOLDS") if row.arm == "broken" else row for row in rows])
+        write_rows(folder, [replace(row, verdict="FIXED") if row.variant == "unfixed" else row for row in rows])
     elif how == "fingerprint":
-        document["arms"]["broken"]["fingerprint"] = "edited"
+        document["variants"]["unfixed"]["fingerprint"] = "edited"
     elif how == "record":
         attempt["ranks"][0]["record"]["pid"] = attempt["ranks"][0]["pid"] + 1
     elif how == "versions":

@@ -75,13 +75,13 @@ def _where(document: Cell) -> str:
 
 def inconsistencies(document: Cell) -> Iterable[str]:
     """Yield how a document's evidence contradicts itself: it was edited, or assembled from several measurements."""
-    for name, arm in document["arms"].items():
-        for index, made in enumerate(arm["attempts"]):
+    for name, variant in document["variants"].items():
+        for index, made in enumerate(variant["attempts"]):
             observation = made["observation"]
-            attempt, place = observation["attempt"], f"arm {name}, attempt {index}"
+            attempt, place = observation["attempt"], f"variant {name}, attempt {index}"
             launched = attempt.get("fingerprint")
-            if launched and launched != arm.get("fingerprint"):
-                yield f"{place}: launched under fingerprint {launched}, but the arm has {arm.get('fingerprint')}"
+            if launched and launched != variant.get("fingerprint"):
+                yield f"{place}: launched under fingerprint {launched}, the variant has {variant.get('fingerprint')}"
             for rank in observation["ranks"]:
                 record = rank["record"]
                 if record is None:

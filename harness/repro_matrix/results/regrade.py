@@ -46,15 +46,15 @@ def regrade(folder: Path, cases: Mapping[str, Case], expectations: bool = False)
     graded = summary.grade_cells(folder, evidence, cases)
     found.rows = [summary.compared(row, cases) for path in evidence for row in graded[path]]
     for row in found.rows:
-        before = stored.get((row.evidence, row.arm))
+        before = stored.get((row.evidence, row.variant))
         if before is None and stored:
-            found.differences.append(f"{folder / row.evidence}: arm {row.arm}: not in the summary")
+            found.differences.append(f"{folder / row.evidence}: variant {row.variant}: not in the summary")
         for name in GRADING if before else ():
             old, new = getattr(before, name), getattr(row, name)
             if old != new:
                 shown = [", ".join(map(str, value)) if isinstance(value, tuple) else value for value in (old, new)]
                 found.differences.append(
-                    f"{folder / row.evidence}: arm {row.arm}: {name} is stored as {shown[0]}, and graded as {shown[1]}"
+                    f"{folder / row.evidence}: variant {row.variant}: {name} stored as {shown[0]}, graded as {shown[1]}"
                 )
     if expectations:
         for slug, case in cases.items():
@@ -67,7 +67,7 @@ def regrade(folder: Path, cases: Mapping[str, Case], expectations: bool = False)
 def _verdicts(rows: list[Row], document: Mapping[str, object]) -> dict[str, object]:
     """The verdicts as graded now, as far as expectations are compared with them."""
     return {
-        row.arm: {"name": row.verdict, "met": [vars(each) for each in row.failures]}
+        row.variant: {"name": row.verdict, "failure_ids": [vars(each) for each in row.failures]}
         for row in rows
         if row.verdict and str(document["path"]).endswith(row.evidence)
     }

@@ -348,9 +348,9 @@ def append_cell(folder: Path, path: Path, document: Document, cases: Mapping[str
 
 
 def stored_rows(folder: Path, notes: list[str]) -> dict[tuple[str, str], Row]:
-    """(evidence, arm) -> the row as it is stored, whether or not it is fresh."""
+    """(evidence, variant) -> the row as it is stored, whether or not it is fresh."""
     cells = [rows for file in _stored(folder, notes).values() for rows in file.values()]
-    return {(row.evidence, row.arm): row for rows in cells for row in rows}
+    return {(row.evidence, row.variant): row for rows in cells for row in rows}
 
 
 def _stored(folder: Path, notes: list[str]) -> dict[str, dict[str, list[Row]]]:
