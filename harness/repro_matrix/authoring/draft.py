@@ -159,7 +159,8 @@ def script_of(text: str, name: str, args: Sequence[str] = ()) -> str:
         "from __future__ import annotations\n\n"
         "from repro_kit import Run, main\n\n" + "\n".join(defined).strip("\n") + "\n\n\ndef body(run: Run) -> None:\n"
         f'    # {TODO}: without the fix only where run.flags["fixed"] is false\n{inner}\n'
-        f'    run.check("finished", actual=True, expected=True, subject="{TODO}: a number that the fix makes right")\n\n\n'
+        '    run.check("finished", actual=True, expected=True, '
+        f'subject="{TODO}: a number that the fix makes right")\n\n\n'
         'if __name__ == "__main__":\n    main(body)\n'
     )
 
