@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from judging import document, exception, failed, observation, ok
+from observations import document, exception, failed, observation, ok
 from repro_matrix.analysis.inputs import VariantResult
 
 SETTINGS: dict[str, Any] = {"model": {"slug": "m"}, "flags": {}, "strategy": {}, "steps": 1}

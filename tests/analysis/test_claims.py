@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, control, document, observation, ok, record
+from observations import case, control, document, observation, ok, record
 from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.config.schema import Case
 from repro_matrix.results.summary import Row, rows_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import document, observation, ok
+from observations import document, observation, ok
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.results.rows import by_attention, figures, variant_rows, without_expectation
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import EXCEPTION, case, document, observation, ok
+from observations import EXCEPTION, case, document, observation, ok
 from repro_matrix.authoring import draft, ready
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue

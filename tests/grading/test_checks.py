@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import made, observation, ok, record
+from observations import made, observation, ok, record
 from repro_matrix.grading.checks import evaluate, same_json
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.paths import REPROS

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, document, failed, observation, ok
+from observations import case, document, failed, observation, ok
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import Capability
@@ -89,7 +89,7 @@ def test_cells_differ_by_hardware_capabilities_axes_and_variants() -> None:
     assert "accelerator" in str(cell_difference(cell(), cell(accelerator="cuda")))
     assert "ranks" in str(cell_difference(cell(), {**cell(), "ranks": 4}))
     assert "overrides" in str(cell_difference(cell(), {**cell(), "overrides": ["ranks=4"]}))
-    one, other = cell(facts={"cpu_fp16": True}), cell(facts={"cpu_fp16": False})
+    one, other = cell(capabilities={"cpu_fp16": True}), cell(capabilities={"cpu_fp16": False})
     assert cell_difference(one, other) is None and "cpu_fp16" in str(cell_difference(one, other, facts=["cpu_fp16"]))
     assert cell_difference(one, cell(), facts=["cpu_fp16"]) is None, "never recorded"
     changed_fix = cell()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import as_promised, case, check, observation, ok, record
+from observations import as_promised, case, check, observation, ok, record
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import effect
 from repro_matrix.grading.effect import missing_effect, unread_change, wrong_shares
@@ -114,7 +114,7 @@ def test_every_promise_is_measured_on_every_rank(changes: Items, part: str | Non
 
 
 EVERY: dict[str, dict[str, Any]] = {what: held(1000) for what in ("parameters", "gradients", "updates")}
-HYBRID: dict[str, Any] = {"options": {"sharding": "HYBRID"}, "copies": {"sharding": {"HYBRID": 2}}}
+HYBRID: dict[str, Any] = {"options": {"sharding": "HYBRID"}, "replicas": {"sharding": {"HYBRID": 2}}}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_shares_at_their_bounds(what: str, wanted: str, shares: Any, ranks: int,
     [({"a": "x", "b": 1}, {"a": {"y": 4}, "b": {"1": 2}}, 2), ({"a": "x"}, {"a": {"x": 0}}, 1), ({}, {}, 1)],
 )
 def test_replicas_by_the_strategys_options(options: Any, copies: Any, replicas: int) -> None:
-    assert effect._replicas({"options": options, "copies": copies}) == replicas
+    assert effect._replicas({"options": options, "replicas": copies}) == replicas
 
 
 def test_inference_holds_its_parameters_only() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, document, observation, ok
+from observations import case, document, observation, ok
 from pydantic import ValidationError
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.schema import Case
@@ -88,7 +88,7 @@ def test_the_most_specific_wins() -> None:
 
 
 def test_comparison_stored_beside_a_verdict() -> None:
-    known = having(entry(facts={}), entry("NOT_FIXED", "other-fix", hardware="ambiguous_with"))
+    known = having(entry(capabilities={}), entry("NOT_FIXED", "other-fix", hardware="elsewhere"))
     at = ("m/fsdp", "fix")
     assert comparison(known, *at, Verdict("FIXED", ""), NOW, "cpu") == {
         "expected": "expected", "expectation": "FIXED", "failure_note": "",
@@ -261,11 +261,11 @@ def test_nothing_is_expected_where_a_capability_differs() -> None:
 
 def test_expectation_carries_the_capabilities_that_its_variants_depend_on() -> None:
     reproduced = [("reproduced", observation(ok(0)))]
-    made = document({"unfixed": reproduced, "fix": reproduced}, {"fix": "NOT_FIXED"}, where="m/fsdp")
+    made = document({"unfixed": reproduced, "fix": reproduced}, {"fix": "NOT_FIXED"}, params="m/fsdp")
     made["hardware"]["capabilities"] = {"cpu_fp16": False, "cpu_capability": "AVX2"}
     for known, facts in ((case(**FP16), {"cpu_fp16": False}), (case(), {})):
         (one,) = expectations(measured(known, made, "baseline/x.json"), "why")
-        assert one.facts == facts
+        assert one.capabilities == facts
 
 
 def test_flag_values_are_the_same_in_any_order() -> None:

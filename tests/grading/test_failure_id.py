@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, check, ended, exception, failed, frame, observation, ok, outcome, record
+from observations import case, check, ended, exception, failed, frame, observation, ok, outcome, record
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.outcome import Outcome, Primary, Recognized
 from repro_matrix.grading.root_cause import FailureId, all_failure_ids, failure_ids

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import (
+from observations import (
     EXCEPTION,
     NORM,
     SCRIPT,
@@ -72,12 +72,12 @@ def test_known_failure_fires_with_its_ranks_and_primary() -> None:
 BAD = check(passed=False)
 DISK = {"kind": "disk", "message": "x"}
 TWO_KNOWN = [failed(0, LM_HEAD), failed(1)]
-HUNG = [ended(rank, by="deadline", signal="SIGKILL") for rank in (0, 1)]
+HUNG = [ended(rank, by="timeout", signal="SIGKILL") for rank in (0, 1)]
 ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] = {
     "infra before a known failure": ([failed(0), failed(1)], {"infra_error": DISK}, "infra_error", "disk"),
     "interrupted before clean": ([ok(0), ok(1)], {"interrupted": True}, "infra_error", "interrupted"),
     "interrupted before infra": ([ok(0)], {"interrupted": True, "infra_error": DISK}, "infra_error", "interrupted"),
-    "no ranks": ([], {}, "infra_error", "lost"),
+    "no ranks": ([], {}, "infra_error", "launcher_died"),
     "damaged record": (
         [ok(0), ok(1, record=None, validation_error="rank: missing")],
         {},
@@ -94,7 +94,7 @@ ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] =
         [failed(0, exception(frames=[{**SCRIPT, "code_location": "repros.x"}]))],
         {},
         "infra_error",
-        "script",
+        "script_error",
     ),
     "known failure before another case's": (TWO_KNOWN, {}, "reproduced", None),
     "known failure at the deadline": ([failed(0), HUNG[1]], {"timed_out": True}, "reproduced", None),
@@ -287,7 +287,7 @@ def test_long_messages_are_cut() -> None:
 @pytest.mark.parametrize("hang", [None, HANG])
 def test_hang_names_the_innermost_upstream_frame(hang: Any) -> None:
     stack = f"    body (/home/me/repros/x.py:3)\n    wait ({SITE}/torch/x.py:1)"
-    ranks = [ended(0, "deadline"), ended(1, "deadline", stack=stack)]
+    ranks = [ended(0, "timeout"), ended(1, "timeout", stack=stack)]
     outcome = graded(*ranks, timed_out=True, hang=hang)
     assert outcome.outcome == "hang" and outcome.reason.endswith("rank 1 was in torch.x.wait")
     assert ("rank 1 ended" in outcome.reason) == bool(hang)
@@ -361,7 +361,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 WHOLE = observation(
     failed(0, exception(cause=exception())), rank_with(1, logs=[DEPRECATED]),
-    ended(2, "deadline", stack="    f (x.py:1)"),
+    ended(2, "timeout", stack="    f (x.py:1)"),
     timed_out=True, versions={"torch": "2.2"},
 )  # fmt: skip
 
@@ -387,7 +387,7 @@ def test_damaged_observation_is_refused_or_graded(data: Any) -> None:
     try:
         validate.cell(stored)
     except ValueError as error:
-        assert str(error).startswith("variants.broken.attempts[0].observation.")
+        assert str(error).startswith("variants.unfixed.attempts[0].observation.")
         return
     for known in (CASE, REMARK, control()):
         outcome = grade(known, next(iter(known.variants)), seen, CATALOGUE)
@@ -408,7 +408,7 @@ def test_failure_is_found_among_many_similar_ones() -> None:
 
 def test_unknown_outcome_is_refused_when_it_is_read() -> None:
     stored = graded(failed(0), failed(1)).to_json()
-    with pytest.raises(ValueError, match="reproduced"):
-        Outcome.from_json({**stored, "outcome": "reproduced"})  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match="reproduces"):
+        Outcome.from_json({**stored, "outcome": "reproduces"})  # type: ignore[typeddict-item]
     assert Outcome.from_json({**stored, "outcome_without_warning": "nonsense"}).outcome_without_warning is None  # type: ignore[typeddict-item]
     assert Outcome.from_json(skipped("needs 2 GPUs").to_json()) == skipped("needs 2 GPUs")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import DIST, SITE, ended, failed, frame, observation, ok, peer_failed
-from judging import exception as raised
+from observations import DIST, SITE, ended, failed, frame, observation, ok, peer_failed
+from observations import exception as raised
 from repro_matrix.config.signatures import Signature
 from repro_matrix.grading import hangs
 from repro_matrix.grading.hangs import (
@@ -131,7 +131,7 @@ def test_rank_without_samples_never_makes_a_hang(others: Any) -> None:
 
 
 def timed_out(first: Any, second: Any, *, rank: dict[str, Any] | None = None, **attempt: Any) -> Any:
-    ranks = [{**(rank or ended(0, "deadline")), "samples": first}, {**ended(1, "deadline"), "samples": second}]
+    ranks = [{**(rank or ended(0, "timeout")), "samples": first}, {**ended(1, "timeout"), "samples": second}]
     return timeout_without_hang(Attempt(observation(*ranks, **{"timed_out": True, **attempt})))
 
 
@@ -174,8 +174,8 @@ def entry(sequence: int = 1, op: str = "all_reduce", waits: bool = True, group: 
     return Entry(group, sequence, op, waits)
 
 
-def rank(number: int, *entries: Entry, inside: str = "wait", **more: Any) -> RankCollectives:
-    return RankCollectives(number, inside=inside, entries=entries, **{"complete": True, **more})
+def rank(number: int, *entries: Entry, blocking_call: str = "wait", **more: Any) -> RankCollectives:
+    return RankCollectives(number, blocking_call=blocking_call, entries=entries, **{"complete": True, **more})
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def nccl(name: str) -> dict[str, Any]:
     path = Path(__file__).parents[1] / "nccl_dumps" / f"{name}.json"
     answers = json.loads(path.read_text(encoding="utf-8"))["ranks"]
     stack = STACK.format(f"synchronize ({SITE}/torch/cuda/__init__.py:9)")
-    ranks = [{**ended(n, by="deadline", stack=stack), "collectives": each} for n, each in enumerate(answers)]
+    ranks = [{**ended(n, by="timeout", stack=stack), "collectives": each} for n, each in enumerate(answers)]
     return observation(*ranks, timed_out=True, backend="nccl")
 
 

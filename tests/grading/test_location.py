@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from judging import SITE, case, ended, failed, observation, ok, record
+from observations import SITE, case, ended, failed, observation, ok, record
 from packaging import version
 from repro_matrix.config.signatures import Signature
 from repro_matrix.grading.grade import grade
@@ -322,7 +322,7 @@ def test_hang_in_a_folder_named_torch_does_not_match() -> None:
     )
     for root, is_known in (("/venv/lib/python3.11/site-packages", True), ("/attempt/work", False)):
         stack = f'Thread 1 (idle): "MainThread"\n    wait ({root}/torch/distributed/x.py:3)\n'
-        ranks = [ended(n, by="deadline", signal="SIGKILL", stack=stack) for n in (0, 1)]
+        ranks = [ended(n, by="timeout", signal="SIGKILL", stack=stack) for n in (0, 1)]
         for each in ranks:
             each["record"]["packages"] = PACKAGES
         assert (matches(known, observation(*ranks, timed_out=True)) is not None) == is_known

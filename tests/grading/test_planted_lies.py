@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from judging import PEER, as_promised, check, ended, failed, frame, observation, ok, record
+from observations import PEER, as_promised, check, ended, failed, frame, observation, ok, record
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.outcome import Outcome
@@ -140,13 +140,13 @@ def two_releases(seen: Json) -> None:
 
 
 SAMPLE = {"time_s": 1.0, "ended": False, "cpu_s": 1.0, "io": 10, "busy": True, "phase": "step 0", "stack": "a",
-          "entered": "a", "inside": "", "spins": False}  # fmt: skip
+          "collectives_digest": "a", "blocking_call": "", "busy_waiting": False}  # fmt: skip
 
 
 def slow(seen: Json) -> None:
     seen["attempt"].update(timed_out=True, hang={"starting": False, "deadlock": None, "limit_s": 120})
     for rank in seen["ranks"]:
-        rank.update({**ended(rank["rank"], "deadline", "SIGKILL"), "pid": None})
+        rank.update({**ended(rank["rank"], "timeout", "SIGKILL"), "pid": None})
         rank["samples"] = [SAMPLE, {**SAMPLE, "time_s": 5.0, "phase": "step 1"}]
 
 
@@ -263,10 +263,14 @@ FAILURE: dict[str, tuple[Plant, str, str]] = {  # lie -> (what is changed, verdi
     "a script that raises the signature": (
         on("unfixed", raised_at("repros.x", "/x/repros/x.py")),
         "INCONCLUSIVE",
-        "script",
+        "script_error",
     ),
-    "exec with a borrowed file name": (on("unfixed", raised_at("")), "INCONCLUSIVE", "script"),
-    "a package in a work folder": (on("unfixed", raised_at("", "/elsewhere/x/torch/nn.py")), "INCONCLUSIVE", "script"),
+    "exec with a borrowed file name": (on("unfixed", raised_at("")), "INCONCLUSIVE", "script_error"),
+    "a package in a work folder": (
+        on("unfixed", raised_at("", "/elsewhere/x/torch/nn.py")),
+        "INCONCLUSIVE",
+        "script_error",
+    ),
     "another package with the known text": (
         on("unfixed", raised_at("accelerate.utils")),
         "SIGNATURE_MISMATCH",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, document, failed, observation, ok, record
+from observations import case, document, failed, observation, ok, record
 from repro_matrix.grading import regrade as module
 from repro_matrix.grading.consistency import fingerprint_mismatch, same_release
 from repro_matrix.grading.regrade import outcomes_of, regrade
@@ -24,7 +24,7 @@ def cell(unfixed: Any = REPRODUCED, fix: Any = PASSED, verdict: str = "FIXED", *
     names = ["reproduced" if seen == REPRODUCED else "passed" for seen in (unfixed, fix)]
     variants = {"unfixed": [(names[0], unfixed)], "fix": [(names[1], fix)]}
     return document(
-        variants, {"fix": verdict}, **{"key": "some-case/m-fsdp", "path": "x.json", "stack": stack, **changes}
+        variants, {"fix": verdict}, **{"cell_id": "some-case/m-fsdp", "path": "x.json", "stack": stack, **changes}
     )
 
 
@@ -58,7 +58,7 @@ def test_history_makes_it_fixed_upstream() -> None:
     assert verdicts(quiet, before) == (["FIXED_UPSTREAM", "FIXED"], [])
     gpu = {**before, "hardware": {**before["hardware"], "accelerator": "cuda"}}
     assert verdicts(quiet, gpu)[0][0] == "NOT_REPRODUCED", "what a GPU did is no history of a CPU"
-    assert verdicts(quiet, {**before, "key": "some-case/other"})[0][0] == "NOT_REPRODUCED", "another cell"
+    assert verdicts(quiet, {**before, "cell_id": "some-case/other"})[0][0] == "NOT_REPRODUCED", "another cell"
     forged = copy.deepcopy(before)
     forged["variants"]["unfixed"]["attempts"][0]["observation"] = PASSED
     assert verdicts(quiet, forged)[0][0] == "NOT_REPRODUCED", "its outcome says reproduces, its observation does not"

@@ -7,8 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import PEER, SITE, case, control, ended, exception, failed, frame, observation, ok, peer_failed, record
 from launching import attempt_of, launched
+from observations import (
+    PEER,
+    SITE,
+    case,
+    control,
+    ended,
+    exception,
+    failed,
+    frame,
+    observation,
+    ok,
+    peer_failed,
+    record,
+)
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.observation import NO_RECORD, Attempt, RaisedException, Rank, number
 from repro_matrix.grading.root_cause import (
@@ -92,7 +105,7 @@ def test_how_a_rank_failed(changes: Any, kind: str | None, type_: str, where: st
     if kind is None:
         assert failure is None
     else:
-        assert failure and (failure.kind, failure.type, failure.where) == (kind, type_, where)
+        assert failure and (failure.kind, failure.type, failure.location) == (kind, type_, where)
         assert failure.secondary is secondary
 
 
@@ -179,7 +192,7 @@ def test_script_error_by_its_innermost_frame(frames: list[dict[str, Any]], where
     error = exception(kind, "name 'x' is not defined", frames)
     for known in (case(), control()):
         outcome = grade(known, next(iter(known.variants)), observation(failed(0, error), failed(1, error)), [known])
-        assert outcome.infra_error == ("script" if where else None)
+        assert outcome.infra_error == ("script_error" if where else None)
         assert where is None or where in outcome.reason
 
 

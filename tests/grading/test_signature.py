@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from judging import (
+from observations import (
     DIST,
     EXCEPTION,
     NORM,
@@ -121,8 +121,8 @@ def test_signature_of_an_accelerator_matches_there_only(device: str, expected: A
     ],
 )  # fmt: skip
 def test_backends_variant_is_preferred(message: str, backend: str, common: str | None, matching: bool) -> None:
-    variants = {"nccl": "nccl text", "gloo": "gloo text"} if common else {"nccl": "nccl text"}
-    signature = {**EXCEPTION, "message": "common text" if common else None, "variants": variants}
+    messages = {"nccl": "nccl text", "gloo": "gloo text"} if common else {"nccl": "nccl text"}
+    signature = {**EXCEPTION, "message": "common text" if common else None, "messages": messages}
     assert (ranks_of(signature, failed(0, exception(message=message)), backend=backend) is not None) is matching
 
 
@@ -131,7 +131,7 @@ def test_backends_variant_is_preferred(message: str, backend: str, common: str |
     [
         ([failed(0), failed(1)], {}, (0, 1)),
         ([failed(0), ended(1)], {}, (0,)),
-        ([failed(0), ended(1, by="deadline")], {"timed_out": True}, (0,)),
+        ([failed(0), ended(1, by="timeout")], {"timed_out": True}, (0,)),
         ([failed(0), peer_failed(1)], {}, (0,)),
         ([failed(0), ok(1)], {}, None),
         ([failed(0), failed(1, exception("ValueError"))], {}, None),
@@ -222,7 +222,7 @@ def test_abort_over_a_lost_peer_is_no_crash_of_its_own() -> None:
 
 def hung(rank: int, *functions: str) -> dict[str, Any]:
     lines = [f"    {name} ({DIST}/distributed_c10d.py:1)" for name in functions]
-    return ended(rank, "deadline", "SIGKILL", "\n".join([*lines, f"    body ({MINE}:7)"]))
+    return ended(rank, "timeout", "SIGKILL", "\n".join([*lines, f"    body ({MINE}:7)"]))
 
 
 WAITS = {"module": r"torch\.distributed\..*", "function": "barrier|wait"}
@@ -373,7 +373,7 @@ def shown(signature: Signature, frames: list[Frame], **part: Any) -> dict[str, A
     if signature.kind == "signal":
         name = part.get("signal", signature.signal)
         return observation(*(ended(rank, by="self", signal=name, stack=stack) for rank in (0, 1)))
-    ranks = [ended(rank, by="deadline", signal="SIGKILL", stack=stack) for rank in (0, 1)]
+    ranks = [ended(rank, by="timeout", signal="SIGKILL", stack=stack) for rank in (0, 1)]
     return observation(*ranks, timed_out=part.get("timed_out", True))
 
 

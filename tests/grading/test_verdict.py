@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, control, document, observation, ok, outcome
+from observations import case, control, document, observation, ok, outcome
 from repro_matrix.grading.outcome import Outcome, Recognized, skipped
 from repro_matrix.grading.verdict import Verdict, count_outcomes, evidence, is_older, judge, judge_pair, wilson
 from repro_matrix.results.exit_code import exit_code
@@ -124,9 +124,9 @@ def test_variant_against_any_other_one() -> None:
 
 
 def test_outcomes_are_counted_with_the_most_frequent_first() -> None:
-    assert count_outcomes([outcome("reproduced")] * 3) == "reproduces 3/3"
+    assert count_outcomes([outcome("reproduced")] * 3) == "reproduced 3/3"
     mixed = [outcome(name) for name in ("passed", "reproduced", "reproduced", "infra_error")]
-    assert count_outcomes(mixed) == "reproduces 2/3, clean 1/3"
+    assert count_outcomes(mixed) == "reproduced 2/3, passed 1/3"
     assert count_outcomes([skipped("needs 2 GPUs")]) == "skipped: needs 2 GPUs" and count_outcomes([]) == "not run"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import document, observation, ok, outcome
+from observations import document, observation, ok, outcome
 from repro_matrix.results.store import write_json
 
 from bench import catalogue, launch, match, probe, report

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from judging import document, observation, ok
+from observations import document, observation, ok
 from repro_matrix.cli import main as cli
 from repro_matrix.config.selection import parse
 from repro_matrix.config.settings import compose_run

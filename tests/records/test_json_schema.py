@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 from jsonschema import Draft202012Validator
-from judging import case, ended, exception, failed, observation, ok, record
+from observations import case, ended, exception, failed, observation, ok, record
 from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictName
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
@@ -35,7 +35,7 @@ def example() -> dict[str, Any]:
         json.dumps(
             {
                 "schema": 1,
-                "key": "some-case/m-fsdp",
+                "cell_id": "some-case/m-fsdp",
                 "params": "m/fsdp",
                 "case": "some-case",
                 "title": "a case",
@@ -132,7 +132,7 @@ def test_the_schema_knows_every_outcome_verdict_and_kind() -> None:
     definitions = SCHEMA["$defs"]
     assert set(definitions["Outcome"]["properties"]["outcome"]["enum"]) == set(get_args(OutcomeName))
     assert set(definitions["Verdict"]["properties"]["name"]["enum"]) == set(get_args(VerdictName))
-    kinds = definitions["Recognised"]["properties"]["kind"]["enum"]
+    kinds = definitions["Recognized"]["properties"]["kind"]["enum"]
     assert set(kinds) == set(get_args(SignatureKind))
 
 
@@ -145,7 +145,7 @@ def test_the_schema_knows_every_outcome_verdict_and_kind() -> None:
         (("kind",), "control"),
         (("variants",), {}),
         (("variants", "fix", "skipped"), "a skipped variant has no attempts"),
-        (("variants", "fix", "attempts", 0, "outcome", "outcome"), "passed"),
+        (("variants", "fix", "attempts", 0, "outcome", "outcome"), "clean"),
         (("variants", "fix", "attempts", 0, "outcome", "reason"), ""),
         (("variants", "fix", "attempts", 0, "observation", "ranks", 0, "terminated_by"), "someone"),
         (("variants", "fix", "attempts", 0, "observation", "ranks", 0, "record", "done"), "yes"),
@@ -183,9 +183,9 @@ def test_what_types_cannot_say_is_named_by_its_place() -> None:
     fix, said = whole["variants"]["fix"], whole["verdicts"]["fix"]
     only = {"control": fix}
     assert validation_error.cell(whole) is whole, "nothing is converted"
-    assert wrong(variants={"fix": fix}) == "variants: a failure has the variant broken"
-    assert wrong(verdicts={"unfixed": said}) == "verdicts.broken: verdicts are of the other variants"
-    assert wrong(kind="control", verdicts={}).startswith("variants.broken: a control has the one variant control")
+    assert wrong(variants={"fix": fix}) == "variants: a failure has the variant unfixed"
+    assert wrong(verdicts={"unfixed": said}) == "verdicts.unfixed: verdicts are of the other variants"
+    assert wrong(kind="control", verdicts={}).startswith("variants.unfixed: a control has the one variant control")
     assert wrong(kind="control", variants=only) == "verdicts.fix: a control has the one variant control"
     skipped = {**whole["variants"], "fix": {**fix, "skipped": "no"}}
     assert wrong(variants=skipped) == "variants.fix: a variant that was skipped has no attempts"

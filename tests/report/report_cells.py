@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from judging import document, exception, failed, observation, ok
+from observations import document, exception, failed, observation, ok
 from repro_matrix.report.page_model import Cell, cells_of
 from repro_matrix.results.summary import Row, rows_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import document, observation, ok
+from observations import document, observation, ok
 from report_cells import cell, rows, skipped_cell, stored_cell
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName

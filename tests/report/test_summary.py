@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import document, exception, failed, observation, ok
+from observations import document, exception, failed, observation, ok
 from repro_matrix import text
 from repro_matrix.report import summary
 from repro_matrix.report.terminal import summary_line

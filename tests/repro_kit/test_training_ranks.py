@@ -19,7 +19,7 @@ from repro_matrix.grading.grade import grade
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.launch.forkserver import ForkserverLauncher
 
-from tests.judging import observation, ok, record
+from tests.observations import observation, ok, record
 
 yaml = pytest.importorskip("yaml")
 

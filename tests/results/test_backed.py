@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, document, observation, ok
+from observations import case, document, observation, ok
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from repro_matrix.results import version_ranges as ranges

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from judging import document, observation, ok
+from observations import document, observation, ok
 from repro_matrix.config.selection import parse
 from repro_matrix.errors import ConfigError
 from repro_matrix.results.filters import chosen

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, document
+from observations import case, document
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectation import Expectation
 from repro_matrix.config.expectations import read, text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import document, observation, ok
+from observations import document, observation, ok
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError
 from repro_matrix.report import summary

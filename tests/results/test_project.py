@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from judging import check, document, observation, ok, record
+from observations import check, document, observation, ok, record
 from repro_matrix import paths
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import document, observation, ok
+from observations import document, observation, ok
 from repro_matrix.cli.main import main
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.accept import place

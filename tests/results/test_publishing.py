@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case, document, failed, observation
+from observations import case, document, failed, observation
 from repro_matrix.cli.main import main
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import regrade

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import case
+from observations import case
 from packaging.specifiers import SpecifierSet
 from repro_matrix.results.version_ranges import expectations, measured, runs, whole
 

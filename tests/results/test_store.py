@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import judging
+import observations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from repro_matrix.results.store import Store
 
 
 def document(started: float, attempts: int = 1) -> dict[str, Any]:
-    made = judging.document({"unfixed": [("passed", judging.observation(judging.ok(0)))] * attempts})
+    made = observations.document({"unfixed": [("passed", observations.observation(observations.ok(0)))] * attempts})
     made["provenance"]["started"] = started
     return dict(json.loads(json.dumps(made)))
 
@@ -145,18 +145,18 @@ def test_a_document_of_a_newer_schema_is_named_and_never_overwritten(store: Stor
         (
             ("variants", "unfixed", "attempts", 0, "outcome", "outcome"),
             "fine",
-            "variants.broken.attempts[0].outcome.outcome: ",
+            "variants.unfixed.attempts[0].outcome.outcome: ",
         ),
         (
             ("variants", "unfixed", "attempts", 0, "observation", "ranks", 0, "record", "checks", 0, "name"),
             3,
-            "variants.broken.attempts[0].observation.ranks[0].record.checks[0].name: ",
+            "variants.unfixed.attempts[0].observation.ranks[0].record.checks[0].name: ",
         ),
         (("stack", "versions", "torch"), 2, "stack.versions.torch: "),
         (("case",), "Not A Slug", "case: "),
-        (("verdicts", "unfixed"), {}, "verdicts.broken.name: Field required"),
-        (("variants", "unfixed", "skipped"), "why", "variants.broken: a variant that was skipped has no attempts"),
-        (("kind",), "control", "variants.broken: a control has the one variant control"),
+        (("verdicts", "unfixed"), {}, "verdicts.unfixed.name: Field required"),
+        (("variants", "unfixed", "skipped"), "why", "variants.unfixed: a variant that was skipped has no attempts"),
+        (("kind",), "control", "variants.unfixed: a control has the one variant control"),
         (("variants",), {}, "variants: "),
         (("stack",), None, "stack: "),
     ],

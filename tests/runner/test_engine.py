@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import as_promised
+from observations import as_promised
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import Order, RunSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import document, observation, ok
+from observations import document, observation, ok
 from repro_matrix.errors import MeasureError
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.pytest_plugin import Measurement, rows_of

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from judging import case, document, failed, observation, ok
+from observations import case, document, failed, observation, ok
 from repro_matrix.launch.device_errors import EITHER
 from repro_matrix.results import document as documents
 from repro_matrix.runner.retry import CARDS, LONGER, LOST_CARD, TOO_SLOW, again, lost, settled, told

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging import failed, observation
+from observations import failed, observation
 from probing import CASE, World, world
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.selection import parse

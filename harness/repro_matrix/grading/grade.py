@@ -1,25 +1,25 @@
 """Grade one attempt: observation -> outcome. Pure.
 
-The first of these that applies decides:
+The first rule that applies decides:
 
-1. The attempt is no evidence: the infrastructure failed, the user interrupted it, the stack was another one, ranks
-   were still starting or moving at the timeout, a record is damaged or not its rank's own (consistency.py), or the
-   script itself failed first (root_cause.py)                                           -> infra
-2. A signature of the case itself matches (also on an attempt that finished)            -> reproduces,
-   or infra where no rank has read what the variant changes: then the variant changes nothing
-3. Another case's failure is recognised                                                 -> other_failure, which names it
-4. The deadline passed, or two samples showed that the ranks are deadlocked             -> hang
-5. An exception, a signal, an exit code that is not 0, a rank without a done marker     -> other_failure
-6. A check failed                                                                       -> other_failure (silent)
-7. A check that the proof requires was not made, or is void                             -> infra (no-proof)
-8. What the variant names did not take effect (effect.py)                                   -> infra (not-in-force)
-9. Otherwise                                                                            -> clean
+1. The attempt is no evidence: the infrastructure failed, the user interrupted it, it ran on another stack, ranks were
+   still starting or making progress at the timeout, a record is damaged or of another process, or the script itself
+   failed first (root_cause.py)                                             -> infra_error
+2. A signature of the case itself matches (also on an attempt that finished)  -> reproduced,
+   or infra_error where no rank read what the variant changes: then the variant changes nothing
+3. Another case's failure is recognized                                       -> other_failure, which names that case
+4. The deadline passed, or two samples showed that the ranks are deadlocked   -> hang
+5. An exception, a signal, a nonzero exit code, a rank without a done marker  -> other_failure
+6. A check failed                                                             -> other_failure (silent)
+7. A check of the pass criteria was not made, or is void                      -> infra_error (missing_check)
+8. What the variant names did not take effect (effect.py)                     -> infra_error (no_effect)
+9. Otherwise                                                                  -> passed
 
-checks.py defines failed and void checks. A missing check is ``infra`` and not an error of the variant: nothing that was
-looked at went wrong; the case's script or kit did not look. It is no evidence, so the verdict is INCONCLUSIVE, the
-attempt is repeated on resume, and the run ends with exit code 3.
+checks.py defines failed and void checks. A missing check is ``infra_error``, not a failure of the variant: the case's
+script or the kit did not look. It is no evidence, so the verdict is INCONCLUSIVE, the attempt is repeated on resume,
+and the run ends with exit code 3.
 
-A log record of another case's signature is recognised but does not make an attempt an error: it is only a remark.
+A log record of another case's signature is recognized but is not a failure: it is only a warning.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _judge(
     others = [item for item in recognized if item.case != case.slug and item.kind != "log"]
     if matching:
         unread = None if isinstance(case, AdhocCase) else unread_change(case, variant, attempt)
-        if unread:  # the variant is the broken one by another name
+        if unread:  # the variant is the unfixed one under another name
             return _no_evidence("no_effect", first_line(unread))
         also = "".join(f"; also {item.case}" for item in others)
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognized)]

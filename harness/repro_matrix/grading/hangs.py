@@ -3,8 +3,8 @@
 **Progress.** A sample (launch/sampling.py takes it) holds the CPU time of a rank and everything below it, whether any
 of that was about to run, what it read and wrote, its phase, its stack, and the collectives that it entered. Anything
 that changed is progress. ``stuck`` needs evidence that nothing did: a rank that could not be sampled twice, or whose
-stack and collectives are both unknown, is ``unknown``. A rank that waits on a GPU spins: its CPU time is no evidence
-while its main thread stands in a wait.
+stack and collectives are both unknown, is ``unknown``. A rank that waits on a GPU keeps a core busy: its CPU time is no
+evidence while its main thread is in a wait.
 
 **Deadlock.** A rank in a collective waits for those members of its process group that have not entered it. Where every
 living rank waits for one that has ended, or that waits itself in the same way, none can go on. Two ranks that entered
@@ -44,7 +44,7 @@ def rank_progress(first: Sample | None, second: Sample | None) -> Progress:
         return "progress"
     if second.get("ended"):
         return "stuck"  # it cannot move any more; whether that matters is decided for all ranks
-    for key in ("phase", "stack", "entered"):
+    for key in ("phase", "stack", "collectives_digest"):
         before, after = first.get(key), second.get(key)
         if before is not None and after is not None and before != after:
             return "progress"
@@ -53,14 +53,14 @@ def rank_progress(first: Sample | None, second: Sample | None) -> Progress:
         return "progress"
     if interval is None or interval < MIN_INTERVAL_S:
         return "unknown"
-    if not (second.get("spins") and first.get("spins")):
+    if not (second.get("busy_waiting") and first.get("busy_waiting")):
         if cpu is None:
             return "unknown"
         if cpu > CPU_S + CPU_SHARE * interval or (first.get("busy") and second.get("busy")):
             return "progress"
         if first.get("busy") or second.get("busy"):
             return "unknown"  # about to run once: a machine under load gives little CPU time
-    known = any(first.get(key) is not None and second.get(key) is not None for key in ("stack", "entered"))
+    known = any(first.get(key) is not None and second.get(key) is not None for key in ("stack", "collectives_digest"))
     return "stuck" if known else "unknown"
 
 
@@ -189,7 +189,7 @@ class RankCollectives:
 
     rank: int
     ended: bool = False
-    inside: str = ""  # the function of torch.distributed in which its main thread waits; "" anywhere else
+    blocking_call: str = ""  # the function of torch.distributed in which its main thread waits; "" anywhere else
     entries: tuple[Entry, ...] | None = None
     complete: bool = False  # whether the recorder still holds all that the rank ever entered
 
@@ -275,15 +275,15 @@ def find_mismatches(ranks: Iterable[RankCollectives]) -> list[Mismatch]:
     return sorted(found, key=lambda one: (not one.contradicts, one.sequence, one.group))
 
 
-def find_deadlock(ranks: Iterable[RankCollectives], spins: bool = False) -> str | None:
+def find_deadlock(ranks: Iterable[RankCollectives], busy_waiting: bool = False) -> str | None:
     """Return why these ranks, none of which moves, can never go on; None where they might.
 
-    ``spins``: they wait on GPUs, where the host stands in a synchronize and not in the collective; an entry that waits
-    is then enough for a rank to count as waiting.
+    ``busy_waiting``: they wait on GPUs, where the host is in a synchronize and not in the collective; an entry that
+    waits is then enough for a rank to count as waiting.
     """
     known = {each.rank: each for each in ranks}
     living = {rank: each for rank, each in known.items() if not each.ended}
-    if not living or not all(each.inside or (spins and each.pending) for each in living.values()):
+    if not living or not all(each.blocking_call or (busy_waiting and each.pending) for each in living.values()):
         return None  # one is at work elsewhere, or sleeps: the others may be waiting for it
     mismatches = find_mismatches(known.values())
     if mismatches:
@@ -306,7 +306,7 @@ def _waits_for(
     rank: RankCollectives, blocked: set[int], everyone: set[int], by_entry: Mapping[tuple[Group, int], Mismatch]
 ) -> bool:
     if not rank.pending:
-        return bool(rank.inside) and everyone - {rank.rank} <= blocked  # for whom is not known: for all of them
+        return bool(rank.blocking_call) and everyone - {rank.rank} <= blocked  # for whom is not known: for all of them
     for entry in rank.pending:
         mismatch = by_entry.get((entry.group, entry.sequence))
         if mismatch and (mismatch.contradicts or set(mismatch.missing) & blocked):
@@ -317,10 +317,10 @@ def _waits_for(
 def _by_calls(known: Mapping[int, RankCollectives], living: Mapping[int, RankCollectives]) -> str | None:
     """Without any entry: ranks that stand in different kinds of collectives, or wait where one has ended."""
     ended = sorted(set(known) - set(living))
-    calls = ", ".join(f"rank {rank} in {each.inside}" for rank, each in sorted(living.items()))
+    calls = ", ".join(f"rank {rank} in {each.blocking_call}" for rank, each in sorted(living.items()))
     if ended:
         return f"{calls}; {list_ranks(ended)} ended"
-    kinds = {collective_kind(each.inside) for each in living.values()}
+    kinds = {collective_kind(each.blocking_call) for each in living.values()}
     if len(kinds) > 1 and "" not in kinds and kinds != {"send", "recv"}:
         return calls
     return None

@@ -1,20 +1,21 @@
 """Grade a variant over all its attempts: the outcomes of a cell -> a verdict per fix variant. Pure.
 
-Only attempts that ran count: ``skipped`` and ``infra`` are no evidence, and never make a verdict more certain.
+Only attempts that ran count: ``skipped`` and ``infra_error`` are no evidence, and never make a verdict more certain.
 
-==================  ==========  =====================================================================
-broken              fix         verdict
-==================  ==========  =====================================================================
-reproduces               clean       FIXED
-reproduces               reproduces       NOT_FIXED
-reproduces               other       DIFFERENT_FAILURE (named when it is a case of the catalogue)
-clean               clean       NOT_REPRODUCED, or FIXED_UPSTREAM when a measurement of an older stack reproduced
-clean               reproduces/other FIX_BREAKS
-other               any         SIGNATURE_MISMATCH
-attempts of either disagree     FLAKY
-hang in either, or none left    INCONCLUSIVE
-reproduces nowhere, nothing stored   INCONCLUSIVE (a new case, never reproduced)
-==================  ==========  =====================================================================
+===============================  ================  ======================================
+unfixed                          fix               verdict
+===============================  ================  ======================================
+reproduced                       passed            FIXED
+reproduced                       reproduced        NOT_FIXED
+reproduced                       other_failure     DIFFERENT_FAILURE (names a known case)
+passed                           passed            NOT_REPRODUCED, or FIXED_UPSTREAM where
+                                                   an older stack reproduced the failure
+passed                           any failure       FIX_BREAKS
+other_failure                    any               SIGNATURE_MISMATCH
+attempts of either disagree                        FLAKY
+hang in either, or none counts                     INCONCLUSIVE
+never reproduced, none stored                      INCONCLUSIVE (a new case)
+===============================  ================  ======================================
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class Verdict:
     reason: str
     unfixed_k: int = 0  # attempts of the unfixed variant in which the signature reproduced ...
     unfixed_n: int = 0  # ... of those that count
-    fix_k: int = 0  # attempts of this variant that were clean ...
+    fix_k: int = 0  # attempts of this variant that passed ...
     fix_n: int = 0  # ... of those that count
     interval: Interval | None = None  # 95 % Wilson interval of fix_k / fix_n
-    unfixed_interval: Interval | None = None  # likewise of broken_k / broken_n
+    unfixed_interval: Interval | None = None  # likewise of unfixed_k / unfixed_n
     named_case: str | None = None  # the case of the catalogue whose failure occurred instead
     measured: bool = True  # False: no attempt was left to grade (skipped, infra, not run)
     failure_ids: tuple[
@@ -125,7 +126,7 @@ def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def count_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """Return ``reproduces 3/3``, ``reproduces 2/3, clean 1/3`` or, without evidence, ``skipped: needs 2 GPUs``."""
+    """Return ``reproduced 3/3``, ``reproduced 2/3, passed 1/3`` or, without evidence, ``skipped: needs 2 GPUs``."""
     counted = evidence(outcomes)
     if not counted:
         return _why_no_evidence(outcomes)
@@ -139,7 +140,7 @@ def _never_reproduced(found: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
     if not found.measured or found.name in ("INCONCLUSIVE", "FLAKY"):
         return found
     counted = evidence(unfixed)
-    reason = f"no stored measurement shows this failure, and broken is {count_outcomes(counted)}: {counted[0].reason}"
+    reason = f"no stored measurement shows this failure, and unfixed is {count_outcomes(counted)}: {counted[0].reason}"
     return replace(found, name="INCONCLUSIVE", reason=reason, named_case=None, failure_ids=(), unseen=True)
 
 
@@ -154,23 +155,23 @@ def _fix(case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], 
         return replace(base, name=name, reason=reason + note, named_case=_named(case, failing), failure_ids=ids)
 
     if not unfixed:
-        return _not_measured(base, f"broken: {_why_no_evidence(all_unfixed)}", all_unfixed)
+        return _not_measured(base, f"unfixed: {_why_no_evidence(all_unfixed)}", all_unfixed)
     if not fix:
-        return _not_measured(base, f"broken {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}", all_fix)
+        return _not_measured(base, f"unfixed {count_outcomes(unfixed)}; fix {_why_no_evidence(all_fix)}", all_fix)
     kinds, fix_kinds = {o.outcome for o in unfixed}, {o.outcome for o in fix}
-    both = f"broken {count_outcomes(unfixed)}; fix {count_outcomes(fix)}"
+    both = f"unfixed {count_outcomes(unfixed)}; fix {count_outcomes(fix)}"
     if len(kinds) > 1 or len(fix_kinds) > 1:
         return verdict("FLAKY", both, fix)
     before, after = kinds.pop(), fix_kinds.pop()
     if before == "hang":
-        return verdict("INCONCLUSIVE", f"broken hangs, which is not its signature: {unfixed[0].reason}")
+        return verdict("INCONCLUSIVE", f"unfixed hangs, which is not its signature: {unfixed[0].reason}")
     if before == "other_failure":
-        return verdict("SIGNATURE_MISMATCH", f"broken fails, but not with its signature: {unfixed[0].reason}", unfixed)
+        return verdict("SIGNATURE_MISMATCH", f"unfixed fails, but not with its signature: {unfixed[0].reason}", unfixed)
     if after == "hang":
-        return verdict("INCONCLUSIVE", f"broken {count_outcomes(unfixed)}; the fix hangs: {fix[0].reason}")
+        return verdict("INCONCLUSIVE", f"unfixed {count_outcomes(unfixed)}; the fix hangs: {fix[0].reason}")
     if before == "passed":
         if after != "passed":
-            return verdict("FIX_BREAKS", f"broken is clean, the fix fails: {fix[0].reason}", fix)
+            return verdict("FIX_BREAKS", f"unfixed passes, the fix fails: {fix[0].reason}", fix)
         if older.stack:
             return verdict("FIXED_UPSTREAM", f"{both}; it reproduced in {older.stack}")
         note_older = f"; not compared with {older.not_comparable}" if older.not_comparable else ""
@@ -180,7 +181,7 @@ def _fix(case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], 
     if after == "reproduced":
         return verdict("NOT_FIXED", f"{both}: {fix[0].reason}", fix)
     return verdict(
-        "DIFFERENT_FAILURE", f"broken {count_outcomes(unfixed)}; the fix meets another failure: {fix[0].reason}", fix
+        "DIFFERENT_FAILURE", f"unfixed {count_outcomes(unfixed)}; the fix shows another failure: {fix[0].reason}", fix
     )
 
 

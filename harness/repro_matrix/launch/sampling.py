@@ -70,7 +70,7 @@ def take(
             "time_s": times[rank], "ended": False, **used[rank], "phase": phase(records, rank),
             "stack": _digest(stable_stack(trace)) if known else None, "blocking_call": blocked_in,
             "collectives_digest": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
-            "busy_waiting": busy_waiting and (bool(blocking_call) or waits),
+            "busy_waiting": busy_waiting and (bool(blocked_in) or waits),
         }  # fmt: skip
         samples[rank] = Sample(state, trace, answer)
     return samples

@@ -66,10 +66,10 @@ class Verdict(TypedDict):
     reason: Text
     unfixed_k: Annotated[Count, Field(description="attempts of the unfixed variant in which the signature reproduced")]
     unfixed_n: Annotated[Count, Field(description="attempts of the unfixed variant that count")]
-    fix_k: Annotated[Count, Field(description="attempts of this variant that were clean")]
+    fix_k: Annotated[Count, Field(description="attempts of this variant that passed")]
     fix_n: Annotated[Count, Field(description="attempts of this variant that count")]
     interval: Annotated[Interval | None, Field(description="95 % Wilson interval of fix_k / fix_n")]
-    unfixed_interval: Annotated[Interval | None, Field(description="95 % Wilson interval of broken_k / broken_n")]
+    unfixed_interval: Annotated[Interval | None, Field(description="95 % Wilson interval of unfixed_k / unfixed_n")]
     named_case: str | None
     measured: bool
     infra_error: NotRequired[

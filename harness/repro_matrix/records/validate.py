@@ -55,7 +55,7 @@ def _wrong(kind: Any, value: Any) -> str:
 
 
 def code_location(parts: tuple[int | str, ...]) -> str:
-    """``variants.broken.attempts[0].outcome``; a key that is no word is quoted."""
+    """``variants.unfixed.attempts[0].outcome``; a key that is no word is quoted."""
     found = ""
     for part in parts:
         if isinstance(part, int):
@@ -74,9 +74,9 @@ def _consistent(document: Cell) -> None:
         if wrong:
             raise ValueError(f"{wrong[0]}: a control has the one variant control")
     elif "unfixed" not in variants:
-        raise ValueError("variants: a failure has the variant broken")
+        raise ValueError("variants: a failure has the variant unfixed")
     elif "unfixed" in verdicts:
-        raise ValueError("verdicts.broken: verdicts are of the other variants")
+        raise ValueError("verdicts.unfixed: verdicts are of the other variants")
     for name, variant in variants.items():
         if variant["skipped"] is not None and variant["attempts"]:
             raise ValueError(f"variants.{name}: a variant that was skipped has no attempts")

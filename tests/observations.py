@@ -1,4 +1,4 @@
-"""Hand-made observations, cases and documents."""
+"""Build observations, cases and stored results by hand."""
 
 from __future__ import annotations
 
@@ -229,12 +229,12 @@ def document(
             variant: {
                 "name": name,
                 "reason": "because",
-                "broken_k": 1,
-                "broken_n": 1,
+                "unfixed_k": 1,
+                "unfixed_n": 1,
                 "fix_k": 1,
                 "fix_n": 1,
                 "interval": [0.2, 1.0],
-                "broken_interval": [0.2, 1.0],
+                "unfixed_interval": [0.2, 1.0],
                 "named_case": None,
                 "measured": True,
             }
