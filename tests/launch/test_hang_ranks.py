@@ -36,7 +36,7 @@ def test_deadlocked_ranks_end_before_the_deadline(tmp_path: Path, warm: Forkserv
         assert attempt["timed_out"] and words in attempt["hang"]["deadlock"] and seen[name]["infra_error"] is None
         assert attempt["wall_s"] < FOREVER and attempt["startup_s"] is not None
         for rank in seen[name]["ranks"]:
-            assert rank["terminated_by"] == "deadline" and rank["record"]["phase"] in ("start", "body")
+            assert rank["terminated_by"] == "timeout" and rank["record"]["phase"] in ("start", "body")
             assert len(rank["samples"]) == 2 and hangs.rank_progress(*rank["samples"]) == "stuck"
             assert "waits.py" in rank["stack"]
     group = seen["other_collective"]["ranks"][1]["collectives"]
