@@ -25,7 +25,7 @@ def variant(outcome: str = "passed", n: int = 3, *failure_ids: str, **changes: A
 
 
 def cell(variants: Mapping[str, VariantResult], **changes: Any) -> list[VariantResult]:
-    """The rows of a cell; its first variant is ``broken`` or ``control``."""
+    """The rows of a cell; its first variant is ``unfixed`` or ``control``."""
     shared = {"control": "control" in variants, **changes}
     return [
         replace(row, variant=name, first=index == 0, **shared) for index, (name, row) in enumerate(variants.items())
@@ -86,14 +86,14 @@ PASSED = [("passed", observation(ok(0), ok(1)))] * 2
 
 def write(root: Path, variants: dict[str, Any], started: float = 1.0, **changes: Any) -> Path:
     """Write a result file into a results folder."""
-    content = document(variants, {}, **{"key": "some-case/m-fsdp", **changes})
+    content = document(variants, {}, **{"cell_id": "some-case/m-fsdp", **changes})
     content["provenance"]["started"] = started
     for attempt in (attempt for each in content["variants"].values() for attempt in each["attempts"]):
         raised = attempt["observation"]["ranks"][0]["record"]["exception"]
         if raised:
             first = {"rank": 0, "type": raised["type"], "message": raised["message"], "location": ""}
             attempt["outcome"]["primary"] = first
-    path = root / "cpu" / "s" / f"{content['key']}.json"
+    path = root / "cpu" / "s" / f"{content['cell_id']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
     return root

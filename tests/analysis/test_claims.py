@@ -43,26 +43,26 @@ HOLDS = {"variant": "fix", "verdict": "FIXED"}
 OLD, NEW = stack("old", "2.2.2"), stack("new", "2.13.0")
 
 
-def test_upheld_and_refuted_with_their_evidence() -> None:
-    upheld = row(claiming(HOLDS), cell("FIXED", path="results/x.json"))
-    assert (upheld.status, upheld.detail) == ("upheld", "1 measurement: fix FIXED (because)")
-    (evidence,) = upheld.evidence
+def test_supported_and_refuted_with_their_evidence() -> None:
+    supported = row(claiming(HOLDS), cell("FIXED", path="results/x.json"))
+    assert (supported.status, supported.detail) == ("supported", "1 measurement: fix FIXED (because)")
+    (evidence,) = supported.evidence
     assert (evidence.document, evidence.holds, evidence.stack) == (
         "results/x.json", True, "current (torch 2.13.0, transformers 5.23.0)",
     )  # fmt: skip
     assert row(claiming(HOLDS), cell("NOT_FIXED")).status == "refuted"
     assert row(claiming(HOLDS), cell("DIFFERENT_FAILURE")).status == "refuted"
     either = {"variant": "fix", "verdict": ["NOT_FIXED", "DIFFERENT_FAILURE"]}
-    assert row(claiming(either), cell("DIFFERENT_FAILURE")).status == "upheld"
+    assert row(claiming(either), cell("DIFFERENT_FAILURE")).status == "supported"
 
 
 @pytest.mark.parametrize("verdict", ["NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH", "FIX_BREAKS"])
 def test_a_fix_cannot_be_tested_where_nothing_is_unfixed(verdict: str) -> None:
     found = row(claiming(HOLDS), cell(verdict))
     assert found.status == "untested"
-    assert "could not be tested on this stack: broken does not reproduce" in found.detail
+    assert "could not be tested on this stack: unfixed does not reproduce" in found.detail
     beside = row(claiming(HOLDS), cell(verdict, stack=NEW), cell("FIXED", stack=OLD))
-    assert beside.status == "upheld"
+    assert beside.status == "supported"
     assert "not decided: could not be tested" in beside.detail
 
 
@@ -75,8 +75,8 @@ def test_inconclusive_and_flaky_decide_nothing(verdict: str) -> None:
 
 def test_predictions_that_nothing_fires() -> None:
     quiet = claiming({"variant": "fix", "verdict": "NOT_REPRODUCED"})
-    assert row(quiet, cell("NOT_REPRODUCED")).status == "upheld"
-    assert row(quiet, cell("FIXED_UPSTREAM")).status == "upheld"
+    assert row(quiet, cell("NOT_REPRODUCED")).status == "supported"
+    assert row(quiet, cell("FIXED_UPSTREAM")).status == "supported"
     assert row(quiet, cell("FIXED")).status == "refuted"
     assert row(quiet, cell("SIGNATURE_MISMATCH")).status == "refuted"
     fixed = claiming({"variant": "fix", "verdict": "FIXED_UPSTREAM"})
@@ -105,10 +105,10 @@ def test_untested_says_why() -> None:
 
 def test_axes_choose_the_documents() -> None:
     at = claiming({**HOLDS, "stack": "old", "strategy": "fsdp"})
-    assert row(at, cell("NOT_FIXED", stack=NEW), cell("FIXED", stack=OLD)).status == "upheld"
+    assert row(at, cell("NOT_FIXED", stack=NEW), cell("FIXED", stack=OLD)).status == "supported"
     assert row(at, cell("FIXED", stack=OLD, strategy="ddp")).status == "untested"
     ambiguous_with = claiming({**HOLDS, "case": "other-case"})
-    assert row(ambiguous_with, cell("NOT_FIXED"), cell("FIXED", case="other-case")).status == "upheld"
+    assert row(ambiguous_with, cell("NOT_FIXED"), cell("FIXED", case="other-case")).status == "supported"
 
 
 def test_that_a_warning_is_harmless_is_seen_on_the_attempt_that_warns() -> None:
@@ -120,27 +120,27 @@ def test_that_a_warning_is_harmless_is_seen_on_the_attempt_that_warns() -> None:
         made["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome_without_warning"] = outcome_without_warning
         return made
 
-    assert row(harmless, fired("passed", stack=NEW)).detail == "1 measurement: broken but for the remark clean 1/1"
+    assert row(harmless, fired("passed", stack=NEW)).detail == "1 measurement: unfixed but for the remark passed 1/1"
     assert row(harmless, fired("other_failure")).status == "refuted", "it warns, and trains wrongly"
     assert row(harmless, fired(None)).status == "refuted", "what reproduces is an exception"
     assert row(harmless, fired("infra_error")).status == "untested", "a proof that is not there"
     quiet = row(harmless, fired(None, "passed"))
-    assert (quiet.status, quiet.detail) == ("untested", "could not be tested on this stack: broken does not reproduce")
-    assert row(harmless, fired("passed", stack=NEW), fired(None, stack=OLD)).status == "conditional"
+    assert (quiet.status, quiet.detail) == ("untested", "could not be tested on this stack: unfixed does not reproduce")
+    assert row(harmless, fired("passed", stack=NEW), fired(None, stack=OLD)).status == "mixed"
 
 
 # --- conditional
 
 
 def test_conditional_on_the_predictions_own_words() -> None:
-    known = claiming({**HOLDS, "model": "m", "when": "hidden 1024"}, {**HOLDS, "model": "n", "when": "hidden 2048"})
+    known = claiming({**HOLDS, "model": "m", "condition": "hidden 1024"}, {**HOLDS, "model": "n", "condition": "hidden 2048"})
     found = row(known, cell("FIXED"), cell("NOT_FIXED", model="n"))
-    assert (found.status, found.detail) == ("conditional", "holds in hidden 1024; not in hidden 2048")
+    assert (found.status, found.detail) == ("mixed", "holds in hidden 1024; not in hidden 2048")
 
 
 def test_conditional_on_the_axis_that_differs() -> None:
     found = row(claiming(HOLDS), cell("FIXED", stack=OLD), cell("NOT_FIXED", stack=NEW))
-    assert found.status == "conditional"
+    assert found.status == "mixed"
     assert found.detail == "holds in torch 2.2.2; not in torch 2.13.0"
     supports_other_world_sizes = row(claiming(HOLDS), cell("FIXED"), cell("NOT_FIXED", scale="full"))
     assert (
@@ -181,9 +181,9 @@ def at(started: float) -> dict[str, Any]:
 
 def test_of_the_same_cell_the_newest_that_decides_counts() -> None:
     older, newer = cell("NOT_FIXED", **at(1.0)), cell("FIXED", **at(2.0))
-    assert row(claiming(HOLDS), older, newer).status == row(claiming(HOLDS), newer, older).status == "upheld"
-    assert row(claiming(HOLDS), newer, cell("INCONCLUSIVE", **at(3.0))).status == "upheld"
-    assert row(claiming(HOLDS), older, cell("FIXED", **at(2.0), stack=OLD)).status == "conditional"
+    assert row(claiming(HOLDS), older, newer).status == row(claiming(HOLDS), newer, older).status == "supported"
+    assert row(claiming(HOLDS), newer, cell("INCONCLUSIVE", **at(3.0))).status == "supported"
+    assert row(claiming(HOLDS), older, cell("FIXED", **at(2.0), stack=OLD)).status == "mixed"
 
 
 def test_a_simulation_is_said_to_be_one() -> None:
@@ -196,7 +196,7 @@ def test_a_simulation_decides_only_where_no_real_measurement_does() -> None:
     alone = row(known, simulated)
     assert (alone.status, alone.detail) == ("refuted", "1 simulated measurement: fix NOT_FIXED (because)")
     beside = row(known, simulated, cell("FIXED"))
-    assert (beside.status, beside.detail.split(";")[0]) == ("upheld", "1 measurement: fix FIXED (because)")
+    assert (beside.status, beside.detail.split(";")[0]) == ("supported", "1 measurement: fix FIXED (because)")
     (left_out,) = [item for item in beside.evidence if item.simulated]
     assert left_out.holds is None and left_out.measured.startswith("simulated, and a real measurement decides")
     undecided = row(known, simulated, cell("INCONCLUSIVE"))
@@ -212,15 +212,15 @@ def ran(*names: str, **changes: Any) -> dict[str, Any]:
 
 def test_outcomes_are_predicted_of_any_variant() -> None:
     passed = claiming({"variant": "unfixed", "outcome": "passed"})
-    assert row(passed, ran("passed", "passed", "infra_error")).status == "upheld"
+    assert row(passed, ran("passed", "passed", "infra_error")).status == "supported"
     refuted = row(passed, ran("reproduced", "reproduced"))
-    assert (refuted.status, refuted.evidence[0].measured) == ("refuted", "reproduces 2/2 (because)")
-    assert row(passed, ran("passed", "reproduced")).detail == "flaky: clean 1/2, reproduces 1/2"
-    assert row(passed, ran("infra_error")).detail == "infra: because"
+    assert (refuted.status, refuted.evidence[0].measured) == ("refuted", "reproduced 2/2 (because)")
+    assert row(passed, ran("passed", "reproduced")).detail == "flaky: passed 1/2, reproduced 1/2"
+    assert row(passed, ran("infra_error")).detail == "infra_error: because"
     assert row(passed, ran("hang")).status == "untested", "a hang is inconclusive"
     assert (
         row(claiming({"variant": "unfixed", "outcome": ["hang", "reproduced"]}), ran("hang", "reproduced")).status
-        == "upheld"
+        == "supported"
     )
 
 
@@ -251,11 +251,11 @@ def metric(name: str = "loss", variant: str = "fix", **how: Any) -> Case:
 def test_a_metric_is_the_greatest_of_the_ranks_and_the_median_of_the_attempts() -> None:
     there = measured([[1.0, 5.0], [5.1, 2.0], [4.0, 3.0]], [[10.0, 1.0]] * 3)
     found = row(metric(below="unfixed"), there)
-    assert found.status == "upheld"
-    assert found.evidence[0].measured == "loss: fix 5 (4 to 5.1), broken 10 (medians of 3 and 3)"
+    assert found.status == "supported"
+    assert found.evidence[0].measured == "loss: fix 5 (4 to 5.1), unfixed 10 (medians of 3 and 3)"
     assert row(metric(below="unfixed", factor=0.3), there).status == "refuted"
     assert row(metric(above="unfixed"), there).status == "refuted"
-    assert row(metric(above="unfixed", factor=0.3), there).status == "upheld"
+    assert row(metric(above="unfixed", factor=0.3), there).status == "supported"
 
 
 def test_a_difference_within_the_noise_decides_nothing() -> None:
@@ -270,19 +270,19 @@ def test_a_difference_within_the_noise_decides_nothing() -> None:
     assert (
         row(metric(below="unfixed"), measured([[10.0], [11.0], [12.0]], [[13.0], [14.0], [13.0]])).status == "untested"
     )
-    assert row(metric(below="unfixed"), measured([[10.0], [11.0], [12.0]], [[15.0], [14.5], [15.0]])).status == "upheld"
+    assert row(metric(below="unfixed"), measured([[10.0], [11.0], [12.0]], [[15.0], [14.5], [15.0]])).status == "supported"
 
 
 def test_a_metric_needs_three_attempts_of_each_variant() -> None:
     for fix, unfixed in (([[1.0]] * 2, [[9.0]] * 3), ([[1.0]] * 3, [[9.0]] * 2), ([[1.0]], [[9.0]])):
         found = row(metric(below="unfixed"), measured(fix, unfixed))
         assert found.status == "untested" and found.detail.startswith("noise: fewer than 3 attempts")
-    assert row(metric(below="unfixed"), measured([[1.0]] * 3, [[9.0]] * 3)).status == "upheld"
+    assert row(metric(below="unfixed"), measured([[1.0]] * 3, [[9.0]] * 3)).status == "supported"
 
 
 def test_counts_that_never_scatter_decide_also_where_they_are_equal() -> None:
     same = measured([[4.0]] * 3, [[4.0]] * 3)
-    assert row(metric(below="unfixed"), same).status == row(metric(above="unfixed"), same).status == "upheld"
+    assert row(metric(below="unfixed"), same).status == row(metric(above="unfixed"), same).status == "supported"
 
 
 def test_a_metric_that_was_not_measured_decides_nothing() -> None:
@@ -295,7 +295,7 @@ def test_a_metric_that_was_not_measured_decides_nothing() -> None:
     assert row(metric(below="unfixed"), failed).detail == "no attempt of variant fix finished"
     crashed = observation(ok(0, record=record(0, done=False, metrics={"loss": 1.0})))
     there["variants"]["unfixed"] = document({"unfixed": [("reproduced", crashed)]})["variants"]["unfixed"]
-    assert row(metric(below="unfixed"), there).detail == "no attempt of variant broken finished"
+    assert row(metric(below="unfixed"), there).detail == "no attempt of variant unfixed finished"
 
 
 def test_a_figure_that_an_variants_attempts_took_in_different_ways_is_none() -> None:
@@ -313,18 +313,18 @@ def test_what_was_predicted_is_said() -> None:
     def predicted(**how: Any) -> str:
         return row(claiming({"variant": "fix", **how}), measured([[1.0]] * 3, [[2.0]] * 3)).evidence[0].predicted
 
-    assert predicted(metric={"name": "loss", "below": "unfixed"}) == "loss below broken"
-    assert predicted(metric={"name": "loss", "above": "unfixed", "factor": 0.5}) == "loss above broken x 0.5"
-    assert predicted(outcome=["hang", "passed"]) == "clean or hang"
-    assert predicted(outcome_without_warning="passed") == "clean but for the remark"
-    assert predicted(verdict=["FIXED", "NOT_FIXED"]) == "NOT_FIXED or FIXED"
+    assert predicted(metric={"name": "loss", "below": "unfixed"}) == "loss below unfixed"
+    assert predicted(metric={"name": "loss", "above": "unfixed", "factor": 0.5}) == "loss above unfixed x 0.5"
+    assert predicted(outcome=["hang", "passed"]) == "hang or passed"
+    assert predicted(outcome_without_warning="passed") == "passed but for the remark"
+    assert predicted(verdict=["FIXED", "NOT_FIXED"]) == "FIXED or NOT_FIXED"
 
 
 def test_a_rows_json_and_its_words() -> None:
     both = row(claiming(HOLDS), cell("FIXED", stack=OLD), cell("FIXED", stack=NEW, flags={"call": "root"}))
     told = both.to_json()
     assert (told["status"], told["brief"], told["id"], told["source"]) == (
-        "upheld",
+        "supported",
         "2 measurements",
         "c1",
         "somewhere",
@@ -343,7 +343,7 @@ def test_figures_that_are_always_there() -> None:
     large = observation(ok(0, record=record(0, peak_rss_mb=500)), wall_s=9, cpu_s=None)
     there = document({"unfixed": [("passed", large)] * 3, "fix": [("passed", small)] * 3})
     rss = row(metric("peak_rss_mb", below="unfixed"), there)
-    assert rss.evidence[0].measured.startswith("peak_rss_mb: fix 200, broken 500")
+    assert rss.evidence[0].measured.startswith("peak_rss_mb: fix 200, unfixed 500")
     assert row(metric("wall_s", above="unfixed"), there).status == "refuted"
     assert row(metric("peak_gpu_mb", below="unfixed"), there).status == "untested"
     assert "measured differently" in row(metric("cpu_s", below="unfixed"), there).detail
@@ -374,7 +374,7 @@ def test_status_follows_from_what_was_decided(wanted: str, cells: list[Any]) -> 
         claiming({"variant": "fix", "verdict": wanted}), *(cell(v, model=model, stack=on) for v, model, on in cells)
     )
     decided = {item.holds for item in found.evidence} - {None}
-    status = {(): "untested", (True,): "upheld", (False,): "refuted", (False, True): "conditional"}
+    status = {(): "untested", (True,): "supported", (False,): "refuted", (False, True): "mixed"}
     assert found.status == status[tuple(sorted(decided))]  # type: ignore[type-var]
     assert found.detail
 
@@ -401,16 +401,16 @@ def test_an_outcome_says_nothing_where_the_unfixed_variant_does_not_fire(fix: st
         for unfixed in ("passed", "other_failure", "hang", "infra_error"):
             found = row(known, pair(unfixed, fix))
             assert (found.status, found.detail) == (
-                "untested", "could not be tested on this stack: broken does not reproduce",
+                "untested", "could not be tested on this stack: unfixed does not reproduce",
             )  # fmt: skip
-        assert row(known, pair("reproduced", fix)).status == ("upheld" if fix == wanted else "refuted")
+        assert row(known, pair("reproduced", fix)).status == ("supported" if fix == wanted else "refuted")
 
 
 def test_that_the_unfixed_variant_fires_is_predicted_only_where_it_does() -> None:
     reproduced = claiming({"variant": "unfixed", "outcome": "reproduced"})
-    assert row(reproduced, pair("other_failure", "passed"), pair("reproduced", "passed", stack=OLD)).status == "upheld"
+    assert row(reproduced, pair("other_failure", "passed"), pair("reproduced", "passed", stack=OLD)).status == "supported"
     assert row(reproduced, pair("passed", "passed")).status == "untested"
-    assert row(claiming({"variant": "unfixed", "outcome": "passed"}), pair("passed", "passed")).status == "upheld"
+    assert row(claiming({"variant": "unfixed", "outcome": "passed"}), pair("passed", "passed")).status == "supported"
     assert (
         row(claiming({"variant": "unfixed", "outcome": "passed"}), pair("other_failure", "passed")).status == "refuted"
     )
@@ -423,14 +423,14 @@ def three(other: str, fix: str) -> dict[str, Any]:
 
 
 def test_an_variant_that_changes_several_things_is_tried_against_one_that_shares_the_others() -> None:
-    against = claiming({**HOLDS, "against": "other-fix"})
+    against = claiming({**HOLDS, "relative_to": "other-fix"})
     assert row(against, three("passed", "passed")).status == "untested", "the other change alone had spared it"
     assert "FIXED against other-fix" in row(against, three("reproduced", "passed")).detail
-    assert row(against, three("reproduced", "passed")).status == "upheld"
+    assert row(against, three("reproduced", "passed")).status == "supported"
     assert row(against, three("reproduced", "reproduced")).status == "refuted"
-    outcome = claiming({"variant": "fix", "outcome": "passed", "against": "other-fix"})
+    outcome = claiming({"variant": "fix", "outcome": "passed", "relative_to": "other-fix"})
     assert row(outcome, three("passed", "passed")).status == "untested"
-    assert row(outcome, three("reproduced", "passed")).status == "upheld"
+    assert row(outcome, three("reproduced", "passed")).status == "supported"
 
 
 CONTROL = {"kind": "control", "case": "train-step"}
@@ -455,17 +455,17 @@ def test_an_variant_whose_strategy_does_not_run_there_at_all_decides_nothing() -
     assert row(claiming(HOLDS), failed).status == "refuted"
     found = row(claiming(HOLDS), failed, healthy("FAILED"))
     assert found.status == "untested"
-    assert found.detail == "strategy fsdp2 does not run here: its control is unhealthy (train-step m)"
+    assert found.detail == "strategy fsdp2 does not run here: its control failed (train-step m)"
     assert row(claiming(HOLDS), failed, healthy("FAILED"), healthy("PASSED", model="n")).status == "refuted"
     assert row(claiming(HOLDS), failed, healthy("FAILED", "ddp")).status == "refuted", "another strategy's"
     assert row(claiming(HOLDS), failed, healthy("FAILED", stack=OLD)).status == "refuted", "another stack's"
     gpu = {**failed["hardware"], "profile": "gpu1"}
     assert row(claiming(HOLDS), failed, healthy("FAILED", hardware=gpu)).status == "refuted", "another machine's"
-    assert row(claiming(HOLDS), of_strategy("fsdp2", "passed"), healthy("FAILED")).status == "upheld", "it ran"
+    assert row(claiming(HOLDS), of_strategy("fsdp2", "passed"), healthy("FAILED")).status == "supported", "it ran"
     own = row(
         claiming(HOLDS), of_strategy("fsdp"), healthy("INCONCLUSIVE", "fsdp"), healthy("FAILED", "fsdp", model="n")
     )
-    assert own.detail.endswith("its control is unhealthy (train-step n)"), "a failure under it is no control"
+    assert own.detail.endswith("its control failed (train-step n)"), "a failure under it is no control"
     lost = row(claiming(HOLDS), of_strategy("fsdp"), healthy("INCONCLUSIVE", "fsdp"))
     assert lost.status == "refuted", "what was lost says nothing of the strategy"
 

@@ -231,7 +231,7 @@ def test_diff_command_gives_documented_exit_codes(results: Path, repro: Run) -> 
     code, values = repro("diff", one, other, "--json")
     assert code == 1 and [change["kind"] for change in values["changes"]] == ["no_longer_reproduces"]
     write(other, {"unfixed": FIRED})
-    write(one, {"unfixed": FIRED}, key="some-case/n-fsdp", model="n")
+    write(one, {"unfixed": FIRED}, cell_id="some-case/n-fsdp", model="n")
     assert repro("diff", one, other)[0] == 3 and repro("diff", one, other, "model=m")[0] == 0
     assert repro("diff", one, other, "--agreement")[0] == 0
     assert repro("diff", one, other, "--agreement", "--json")[1]["cases"][0]["agree"] == 1
@@ -287,7 +287,7 @@ def test_matrix_compares_only_cells_that_it_measured(results: Path) -> None:
 
     write(results, {"unfixed": FIRED})
     now = json.loads((results / "cpu" / "s" / "some-case" / "m-fsdp.json").read_text())
-    write(results, {"unfixed": FIRED}, key="some-case/n-fsdp", model="n")
+    write(results, {"unfixed": FIRED}, cell_id="some-case/n-fsdp", model="n")
     before = load_side(str(results))
     diff = _compare(before, [now])
     assert (diff.cells, diff.changes) == (1, ())

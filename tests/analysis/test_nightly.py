@@ -310,7 +310,7 @@ def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) ->
     assert night("mon", {"unfixed": FIRED}, 1.0)[0] == 0
     assert night("tue", {"unfixed": PASSED}, 2.0)[0] == 1
     text = (results / "history" / "issues" / "tue" / "some-case.md").read_text()
-    assert text.startswith("# some-case: ") and "before: `reproduces 2/2" in text
+    assert text.startswith("# some-case: ") and "before: `reproduced 2/2" in text
     assert night("tue")[0] == 1 and codes(results) == [("mon", 0), ("tue", 1)], "the same run again"
     closed = results / "closed.txt"
     closed.write_text(text)
@@ -356,8 +356,8 @@ def test_nightly_late_run_is_compared_with_the_runs_before_it(results: Path, nig
 
 
 def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Path, night: Night) -> None:
-    at: dict[str, Any] = {"case": CASE, "key": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
-    other: dict[str, Any] = {"case": "fsdp-generate", "key": "fsdp-generate/qwen1.5-0.5b-fsdp"}
+    at: dict[str, Any] = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
+    other: dict[str, Any] = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     words = [f"case=fsdp-generate,{CASE}", "hardware=cpu"]
 
     def run(name: str, started: float, *texts: str, also: bool = False, left: list[str] | None = None) -> Any:

@@ -10,7 +10,7 @@ from repro_matrix.results.summary import Row, rows_of
 
 
 def stored_cell(verdict: str = "FIXED", state: str = "expected", error: str = "boom", **changes: Any) -> dict[str, Any]:
-    """The stored result of a cell: ``broken`` fails with ``error``, ``fix`` has the verdict."""
+    """The stored result of a cell: ``unfixed`` fails with ``error``, ``fix`` has the verdict."""
     failing = observation(failed(0, exception("RuntimeError", error)), failed(1, exception("RuntimeError", error)))
     passing = observation(ok(0), ok(1))
     works = verdict in ("FIXED", "PASSED")

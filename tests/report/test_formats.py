@@ -60,7 +60,7 @@ def test_every_format_reads_hostile_text(hostile: str) -> None:
 
 
 def test_json_is_valid_by_its_schema() -> None:
-    claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "upheld", "2 measurements")
+    claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "supported", "2 measurements")
     value = json.loads(to_json(mixed(), [claim], ["results/x"], "now", REMARKS))
     jsonschema.validate(value, json.loads((RESULTS / "schema" / "report-v1.schema.json").read_text(encoding="utf-8")))
     assert value["unread"] == ["x.json: damaged"] and "a note" in value["notes"] and value["counts"]["reproduced"] == 4

@@ -214,7 +214,7 @@ def test_history_lists_variants_that_changed_and_counts_steady_ones() -> None:
 
 
 def test_claims_stand_under_their_case() -> None:
-    row = ClaimRow("some-case", "1a", "it helps", "a/b#1", "upheld", "2 measurements")
+    row = ClaimRow("some-case", "1a", "it helps", "a/b#1", "supported", "2 measurements")
     parsed = shown(cell(), claims=[row])
     (text,) = parsed.find("details", class_="claims")
     assert "supported it helps" in text and "repro claims 1a" in text

@@ -32,7 +32,7 @@ def test_running_cells_are_shown_with_device_and_age_until_they_end() -> None:
     assert progress.at_work() == []
     progress.event(Event("cells", plan("a/b"), attempts=2, seconds=10.0))
     start(progress, "a/b", "gpu0,gpu1")
-    assert "gpu0,gpu1" in progress.at_work()[0] and "a/b broken" in progress.at_work()[0]
+    assert "gpu0,gpu1" in progress.at_work()[0] and "a/b unfixed" in progress.at_work()[0]
     assert progress.status().startswith("0/2 attempts") and progress.eta() is None
     end(progress, "a/b", 10.0)
     assert not progress.at_work() and progress.status().startswith("1/2 attempts")
@@ -74,6 +74,6 @@ def test_without_a_terminal_a_long_silence_is_unfixed(
     assert not capsys.readouterr().err
     now = 31.0
     progress.event(Event("time"))
-    assert "cpu 31s slow broken" in capsys.readouterr().err
+    assert "cpu 31s slow unfixed" in capsys.readouterr().err
     progress.event(Event("time"))
     assert not capsys.readouterr().err

@@ -23,7 +23,7 @@ SLUG = "fsdp-generate"
 def store(folder: Path, name: str = "cell", **changes: Any) -> Path:
     path = folder / "cpu" / "stack" / SLUG / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, stored_cell(case=SLUG, **changes) | {"key": f"{SLUG}/{name}"})
+    write_json(path, stored_cell(case=SLUG, **changes) | {"cell_id": f"{SLUG}/{name}"})
     return path
 
 
@@ -88,7 +88,7 @@ def test_report_of_damaged_evidence_reports_the_rest_and_is_not_green(
 def test_report_names_a_case_that_the_catalogue_does_not_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "cpu" / "stack" / "of-another-team" / "cell.json"
     path.parent.mkdir()
-    write_json(path, stored_cell(case="of-another-team") | {"key": "of-another-team/cell"})
+    write_json(path, stored_cell(case="of-another-team") | {"cell_id": "of-another-team/cell"})
     assert main(["report", str(folder), "--format", "markdown"]) == 0
     out = capsys.readouterr().out
     assert "of-another-team" in out and "| of-another-team" not in out

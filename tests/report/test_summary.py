@@ -41,7 +41,7 @@ def test_what_differs_stands_first_with_its_error_and_the_command_that_shows_it_
     assert said[4:8] == ["    | an early line", "    | an early line", "    | Traceback", "    | RuntimeError: boom  "]
     assert said[8] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
     cases = said[said.index("CASES measured") + 1 :]
-    assert cases == ["! loud     1 cell  reproduces: 1 fix broken", "  quiet    1 cell  reproduces: 1 fix holds"]
+    assert cases == ["! loud     1 cell  reproduced: 1 fix broken", "  quiet    1 cell  reproduced: 1 fix holds"]
 
 
 def test_variants_that_differ_for_one_reason_are_told_once() -> None:
@@ -69,7 +69,7 @@ def test_a_unfixed_variant_alone_is_told_without_loose_ends() -> None:
     alone["variants"].pop("fix")
     alone["verdicts"] = {}
     rows = list(variant_rows(alone))
-    assert shown(alone)[-1] == "  some-case    1 cell  reproduces"
+    assert shown(alone)[-1] == "  some-case    1 cell  reproduced"
     assert summary_line(rows).startswith("nothing unexpected")
 
 
@@ -137,7 +137,7 @@ def test_a_catalogue_that_is_wholly_new_is_told_by_case() -> None:
     assert said[2] == "  all of 40 cases, marked + below; `--all` prints every variant"
     assert said[3:6] == ["  known in 1 cell: 1 fix broken", "", "CASES measured (+: all of it is new)"]
     assert [line[0] for line in said[6:]] == [*"+" * 40, " "] and len(said) == 6 + 41
-    assert "+ c0      2 cells  reproduces: 2 fail otherwise" in said
+    assert "+ c0      2 cells  reproduced: 2 fail otherwise" in said
 
 
 def test_what_came_in_between_is_read_where_a_launched_variant_gave_no_answer() -> None:
@@ -227,7 +227,7 @@ def test_a_cell_of_which_every_variant_fails_alike_shows_nothing_and_is_not_gree
                     "rank": 0,
                     "type": error,
                     "message": f"at {name}",
-                    "params": "torch.cuda.x",
+                    "location": "torch.cuda.x",
                     "kind": "exception",
                 }
                 outcome = made["variants"][name]["attempts"][0]["outcome"]

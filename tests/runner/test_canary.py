@@ -142,7 +142,7 @@ def test_cards_that_others_use_are_no_unfixed_harness(free: int) -> None:
             documents += [one for one in came_out() if one["case"] == plan.cell.case]
             documents[-1]["hardware"] = {"profile": plan.cell.hardware}
             if plan.cell.hardware == "gpu2" and plan.cell.ranks > free:
-                documents[-1] |= lacking(documents[-1], "cards")
+                documents[-1] |= lacking(documents[-1], "not_enough_gpus")
         return Summary(documents=documents)
 
     plans = asked(about, {"cpu": 2, "gpu2": 2})
@@ -170,7 +170,7 @@ def test_a_run_measures_them_first_and_stops_where_the_judge_is_unfixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_are_warm: None
 ) -> None:
     results = tmp_path / "results"
-    prepared = session.prepare(["case=fsdp-generate", "variants=[broken]", "hardware=cpu", f"results={results}"])
+    prepared = session.prepare(["case=fsdp-generate", "variants=[unfixed]", "hardware=cpu", f"results={results}"])
     found = workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)
     assert found.attempts == len(prepared.plans), "the planted attempts are not of the run"
     written = {path.parent.name for path in results.rglob("*.json")}

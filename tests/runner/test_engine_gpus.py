@@ -85,7 +85,7 @@ def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(tmp_path: Path, mo
     infra_error = [attempt for attempt in made if attempt["outcome"]["outcome"] == "infra_error"]
     assert len(made) == 3 and len(infra_error) == 1
     assert f"gpu0 ({nvml.cards[0].uuid}): Xid 79" in infra_error[0]["outcome"]["reason"]
-    once_more = [attempt["observation"]["attempt"].get("again") for attempt in made]
+    once_more = [attempt["observation"]["attempt"].get("retry_of") for attempt in made]
     assert sum("Xid 79" in str(why) for why in once_more) == 1
     assert verdicts(summary) == {"root-call": "FIXED"}
     document["verdicts"]["root-call"]["expected"] = "expected"
@@ -254,7 +254,7 @@ def test_ambiguous_gpu_error_is_repeated_on_other_gpus(tmp_path: Path, monkeypat
     assert verdicts(summary) == {"root-call": "FIXED"} and not summary.cards
     made = summary.documents[0]["variants"]["unfixed"]["attempts"]
     assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra_error", "reproduced"]
-    assert made[1]["observation"]["attempt"]["again"]["kind"] == "gpu_or_program"
+    assert made[1]["observation"]["attempt"]["retry_of"]["kind"] == "gpu_or_program"
     assert len(used) == 2 and not set(used[0]) & set(used[1])
 
 
@@ -277,13 +277,13 @@ def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.
 def test_retry_only_after_a_gpu_failure_and_only_once() -> None:
     fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra_error": None, "ranks": []}
     failed = lost(fine, "gpu3 (GPU-3): Xid 79")
-    assert failed["infra_error"] == {"kind": "card", "message": "gpu3 (GPU-3): Xid 79"}
+    assert failed["infra_error"] == {"kind": "gpu_failure", "message": "gpu3 (GPU-3): Xid 79"}
     assert not failed["attempt"]["interrupted"] and fine["infra_error"] is None
-    assert again(failed, ("GPU-3",)) == {"again": failed["infra_error"], "avoid": ("GPU-3",)}
-    assert again({**failed, "attempt": {"again": failed["infra_error"]}}) is None
+    assert again(failed, ("GPU-3",)) == {"retry_of": failed["infra_error"], "avoid": ("GPU-3",)}
+    assert again({**failed, "attempt": {"retry_of": failed["infra_error"]}}) is None
     same = {"kind": EITHER, "message": "of another attempt"}
-    twice = {**fine, "attempt": {"again": same}, "infra_error": {"kind": EITHER, "message": "?"}}
+    twice = {**fine, "attempt": {"retry_of": same}, "infra_error": {"kind": EITHER, "message": "?"}}
     assert settled(twice)["infra_error"] is None, "on other cards it came again: it is the program's"
-    words_alone = {**twice, "attempt": {"again": {"kind": "card", "message": f"{EITHER}: so it says"}}}
+    words_alone = {**twice, "attempt": {"retry_of": {"kind": "gpu_failure", "message": f"{EITHER}: so it says"}}}
     assert settled(words_alone)["infra_error"], "the kind tells, not how a message begins"
     assert again(fine) is None and again({**fine, "infra_error": {"kind": "launch", "message": "?"}}) is None

@@ -59,7 +59,7 @@ def names(result: pytest.RunResult) -> list[str]:
 
 def test_names_are_readable_and_the_same_whatever_else_is_selected(run: Any) -> None:
     every = names(run("--collect-only", "-q"))
-    assert f"{AT}::freeze" in every and f"{AT}::bucket-view" in every and f"{AT}::broken" not in every
+    assert f"{AT}::freeze" in every and f"{AT}::bucket-view" in every and f"{AT}::unfixed" not in every
     assert names(run("--collect-only", "-q", "-k", "freeze or touch")) == [f"{AT}::freeze", f"{AT}::touch"]
     assert names(run("--collect-only", "-q", "-m", "control")) == []
     assert names(run("--collect-only", "-q", "-m", "failure", "--strict-markers")) == every
@@ -93,10 +93,10 @@ def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> No
 
 
 def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
-    MORE["freeze"] = {"wrong": "1 attempt of broken gave no answer"}
+    MORE["freeze"] = {"wrong": "1 attempt of unfixed gave no answer"}
     result = run("-k", "freeze or touch")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*1 attempt of broken gave no answer*", "*by hand: torchrun freeze*"])
+    result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*by hand: torchrun freeze*"])
 
 
 def test_a_muted_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
@@ -112,15 +112,15 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     today = date(2026, 11, 22)
 
     def wrong(unfixed: list[Any], fix: list[Any], mutes: list[Mute], **changes: Any) -> str:
-        made = document({"unfixed": unfixed, "fix": fix}, {"fix": "FIXED"}, key="c/m", **changes)
+        made = document({"unfixed": unfixed, "fix": fix}, {"fix": "FIXED"}, cell_id="c/m", **changes)
         rows = {row["variant"]: row for row in rows_of(made, mutes, today)}
         return str(rows["fix"]["wrong"])
 
     reproduced, good, bad = ("reproduced", passed), ("passed", passed), ("infra_error", lost)
-    again = ("passed", observation(ok(0), ok(1), again="port: taken"))
+    again = ("passed", observation(ok(0), ok(1), retry_of="port: taken"))
     assert wrong([reproduced], [good], []) == ""
     assert wrong([reproduced], [good, bad], []) == "1 attempt of fix gave no answer"
-    assert wrong([reproduced, bad, bad], [good], []) == "2 attempts of broken gave no answer"
+    assert wrong([reproduced, bad, bad], [good], []) == "2 attempts of unfixed gave no answer"
     assert wrong([reproduced], [bad, again], []) == "", "it was made once more, and answered"
 
     def mute(day: int, **more: Any) -> Mute:
@@ -128,7 +128,7 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
 
     assert "its day is over: c/m, ada until 2026-11-21: #12" in wrong([reproduced], [good], [mute(21)])
     assert wrong([reproduced], [good], [mute(22)]) == wrong([reproduced], [good], [mute(21, variant="other")]) == ""
-    made = document({"unfixed": [reproduced], "fix": [good]}, {"fix": "NOT_FIXED"}, key="c/m")
+    made = document({"unfixed": [reproduced], "fix": [good]}, {"fix": "NOT_FIXED"}, cell_id="c/m")
     made["verdicts"]["fix"]["expected"] = "unexpected"
     _, row = rows_of(made, [mute(22)], today)
     assert row["expected"] == "muted" and row["muted"]["owner"] == "ada"

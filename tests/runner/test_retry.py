@@ -120,32 +120,31 @@ def seen(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", CARDS)
 def test_what_a_card_may_have_done_is_made_once_more_on_others(kind: str) -> None:
     why = {"kind": kind, "message": "Xid 79"}
-    assert again(seen(why), ["GPU-1", "GPU-2"]) == {"again": why, "avoid": ("GPU-1", "GPU-2")}
-    assert again(seen(why)) == {"again": why, "avoid": ()}
-    assert again(seen(why, again=why)) is None, "never twice"
+    assert again(seen(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
+    assert again(seen(why)) == {"retry_of": why, "avoid": ()}
+    assert again(seen(why, retry_of=why)) is None, "never twice"
 
 
 def test_what_cards_may_be_to_blame_for_has_the_names_that_ranks_and_launcher_give_it() -> None:
-    assert CARDS == ("card", "device", EITHER) and LOST_CARD == "card"
+    assert CARDS == ("gpu_failure", "device", EITHER) and LOST_CARD == "gpu_failure"
     assert again(seen({"kind": "memory", "message": "x"}), ["GPU-1"]) is None, "of the host"
 
 
 def test_what_was_too_slow_gets_a_longer_deadline() -> None:
     why = {"kind": TOO_SLOW, "message": "still at work"}
     found = again(seen(why))
-    assert found == {"again": why, "deadline": LONGER * 40}
-    assert (
-        told(found) == "too slow: still at work; deadline 120 s" and told({"again": why}) == "too slow: still at work"
-    )
-    assert again(seen(why, interrupted=True)) is None and again(seen(why, again=why)) is None
+    assert found == {"retry_of": why, "deadline": LONGER * 40}
+    assert told(found) == f"{TOO_SLOW}: still at work; deadline 120 s"
+    assert told({"retry_of": why}) == f"{TOO_SLOW}: still at work"
+    assert again(seen(why, interrupted=True)) is None and again(seen(why, retry_of=why)) is None
     assert again(seen({"kind": "memory", "message": "m"})) is None is again(seen())
 
 
 def test_what_came_again_is_the_programs() -> None:
     either = {"kind": EITHER, "message": "m"}
-    assert settled(seen(either, again=either))["infra_error"] is None
+    assert settled(seen(either, retry_of=either))["infra_error"] is None
     for first, second in ((either, None), ({"kind": LOST_CARD}, either), (None, either), (either, {"kind": LOST_CARD})):
-        assert settled(seen(first, again=second)) == seen(first, again=second)
+        assert settled(seen(first, retry_of=second)) == seen(first, retry_of=second)
     dead = lost(seen(interrupted=True), "it fell off the bus")
     assert dead["infra_error"] == {"kind": LOST_CARD, "message": "it fell off the bus"}
     assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40

@@ -90,7 +90,7 @@ def document(
 ) -> dict[str, Any]:
     ranks = [{"record": None if rss is None else {"peak_rss_mb": rss}}] * 2
     return {
-        "key": key,
+        "cell_id": key,
         "scale": scale,
         "provenance": {"started": started},
         "variants": {

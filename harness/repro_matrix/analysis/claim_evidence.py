@@ -98,11 +98,11 @@ def _by_verdict(wanted: frozenset[str], name: str) -> Decision:
         return None, "no stored measurement of an older stack reproduced"
     # A fix can only be tested where the failure occurs, and can only break something where it does not.
     if name in NOT_REPRODUCED | {"SIGNATURE_MISMATCH"} and wanted <= FIRING:
-        return None, "could not be tested on this stack: broken does not reproduce"
+        return None, "could not be tested on this stack: unfixed does not reproduce"
     if name in FIRING | {"SIGNATURE_MISMATCH"} and wanted <= {"FIX_BREAKS"}:
-        return None, "could not be tested on this stack: broken is not clean"
+        return None, "could not be tested on this stack: unfixed did not pass"
     if name in NOT_REPRODUCED and wanted <= {"SIGNATURE_MISMATCH"}:
-        return None, "could not be tested on this stack: broken is clean"
+        return None, "could not be tested on this stack: unfixed passed"
     return False, ""
 
 
@@ -227,7 +227,7 @@ def strategy_unusable(
     if "FAILED" not in names or "PASSED" in names:
         return None
     control = next(control for control in found if control.verdict == "FAILED")
-    return f"strategy {slug} does not run here: its control is unhealthy ({control.case} {control.model})"
+    return f"strategy {slug} does not run here: its control failed ({control.case} {control.model})"
 
 
 def _same_place(one: Row, other: Row) -> bool:

@@ -1,7 +1,7 @@
 """The claims ledger: what stored measurements show about each claim. Pure.
 
 A claim predicts; each stored cell that a prediction is about makes it true or false, or decides nothing. All true:
-``upheld``; all false: ``refuted``; both: ``conditional``, on what differs between them; none decided: ``untested``.
+``supported``; all false: ``refuted``; both: ``mixed``, on what differs between them; none decided: ``untested``.
 
 A measurement counts only where the failure occurs: what was skipped, lost, inconclusive or flaky decides nothing, and
 neither does a variant where the one that it is compared with (``broken``, or ``against``) does not reproduce, nor a
@@ -25,7 +25,7 @@ from repro_matrix.grading.comparability import settings_difference
 from repro_matrix.results.summary import Row
 from repro_matrix.text import counted, first_line
 
-Status = Literal["upheld", "refuted", "conditional", "untested"]
+Status = Literal["supported", "refuted", "mixed", "untested"]
 MAX_REASONS, MAX_REASON = 3, 160  # reasons shown, and characters of each
 
 
@@ -59,7 +59,7 @@ class ClaimRow:
     text: str
     source: str
     status: Status
-    detail: str  # conditional: on what; untested: why; else how much was measured
+    detail: str  # mixed: on what; untested: why; else how much was measured
     evidence: tuple[Evidence, ...] = ()
     brief: str = ""  # of a settled one: by how many measurements
 
@@ -121,12 +121,12 @@ def _claim(
     if not decided:
         return result("untested", undecided, evidence)
     if len({item.holds for item in decided}) == 2:
-        return result("conditional", ("simulated: " if decided[0].simulated else "") + _conditions(decided), evidence)
+        return result("mixed", ("simulated: " if decided[0].simulated else "") + _conditions(decided), evidence)
     brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
     shown = list(dict.fromkeys(f"{item.variant} {item.measured}" for item in decided))
     more = f"; and {len(shown) - 2} more" if len(shown) > 2 else ""
     detail = f"{brief}: {'; '.join(shown[:2])}{more}" + (f"; not decided: {undecided}" if undecided else "")
-    return result("upheld" if decided[0].holds else "refuted", detail, evidence, brief)
+    return result("supported" if decided[0].holds else "refuted", detail, evidence, brief)
 
 
 def _reasons(reasons: list[str]) -> str:

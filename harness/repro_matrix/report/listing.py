@@ -16,7 +16,7 @@ from repro_matrix.text import counted, one_line, wrap
 if TYPE_CHECKING:
     from repro_matrix.analysis.claims import ClaimRow, Evidence
 
-STATUSES = ("refuted", "conditional", "upheld", "untested")
+STATUSES = ("refuted", "mixed", "supported", "untested")
 DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}
 
 

@@ -38,7 +38,7 @@ _STRATEGY = {
 # case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
-    "canary-passed": {"control": ("PASSED", [])},
+    "canary-healthy": {"control": ("PASSED", [])},
 }
 
 

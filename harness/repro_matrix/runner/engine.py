@@ -338,8 +338,8 @@ class Engine:
 
     def _keep(self, task: Task, observation: Observation, wall_s: float, cards: Sequence[str] = ()) -> None:
         """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
-        if task.again:
-            observation["attempt"]["retry_of"] = task.again
+        if task.retry_of:
+            observation["attempt"]["retry_of"] = task.retry_of
             observation = settled(observation)
         cell = self._cells[task.cell]
         changes = again(observation, cards)

@@ -40,7 +40,7 @@ class Task:
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
     deadline: float | None = None  # instead of the plan's
-    again: Again | None = field(default=None, hash=False)  # it is repeated, and why
+    retry_of: Again | None = field(default=None, hash=False)  # it is repeated, and why
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
 
 
