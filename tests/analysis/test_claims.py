@@ -133,7 +133,9 @@ def test_that_a_warning_is_harmless_is_seen_on_the_attempt_that_warns() -> None:
 
 
 def test_conditional_on_the_predictions_own_words() -> None:
-    known = claiming({**HOLDS, "model": "m", "condition": "hidden 1024"}, {**HOLDS, "model": "n", "condition": "hidden 2048"})
+    known = claiming(
+        {**HOLDS, "model": "m", "condition": "hidden 1024"}, {**HOLDS, "model": "n", "condition": "hidden 2048"}
+    )
     found = row(known, cell("FIXED"), cell("NOT_FIXED", model="n"))
     assert (found.status, found.detail) == ("mixed", "holds in hidden 1024; not in hidden 2048")
 
@@ -270,7 +272,9 @@ def test_a_difference_within_the_noise_decides_nothing() -> None:
     assert (
         row(metric(below="unfixed"), measured([[10.0], [11.0], [12.0]], [[13.0], [14.0], [13.0]])).status == "untested"
     )
-    assert row(metric(below="unfixed"), measured([[10.0], [11.0], [12.0]], [[15.0], [14.5], [15.0]])).status == "supported"
+    assert (
+        row(metric(below="unfixed"), measured([[10.0], [11.0], [12.0]], [[15.0], [14.5], [15.0]])).status == "supported"
+    )
 
 
 def test_a_metric_needs_three_attempts_of_each_variant() -> None:
@@ -408,7 +412,9 @@ def test_an_outcome_says_nothing_where_the_unfixed_variant_does_not_fire(fix: st
 
 def test_that_the_unfixed_variant_fires_is_predicted_only_where_it_does() -> None:
     reproduced = claiming({"variant": "unfixed", "outcome": "reproduced"})
-    assert row(reproduced, pair("other_failure", "passed"), pair("reproduced", "passed", stack=OLD)).status == "supported"
+    assert (
+        row(reproduced, pair("other_failure", "passed"), pair("reproduced", "passed", stack=OLD)).status == "supported"
+    )
     assert row(reproduced, pair("passed", "passed")).status == "untested"
     assert row(claiming({"variant": "unfixed", "outcome": "passed"}), pair("passed", "passed")).status == "supported"
     assert (
