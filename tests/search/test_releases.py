@@ -140,7 +140,7 @@ def test_a_good_point_that_fires_when_confirmed_sends_the_search_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reproduced", "launches", "least", "most"), [(5, 5, 1, 1), (1, 1, 1, 1), (9, 10, 2, 4), (1, 20, 80, 100)]
+    ("fired", "launches", "least", "most"), [(5, 5, 1, 1), (1, 1, 1, 1), (9, 10, 2, 4), (1, 20, 80, 100)]
 )
 def test_repeats_follow_the_measured_rate(fired: int, launches: int, least: int, most: int) -> None:
     assert least <= repeats_for(fired, launches) <= most
