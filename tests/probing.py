@@ -40,7 +40,7 @@ class World:
         self.history = history
         self.listed: dict[str, list[Release]] = {}
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
-        self.unfixed: set[tuple[str, str]] = set()  # releases that cannot be installed
+        self.uninstallable: set[tuple[str, str]] = set()  # releases that cannot be installed
         self.needs: Callable[[Mapping[str, str]], str] = lambda versions: (
             ""
         )  # of these, what cannot stand with the rest
@@ -63,7 +63,7 @@ class World:
         versions = dict(base)
         for swap in wanted.swaps:
             version = next(iter(swap.specifier)).version
-            if (canonical(swap.name), version) in self.unfixed:
+            if (canonical(swap.name), version) in self.uninstallable:
                 raise StackError("wheel", f"{swap} has nothing for this Python")
             versions[canonical(swap.name)] = version
         pinned = {canonical(swap.name) for swap in wanted.swaps}

@@ -88,8 +88,8 @@ def test_a_stack_that_is_none_is_said_before_the_other_is_built(
 def test_an_endpoint_that_gives_no_answer(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, variant: "hang" if before(versions, "4.38") else "reproduced"
     err = of_releases(world, capsys, code=3)["err"]
-    assert "good (transformers 4.37.0) gives no answer for variant broken: hang" in err
-    world.unfixed = {("transformers", "4.45.0")}
+    assert "good (transformers 4.37.0) gives no answer for variant unfixed: hang" in err
+    world.uninstallable = {("transformers", "4.45.0")}
     assert "cannot be installed" in of_releases(world, capsys, code=3)["err"]
 
 
@@ -99,7 +99,7 @@ def test_a_case_that_cannot_run_there_says_why(world: World, capsys: pytest.Capt
 
 
 def test_unknown_releases_are_skipped_and_the_range_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.unfixed = {("transformers", "4.40.0")}
+    world.uninstallable = {("transformers", "4.40.0")}
 
     def history(versions: Mapping[str, str], variant: str) -> str:
         if versions["transformers"] == "4.39.3":
@@ -127,7 +127,7 @@ def test_another_error_is_unknown_unless_it_is_the_good_end(world: World, capsys
     world.history = lambda versions, variant: "reproduced" if before(versions, "4.42") else "no such key"
     (stage,) = found(world, capsys, "stack=base", "--good", "4.45.0", "--bad", "4.37.0")["stages"]
     assert stage["good"]["name"] == "transformers 4.42.0"
-    assert stage["good"]["answer"] == "other error: KeyError in transformers.models.qwen2.modeling_qwen2.forward"
+    assert stage["good"]["answer"] == "other_failure: KeyError in transformers.models.qwen2.modeling_qwen2.forward"
 
 
 def test_find_change_takes_any_two_answers(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_the_budget_and_an_interruption_leave_a_range_that_can_be_gone_on_with(
         (("--good", "base", "--bad", "bse"), "--bad takes a release (4.45.2), a stack, an interpreter"),
         (("--good", "4.37.0", "--bad", "4.45.0", "god=4.37.0"), "did you mean '--good'"),
         (("--good", "4.37.0", "--bad", "4.45.0", "--repo", "/nowhere"), "no such folder"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "variants=[broken]"), "--variant NAME"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "variants=[unfixed]"), "--variant NAME"),
     ],
 )
 def test_bad_input(world: World, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:

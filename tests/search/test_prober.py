@@ -26,7 +26,7 @@ def attempt(name: str, message: str = "", **more: Any) -> dict[str, Any]:
 
 def variant(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, Any]:
     kind, needs = ("packages", ["torch>=2.6", "y>=1"]) if "torch>=2.6" in (skipped or "") else ("gpus", ["2 GPUs"])
-    skip = {"kind": kind, "needs": needs} if skipped else None
+    skip = {"kind": kind, "requires": needs} if skipped else None
     return {"skipped": skipped, "skip": skip, "attempts": list(attempts)}
 
 
@@ -44,10 +44,10 @@ def variant(*attempts: dict[str, Any], skipped: str | None = None) -> dict[str, 
         ((attempt("passed"), attempt("passed")), "passed"),
         ((attempt("passed"), attempt("hang")), None),
         ((attempt("passed"), attempt("infra_error", "x")), None),
-        ((attempt("passed"), attempt("other_failure", "odd")), "other error: ValueError"),
+        ((attempt("passed"), attempt("other_failure", "odd")), "other_failure: ValueError"),
         (
             (attempt("other_failure", "a"), attempt("other_failure", "b"), attempt("other_failure", "b")),
-            "other error: ValueError",
+            "other_failure: ValueError",
         ),
         ((), None),
     ],
@@ -78,7 +78,7 @@ def test_a_silent_failure_is_one_label_whatever_its_numbers() -> None:
         }})).label
         for n in (0, 1)
     }  # fmt: skip
-    assert labels == {"other error: check logits"}
+    assert labels == {"other_failure: check logits"}
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -89,14 +89,14 @@ def test_a_script_s_failure_is_said_alike_whichever_rank_was_first(first: int) -
     primary = {"rank": first, "type": "AttributeError", "message": text.partition(": ")[2], "location": "m.f"}
     fired = {"outcome": "reproduced", "reason": text, "recognized": [found], "primary": primary, "ranks": [0]}
     said = of_cell("a", variant({**attempt("reproduced"), "outcome": fired}))
-    assert said.whole == f"reproduces: {text}"
+    assert said.whole == f"reproduced: {text}"
 
 
 def test_a_crash_is_no_other_one_for_what_was_logged_last() -> None:
     crash = attempt("other_failure", "some warning")
     crash["outcome"]["primary"] |= {"type": "SIGSEGV", "kind": "signal"}
     found = of_cell("a", variant(crash))
-    assert found.label == found.short == "other error: SIGSEGV"
+    assert found.label == found.short == "other_failure: SIGSEGV"
     assert of_cell("a", variant(attempt("reproduced", "x"))).short == "reproduced"
 
 
@@ -106,7 +106,7 @@ def test_another_known_failure_is_named() -> None:
         {"case": "remark", "signature": "s", "ranks": [0], "kind": "log", "message": "m"},
     ]
     found = of_cell("a", variant(attempt("other_failure", "m: b [c] d", recognized=seen)))
-    assert found.label == "other error: other/s"
+    assert found.label == "other_failure: other/s"
 
 
 def test_what_differs_from_run_to_run_is_left_out_of_a_text() -> None:
@@ -139,7 +139,7 @@ def test_a_probe_replaces_fields_of_what_was_read_once(world: World, monkeypatch
     assert all(point.attempts for point in points)
     assert made.probe(target("4.41.0"), repeat=3).variants["unfixed"].counted == 3
     assert made.command("base+transformers==4.41.0", "unfixed") == [
-        "repro", "run", CASE, "model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "variants=[broken]"
+        "repro", "run", CASE, "model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "variants=[unfixed]"
     ]  # fmt: skip
     assert (made.request.settings.repeat, made.request.selections[0].stack) == (2, ["current"]), "it stays as it was"
 
@@ -155,24 +155,24 @@ def target(release: str) -> Target:
 
 
 def test_a_probe_is_stored_and_never_made_twice(world: World) -> None:
-    point = prober(world, "variants=[broken]").probe(target("4.41.0"))
+    point = prober(world, "variants=[unfixed]").probe(target("4.41.0"))
     assert point.variants["unfixed"].label == "reproduced" and Path(point.document or "").exists()
     assert point.versions["transformers"] == "4.41.0" and point.attempts == 1
-    again = prober(world, "variants=[broken]").probe(target("4.41.0"))
+    again = prober(world, "variants=[unfixed]").probe(target("4.41.0"))
     assert again.attempts == 0 and again.variants == point.variants and len(world.launched) == 1
 
 
 def test_repeating_adds_to_what_is_stored_and_loses_nothing(world: World) -> None:
-    made = prober(world, "variants=[broken]")
+    made = prober(world, "variants=[unfixed]")
     made.probe(target("4.41.0"))
     assert made.probe(target("4.41.0"), repeat=3).variants["unfixed"].counted == 3
     assert len(world.launched) == 3
-    assert prober(world, "variants=[broken]").probe(target("4.41.0")).variants["unfixed"].counted == 3
+    assert prober(world, "variants=[unfixed]").probe(target("4.41.0")).variants["unfixed"].counted == 3
     assert len(world.launched) == 3
 
 
 def test_what_cannot_be_installed_is_unknown_with_its_reason(world: World) -> None:
-    world.unfixed = {("transformers", "4.41.0")}
+    world.uninstallable = {("transformers", "4.41.0")}
     point = prober(world).probe(target("4.41.0"))
     assert {a.label for a in point.variants.values()} == {None}
     assert point.variants["unfixed"].detail.startswith("cannot be installed: transformers==4.41.0 has nothing")
@@ -186,7 +186,7 @@ def test_variants_on_a_stack_of_their_own_are_left_out(world: World) -> None:
 
 
 def test_a_stopped_prober_says_so(world: World) -> None:
-    made = prober(world, "variants=[broken]")
+    made = prober(world, "variants=[unfixed]")
     made.stop.set()
     with pytest.raises(Stopped, match="interrupted"):
         made.probe(target("4.41.0"))
@@ -221,7 +221,7 @@ def test_which_rank_was_first_does_not_change_the_words() -> None:
                             "rank": rank,
                             "type": "RuntimeError",
                             "message": f"The size of tensor a ({size})",
-                            "params": "",
+                            "location": "",
                         },
                     },
                 }

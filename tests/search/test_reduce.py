@@ -86,8 +86,8 @@ def test_reduce_case_command_gives_the_reduced_cell() -> None:
     ("words", "message"),
     [
         (["ddp-ready-onc"], "did you mean 'ddp-ready-once'"),
-        ([CASE, "--variant", "brocken"], "did you mean 'unfixed'"),
-        ([CASE, "variants=[broken]"], "--variant NAME"),
+        ([CASE, "--variant", "unfixd"], "did you mean 'unfixed'"),
+        ([CASE, "variants=[unfixed]"], "--variant NAME"),
         ([CASE, "--out", "x.py"], "--out is for a script"),
         (["./no_such.py"], "no such script"),
         ([CASE, "--error", "X: y"], "for a script of your own"),
@@ -133,7 +133,7 @@ def test_reduce_infra_is_retried_and_never_evidence(
         out = dict(zip((each.name for each in self.parameters), config))["env.X"] == "(left out)"
         left[config] = left.get(config, 0) + 1
         if out and left[config] <= lost:
-            return Probe(Said(None, "infra: lost: the server was killed by SIGKILL"), "z.json", repeat)
+            return Probe(Said(None, "killed by SIGKILL", infra_error="launcher_died"), "z.json", repeat)
         return probe(self, config, repeat)
 
     monkeypatch.setattr(CaseAsker, "probe", unlucky)

@@ -22,7 +22,7 @@ from repro_matrix.search.releases import (
     version_map,
 )
 
-LABELS = st.sampled_from(["passed", "reproduced", "other error: KeyError"])
+LABELS = st.sampled_from(["passed", "reproduced", "other_failure: KeyError"])
 MAYBE = st.sampled_from([NO, YES, None])
 
 

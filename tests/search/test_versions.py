@@ -21,7 +21,7 @@ from repro_matrix.search.releases import maps
 
 __all__ = ["world"]
 REAL_HISTORY = own_results.history
-LABELS = st.sampled_from(["passed", "reproduced", "other error: KeyError", None])
+LABELS = st.sampled_from(["passed", "reproduced", "other_failure: KeyError", None])
 
 
 def drawn(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def test_another_error_is_an_answer_of_its_own(world: World, capsys: pytest.Capt
     data = drawn(world, capsys)
     assert [s["answer"] for s in data["variants"]["unfixed"]["segments"]] == [
         "passed",
-        "other error: KeyError in transformers.models.qwen2.modeling_qwen2.forward",
+        "other_failure: KeyError in transformers.models.qwen2.modeling_qwen2.forward",
     ]
 
 
 def test_unknown_releases_are_said_and_widen_the_boundary(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.unfixed = {("transformers", "4.40.0")}
+    world.uninstallable = {("transformers", "4.40.0")}
     world.history = lambda versions, variant: (
         "hang" if versions["transformers"] == "4.41.0" else "passed" if before(versions, "4.40") else "reproduced"
     )

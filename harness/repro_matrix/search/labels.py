@@ -1,8 +1,7 @@
 """The answer of one variant on one stack, as a label that searches can compare. Pure.
 
-``reproduces``, ``clean``, or ``other error: FAILURE ID``. No label (None) where it cannot be known: skipped, a hang
-that is not the signature, infrastructure. One failure is proof; ``clean`` needs every attempt that was made to be
-clean.
+``reproduced``, ``passed``, or ``other_failure: FAILURE ID``. No label (None) where it is unknown: skipped, a hang that
+is not the signature, an infrastructure error. One failure is proof; ``passed`` needs every attempt to pass.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from repro_matrix.grading.outcome import Outcome
+from repro_matrix.grading.outcome import InfraErrorKind, Outcome
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.document import Made, Variant
 from repro_matrix.results.rows import error_at
 
-REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other error"
+REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"
 TEXT = 160  # characters of a message that are kept
 
 # Parts of a message that differ from run to run: addresses in memory and on the network, folders, temporary names.
@@ -41,6 +40,7 @@ class Answer:
     counted: int = 0  # attempts that ran, of which ``reproduced`` showed the failure
     skipped: bool = False  # a declared need is not met
     error_at: str | None = field(default=None, compare=False)  # file:line of the failure that came first
+    infra_error: InfraErrorKind | None = field(default=None, compare=False)
 
     @property
     def whole(self) -> str | None:
@@ -89,7 +89,8 @@ def _answer(case: str, outcomes: Sequence[Outcome]) -> Answer:
         return Answer(REPRODUCED, _message(case, fired[0]), len(fired), counted)
     for outcome in outcomes:
         if outcome.outcome not in ("passed", "other_failure"):
-            return Answer(None, f"{outcome.outcome}: {outcome.reason}", 0, counted)
+            detail = f"{outcome.outcome}: {outcome.reason}"
+            return Answer(None, detail, 0, counted, infra_error=outcome.infra_error)
     errors = [outcome for outcome in outcomes if outcome.outcome == "other_failure"]
     if errors:
         ids = Counter(", ".join(map(str, failure_ids(case, outcome))) for outcome in errors)

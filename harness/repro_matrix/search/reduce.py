@@ -52,8 +52,8 @@ from repro_matrix.text import counted
 
 Json = dict[str, Any]
 FIRST = 3  # attempts of what is left: whether it fails every time
-# Kinds of ``infra`` that another attempt would show again: they are the script's, not the machine's.
-LASTING = tuple(f"infra_error: {kind}" for kind in ("script_error", "missing_check", "no_effect", "interrupted"))
+# Infrastructure errors that a second attempt would show again: the script causes them, not the machine.
+LASTING = ("script_error", "missing_check", "no_effect", "interrupted")
 SLOWER, LEAST_S = 5.0, 20.0  # an attempt's deadline: so many times what the failure took, and never less
 
 
@@ -72,13 +72,7 @@ class Probe:
     @property
     def by_chance(self) -> bool:
         """The machine got in the way: another attempt may tell."""
-        detail = self.said.detail
-        return (
-            self.answer is None
-            and self.attempts > 0
-            and detail.startswith("infra: ")
-            and not detail.startswith(LASTING)
-        )
+        return self.attempts > 0 and self.said.infra_error not in (None, *LASTING)
 
 
 @dataclass
