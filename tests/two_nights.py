@@ -1,4 +1,4 @@
-"""`make two-nights`: two nights of a stack that moved between them, through the very steps of docs/nightly/github.yml.
+"""`make two-nights`: two runs of a stack that moved between them, by the steps of .github/workflows/nightly.yml.
 
 In a clean clone, with a real floating stack: the first night's index goes up to one release of transformers, the
 second's to a later one, with which a known failure no longer reproduces. The second night must find that out, search
@@ -24,10 +24,10 @@ CASE, MODEL, VARIANT, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mod
 BASE = "torch2.6-tf4.51"  # whose packages stay
 NIGHTS = {"monday": "4.43.2", "tuesday": "4.44.1"}  # the newest transformers of each
 TOLD = ROOT / "docs" / "examples" / "two-nights.md"
-HEAD = """# Two nights, and what the second one said
+HEAD = """# A nightly issue
 
-`make two-nights` on {day} ({seconds:.0f} s on a machine that others loaded): the steps of [the nightly
-job](../nightly/github.yml) in a clean clone, `SELECTION="{selection}"`, `REPEAT=1`, with a floating stack
+`make two-nights` on {day} ({seconds:.0f} s on a busy machine): the steps of [the nightly
+job](../guides/nightly.md) in a clean clone, `SELECTION="{selection}"`, `REPEAT=1`, with a floating stack
 of {base}'s packages whose transformers could not be newer than {first} the first night and {second} the second.
 
 - Exit code of the step "Compare with the last passing run": {first_code} the first night, {second_code} the second.

@@ -1,4 +1,4 @@
-"""`repro new` and `repro check`: the walk of docs/cases.md, and what is said of a case that is not ready."""
+"""`repro new` and `repro check`: as docs/guides/add-a-case.md shows them, and reports of a case that is not ready."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_syntax_error_of_a_cases_script_is_said_before_anything_starts(
 def test_the_walk_of_an_exception_and_a_silent_case(
     mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
 ) -> None:
-    """docs/cases.md: from `repro new` to `repro check` that finds nothing."""
+    """docs/guides/add-a-case.md: from `repro new` to `repro check` that finds nothing."""
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
     assert cli.main(["new", "shared-buffer", "--silent", "updates"]) == 0

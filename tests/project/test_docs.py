@@ -1,79 +1,132 @@
-"""README and docs: each command is one that `repro`, `make` or `pytest` takes as it stands, each link leads somewhere.
+"""The README and the documentation site: commands parse, links lead somewhere, the reference is complete.
 
-That is looked at here without launching anything: verbs, options, cases, axes and names. What the commands do is shown
-by the tests of each verb; docs/own-catalogue.md is executed line by line by test_wheel, the nightly job by
-test_nightly_jobs.
+What the commands do is shown by the tests of each command; most of docs/guides/own-catalog.md is run by
+test_wheel, the nightly job by test_nightly_jobs.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from repro_matrix.cli import main as cli
+from repro_matrix.config import schema
 from repro_matrix.errors import ReproError
 from repro_matrix.paths import ROOT
 from repro_matrix.runner import session
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(path for path in sorted(DOCS.rglob("*.md")) if "examples" not in path.parts),
+]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 SELECTS = ("run", "matrix", "list")
-SOMEBODYS = ("odd-batch", "my-case", "empty-list", "odd-*")  # cases that a page has its reader write
+USERS = ("odd-batch", "my-case", "empty-list", "odd-*")  # cases that a page has its reader write
 
 
-def commands(page: Path) -> list[list[str]]:
-    """Of indented lines, as a shell takes them apart; a line that ends with a backslash goes on."""
+def commands(text: str) -> list[list[str]]:
+    """Return the arguments of each indented command line; a line that ends with a backslash continues."""
     found = []
-    text = re.sub(r"\\\n\s+", " ", page.read_text(encoding="utf-8"))
-    for line in re.findall(r"^ {4}(?:\$ )?((?:\.venv/bin/)?(?:repro|make|pytest) .*)$", text, re.M):
-        words = shlex.split(line.replace("…", "x"), comments=True)
-        while "&&" in words:
-            found.append(words[: words.index("&&")])
-            words = words[words.index("&&") + 1 :]
-        found.append(words[: words.index(">")] if ">" in words else words)
-    return [[Path(words[0]).name, *words[1:]] for words in found]
+    for line in re.findall(
+        r"^ {4,}(?:\$ )?((?:\.venv/bin/)?(?:repro|make|pytest) .*)$", re.sub(r"\\\n\s+", " ", text), re.M
+    ):
+        arguments = shlex.split(line.replace("…", "x"), comments=True)
+        while "&&" in arguments:
+            found.append(arguments[: arguments.index("&&")])
+            arguments = arguments[arguments.index("&&") + 1 :]
+        found.append(arguments[: arguments.index(">")] if ">" in arguments else arguments)
+    return [[Path(each[0]).name, *each[1:]] for each in found]
 
 
-COMMANDS = {f"{page.name}: {shlex.join(words)}": words for page in PAGES for words in commands(page)}
+COMMANDS = {f"{name}: {shlex.join(each)}": each for name, text in TEXTS.items() for each in commands(text)}
 
 
-def test_they_are_found() -> None:
+def test_commands_are_found_in_most_pages() -> None:
     assert len(COMMANDS) > 90 and len({name.partition(":")[0] for name in COMMANDS}) > 12
 
 
-@pytest.mark.parametrize("name", [name for name, words in COMMANDS.items() if words[0] == "repro"])
-def test_a_command_is_taken_as_it_stands(name: str) -> None:
-    verb, *words = (word.replace("CASE", "fsdp-generate") for word in COMMANDS[name][1:])
+@pytest.mark.parametrize("name", [name for name, arguments in COMMANDS.items() if arguments[0] == "repro"])
+def test_command_parses(name: str) -> None:
+    command, *arguments = (each.replace("CASE", "fsdp-generate") for each in COMMANDS[name][1:])
     try:
-        _, args = cli.parsed(verb, words)
-        if verb in SELECTS and "--module" not in words and "--" not in words and not name.count("./"):
-            case = [f"case={args.case}"] if verb == "run" and args.case else []
-            if not any(own in " ".join(words) for own in SOMEBODYS):
+        _, args = cli.parsed(command, arguments)
+        if command in SELECTS and "--module" not in arguments and "--" not in arguments and not name.count("./"):
+            case = [f"case={args.case}"] if command == "run" and args.case else []
+            if not any(own in " ".join(arguments) for own in USERS):
                 session.ask([*case, *args.overrides])
     except (ReproError, SystemExit) as error:
         pytest.fail(f"{name}: {error}")
 
 
-def test_every_verb_has_a_command_line_that_can_be_copied() -> None:
-    shown = {words[1] for words in COMMANDS.values() if words[0] == "repro"}
-    assert not cli.VERBS.keys() - shown, "in the README or a page of docs/"
+def test_every_command_has_an_example() -> None:
+    shown = {arguments[1] for arguments in COMMANDS.values() if arguments[0] == "repro"}
+    assert not cli.VERBS.keys() - shown
 
 
-def test_a_make_target_is_there() -> None:
+def test_make_targets_exist() -> None:
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    asked = {(name, target) for name, text in texts.items() for target in re.findall(r"`make\s([a-z-]+)", text)}
-    asked |= {(name, words[1]) for name, words in COMMANDS.items() if words[0] == "make"}
-    assert len(asked) > 10 and not {one for one in asked if one[1] not in known}
+    named = {target for text in TEXTS.values() for target in re.findall(r"`make\s([a-z-]+)", text)}
+    named |= {target for each in COMMANDS.values() if each[0] == "make" for target in each[1:] if target.islower()}
+    assert len(named) > 8 and not named - known
 
 
-def test_every_link_leads_to_a_file_and_every_page_is_on_the_map() -> None:
-    dead = []
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if not (page.parent / target).exists():
-                dead.append(f"{page.name}: {target}")
-    assert not dead
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [page.name for page in PAGES[2:] if page.name not in readme]
+def test_links_outside_the_site_lead_to_a_file() -> None:
+    for name in ("README.md", "CONTRIBUTING.md"):
+        targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", TEXTS[name])
+        assert targets and not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_every_guide_and_concept_is_in_the_readme() -> None:
+    pages = [name for name in TEXTS if name.startswith(("docs/guides", "docs/concepts"))]
+    assert not [name for name in pages if name not in TEXTS["README.md"]]
+    assert len(TEXTS["README.md"].splitlines()) <= 130
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with --strict: a dead link, a wrong anchor or a page outside the navigation is an error."""
+    pytest.importorskip("material", reason="of the extra `docs`")
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-q",
+        "-f",
+        str(ROOT / "mkdocs.yml"),
+        "-d",
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.xdist_group("docs")
+def test_site_lists_every_command_and_key(site: Path) -> None:
+    pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html")}
+    assert not [command for command in cli.VERBS if f"repro {command}" not in pages["commands"]]
+    assert not [
+        key for key in schema.Case.model_fields if f"<code>{key}</code>" not in pages["case"] and key != "expect"
+    ]
+    settings = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text(encoding="utf-8"))
+    assert not [key for key in settings if key not in pages["settings"]]
+    assert "Strategy" in pages["axes"] and "meaning" in pages["axes"]
+
+
+@pytest.mark.xdist_group("docs")
+def test_site_loads_nothing_from_another_host(site: Path) -> None:
+    text = (site / "index.html").read_text(encoding="utf-8")
+    assert not re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"https?://[^\"]+\.(?:js|css|png|woff2?)", text)

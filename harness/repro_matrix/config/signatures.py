@@ -45,7 +45,7 @@ class AmbiguousWith(Strict):
 
 
 class Signature(Strict):
-    """How one known failure shows itself. Which keys apply depends on ``kind``; see docs/cases.md."""
+    """How one known failure shows itself. Which keys apply depends on ``kind``; see docs/guides/add-a-case.md."""
 
     name: str
     kind: SignatureKind

@@ -41,7 +41,7 @@ class Profile:
         unused = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in self.idle)
         return (
             f"{unused}: unused, hardware={self.name} has {len(self.gpus)} of {len(self.gpus) + len(self.idle)} usable "
-            "GPUs. To use them all, add a profile with `gpus:` under hardware/ (docs/hardware.md)."
+            "GPUs. To use them all, add a profile with `gpus:` under hardware/ (docs/guides/gpus.md)."
         )
 
 

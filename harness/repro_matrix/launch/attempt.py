@@ -181,7 +181,7 @@ class Attempt:
 
 
 class Launcher(Protocol):
-    """Run attempts and return their observations (docs/observation.md). Thread-safe."""
+    """Run attempts and return their observations (docs/concepts/evidence.md). Thread-safe."""
 
     name: str
 

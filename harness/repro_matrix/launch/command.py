@@ -46,7 +46,7 @@ class CommandLauncher:
     name = "command"
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Return the observation (docs/observation.md) with ``printed`` and ``command_exit``. Nothing survives it."""
+        """Return the observation with ``printed`` and ``command_exit``. Nothing survives it."""
         command = attempt.command
         assert command is not None
         argv = [attempt.python, *command.argv]

@@ -1,4 +1,4 @@
-"""Sample the ranks of a running attempt: grading/hangs.py compares two samples. See docs/observation.md."""
+"""Sample the ranks of a running attempt: grading/hangs.py compares two samples. See docs/concepts/evidence.md."""
 
 from __future__ import annotations
 

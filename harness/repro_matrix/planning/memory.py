@@ -31,7 +31,7 @@ MIB, GIB = 2**20, 2**30
 CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
 CONNECTED = 55 * MIB  # beyond the base as it is measured (one rank): connections, the wrapper's code at its first use
 # DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
-# (docs/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
+# (docs/guides/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
 OPTIMIZER = {"zero2": 8, "zero3": 16}
 COMPARED_MB = 64 * MIB  # float32 chunks of a tensor while it is compared (repros/repro_kit/norms.py)
 

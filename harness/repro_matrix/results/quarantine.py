@@ -26,9 +26,7 @@ from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import Verdict
 
-HEAD = (
-    "# Differences that are known and owned, each until its day: `repro mute`, docs/nightly.md. Reviewed as code is.\n"
-)
+HEAD = "# Differences that are known and owned, each until its day: docs/guides/nightly.md. Reviewed as code is.\n"
 LONGEST = timedelta(days=366)  # what is silent for longer is an expectation: `repro accept`
 
 

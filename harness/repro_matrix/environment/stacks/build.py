@@ -227,7 +227,7 @@ def overlay(
             command = ["pip", "install", "--python", base.python, "--target", str(target), "--no-deps", *exact]
             run_uv(f"stack {name}", command, env=locks.index_env(definition) if definition else {})
             for file in sorted(target.glob("*.pth")):
-                log(f"stack {name}: {file.name} is not run: an overlay comes by PYTHONPATH (docs/stacks.md)")
+                log(f"stack {name}: {file.name} is not run: an overlay comes by PYTHONPATH (docs/guides/stacks.md)")
         return {
             "python": base.python,
             "overlay": str(target),

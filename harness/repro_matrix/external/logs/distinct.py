@@ -12,7 +12,7 @@ DISTINCT = 300  # errors that are kept
 
 @dataclass(frozen=True)
 class Error:
-    """One error of the log; ``record`` is what a rank of ours would have recorded (docs/observation.md)."""
+    """One error of the log; ``record`` is what a rank of ours would have recorded (docs/concepts/evidence.md)."""
 
     line: int  # of its message, else of its beginning
     label: str

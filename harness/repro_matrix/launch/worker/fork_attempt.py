@@ -2,7 +2,8 @@
 
 Runs inside the stack (standard library and torch only, Python 3.9). The order matters: the server has one thread, the
 supervisor forks every rank while it still has one, and only then starts the store, whose threads no rank inherits.
-The ranks wait for the store's port on a pipe. docs/launching.md lists the differences from a start with torchrun.
+The ranks wait for the store's port on a pipe. docs/concepts/launching.md lists the
+differences from a start with torchrun.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""Generate the reference pages of the documentation from the code: commands, YAML keys, settings.
+
+mkdocs calls ``on_files`` (mkdocs.yml, ``hooks``). Nothing is written into docs/.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic import BaseModel
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages to the site."""
+    for path, text in {
+        "reference/commands.md": commands(),
+        "reference/case.md": keys("A case file", "conf/case/SLUG.yaml", case_models()),
+        "reference/axes.md": keys("Models, strategies, stacks and hardware", "conf/", axis_models()),
+        "reference/settings.md": settings(),
+    }.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def commands() -> str:
+    """Return a section per command, made from its ``--help``."""
+    from repro_matrix.cli import main as cli
+
+    parts = ["# Commands", "Generated from `repro COMMAND --help`."]
+    for command in cli.VERBS:
+        text = cli.command_parser(command)[1].format_help()
+        parts.append(f"## repro {command}\n\n```text\n{text.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def case_models() -> list[type[BaseModel]]:
+    from repro_matrix.config import schema
+
+    return [model for model in reachable(schema.Case) if model.__name__ != "Expectation"]  # not in a case's file
+
+
+def axis_models() -> list[type[BaseModel]]:
+    from repro_matrix.config import axes
+
+    return [
+        *dict.fromkeys(
+            model for axis in ("Model", "Strategy", "Stack", "Hardware") for model in reachable(getattr(axes, axis))
+        )
+    ]
+
+
+def reachable(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return a model and those that its keys hold, each once."""
+    models = [model]
+    for current in models:
+        pending = [field.annotation for field in current.model_fields.values()]
+        while pending:
+            kind = pending.pop(0)
+            pending.extend(get_args(kind))
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in models:
+                models.append(kind)
+    return models
+
+
+def keys(title: str, where: str, models: list[type[BaseModel]]) -> str:
+    """Return a table of keys per model; a key's description is the comment beside its field."""
+    parts = [f"# {title}", f"Keys of `{where}`, generated from the schema. Unknown keys are an error."]
+    for model in models:
+        rows = "\n".join(f"| `{name}` | {kind} | {default} | {text} |" for name, kind, default, text in fields(model))
+        summary = inspect.cleandoc(vars(model).get("__doc__") or "")
+        parts.append(
+            f"## {model.__name__}\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n{rows}"
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, type, default and description of each key of a model, inherited keys included."""
+    comments: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        if issubclass(cls, BaseModel) and cls is not BaseModel:
+            comments |= field_comments(inspect.getsource(cls))
+    for name, field in model.model_fields.items():
+        if name == "expect":  # not in a case's file: read from results/expected
+            continue
+        value = field.get_default(call_default_factory=True)
+        empty = f"`{type(value).__name__}()`" if isinstance(value, BaseModel) else f"`{value!r}`"
+        default = "required" if field.is_required() else empty
+        kind = str(getattr(field.annotation, "__name__", "") or "") if isinstance(field.annotation, type) else ""
+        shown = kind or str(field.annotation).replace("typing.", "").replace("NoneType", "None")
+        shown = re.sub(r"repro_matrix\.[\w.]+\.(\w+)", r"\1", shown)
+        yield name, f"`{cell(shown)}`", cell(default), cell(field.description or comments.get(name, ""))
+
+
+def field_comments(source: str) -> dict[str, str]:
+    """Return the comment of each field of a class: the one behind it, else the lines above it."""
+    lines = source.splitlines()
+    comments = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            behind = " ".join(line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]).strip()
+            first = node.lineno - 1
+            while lines[first - 1].lstrip().startswith("# "):
+                first -= 1
+            above = " ".join(line.lstrip()[2:] for line in lines[first : node.lineno - 1])
+            comments[node.target.id] = behind or above
+    return comments
+
+
+def cell(text: Any) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def settings() -> str:
+    """Return conf/config.yaml, whose comments describe each setting."""
+    from repro_matrix.paths import CONF
+
+    text = (CONF / "config.yaml").read_text(encoding="utf-8")
+    return f"# Run settings\n\nEvery key is an override: `repro matrix repeat=3 jobs=2`.\n\n```yaml\n{text}```\n"
