@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -92,10 +92,23 @@ def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
         value = field.get_default(call_default_factory=True)
         empty = f"`{type(value).__name__}()`" if isinstance(value, BaseModel) else f"`{value!r}`"
         default = "required" if field.is_required() else empty
-        kind = str(getattr(field.annotation, "__name__", "") or "") if isinstance(field.annotation, type) else ""
-        shown = kind or str(field.annotation).replace("typing.", "").replace("NoneType", "None")
-        shown = re.sub(r"repro_matrix\.[\w.]+\.(\w+)", r"\1", shown)
-        yield name, f"`{cell(shown)}`", cell(default), cell(field.description or comments.get(name, ""))
+        yield name, cell(type_text(field.annotation)), cell(default), cell(field.description or comments.get(name, ""))
+
+
+def type_text(kind: Any) -> str:
+    """Return a type as a reader of YAML says it: ``list of text``, ``"cpu" or null``, a link to a model."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(f"`{arg}`" for arg in args)
+    if origin in (Union, UnionType):
+        return " or ".join(type_text(arg) for arg in args)
+    if origin is list:
+        return f"list of {type_text(args[0])}"
+    if origin is dict:
+        return f"mapping from {type_text(args[0])} to {type_text(args[1])}"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"[{kind.__name__}](#{kind.__name__.lower()})"
+    return {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}.get(kind, "anything")
 
 
 def field_comments(source: str) -> dict[str, str]:
