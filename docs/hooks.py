@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -90,7 +91,7 @@ def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
         if name == "expect":  # not in a case's file: read from results/expected
             continue
         value = field.get_default(call_default_factory=True)
-        empty = f"`{type(value).__name__}()`" if isinstance(value, BaseModel) else f"`{value!r}`"
+        empty = "see there" if isinstance(value, BaseModel) else f"`{json.dumps(value, default=str)}`"
         default = "required" if field.is_required() else empty
         yield name, cell(type_text(field.annotation)), cell(default), cell(field.description or comments.get(name, ""))
 
