@@ -121,8 +121,8 @@ def test_several_profiles_are_sorted_and_probed_together(machine: Detect) -> Non
 
 def test_settle_planned_accepts_hardware_that_is_not_here(machine: Detect) -> None:
     laptop = machine(no_library())
-    (profile,), planned, ambiguous_with = settle_planned(["a100x8"], KNOWN, laptop)
-    assert ambiguous_with and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024
+    (profile,), planned, elsewhere = settle_planned(["a100x8"], KNOWN, laptop)
+    assert elsewhere and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024
     assert planned.memory_gb == 1000 and planned.free_gb is None, "free memory here is not free memory there"
     assert settle_planned(["cpu"], KNOWN, laptop) == ([Profile("cpu", "cpu", "gloo")], laptop, False)
     for names in (["a100x"], ["a100x8", "cpu"]):
@@ -292,13 +292,13 @@ def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.Monkey
     with Nvml([card.uuid for card in cards]) as nvml:
         assert nvml.look(cards[0].uuid).problem is None, "errors from before the run"
         cards[1].xids += [31, 79, 94]  # 31 is a program's
-        assert nvml.unfixed() == nvml.unfixed() == {cards[1].uuid: "Xid 94"}, "asked again, it stays"
+        assert nvml.failed_gpus() == nvml.failed_gpus() == {cards[1].uuid: "Xid 94"}, "asked again, it stays"
         cards[0].ecc_uncorrected, cards[2].remap_failed = 6, True
         assert nvml.look(cards[0].uuid).problem == "ECC: 2 uncorrected memory errors"
         assert nvml.look(cards[2].uuid).problem
     no_library().install(monkeypatch)
     with Nvml(["GPU-x"]) as nvml:
-        assert nvml.unfixed() == {} and nvml.look("GPU-x").problem is None
+        assert nvml.failed_gpus() == {} and nvml.look("GPU-x").problem is None
 
 
 class NVMLError(Exception):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt_logs, observe, open_launcher, processes, sampling, torchrun, watch
-from repro_matrix.launch.attempt import Attempt, environment, passed, prepare, remove, tmp_of
+from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, remove_files, tmp_of
 from repro_matrix.launch.command_line import torchrun_line
 from repro_matrix.launch.watch import Watched
 
@@ -92,7 +92,7 @@ def test_tmp_of_long_path_is_elsewhere(tmp_path: Path) -> None:
     assert len(str(attempt.tmp)) < 70 and attempt.tmp == tmp_of(attempt.directory)
     prepare(attempt)
     assert attempt.tmp.is_dir()
-    passed(attempt)
+    remove_files(attempt)
     assert not attempt.tmp.exists() and not attempt.directory.exists()
 
 
@@ -197,10 +197,10 @@ def test_observation_reports_failed_gpu_before_its_peers(tmp_path: Path) -> None
     attempt.settings["device"] = "cuda"
     prepare(attempt)
     peer = raised("DistBackendError", "NCCL error: unhandled system error\nncclSystemError: System call failed")
-    card = raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered")
+    ecc = raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered")
     ranks = [told(), {**told(), "rank": 1}]
     attempt.launch_file.write_text(json.dumps({"ranks": ranks, "error": None, "finished": True}))
-    for second, kind in ((card, "card"), (peer, "device")):
+    for second, kind in ((ecc, "gpu_failure"), (peer, "device")):
         for rank, record in enumerate((peer, second)):
             (attempt.records / f"rank-{rank}.json").write_text(json.dumps(record))
         seen = observe.observation(attempt, "torchrun", ["python"], Watched(started=10.0, ended=12.5), worker_exit=0)
@@ -214,7 +214,7 @@ def test_observation_records_who_ended_a_rank(tmp_path: Path) -> None:
     assert observed(attempt, [told(None, "SIGKILL")])["infra_error"]["kind"] == "memory"
     assert observed(attempt, [told(None, "SIGKILL", "launcher")])["infra_error"] is None
     seen = observed(attempt, [told(None, "SIGKILL")], timed_out=True)
-    assert seen["infra_error"] is None and seen["ranks"][0]["terminated_by"] == "deadline"
+    assert seen["infra_error"] is None and seen["ranks"][0]["terminated_by"] == "timeout"
     assert observed(attempt, [told(0)], timed_out=True)["ranks"][0]["terminated_by"] == "self"  # it was just ending
 
 

@@ -35,11 +35,11 @@ DEVICE = {
               ("torch.distributed", "all_reduce")), BODY,
     ),
     "NCCL's start": (error("DistBackendError", "ncclSystemError", ("torch.distributed.c10d", "new_group")), INIT),
-    "a full card": (error("OutOfMemoryError", "CUDA out of memory. 2 MiB", ("torch.cuda", "x")), INIT),
-    "a full card at set_device": (error("AcceleratorError", "CUDA error: out of memory", SET, error_code=2), INIT),
+    "a full GPU": (error("OutOfMemoryError", "CUDA out of memory. 2 MiB", ("torch.cuda", "x")), INIT),
+    "a full GPU at set_device": (error("AcceleratorError", "CUDA error: out of memory", SET, error_code=2), INIT),
 }  # fmt: skip
 
-CARD = {
+GPU_FAILURE = {
     "ECC, by its code": (error("AcceleratorError", "some other words", TRAIN, error_code=214), BODY),
     "ECC, in words": (error("RuntimeError", "CUDA error: uncorrectable ECC error encountered\nCUDA", TRAIN), BODY),
     "ECC, while it is set": (error("AcceleratorError", "CUDA error: ECC", SET, error_code=214), INIT),
@@ -51,7 +51,7 @@ CARD = {
     ),
 }  # fmt: skip
 
-CARD_OR_PROGRAM = {
+GPU_OR_PROGRAM = {
     "a launch failure": (error("AcceleratorError", "some other words", TRAIN, error_code=719), BODY),
     "a launch failure, in words": (error("RuntimeError", "CUDA error: unspecified launch failure\nx", TRAIN), BODY),
     "an unknown error": (error("RuntimeError", "CUDA error: unknown error\nCUDA kernel errors", TRAIN), BODY),
@@ -71,7 +71,7 @@ CASES_OWN = {
 }  # fmt: skip
 
 
-ALL = {"device": DEVICE, "card": CARD, "gpu_or_program": CARD_OR_PROGRAM, None: CASES_OWN}
+ALL = {"device": DEVICE, "gpu_failure": GPU_FAILURE, "gpu_or_program": GPU_OR_PROGRAM, None: CASES_OWN}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, errors in ALL.items() for name in errors])

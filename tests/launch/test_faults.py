@@ -64,7 +64,7 @@ class Fault(NamedTuple):
 
 
 OK: End = (0, None, "self")
-HANG: End = (None, "SIGTERM", "deadline")
+HANG: End = (None, "SIGTERM", "timeout")
 FAULTS = {
     "raises": Fault(
         "raises",
@@ -90,7 +90,7 @@ FAULTS = {
     ),
     "hangs in Python, ignores SIGTERM or has a grandchild in its own session": Fault(
         "each",
-        {0: OK, 1: HANG, 2: (None, "SIGKILL", "deadline"), 3: HANG},
+        {0: OK, 1: HANG, 2: (None, "SIGKILL", "timeout"), 3: HANG},
         checks=(stack(1, "stuck_in_here"), stack(2, "ignores_term"), stack(3, "grandchild_and_stuck")),
         flags={"each": ["nothing", "stuck_in_here", "ignores_term", "grandchild_and_stuck"]},
         stuck=3,

@@ -14,7 +14,7 @@ import pytest
 from launching import Json, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt
 from repro_matrix.launch.attempt_logs import read_launch
-from repro_matrix.launch.forkserver import ForkserverLauncher, cold_start_reason, server_environment, spec_of
+from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of, torchrun_reason
 from repro_matrix.paths import ROOT
 
 ranks = pytest.mark.ranks
@@ -128,9 +128,9 @@ def importing(tmp_path: Path, module: str, code: str, name: str = "a") -> Attemp
 def test_unsafe_import_starts_with_torchrun_and_is_named(
     tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch, code: str, parts: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(warm, "_cold", FakeTorchrun())
+    monkeypatch.setattr(warm, "_torchrun", FakeTorchrun())
     about = launched(warm, importing(tmp_path, "imported_module", code))["attempt"]
-    assert about["launcher"] == "torchrun" and all(part in about["cold"] for part in parts)
+    assert about["launcher"] == "torchrun" and all(part in about["cold_start_reason"] for part in parts)
 
 
 @ranks
@@ -138,21 +138,23 @@ def test_stack_without_torch_is_infra(tmp_path: Path, warm: ForkserverLauncher) 
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), env={"PYTHONPATH": str(tmp_path)})
     result = launched(warm, attempt)
-    assert "(import)" in result["attempt"]["cold"] and result["infra_error"]["kind"] == "import"
+    assert "(import)" in result["attempt"]["cold_start_reason"] and result["infra_error"]["kind"] == "import"
 
 
 @ranks
 def test_attempt_with_cold_reason_starts_with_torchrun(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), cold="it counts its file descriptors")
+    attempt = dataclasses.replace(
+        attempt_of(tmp_path / "a", "nothing"), cold_start_reason="it counts its file descriptors"
+    )
     about = launched(warm, attempt)["attempt"]
-    assert (about["launcher"], about["cold"]) == ("torchrun", "it counts its file descriptors")
+    assert (about["launcher"], about["cold_start_reason"]) == ("torchrun", "it counts its file descriptors")
 
 
 def test_why_cold_names_attempts_that_cannot_be_forked(plain: Attempt) -> None:
-    assert cold_start_reason(plain) is None
-    assert cold_start_reason(dataclasses.replace(plain, cold="why")) == "why"
-    assert cold_start_reason(dataclasses.replace(plain, settings={**plain.settings, "normal_exit": True}))
-    assert cold_start_reason(dataclasses.replace(plain, id="x" * 300))
+    assert torchrun_reason(plain) is None
+    assert torchrun_reason(dataclasses.replace(plain, cold_start_reason="why")) == "why"
+    assert torchrun_reason(dataclasses.replace(plain, settings={**plain.settings, "normal_exit": True}))
+    assert torchrun_reason(dataclasses.replace(plain, id="x" * 300))
 
 
 # --- servers that die
@@ -177,7 +179,7 @@ def test_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: F
         wait_for(lambda: stuck(attempt, 2))
         object.__setattr__(attempt, "deadline_s", 0.0)
         result = future.result(timeout=200)
-    assert result["attempt"]["retried"].startswith("lost: ") and "SIGKILL" in result["attempt"]["retried"]
+    assert result["attempt"]["retried"].startswith("launcher_died: ") and "SIGKILL" in result["attempt"]["retried"]
     assert result["attempt"]["timed_out"] and result["infra_error"] is None
 
 
@@ -239,13 +241,13 @@ def test_server_without_room_for_a_process_is_infra_memory(tmp_path: Path) -> No
 def test_server_killed_during_import_costs_one_start_with_torchrun(tmp_path: Path) -> None:
     code = only_once(tmp_path, "os.kill(os.getpid(), 9)")
     warm = ForkserverLauncher()
-    warm._cold = FakeTorchrun()  # type: ignore[assignment]
+    warm._torchrun = FakeTorchrun()  # type: ignore[assignment]
     try:
         first, second = (launched(warm, importing(tmp_path, "is_killed", code, name))["attempt"] for name in "ab")
     finally:
         warm.close()
     assert (first["launcher"], second["launcher"]) == ("torchrun", "forkserver")
-    assert "(died)" in first["cold"] and "SIGKILL" in first["cold"]
+    assert "(died)" in first["cold_start_reason"] and "SIGKILL" in first["cold_start_reason"]
 
 
 @ranks

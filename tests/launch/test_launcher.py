@@ -267,4 +267,4 @@ def test_forkserver_killed_controller_leaves_no_process(tmp_path: Path) -> None:
         controller.wait()
         remove(folder)  # the next run does this; there is none here
     wait_for(lambda: not processes.with_token(RUN_TOKEN, run_id))
-    assert not any(Path(folder).exists() for folder in folders if "repro-warm-" in folder)
+    assert not any(Path(folder).exists() for folder in folders if "repro-forkserver-" in folder)

@@ -99,7 +99,7 @@ def test_torchrun_line_contains_the_stacks_environment(show: Show, overlay: Path
 def test_torchrun_line_gives_the_errors_of_the_run(show: Show, warm: ForkserverLauncher, tmp_path: Path) -> None:
     """A case that needs torch alone: from cold the line imports a stack three times."""
     case = "fsdp-optim-state-padding"
-    prepared = session.prepare([f"case={case}", "variants=[broken]", "hardware=cpu"])
+    prepared = session.prepare([f"case={case}", "variants=[unfixed]", "hardware=cpu"])
     (plan,) = (variant for variant in prepared.plans[0].variants if variant.variant == "unfixed")
     attempt = recipe(prepared.catalogue, plan, prepared.stacks[plan.stack], tmp_path / "run")
     seen = launched(warm, dataclasses.replace(attempt, run_id="test-run"))

@@ -24,8 +24,8 @@ from repro_matrix.planning.memory import (
     DEADLINE_FACTOR,
     GIB,
     MIB,
-    Capabilities,
     Layout,
+    ModelSizes,
     add_memory,
     choose_reference,
     expected_seconds,
@@ -44,9 +44,9 @@ VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0",
 STACK = Stack("current", sys.executable, VERSIONS)
 
 
-def facts(layers: int, layer: int, root: int, size: int = 2, trainable: float = 1.0) -> Capabilities:
+def facts(layers: int, layer: int, root: int, size: int = 2, trainable: float = 1.0) -> ModelSizes:
     total = layers * layer + root
-    return Capabilities(
+    return ModelSizes(
         parameters=total, trainable=round(total * trainable), bytes=size, buffers=1000, tied=False, layers=layers,
         layer=layer, root=root, largest=max(root // 2, layer // 4), split=total - total // 50,
         activations={2: 10 * layer, 4: 19 * layer},
@@ -75,7 +75,7 @@ layouts = st.builds(
 
 
 @given(models, layouts)
-def test_plan_peak_is_the_sum_of_its_parts(model: Capabilities, layout: Layout) -> None:
+def test_plan_peak_is_the_sum_of_its_parts(model: ModelSizes, layout: Layout) -> None:
     found = plan(model, layout)
     for phase in (*found.host, *found.device):
         assert sum(phase.parts().values()) == phase.rank() >= 0
@@ -88,7 +88,7 @@ def test_plan_peak_is_the_sum_of_its_parts(model: Capabilities, layout: Layout) 
 
 
 @given(models, layouts)
-def test_plan_is_monotone(model: Capabilities, layout: Layout) -> None:
+def test_plan_is_monotone(model: ModelSizes, layout: Layout) -> None:
     def training(ranks: int) -> int:
         found = plan(model, replace(layout, ranks=ranks, trains=True, reference="none", copies=0))
         return sum(next(phase for phase in found.device or found.host if phase.name == "training").each.values())
@@ -104,7 +104,7 @@ def test_plan_is_monotone(model: Capabilities, layout: Layout) -> None:
 
 
 @given(models, st.integers(1, 16))
-def test_weights_held_depend_on_the_strategy(model: Capabilities, ranks: int) -> None:
+def test_weights_held_depend_on_the_strategy(model: ModelSizes, ranks: int) -> None:
     whole = model.bytes * model.parameters
     for strategy in ("fsdp", "fsdp2", "zero3"):
         assert 0 <= weights_held(model, Layout(strategy, ranks)) * ranks - whole < model.bytes * ranks
@@ -113,7 +113,7 @@ def test_weights_held_depend_on_the_strategy(model: Capabilities, ranks: int) ->
 
 
 @given(models, st.integers(2, 64))
-def test_activations_are_linear_in_the_sequences(model: Capabilities, sequences: int) -> None:
+def test_activations_are_linear_in_the_sequences(model: ModelSizes, sequences: int) -> None:
     step = model.activation_bytes(4) - model.activation_bytes(3)
     assert abs(model.activation_bytes(sequences) - model.activation_bytes(2) - step * (sequences - 2)) <= sequences
 
@@ -196,7 +196,7 @@ def test_choose_reference_takes_the_first_that_fits() -> None:
 
 @given(models, layouts, st.integers(1, 96))
 def test_expected_seconds_grow_with_the_model_and_shrink_with_cores(
-    model: Capabilities, layout: Layout, cores: int
+    model: ModelSizes, layout: Layout, cores: int
 ) -> None:
     bigger = replace(model, parameters=2 * model.parameters)
     assert expected_seconds(bigger, layout, cores) >= expected_seconds(model, layout, cores)
@@ -255,7 +255,7 @@ def test_model_facts_have_the_published_number_of_parameters(name: str, worker: 
     assert found["layers"] * found["layer"] + found["root"] == PARAMETERS[name]
     assert found["largest"] == config["vocab_size"] * config["hidden_size"]
     assert 0.99 * PARAMETERS[name] < found["split"] < PARAMETERS[name]
-    assert not found["activations"] or Capabilities.from_json(found).activation_bytes(2) > 0
+    assert not found["activations"] or ModelSizes.from_json(found).activation_bytes(2) > 0
 
 
 def test_model_facts_with_checkpointing_and_lora_need_less(worker: Any) -> None:
@@ -274,4 +274,6 @@ def test_model_facts_measure_a_rank_before_any_model() -> None:
     asked = json.dumps({"models": {}, "bases": [["transformers"], ["no_such_package"]]})
     done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300, check=True)
     bases = json.loads(done.stdout.splitlines()[-1])["bases"]
-    assert 50 < bases["transformers"]["forkserver"] <= bases["transformers"]["cold"] and bases["no_such_package"] == {}
+    assert (
+        50 < bases["transformers"]["forkserver"] <= bases["transformers"]["torchrun"] and bases["no_such_package"] == {}
+    )

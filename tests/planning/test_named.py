@@ -133,7 +133,7 @@ def test_cfg_prints_yaml_and_runs_nothing(words: tuple[str, ...], capsys: pytest
         code, out, _ = said(capsys, verb, "+matrix=seeds", *words, "repeat=2", "model.config.num_hidden_layers=4")
         found = yaml.safe_load(out)
         assert code == 0 and found["repeat"] == 2
-        assert found["matrix"]["seeds"]["stack"] == ["known"] and "model" not in found["matrix"]["seeds"]
+        assert found["matrix"]["seeds"]["stack"] == ["reproducing"] and "model" not in found["matrix"]["seeds"]
         assert out.endswith("# and, of the command line: model.config.num_hidden_layers=4\n")
 
 

@@ -123,7 +123,7 @@ def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
     def prints(**changes: object) -> list[str]:
         return [variant.fingerprint for variant in plans(NORM, settings=replace(RunSettings(), **changes))[0].variants]
 
-    assert prints() == prints() == prints(jobs=7, keep=True)
+    assert prints() == prints() == prints(jobs=7, keep_files=True)
     assert set(prints()).isdisjoint(prints(seed=1))
     newer = FakeStack(versions={**FakeStack().versions, "torch": "2.14.0"})
     assert set(prints()).isdisjoint(variant.fingerprint for variant in plans(NORM, stack=newer)[0].variants)

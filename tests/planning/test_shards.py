@@ -70,14 +70,14 @@ def test_variants_that_are_right_for_the_selection_are_right_for_its_shards() ->
         found = session.prepare([*texts, *more], build_stacks=False).plans
         return {plan.cell.case: [variant.variant for variant in plan.variants] for plan in found}
 
-    asked = "variants=[broken,no-check*]"
+    asked = "variants=[unfixed,no-check*]"
     parts = [variants(asked, f"shard={number}/2") for number in (1, 2)]
     assert parts[0] | parts[1] == variants(asked) == {
         "train-step": ["control"], "ddp-ready-once": ["unfixed", "no-checkpointing"]
     } and all(len(part) == 1 for part in parts)  # fmt: skip
     for number in (1, 2):
-        with pytest.raises(ConfigError, match="unknown variant 'brokn'"):
-            variants("variants=[brokn]", f"shard={number}/2")
+        with pytest.raises(ConfigError, match="unknown variant 'unfxed'"):
+            variants("variants=[unfxed]", f"shard={number}/2")
 
 
 def made(root: Path, number: int, cells: list[str], complete: bool = True, **changed: Any) -> Path:
@@ -90,7 +90,7 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     said_commit = changed.get("commit", "c0ffee")
     shards.write(folder, said, {"current": stack}, (said_commit, changed.get("dirty", False)))
     for cell in listed[: None if complete else -1]:
-        wrote = document({"unfixed": [("passed", observation(ok(0), ok(1)))]}, {}, case=cell.case, key=cell.key)
+        wrote = document({"unfixed": [("passed", observation(ok(0), ok(1)))]}, {}, case=cell.case, cell_id=cell.key)
         wrote["provenance"]["git_commit"] = said_commit
         wrote["stack"]["versions"] = {"torch": stack.versions["torch"]}  # the relevant ones, as a run writes them
         path = folder / "cpu" / "torch2.13.0" / f"{cell.key}.json"

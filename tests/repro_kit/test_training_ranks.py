@@ -85,7 +85,7 @@ def test_every_sabotage_is_seen_in_every_strategy(
 
 def seen(checks: list[dict]) -> dict[str, str]:
     """What the judge makes of each check of one training."""
-    return {found.name: found.state for found in (grading_checks.judged(check, 2, math.inf) for check in checks)}
+    return {found.name: found.state for found in (grading_checks.evaluate(check, 2, math.inf) for check in checks)}
 
 
 KNOWN = catalogue.load()
@@ -106,7 +106,7 @@ def judged(facts: list[dict[str, Any]], scene: str, effects: tuple[str, ...] = (
     known = Case.model_validate(
         {**TRAIN.model_dump(), "pass_criteria": {"kind": "training", "checks": ["steps"], "effects": list(effects)}}
     )
-    checks = [{"name": "steps", "passed": True, "actual": 2, "expected": 2, "tolerance": 0}]
+    checks = [{"name": "steps", "passed": True, "actual": 2, "expected": 2, "tolerance": 0, "at": 1.0}]
     ranks = []
     for number, rank in enumerate(facts):
         seen = rank[scene]

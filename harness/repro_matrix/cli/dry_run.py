@@ -39,7 +39,7 @@ def show_plan(prepared: Session, as_json: bool, every_variant: bool) -> int:
         cells = [plan.cell for plan in prepared.plans for _ in plan.variants]
         keys = [{"cell": repr((cell.hardware, cell.stack, cell.key))} for cell in cells]
         print_lines(listing.planned([item | key for item, key in zip(items, keys)], columns()))
-    for why, count in prepared.ambiguous_with.items():
+    for why, count in prepared.elsewhere.items():
         print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
     return 0
 

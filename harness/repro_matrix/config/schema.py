@@ -50,7 +50,7 @@ class Launch(Strict):
     tp_size: int = Field(default=1, ge=1)  # of strategies other than tp, which goes over all ranks
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     deadline: float = Field(default=120, gt=0)  # seconds of work, start-up apart; then it hangs, or is too slow
-    imports: list[str] = []  # what a warm server imports ahead for this case
+    imports: list[str] = []  # what a fork server imports ahead for this case
     cold_start_reason: str | None = None  # why this case must start from a fresh interpreter
     process_group: bool = True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself
     backend: Literal["fake"] | None = None  # of the group; fake: reaches nobody (simulated); default: the hardware's

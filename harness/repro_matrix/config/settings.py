@@ -114,10 +114,10 @@ def _composed(
     ConfigStore.instance().store(name="run_schema", node=RunSettings)
     conf, *more = folders
     names = [each.name for each in fields(RunSettings)]
-    ambiguous_with = [f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in more)}]"] if more else []
+    search_path = [f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in more)}]"] if more else []
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *ambiguous_with]))
+            settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *search_path]))
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
         # Of several that add up (+matrix=[a,b]) Hydra does not say what there is.

@@ -316,7 +316,7 @@ class Nvml:
         new = 0 if count is None else count - self._ecc.setdefault(uuid, count)
         return f"ECC: {new} uncorrected memory error{'s' if new > 1 else ''}" if new > 0 else None
 
-    def unfixed(self) -> dict[str, str]:
+    def failed_gpus(self) -> dict[str, str]:
         """Return the GPUs with a hardware error (Xid) so far, and which. NVML reports each once; here they stay: the
         canary cells, which come first, would have taken it from the run itself."""
         while self._driver is not None:

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def open_launcher(name: str) -> Launcher:
-    """Return the launcher: ``torchrun`` (the reference), or ``warm`` or ``auto``: forked from a server.
+    """Return the launcher: ``torchrun`` (the reference), or ``forkserver`` or ``auto``.
 
-    The latter hands an attempt that cannot be forked to torchrun and records the reason in the observation.
+    The forkserver hands an attempt that it cannot fork to torchrun and records the reason in the observation.
     """
     if name == "torchrun":
         from repro_matrix.launch.torchrun import TorchrunLauncher

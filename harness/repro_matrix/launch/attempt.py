@@ -57,9 +57,9 @@ class Costs:
         return deadline + self.bring_up + self.bring_up_per_rank * ranks
 
 
-# CPU: a cold interpreter takes up to 10 CPU s to import a stack, and other attempts run at the same time. CUDA: also
+# CPU: a new interpreter takes up to 10 CPU s to import a stack, and other attempts run at the same time. CUDA: also
 # cuInit and the contexts of 8 GPUs on a node without persistence mode, and NCCL's first connection, take 20 to 60 s
-# from cold (figures of public reports; none was measured by this project).
+# the first time (figures of public reports; none was measured by this project).
 COSTS = {"cpu": Costs(60, 20, 0, 0), "cuda": Costs(120, 20, 20, 5)}
 
 
@@ -91,7 +91,7 @@ class Attempt:
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), visible to every rank; empty: CPU
     imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
-    cold: str | None = None  # why this attempt must start with torchrun
+    cold_start_reason: str | None = None  # why this attempt must start with torchrun
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
     start_limit_s: float | None = None  # for starting; None: as COSTS says
     kit: Path | None = None  # the kit's folder, when that is not beside the script
@@ -270,13 +270,13 @@ def prepare(attempt: Attempt) -> None:
     attempt.spec_file.write_text(json.dumps(attempt.spec(), indent=1), encoding="utf-8")
 
 
-def passed(attempt: Attempt) -> None:
+def remove_files(attempt: Attempt) -> None:
     """Remove the attempt's files; with ``keep`` its settings, records and logs stay."""
     clear_directory(attempt.directory)
 
 
 def clear_directory(directory: Path) -> None:
-    """Do the same as ``clean`` for an attempt of which only the folder is known (its controller died)."""
+    """Do the same as ``remove_files`` for an attempt of which only the folder is known (its controller died)."""
     if not (directory / "keep").exists():
         remove(directory)
         return

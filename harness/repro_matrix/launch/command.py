@@ -1,7 +1,7 @@
 """Launch a user's own command (torchrun, accelerate, deepspeed, python), with the recording hooks in its processes.
 
 The ranks keep what they would have had: the working directory, the user's environment, the script's arguments. Added
-are the stack's overlay, a TMPDIR of the attempt, and the hooks' folder on PYTHONPATH. Every launch is cold.
+are the stack's overlay, a TMPDIR of the attempt, and the hooks' folder on PYTHONPATH. Every launch starts new interpreters.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from repro_matrix.launch.attempt import (
     Attempt,
     Json,
     UserCommand,
-    passed,
     prepare,
     private_environment,
+    remove_files,
 )  # fmt: skip
 from repro_matrix.launch.attempt_logs import CUT, read_launch
 from repro_matrix.launch.torchrun import Reaped
@@ -77,7 +77,7 @@ class CommandLauncher:
             observation = observe.observation(attempt, self.name, argv, watched, worker_exit=process.exit_code)
             return complete(observation, attempt, command)
         finally:
-            passed(attempt)
+            remove_files(attempt)
 
     def close(self) -> None:
         pass

@@ -2,9 +2,9 @@
 
 Then the attempt is no evidence about its case: it is ``infra``, of one of these kinds.
 
-``card``             the GPU has failed: no computation causes that
+``gpu_failure``      the GPU has failed: no computation causes that
 ``device``           it could not be used, or the machine failed under NCCL
-``card or program``  a failing GPU and a faulty kernel look the same: the attempt is repeated, on other GPUs where there
+``gpu_or_program``   a failing GPU and a faulty kernel look the same: the attempt is repeated, on other GPUs where there
                      are some; the same error again is the attempt's own (harness/repro_matrix/runner/retry.py)
 
 The evidence is structured: where the exception was raised, what the rank was doing, which code the driver returned.
@@ -35,7 +35,7 @@ _CODES = {
     802: "system not yet initialized",
     803: "system has unsupported display driver / cuda driver combination",
 }
-_CARD = {
+_GPU_FAILURE = {
     214: "uncorrectable ECC error encountered",
     220: "uncorrectable NVLink error detected during the execution",
 }
@@ -53,7 +53,7 @@ def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 _WORDS = _pattern(["all CUDA-capable devices are busy or unavailable", *_CODES.values()])
-_CARD_WORDS, _EITHER_WORDS = _pattern(_CARD.values()), _pattern(_EITHER.values())
+_GPU_FAILURE_WORDS, _EITHER_WORDS = _pattern(_GPU_FAILURE.values()), _pattern(_EITHER.values())
 # ncclSystemError: a socket, shared memory, a device that is gone. Never what a program computes.
 _NCCL = re.compile(r"\bncclSystemError\b|\bunhandled system error\b")
 _BEFORE_THE_BODY = {"start", "init_process_group"}
@@ -66,7 +66,7 @@ def classify_device_error(error: Mapping[str, Any], phase: str) -> Kind | None:
     kind = str(error.get("type") or "")
     code = error.get("error_code")
     by_text = kind in _TYPES
-    if code in _CARD or (by_text and _CARD_WORDS.search(message)):
+    if code in _GPU_FAILURE or (by_text and _GPU_FAILURE_WORDS.search(message)):
         return "gpu_failure"
     frames = error.get("frames") or [{}]
     if (str(frames[-1].get("module")), str(frames[-1].get("function"))) in _INITIALISING:

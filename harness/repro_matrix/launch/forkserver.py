@@ -25,9 +25,9 @@ from repro_matrix.launch.attempt import (
     Attempt,
     Json,
     describe_exit,
-    passed,
     prepare,
     private_environment,
+    remove_files,
     stack_environment,
 )  # fmt: skip
 from repro_matrix.launch.torchrun import TorchrunLauncher
@@ -55,7 +55,7 @@ class ForkserverLauncher:
     name = "forkserver"
 
     def __init__(self) -> None:
-        self._cold = TorchrunLauncher()
+        self._torchrun = TorchrunLauncher()
         self._servers: dict[Key, Server] = {}
         self._starting: dict[Key, threading.Lock] = {}
         self._refused: dict[Key, Refused] = {}
@@ -65,7 +65,7 @@ class ForkserverLauncher:
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, or its port is taken, try it once more."""
-        reason = cold_start_reason(attempt)
+        reason = torchrun_reason(attempt)
         if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
                 observation = self._once(attempt, stop)
@@ -75,10 +75,10 @@ class ForkserverLauncher:
                     observation["attempt"]["retried"] = f"{problem['kind']}: {problem['message']}"
                 return observation
             except Refused as refused:
-                reason = f"no warm server ({refused.kind}): {refused}"
+                reason = f"no fork server ({refused.kind}): {refused}"
             finally:
-                passed(attempt)
-        observation = self._cold.launch(attempt, stop)
+                remove_files(attempt)
+        observation = self._torchrun.launch(attempt, stop)
         observation["attempt"]["cold_start_reason"] = reason
         return observation
 
@@ -87,7 +87,7 @@ class ForkserverLauncher:
             servers, self._servers = list(self._servers.values()), {}
         for server in servers:
             self._end(server)
-        self._cold.close()
+        self._torchrun.close()
 
     @property
     def servers_cpu_s(self) -> float:
@@ -172,10 +172,10 @@ class ForkserverLauncher:
             self._ended_cpu_s += server.cpu_s
 
 
-def cold_start_reason(attempt: Attempt) -> str | None:
+def torchrun_reason(attempt: Attempt) -> str | None:
     """Return why an attempt cannot be forked from a server; None if it can."""
-    if attempt.cold:
-        return attempt.cold
+    if attempt.cold_start_reason:
+        return attempt.cold_start_reason
     if attempt.settings.get("normal_exit"):
         return "how the process ends is part of what is tested"
     if len(attempt.id.encode()) > TOKEN_ROOM:
@@ -245,7 +245,7 @@ class Server:
         ``parent``: the run's, which the next run clears if this one is killed.
         """
         parent.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="repro-warm-", dir=parent))
+        self.folder = Path(tempfile.mkdtemp(prefix="repro-forkserver-", dir=parent))
         self.command = [python, str(WORKER), *imports]
         self.ready: Json = {}
         self.attempts = 0

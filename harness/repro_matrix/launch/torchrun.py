@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from repro_matrix.launch import observe
-from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, environment, passed, prepare
+from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, environment, prepare, remove_files
 from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
@@ -28,7 +28,7 @@ class TorchrunLauncher:
                 observation["attempt"]["retried"] = "port"
             return observation
         finally:
-            passed(attempt)
+            remove_files(attempt)
 
     def close(self) -> None:
         pass

@@ -191,13 +191,13 @@ class Placed:
     """``elsewhere``: cells that are measured on another profile than the first, by the reason."""
 
     cells: list[Cell]
-    ambiguous_with: Mapping[str, list[Cell]]
+    elsewhere: Mapping[str, list[Cell]]
 
 
 def place(catalogue: Catalogue, cells: Iterable[Cell], profiles: Sequence[Profile], auto: bool) -> Placed:
     """Place each cell on the first profile that can show it (``auto``), else on every profile."""
     placed: list[Cell] = []
-    ambiguous_with: dict[str, list[Cell]] = {}
+    elsewhere: dict[str, list[Cell]] = {}
     for cell in cells:
         if not auto:
             placed += [replace(cell, hardware=profile.name) for profile in profiles]
@@ -206,8 +206,8 @@ def place(catalogue: Catalogue, cells: Iterable[Cell], profiles: Sequence[Profil
         index = next((number for number, reason in enumerate(reasons) if reason is None), len(profiles) - 1)
         placed.append(replace(cell, hardware=profiles[index].name))
         if index:
-            ambiguous_with.setdefault(str(reasons[0]), []).append(placed[-1])
-    return Placed(placed, ambiguous_with)
+            elsewhere.setdefault(str(reasons[0]), []).append(placed[-1])
+    return Placed(placed, elsewhere)
 
 
 def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | None:

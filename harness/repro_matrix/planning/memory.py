@@ -50,7 +50,7 @@ Parts = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Capabilities:
+class ModelSizes:
     """What worker/model_facts.py reports of a model: numbers of elements, but ``buffers`` and activations: bytes.
 
     ``activations``: sequences -> bytes, for two sizes at least; between and beyond them it is linear.
@@ -69,7 +69,7 @@ class Capabilities:
     activations: Mapping[int, int]
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Capabilities:
+    def from_json(cls, data: Mapping[str, Any]) -> ModelSizes:
         sizes = {int(size): int(found["peak"]) for size, found in data["activations"].items()}
         return cls(**{**data, "activations": sizes})
 
@@ -165,7 +165,7 @@ def _fullest(phases: Iterable[Phase]) -> dict[str, Any]:
     return {"phase": full.name, "parts_mb": {name: _mb(size) for name, size in full.parts().items()}}
 
 
-def plan(facts: Capabilities, layout: Layout) -> MemoryPlan:
+def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     """Return what one attempt needs."""
     whole, trained = facts.bytes * facts.parameters, facts.bytes * facts.trainable
     steady = {"weights": weights_held(facts, layout), "optimizer": _optimizer(facts, layout), "buffers": facts.buffers}
@@ -205,17 +205,17 @@ def plan(facts: Capabilities, layout: Layout) -> MemoryPlan:
     return MemoryPlan(layout.ranks, tuple(host), tuple(device), disk)
 
 
-def weights_held(facts: Capabilities, layout: Layout) -> int:
+def weights_held(facts: ModelSizes, layout: Layout) -> int:
     if layout.strategy == "tp":
         return facts.bytes * (-(-facts.split // layout.ranks) + facts.parameters - facts.split)
     return facts.bytes * -(-facts.parameters // layout.shards)
 
 
-def _optimizer(facts: Capabilities, layout: Layout) -> int:
+def _optimizer(facts: ModelSizes, layout: Layout) -> int:
     return OPTIMIZER.get(layout.strategy, 0) * -(-facts.trainable // layout.ranks)
 
 
-def _whole_at_once(facts: Capabilities, layout: Layout) -> int:
+def _whole_at_once(facts: ModelSizes, layout: Layout) -> int:
     """FSDP: the root unit stays whole from its forward to the end of the backward, and has its gradient; so have the
     layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter."""
     if layout.shards == 1:
@@ -226,7 +226,7 @@ def _whole_at_once(facts: Capabilities, layout: Layout) -> int:
     return facts.bytes * round(facts.root * (1 + trained) + facts.layer * (2 + trained))
 
 
-def _reference(facts: Capabilities, layout: Layout) -> dict[str, int]:
+def _reference(facts: ModelSizes, layout: Layout) -> dict[str, int]:
     """Return the parts of the single process that the ranks are compared with: everything whole, on all their batches.
     Each gradient is used as it is made. With ``layers`` its weights are on disk, and read one parameter at a time."""
     if layout.reference == "none":
@@ -244,7 +244,7 @@ def _reference(facts: Capabilities, layout: Layout) -> dict[str, int]:
 
 
 def choose_reference(
-    facts: Capabilities, layout: Layout, profile: Profile, machine: Machine
+    facts: ModelSizes, layout: Layout, profile: Profile, machine: Machine
 ) -> tuple[MemoryPlan, Reference]:
     """Return the plan with the reference where it fits first, or where it needs least; and which that is."""
     if layout.reference == "none":
@@ -280,7 +280,7 @@ def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | Non
     return None
 
 
-def expected_seconds(facts: Capabilities, layout: Layout, cores: int) -> float:
+def expected_seconds(facts: ModelSizes, layout: Layout, cores: int) -> float:
     """Return roughly how long one attempt at full size takes on an idle machine: in proportion to the model."""
     rank = facts.parameters * RANK_S[layout.place] * max(1.0, layout.ranks / max(cores, 1))
     reference = 0.0 if layout.reference == "none" else facts.parameters * REFERENCE_S[layout.place] * layout.ranks / 2
@@ -288,7 +288,7 @@ def expected_seconds(facts: Capabilities, layout: Layout, cores: int) -> float:
 
 
 # Of one variant: its model's facts and the MiB of its packages; None: unknown, then nothing is planned.
-LookUp = Callable[[VariantPlan], "tuple[Capabilities, float] | None"]
+LookUp = Callable[[VariantPlan], "tuple[ModelSizes, float] | None"]
 
 
 def add_memory(

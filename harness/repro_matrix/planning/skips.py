@@ -131,7 +131,7 @@ def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
     if have is None:
         return f"{text}, which it does not have"
     try:
-        failure_ids = requirement.specifier.contains(Version(have), prereleases=True)
+        satisfied = requirement.specifier.contains(Version(have), prereleases=True)
     except InvalidVersion:
-        failure_ids = not requirement.specifier
-    return None if failure_ids else f"{text}, and it has {have}"
+        satisfied = not requirement.specifier
+    return None if satisfied else f"{text}, and it has {have}"

@@ -46,7 +46,7 @@ def totals(prepared: Session, summary: Summary, found: Sequence[Row]) -> dict[st
         "verdicts": rows.counts(found),
         "counts": rows.figures(found),
         "expected": dict(Counter(row["expected"] for row in found if row["expected"])),
-        "ambiguous_with": prepared.ambiguous_with,
+        "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
         "left_out": prepared.left_out,
     }
@@ -71,7 +71,7 @@ def lines(
         f"({_per_attempt(summary):.2f} per attempt), {summary.wall_s:.0f} s"
     )
     first = prepared.profile.name
-    for why, count in prepared.ambiguous_with.items():
+    for why, count in prepared.elsewhere.items():
         texts.append(f"{counted(count, 'cell')} measured elsewhere than on {first}: {why}")
     if summary.not_started:
         limit = prepared.settings.time_limit

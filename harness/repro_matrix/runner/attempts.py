@@ -103,7 +103,7 @@ def recipe(
         gpus=tuple(gpus),
         imports=() if command else imports_of(catalogue, case, plan),
         overlay=stack.path if stack else (),
-        cold=case.launch.cold_start_reason or normal_exit,
+        cold_start_reason=case.launch.cold_start_reason or normal_exit,
         stack_cache=cache_dir() / "stack-caches" / stack.key if stack and not command else None,
         command=command,
         by_hand=case.title if command else None,

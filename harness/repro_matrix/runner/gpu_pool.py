@@ -259,7 +259,7 @@ class GpuPool:
         if not due and not fresh:
             return set()
         self._checked = now if due else self._checked
-        failed = {uuid: why for uuid, why in self._driver.unfixed().items() if uuid in self.names}
+        failed = {uuid: why for uuid, why in self._driver.failed_gpus().items() if uuid in self.names}
         for uuid in self.locks.free(fresh):
             state = self._driver.look(uuid)
             if state.problem:

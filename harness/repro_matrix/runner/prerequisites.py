@@ -23,7 +23,7 @@ from repro_matrix.environment.stacks import Stack, StackError, check, defined_st
 from repro_matrix.launch import extensions
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.memory import Capabilities, add_memory
+from repro_matrix.planning.memory import ModelSizes, add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan
 from repro_matrix.planning.skips import skip
 from repro_matrix.results import provenance
@@ -289,10 +289,10 @@ class ModelFacts:
         os.replace(temporary, self.path)
         return None
 
-    def model(self, asked: Json) -> Capabilities | None:
+    def model(self, asked: Json) -> ModelSizes | None:
         """Return None where nothing is known, or this stack cannot build the model."""
         stored = self.models.get(_key(asked))
-        return None if stored is None or "error" in stored else Capabilities.from_json(stored)
+        return None if stored is None or "error" in stored else ModelSizes.from_json(stored)
 
     def base_mb(self, imports: Iterable[str], start: str = "forkserver") -> float | None:
         return self.bases.get(",".join(imports), {}).get(start)
@@ -317,13 +317,14 @@ def with_memory(
         problem = facts[name].ask([question(variant.settings) for _, variant in own], imports)
         problems += [problem] if problem else []
 
-    def look_up(slug: str, variant: VariantPlan) -> tuple[Capabilities, float] | None:
+    def look_up(slug: str, variant: VariantPlan) -> tuple[ModelSizes, float] | None:
         case = catalogue.cases[slug]
         if variant.stack not in facts or case.simulated:
             return None
-        cold = settings.launcher.value == "torchrun" or case.launch.cold_start_reason or case.launch.normal_exit
+        torchrun = settings.launcher.value == "torchrun" or case.launch.cold_start_reason or case.launch.normal_exit
         model = facts[variant.stack].model(question(variant.settings))
-        base = facts[variant.stack].base_mb(imports_of(catalogue, case, variant), "cold" if cold else "forkserver")
+        start = "torchrun" if torchrun else "forkserver"
+        base = facts[variant.stack].base_mb(imports_of(catalogue, case, variant), start)
         return (model, base) if model and base else None
 
     return [

@@ -56,9 +56,7 @@ class Session:
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
-    ambiguous_with: dict[str, int] = field(
-        default_factory=dict
-    )  # why not on the GPUs -> cells measured on another profile
+    elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
     time_limit: float | None = None  # seconds after which no cell starts
 
     @property
@@ -167,7 +165,7 @@ def prepare(
         repeat = {slug: settings.repeat or catalogue.cases[slug].repeat for slug in {cell.case for cell in cells}}
         prepared.shard = shards.manifest(part, request.selections[0], repeat, cells)
     prepared.left_out = [*request.left_out, *not_believed]
-    prepared.ambiguous_with = {why: len(group) for why, group in placed.ambiguous_with.items()}
+    prepared.elsewhere = {why: len(group) for why, group in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]
         prepared.later.append(Later(what, group, partial(prerequisites.plan, group)))

@@ -280,7 +280,7 @@ def main(packages: list[str]) -> int:
     finally:
         server.close()
         folder = os.environ.get("TMPDIR", "")
-        if os.path.basename(folder).startswith("repro-warm-"):  # a killed controller cannot remove it
+        if os.path.basename(folder).startswith("repro-forkserver-"):  # a killed controller cannot remove it
             shutil.rmtree(folder, ignore_errors=True)
     return 0
 

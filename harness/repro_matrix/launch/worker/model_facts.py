@@ -5,7 +5,7 @@ Standard library, torch and transformers (and peft for LoRA) only. No weight is 
 repros/repro_kit on the meta device, and its forward and backward run there, while a dispatch mode counts living bytes.
 
 Request: {"models": {key: {"model": settings, "dtype", "lora", "checkpointing", "sizes", "length"}}, "bases": [[name]]}
-Answer: {"models": {key: facts or {"error": text}}, "bases": {"a,b": {"forkserver": MiB, "cold": MiB}}}
+Answer: {"models": {key: facts or {"error": text}}, "bases": {"a,b": {"forkserver": MiB, "torchrun": MiB}}}
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 def base(names: list[str]) -> dict[str, float]:
     """Return the peak RSS in MiB of a rank before any model: it imports a case's packages and trains one layer alone.
 
-    ``cold``: in a fresh process; ``warm``: forked from a server that has imported them (of mapped files, such as
+    ``torchrun``: in a fresh process; ``forkserver``: forked from a server that has imported them (of mapped files, such as
     torch's libraries, a forked process has only what it touches). Empty: they cannot be imported here.
     """
 
@@ -48,12 +48,12 @@ def base(names: list[str]) -> dict[str, float]:
         import fork_server
 
         fork_server.preload(names)
-        warm, _ = forked(train_one_layer)
+        inherited, _ = forked(train_one_layer)
         train_one_layer()
-        os.write(1, str(warm).encode())
+        os.write(1, str(inherited).encode())
 
-    cold, output = forked(both)
-    return {"cold": cold, "forkserver": float(output)} if output else {}
+    fresh, output = forked(both)
+    return {"torchrun": fresh, "forkserver": float(output)} if output else {}
 
 
 def forked(work: Callable[[], None]) -> tuple[float, str]:
