@@ -143,11 +143,9 @@ def test_stack_without_torch_is_infra(tmp_path: Path, warm: ForkserverLauncher) 
 
 @ranks
 def test_attempt_with_cold_reason_starts_with_torchrun(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    attempt = dataclasses.replace(
-        attempt_of(tmp_path / "a", "nothing"), cold_start_reason="it counts its file descriptors"
-    )
+    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), cold_start_reason="counts files")
     about = launched(warm, attempt)["attempt"]
-    assert (about["launcher"], about["cold_start_reason"]) == ("torchrun", "it counts its file descriptors")
+    assert (about["launcher"], about["cold_start_reason"]) == ("torchrun", "counts files")
 
 
 def test_why_cold_names_attempts_that_cannot_be_forked(plain: Attempt) -> None:

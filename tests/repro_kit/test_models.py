@@ -6,7 +6,10 @@ import fnmatch
 import importlib.util
 import inspect
 import json
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +127,33 @@ def test_the_published_version_demands_what_the_published_file_demands() -> None
     wanted = {"einops", "importlib", "math", "torch", "transformers", "transformers_stream_generator", "typing"}
     assert set(get_imports(published)) == wanted
     assert {"cpp_kernels", "qwen_generation_utils"} <= set(get_relative_imports(published))
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("load", ["config_of", "fetch_code"])
+def test_remote_code_is_copied_by_one_rank_at_a_time(ranks: int, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers has no lock of its own: a rank imported half a module while another one still copied it. Threads
+    stand for ranks: each opens the lock file itself, and flock separates open files, not processes."""
+    from repro_kit import models
+
+    from transformers import AutoConfig, dynamic_module_utils
+
+    copying = threading.Lock()
+
+    def copy(*_: Any, **__: Any) -> SimpleNamespace:
+        assert copying.acquire(blocking=False), "two ranks copy at once"
+        time.sleep(0.02)
+        copying.release()
+        return SimpleNamespace(auto_map={"AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"})
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", copy)
+    monkeypatch.setattr(dynamic_module_utils, "get_class_from_dynamic_module", copy)
+    folder = REPROS / "remote_code" / "qwen_v1"
+    run: Any = SimpleNamespace(model={"remote_code": "qwen_v1", "config": {}})
+    calls = {"config_of": lambda: models.config_of(run), "fetch_code": lambda: models.fetch_code(str(folder), folder)}
+    with ThreadPoolExecutor(ranks) as pool:
+        for done in [pool.submit(calls[load]) for _ in range(ranks)]:
+            done.result()
 
 
 CATALOGUE = catalogue.load()

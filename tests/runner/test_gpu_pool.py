@@ -58,7 +58,7 @@ class FakeDriver:
     def look(self, uuid: str) -> Seen:
         return Seen({4711: 30_000}) if uuid in self.busy else Seen()
 
-    def unfixed(self) -> dict[str, str]:
+    def failed_gpus(self) -> dict[str, str]:
         return self.failed
 
 

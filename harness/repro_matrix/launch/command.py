@@ -1,7 +1,7 @@
 """Launch a user's own command (torchrun, accelerate, deepspeed, python), with the recording hooks in its processes.
 
 The ranks keep what they would have had: the working directory, the user's environment, the script's arguments. Added
-are the stack's overlay, a TMPDIR of the attempt, and the hooks' folder on PYTHONPATH. Every launch starts new interpreters.
+are the stack's overlay, a TMPDIR of the attempt, and the hooks' folder on PYTHONPATH. Each launch is new.
 """
 
 from __future__ import annotations

@@ -134,9 +134,7 @@ class Attempt(TypedDict):
     gpus: NotRequired[list[str]]
     fingerprint: NotRequired[str]
     versions: NotRequired[Annotated[dict[str, str], Field(description="the releases that it was planned with")]]
-    cold_start_reason: NotRequired[
-        Annotated[str, Field(description="why the forkserver launcher started it with torchrun")]
-    ]
+    cold_start_reason: NotRequired[Annotated[str, Field(description="why it was not forked")]]
     retry_of: NotRequired[
         Annotated[Again | str, Field(description="what came before; older documents say it in words")]
     ]

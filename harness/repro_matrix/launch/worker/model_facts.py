@@ -40,8 +40,8 @@ def main() -> None:
 def base(names: list[str]) -> dict[str, float]:
     """Return the peak RSS in MiB of a rank before any model: it imports a case's packages and trains one layer alone.
 
-    ``torchrun``: in a fresh process; ``forkserver``: forked from a server that has imported them (of mapped files, such as
-    torch's libraries, a forked process has only what it touches). Empty: they cannot be imported here.
+    ``torchrun``: in a fresh process; ``forkserver``: forked from a server that has imported them (of mapped files,
+    such as torch's libraries, a forked process has only what it touches). Empty: they cannot be imported here.
     """
 
     def both() -> None:
