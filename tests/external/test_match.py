@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.external.logs.lines import Labels
 from repro_matrix.external.logs.literals import required

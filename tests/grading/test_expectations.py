@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, observation, ok
 from pydantic import ValidationError
-from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.expectations import compare, comparison, expected, failure_note, predicted
 from repro_matrix.grading.root_cause import FailureId

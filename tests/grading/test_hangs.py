@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import DIST, SITE, ended, failed, frame, observation, ok, peer_failed
 from observations import exception as raised
-from repro_matrix.config.signatures import Signature
+from repro_matrix.config.schema import Signature
 from repro_matrix.grading import hangs
 from repro_matrix.grading.hangs import (
     Entry,

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from observations import SITE, case, ended, failed, observation, ok, record
 from packaging import version
-from repro_matrix.config.signatures import Signature
+from repro_matrix.config.schema import Signature
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.observation import (
     CodeLocation,

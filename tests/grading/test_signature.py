@@ -32,8 +32,7 @@ from observations import (
 )
 from pydantic import ValidationError
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.schema import Case
-from repro_matrix.config.signatures import Signature
+from repro_matrix.config.schema import Case, Signature
 from repro_matrix.grading import signature as signature_module
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.grading.root_cause import find_failures

@@ -12,7 +12,6 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config import presets as named
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError
@@ -119,7 +118,7 @@ def test_what_cfg_prints_is_a_matrix_of_the_same_cells(
         return  # nothing is selected
     folder = tmp_path_factory.mktemp("conf")
     (folder / "matrix").mkdir()
-    (folder / "matrix" / "mine.yaml").write_text(named.composed(asked.settings, asked.selections), encoding="utf-8")
+    (folder / "matrix" / "mine.yaml").write_text(overrides.composed(asked.settings, asked.selections), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CONFIG_PATH, str(folder))
         again = request.ask(["+matrix=mine"])
@@ -229,4 +228,4 @@ def test_a_flag_of_the_line_is_for_the_blocks_that_have_it() -> None:
 
 def test_the_line_alone_is_one_selection() -> None:
     line = overrides.parse(["case=fsdp-*"])
-    assert named.blocks({}, line) == [line]
+    assert overrides.blocks({}, line) == [line]

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.expectation import Expectation
-from repro_matrix.config.expectations import read, text
+from repro_matrix.config.expectations import Expectation, read, text
 from repro_matrix.errors import ConfigError
 from repro_matrix.paths import CONF, EXPECTED
 from repro_matrix.results.supported import unbacked

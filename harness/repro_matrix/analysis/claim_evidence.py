@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.axes import Strategy
-from repro_matrix.config.predictions import Metric, Prediction
+from repro_matrix.config.schema import Metric, Prediction
 from repro_matrix.grading.consistency import same_release
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair

@@ -18,9 +18,8 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.analysis.claim_evidence import Cell, as_set, decide, strategy_unusable
 from repro_matrix.config.axes import Strategy
-from repro_matrix.config.packages import UPSTREAM
-from repro_matrix.config.predictions import Claim, Prediction
-from repro_matrix.config.schema import Case
+from repro_matrix.config.schema import Case, Claim, Prediction
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.comparability import settings_difference
 from repro_matrix.results.summary import Row
 from repro_matrix.text import counted, first_line

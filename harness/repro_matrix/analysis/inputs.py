@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from repro_matrix.config import catalog, project, selection
-from repro_matrix.config.packages import RELEVANT
+from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.errors import ConfigError, ResultsError, nearest, unknown
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.records import paths

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from repro_matrix.config.catalog import changes
 from repro_matrix.config.schema import Case
-from repro_matrix.config.variants import changes
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, Variant

@@ -1,15 +1,16 @@
-"""A user's script as a case: one variant, and a signature made from the command line's options. Pure."""
+"""A user's script as an ad-hoc case: one variant, and a signature built from the command line's options."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Literal
 
 from pydantic import model_validator
 
-from repro_matrix.config.schema import Axes, Case, Launch, PassCriteria, Variant
-from repro_matrix.config.signatures import Signature
-from repro_matrix.config.strict import Strict
+from repro_matrix.config.schema import Axes, Case, Launch, PassCriteria, Signature, Variant
+from repro_matrix.config.vocabulary import Strict
+from repro_matrix.errors import ConfigError
 
 VARIANT = "unfixed"
 MODEL = "own"  # slug of the model axis: the script brings its own
@@ -75,3 +76,17 @@ def adhoc_case(
         **values,
     )
     return case.model_copy(update={"signatures": list(signatures)})
+
+
+def check_syntax(path: Path, shown: str = "") -> None:
+    """Raise ConfigError, which names the line, if a file is not Python. ``shown``: the path as written."""
+    name = shown or str(path)
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise ConfigError(f"{name}:{error.lineno}: {error.msg}: {line}") from None
+    except ValueError as error:  # null bytes
+        raise ConfigError(f"{name}: not a Python script: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None

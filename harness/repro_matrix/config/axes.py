@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from repro_matrix.config.strict import Strict, requirement
-from repro_matrix.config.vocabulary import CollectiveKind, Held
+from repro_matrix.config.vocabulary import CollectiveKind, Held, Strict, requirement
 from repro_matrix.errors import nearest
 
 

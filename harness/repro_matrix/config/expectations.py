@@ -1,28 +1,68 @@
-"""results/expected/<case>.yaml: what stored measurements showed, as a table. Pure but for reading the folder.
+"""results/expected/<case>.yaml: the verdicts that stored measurements showed, as a table. Only ``read`` reads files.
 
-One line per variant, one column per *stretch*: some cells on one hardware over a range of releases. A changed verdict
-is one changed word in a diff. Written whole by ``repro accept``; which measurements a column rests on follows from its
-cells and the releases at its ends (``measured``): ``results.backed`` looks for them.
+One line per variant, one column per range: some cells on one hardware over a range of releases. A changed verdict
+is one changed word in a diff. ``repro accept`` writes the whole file; a column's cells and the releases at its ends
+(``measured_at``) name the measurements that support it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from repro_matrix.config.expectation import Expectation, VersionRange
-from repro_matrix.config.schema import Case
-from repro_matrix.config.strict import Strict
-from repro_matrix.config.vocabulary import VerdictName
+from repro_matrix.config.vocabulary import Strict, VerdictName
 from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.paths import file_state
 
 HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
+
+
+class VersionRange(Strict):
+    """Some cells on one hardware over a range of releases: a column of results/expected."""
+
+    cells: list[str] = []  # model/strategy[/flag=value ...]; empty: every cell of the case
+    hardware: str = "cpu"
+    # Capabilities of the machine it was measured on, of those that its variants depend on: elsewhere it says nothing of
+    # these.
+    capabilities: dict[str, str | bool] = {}
+    versions: dict[str, str] = {}  # package -> specifier
+    measured_at: list[dict[str, str]] = Field(min_length=1, max_length=2)  # package -> release, at the range's ends
+    reason: str
+
+    @field_validator("versions")
+    @classmethod
+    def _specifiers(cls, value: dict[str, str]) -> dict[str, str]:
+        for package, text in value.items():
+            try:
+                SpecifierSet(text)
+            except InvalidSpecifier:
+                raise ValueError(f"{package}: not a version range such as '>=2.4,<2.6': {text!r}") from None
+        return value
+
+
+class Expectation(VersionRange):
+    """The verdicts that stored measurements showed there. Written by ``repro accept``."""
+
+    verdicts: dict[str, VerdictName]  # variant -> verdict
+    failure_ids: dict[str, str | list[str]] = {}  # variant -> what it met, where its verdict says that something failed
+
+    def failure_ids_of(self, variant: str) -> list[str] | None:
+        """What the variant may meet; None where that was never written down: then the verdict alone is compared."""
+        listed = self.failure_ids.get(variant)
+        return [listed] if isinstance(listed, str) else listed
+
+    @model_validator(mode="after")
+    def _failure_ids_of_variants(self) -> Expectation:
+        foreign = sorted(self.failure_ids.keys() - self.verdicts.keys())
+        if foreign:
+            raise ValueError(f"failure_ids names {', '.join(foreign)}, of which no verdict is expected")
+        return self
 
 
 class Table(Strict):
@@ -30,7 +70,7 @@ class Table(Strict):
 
     case: str
     ranges: list[VersionRange] = Field(min_length=1)
-    verdicts: dict[str, list[VerdictName | None]]  # variant -> by stretch
+    verdicts: dict[str, list[VerdictName | None]]  # variant -> by range
     failure_ids: dict[str, list[str | list[str] | None]] = Field(default={})  # likewise, where something failed
 
     @model_validator(mode="after")
@@ -38,7 +78,7 @@ class Table(Strict):
         for key in ("verdicts", "failure_ids"):
             for variant, row in getattr(self, key).items():
                 if len(row) != len(self.ranges):
-                    raise ValueError(f"{key} of {variant!r}: {len(row)} columns for {len(self.ranges)} stretches")
+                    raise ValueError(f"{key} of {variant!r}: {len(row)} columns for {len(self.ranges)} ranges")
         return self
 
     @property
@@ -61,7 +101,7 @@ class Table(Strict):
 def text(slug: str, entries: Iterable[Expectation]) -> str:
     """The file of a case with these expectations, in their order."""
     entries = list(entries)
-    lines = [f"{HEAD}case: {slug}", "stretches:"]
+    lines = [f"{HEAD}case: {slug}", "ranges:"]
     for entry in entries:
         said = entry.model_dump(include=set(VersionRange.model_fields), exclude_defaults=True) | {
             "hardware": entry.hardware
@@ -84,7 +124,7 @@ def _line(item: Mapping[str, Any]) -> str:
 
 
 def read(
-    folder: Path, cases: Mapping[str, Case], load: Any
+    folder: Path, cases: Collection[str], load: Callable[[Path], Any]
 ) -> tuple[dict[str, list[Expectation]], dict[str, ConfigError]]:
     """Case -> its expectations, and the name of each file that is wrong (no such table, or of no case) -> why: it
     disables itself, and with it its case. ``load`` reads a YAML file."""
@@ -103,7 +143,7 @@ def read(
 
 
 @lru_cache(maxsize=1024)
-def _entries(path: Path, state: tuple[int, ...], load: Any) -> tuple[Expectation, ...]:
+def _entries(path: Path, state: tuple[int, ...], load: Callable[[Path], Any]) -> tuple[Expectation, ...]:
     """Of a file as it is now: a search reads them for each of its probes."""
     where = str(Path(*path.parts[-3:]))
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from repro_matrix.config.strict import Strict
+from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, describe_validation
 from repro_matrix.paths import BASELINE, CHECKOUT, CONF, CONFIG_PATH, EXPECTED, REPROS, ROOT, file_state
 

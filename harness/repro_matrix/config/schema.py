@@ -1,21 +1,174 @@
-"""The schema of a case's file: what keys there are, which values they take. Pure.
+"""The schema of a case's file: signatures, claims, variants. Pure.
 
-pydantic refuses unknown keys and wrong values; ``conf.errors`` turns its complaints into a file, a key and the nearest
-valid choice.
+pydantic refuses unknown keys and wrong values; ``repro_matrix.errors`` turns its messages into a file, a key and the
+nearest valid choice.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from repro_matrix.config.axes import Invariants, Needy
-from repro_matrix.config.expectation import Expectation
-from repro_matrix.config.predictions import Claim
-from repro_matrix.config.signatures import Signature
-from repro_matrix.config.strict import Strict, requirement
-from repro_matrix.config.vocabulary import Capability
+from repro_matrix.config.expectations import Expectation
+from repro_matrix.config.vocabulary import (
+    Capability,
+    OutcomeName,
+    SignatureKind,
+    Strict,
+    VerdictName,
+    regex,
+    requirement,
+)
+
+
+class Frame(Strict):
+    """One frame that must be among an exception's (or a hung rank's) frames; regular expressions, whole match."""
+
+    module: str = ".*"
+    function: str = ".*"
+
+    _check = field_validator("module", "function")(regex)
+
+
+class Collective(Strict):
+    """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder shows it."""
+
+    kinds: list[str] = Field(min_length=1)  # regular expressions, each for one kind that was entered: allgather ...
+    missing: bool | None = None  # whether some rank never entered it
+
+    @field_validator("kinds")
+    @classmethod
+    def _regexes(cls, value: list[str]) -> list[str]:
+        return [regex(item) for item in value]
+
+
+class AmbiguousWith(Strict):
+    """Another cause that shows the very same: of an unknown script, a log alone does not tell which it was."""
+
+    cause: str
+    ruled_out_by: str | None = None  # a regular expression: a line of the same log that rules the other cause out
+
+    @field_validator("ruled_out_by")
+    @classmethod
+    def _check(cls, value: str | None) -> str | None:
+        return value if value is None else regex(value)
+
+
+class Signature(Strict):
+    """How one known failure shows itself. Which keys apply depends on ``kind``; see docs/guides/add-a-case.md."""
+
+    name: str
+    kind: SignatureKind
+    # exception: its type's name (or one of its bases), and a regular expression searched for in its message.
+    type: str | None = None
+    message: str | None = None
+    messages: dict[str, str] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
+    package: str | None = None  # exception: package of the innermost frame; log: package the record comes from
+    frames: list[Frame] = []  # exception, hang and signal: each must match one of the frames
+    collective: Collective | None = None  # hang: in what the ranks disagree, beside the frames
+    logger: str | None = None  # log: regular expression for the logger or the warning category
+    check: str | None = None  # oracle: the name of the check that fails
+    signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
+    accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
+    ranks: Literal["any", "all"] = "any"
+    ambiguous_with: AmbiguousWith | None = None  # for `repro match` alone: here the script is known
+
+    @field_validator("message", "logger")
+    @classmethod
+    def _regexes(cls, value: str | None) -> str | None:
+        return value if value is None else regex(value)
+
+    @field_validator("messages")
+    @classmethod
+    def _variant_regexes(cls, value: dict[str, str]) -> dict[str, str]:
+        return {backend: regex(text) for backend, text in value.items()}
+
+    @model_validator(mode="after")
+    def _needs(self) -> Signature:
+        needed = {
+            "exception": ("type", "package"),
+            "log": ("message", "package"),
+            "check": ("check",),
+            "hang": () if self.collective else ("frames",),
+            "signal": ("signal",),
+        }[self.kind]
+        missing = [key for key in needed if not getattr(self, key)]
+        if missing:
+            raise ValueError(f"a signature of kind {self.kind} needs {', '.join(missing)}")
+        if self.collective and self.kind != "hang":
+            raise ValueError(f"collective says where ranks hang; a signature of kind {self.kind} has none")
+        for pattern in (self.message, *self.messages.values()):
+            # The whole list of foreign messages is for the tests and `repro accept`; these few cost nothing.
+            if pattern and any(re.search(pattern, text) for text in ("", "0", "a b", "Error: the x (y) [z] 'w'")):
+                raise ValueError(f"message {pattern!r} matches anything: say what the failure's text is")
+        if self.type in ("Exception", "BaseException"):
+            raise ValueError(f"type {self.type} is every error's: name the type that is raised")
+        if self.kind == "exception" and not (self.message or self.messages):
+            raise ValueError("a signature of kind exception needs message or messages")
+        return self
+
+
+class Metric(Strict):
+    """A comparison with another variant's metric: own <= factor * other (``below``), own >= factor * other
+    (``above``)."""
+
+    name: str
+    below: str | None = None  # name of the other variant
+    above: str | None = None
+    factor: float = 1.0
+
+    @model_validator(mode="after")
+    def _one(self) -> Metric:
+        if (self.below is None) == (self.above is None):
+            raise ValueError("a metric comparison needs exactly one of below and above (another variant's name)")
+        return self
+
+
+class Prediction(Strict):
+    """What a claim says would be measured. Axes left out match every cell that was measured."""
+
+    variant: str
+    case: str | None = None
+    model: str | None = None
+    strategy: str | None = None
+    ranks: int | None = Field(default=None, ge=1)
+    stack: str | None = None
+    hardware: str | None = None
+    verdict: VerdictName | list[VerdictName] | None = None
+    outcome: OutcomeName | list[OutcomeName] | None = None
+    # The outcome but for what the log says, where the variant reproduces: that a warning is harmless, or is not.
+    outcome_without_warning: OutcomeName | list[OutcomeName] | None = None
+    metric: Metric | None = None
+    condition: str | None = None  # the condition in words, for conditional(on what)
+    # The variant in whose place this one stands, where that is not the unfixed variant: one that shares all but the
+    # change that the claim is about. The failure must reproduce there for the prediction to be tried.
+    relative_to: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Prediction:
+        if (
+            sum(part is not None for part in (self.verdict, self.outcome, self.outcome_without_warning, self.metric))
+            != 1
+        ):
+            raise ValueError("a prediction needs exactly one of verdict, outcome, otherwise and metric")
+        return self
+
+
+class Claim(Strict):
+    id: str
+    text: str
+    source: str = ""
+    predictions: list[Prediction] = []
+    untestable: str | None = None  # why nothing here can test it: it stays untested(why)
+
+    @model_validator(mode="after")
+    def _some(self) -> Claim:
+        if bool(self.predictions) == bool(self.untestable):
+            raise ValueError("a claim needs either predicts or untestable")
+        return self
 
 
 class Flag(Strict):

@@ -12,7 +12,6 @@ from typing import Any
 
 from repro_matrix.config.env_allowlist import refused
 from repro_matrix.config.project import conf_folders
-from repro_matrix.config.selection import as_path
 from repro_matrix.errors import ConfigError, nearest, unknown
 from repro_matrix.paths import CONF, file_state
 
@@ -114,7 +113,7 @@ def _composed(
     ConfigStore.instance().store(name="run_schema", node=RunSettings)
     conf, *more = folders
     names = [each.name for each in fields(RunSettings)]
-    search_path = [f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in more)}]"] if more else []
+    search_path = [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in more)}]"] if more else []
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *search_path]))
@@ -146,8 +145,16 @@ def _has_blocks(settings: RunSettings, overrides: list[str]) -> None:
         raise ConfigError(f"{named}: it has no block: 'matrix:' with a name and axes below it")
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "\\'") + "'"
+def quoted(value: str) -> str:
+    """A value as Hydra's grammar takes it (a backslash says something only before a quote)."""
+    return "'" + value.replace("'", "\\'") + "'"
+
+
+def as_path(override: str) -> str:
+    """``results=Ergebnis ö`` as the folder of that name: Hydra's grammar has neither the space nor the letter."""
+    key, _, value = override.partition("=")
+    plain = value in ("", "null") or value[0] in "'\""
+    return override if key != "results" or plain else f"results={quoted(value)}"
 
 
 def _as_list(override: str) -> str:

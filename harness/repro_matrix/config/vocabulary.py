@@ -1,8 +1,12 @@
-"""The words that files in conf/ and documents share: outcomes, verdicts, kinds of signatures, facts of a machine."""
+"""Words that files in conf/ and stored results share, the packages known by name, and the base type of every file."""
 
 from __future__ import annotations
 
+import re
 from typing import Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
+from pydantic import BaseModel, ConfigDict
 
 OutcomeName = Literal["reproduced", "passed", "other_failure", "hang", "infra_error", "skipped"]
 VerdictName = Literal[
@@ -23,3 +27,34 @@ CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
 SignatureKind = Literal["exception", "log", "check", "hang", "signal"]
 # Capabilities of the machine that every rank records (repros/repro_kit/machine.py).
 Capability = Literal["cpu_capability", "cpu_bf16", "cpu_fp16", "gpu_capability"]
+
+# Where the failures lie; releases of these are searched, and expectations hold over ranges of them.
+UPSTREAM = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
+# Trainers built upon them: a claim's condition or an error's place may name the first, a log's head both.
+TRAINERS = ("trl", "ray")
+# What a document says of its stack; the label's key stands for all the rest.
+RELEVANT = (
+    "python", *UPSTREAM, "numpy", "safetensors", "tokenizers", "huggingface-hub", "datasets", "triton",
+)  # fmt: skip
+# What people replace in a stack: what a misspelt name may have meant.
+REPLACED = (*UPSTREAM, "numpy", "tokenizers", "einops")
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+def regex(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return value
+
+
+def requirement(value: str) -> str:
+    try:
+        Requirement(value)
+    except InvalidRequirement as error:
+        raise ValueError(f"not a requirement such as 'torch>=2.4': {error}") from None
+    return value

@@ -19,10 +19,9 @@ from repro_matrix.config import project
 from repro_matrix.config.adhoc import MODEL, VARIANT, AdhocCase, Metric, adhoc_case
 from repro_matrix.config.axes import Invariants, Model, Strategy
 from repro_matrix.config.catalog import Catalogue, load
-from repro_matrix.config.schema import Case
+from repro_matrix.config.schema import Case, Signature
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.config.signatures import Signature
 from repro_matrix.environment.stacks import Stack, integrity
 from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError

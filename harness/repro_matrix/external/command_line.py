@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro_matrix.config.syntax import check_syntax
+from repro_matrix.config.adhoc import check_syntax
 from repro_matrix.errors import ConfigError, nearest
 
 # program -> module that is its command line

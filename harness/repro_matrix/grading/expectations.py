@@ -13,7 +13,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities
 from repro_matrix.grading.verdict import MEETING, Verdict

@@ -28,8 +28,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from repro_matrix.config.schema import Case
-from repro_matrix.config.signatures import Collective, Frame, Signature
+from repro_matrix.config.schema import Case, Collective, Frame, Signature
 from repro_matrix.grading.hangs import Mismatch, find_mismatches, rank_collectives
 from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank, in_package
 from repro_matrix.grading.root_cause import Failures, fatal_signal, find_failures

@@ -27,9 +27,8 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.config.packages import UPSTREAM
 from repro_matrix.config.schema import Case
-from repro_matrix.config.vocabulary import VerdictName
+from repro_matrix.config.vocabulary import UPSTREAM, VerdictName
 from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities, settings_difference
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.root_cause import FailureId, all_failure_ids

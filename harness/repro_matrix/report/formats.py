@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from repro_matrix.analysis.claims import ClaimRow
-from repro_matrix.config.packages import UPSTREAM
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.report.labels import Label, count_labels, label
 from repro_matrix.report.page_model import Cell, row_label
 from repro_matrix.results.summary import Row

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.config.packages import UPSTREAM
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.report.labels import LABELS, Label
 

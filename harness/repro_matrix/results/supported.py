@@ -8,7 +8,7 @@ from functools import lru_cache
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.grading.root_cause import FailureId

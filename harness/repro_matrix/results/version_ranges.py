@@ -16,9 +16,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from repro_matrix.config.expectation import Expectation
-from repro_matrix.config.packages import UPSTREAM
+from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.comparability import depends_on_capabilities
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.grading.root_cause import FailureId

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from repro_matrix.config.adhoc import AdhocCase
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.packages import RELEVANT
 from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
 from repro_matrix.launch.command import CommandLauncher

@@ -17,8 +17,8 @@ from typing import Any, cast
 import psutil
 
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.packages import RELEVANT
 from repro_matrix.config.settings import RunSettings
+from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.nvml import Nvml

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from repro_matrix.config import catalog as catalogues
-from repro_matrix.config import presets as named
 from repro_matrix.config import project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.catalog import Catalogue
@@ -126,7 +125,7 @@ def ask(texts: Sequence[str]) -> Request:
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalogues.load())
     settings = compose_run(line.run) if line.run else RunSettings()
-    return Request(list(texts), catalogue, settings, named.blocks(settings.matrix, line))
+    return Request(list(texts), catalogue, settings, overrides.blocks(settings.matrix, line))
 
 
 def _check_models(changes: Sequence[tuple[list[str], Any]], added: set[str], catalogue: Catalogue) -> None:
@@ -170,5 +169,5 @@ def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]
 def print_composed(texts: Sequence[str]) -> int:
     """``--cfg``: the composed configuration."""
     asked = ask(texts)
-    print(named.composed(asked.settings, asked.selections))
+    print(overrides.composed(asked.settings, asked.selections))
     return 0

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from repro_matrix.config import selection as overrides
+from repro_matrix.config.adhoc import check_syntax
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import Order, RunSettings
-from repro_matrix.config.syntax import check_syntax
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import profiles as profiles_module
 from repro_matrix.environment import system_checks

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.config.packages import RELEVANT, UPSTREAM
+from repro_matrix.config.vocabulary import RELEVANT, UPSTREAM
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError, differences, index
 from repro_matrix.environment.stacks.build import too_heavy

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro_matrix import paths
-from repro_matrix.config.packages import REPLACED
+from repro_matrix.config.vocabulary import REPLACED
 from repro_matrix.environment.stacks import build, integrity, spec
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.build import (

@@ -23,7 +23,7 @@ from packaging.version import InvalidVersion, Version
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, PyPISimple
 
 from repro_matrix import paths
-from repro_matrix.config.packages import REPLACED
+from repro_matrix.config.vocabulary import REPLACED
 from repro_matrix.environment.stacks.lock import index_settings, write
 from repro_matrix.environment.stacks.spec import StackError, canonical, short_hash
 from repro_matrix.errors import nearest

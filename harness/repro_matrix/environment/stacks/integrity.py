@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from repro_matrix.config.packages import TRAINERS, UPSTREAM
+from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.environment.stacks.spec import Stack, StackError, run_python, short_hash
 
 COMPARED = frozenset({*UPSTREAM, *TRAINERS})

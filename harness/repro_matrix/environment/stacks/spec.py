@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from repro_matrix import paths
 from repro_matrix.config import catalog, project
 from repro_matrix.config.axes import Stack as Definition
-from repro_matrix.config.packages import RELEVANT
+from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.errors import ConfigError, Options, ReproError, nearest
 
 if TYPE_CHECKING:

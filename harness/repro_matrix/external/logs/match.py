@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from repro_matrix.config.schema import Case
-from repro_matrix.config.signatures import AmbiguousWith, Signature
+from repro_matrix.config.schema import AmbiguousWith, Case, Signature
 from repro_matrix.external.logs.distinct import Error
 from repro_matrix.external.logs.scan import Note, Seen
 from repro_matrix.grading.observation import NO_RECORD, Attempt, Rank, module_names

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.config.expectation import Expectation
+from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 
 NEAREST = 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.config.packages import TRAINERS, UPSTREAM
+from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 
 PACKAGES = (*UPSTREAM, *TRAINERS)
 _NAMES = {"pytorch": "torch"}
