@@ -40,7 +40,7 @@ gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as o
 	@code=0; $(BIN)/repro doctor $(ARGS) || code=$$?; \
 	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
 	$(BIN)/repro matrix case=train-step model=qwen1.5-0.5b repeat=1 launcher=torchrun time_limit=2m results=$(PROOF)/torchrun \
-	  --against $(PROOF)/forkserver $(ARGS) || code=$$?; \
+	  --compare-to $(PROOF)/forkserver $(ARGS) || code=$$?; \
 	echo "gpu-proof: commit $(PROOF)"; exit $$code
 
 nightly: $(READY) ## the main job as CI runs it at night: three attempts a variant

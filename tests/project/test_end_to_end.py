@@ -156,7 +156,7 @@ def test_the_page_is_the_last_line_but_one_also_beside_another_run(tmp_path: Pat
     assert said.splitlines()[-2] == f"page: {page}" and page.is_file()
     assert "of 1 cell the unfixed variant alone was measured" in " ".join(said.split())
     before = shutil.copytree(tmp_path / "results", tmp_path / "before")
-    again = start(tmp_path, *asked, "--against", str(before))
+    again = start(tmp_path, *asked, "--compare-to", str(before))
     said, err = again.communicate(timeout=800)
     assert again.returncode == 0, err
     lines = said.splitlines()

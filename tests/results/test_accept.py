@@ -132,7 +132,7 @@ def test_what_is_accepted_and_what_is_refused(
     other.append("repros/x.py has changed since commit abc")
     assert "measured with other code: repros/x.py has changed since commit abc" in accepted("measured")[2]
     other.clear()
-    code, out, _ = accepted("measured", "--plan")
+    code, out, _ = accepted("measured", "--dry-run")
     assert "of which only some variants were measured" not in out
     beside = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=4" in d["cell_id"])
     first = dict(list(beside["variants"].items())[:2])
@@ -144,9 +144,9 @@ def test_what_is_accepted_and_what_is_refused(
     path = put(tmp_path / "more").with_name("beside.json")
     path.write_text(json.dumps({key: value for key, value in some.items() if key != "path"}))
     path.with_name("torn.json").write_text("{")
-    code, out, err = accepted("more", "--plan")
+    code, out, err = accepted("more", "--dry-run")
     assert code == 0 and "left out 1 cell of which only some variants were measured" in out and "torn.json" in err
-    code, out, _ = accepted("measured", "--plan")
+    code, out, _ = accepted("measured", "--dry-run")
     assert code == 0 and "1 document to publish" in out and "review and commit" not in out
     assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"
     code, out, _ = accepted("measured")

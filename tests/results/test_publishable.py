@@ -63,7 +63,7 @@ def test_only_attempts_that_count_are_counted_and_a_skip_needs_none() -> None:
 @pytest.mark.parametrize("verdict", ["SIGNATURE_MISMATCH", "FIX_BREAKS"])
 def test_what_may_be_a_mistake_is_published_only_when_it_is_named(verdict: str) -> None:
     (found,) = refusals([cell(verdict)])
-    assert f"variant fix: {verdict}: because (--take {verdict} if so)" in str(found)
+    assert f"variant fix: {verdict}: because (--allow {verdict} if so)" in str(found)
     other = {"SIGNATURE_MISMATCH": "FIX_BREAKS", "FIX_BREAKS": "SIGNATURE_MISMATCH"}[verdict]
     assert refusals([cell(verdict)], [other]) == refusals([cell(verdict)])
     assert refusals([cell(verdict)], [verdict]) == []

@@ -201,7 +201,7 @@ def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Ca
         return {file: file.stat().st_mtime_ns for folder in (BASELINE, EXPECTED) for file in folder.rglob("*.*")}
 
     before = state()
-    assert main(["accept", f"case={slug}", "--plan", "--from", str(tmp_path)]) == 0
+    assert main(["accept", f"case={slug}", "--dry-run", "--from", str(tmp_path)]) == 0
     assert "1 document to publish" in capsys.readouterr().out
     assert state() == before
     assert main(["accept", f"case={slug}", "--from", str(tmp_path)]) == 2
@@ -220,7 +220,7 @@ def test_a_plan_of_what_is_refused_is_shown_with_the_reasons_together(
     for variant in stored["variants"].values():
         variant["attempts"] = variant["attempts"][:1]
     path.write_text(json.dumps({key: value for key, value in stored.items() if key != "path"}))
-    assert main(["accept", f"case={slug}", "--plan", "--from", str(tmp_path)]) == 2
+    assert main(["accept", f"case={slug}", "--dry-run", "--from", str(tmp_path)]) == 2
     told = capsys.readouterr()
     assert "1 document to publish" in told.out
     reasons = told.err[told.err.index("would not be published:") :].splitlines()[1:]

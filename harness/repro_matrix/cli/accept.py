@@ -2,7 +2,7 @@
 
 The documents are copied into results/baseline and every case's table in results/expected is written from them. It is a
 reviewed change: nothing but this verb writes expectations, and a run never judges itself by what it has just measured.
-``--plan`` shows what would be written, and writes nothing.
+``--dry-run`` shows what would be written, and writes nothing.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from repro_matrix.text import counted
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
     parser.add_argument("--reason", help="why these verdicts are now the expected ones")
-    parser.add_argument("--plan", action="store_true", help="show what would change, and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="show what would change, and write nothing")
     parser.add_argument(
         "--from", dest="source", metavar="DIR", help="results folder (default: results/scratch: the last run)"
     )
     told = "also publish verdicts that may as well be a mistake (may be given for each)"
-    parser.add_argument("--take", action="append", default=[], choices=("SIGNATURE_MISMATCH", "FIX_BREAKS"), help=told)
+    parser.add_argument("--allow", action="append", default=[], choices=("SIGNATURE_MISMATCH", "FIX_BREAKS"), help=told)
 
 
 def main(args: argparse.Namespace) -> int:
     selection = overrides.parse(args.overrides)
     settings = compose_run(selection.run)
-    if not args.plan and not (args.reason or "").strip():
-        raise ConfigError("accept: --reason says why these verdicts are now the expected ones (--plan shows them)")
+    if not args.dry_run and not (args.reason or "").strip():
+        raise ConfigError("accept: --reason says why these verdicts are now the expected ones (--dry-run shows them)")
     catalogue = catalogues.load()
     print_notes([f"left out: {text}" for text in catalogue.left_out])
     names = set(overrides.expand("case", selection.case, catalogue.cases))
@@ -82,11 +82,11 @@ def main(args: argparse.Namespace) -> int:
     stored = [d for d in judged.documents if _within(source, d)]
     held = [d for d in judged.documents if _within(own.baseline, d)]
     documents = [d for d in stored if whole(catalogue.cases[d["case"]], d)]
-    refused = refusals(documents, args.take)
+    refused = refusals(documents, args.allow)
     refused += _of_other_code(documents, catalogue, own)
     for document in documents:
         refused += [Refusal(document_name(document), "", f"edited: {why}") for why in inconsistencies(document)]
-    if refused and not args.plan:
+    if refused and not args.dry_run:
         raise ResultsError("\n  ".join([f"{source}: not published:", *_grouped(refused)]))
     for name in sorted({str(d["case"]) for d in documents}):
         _refuse(catalogue.cases[name], [d for d in (*held, *documents) if d["case"] == name])
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"left out {counted(len(stored) - len(documents), 'cell')} of which only some variants were measured")
     if refused:  # the plan is seen first: what would be new is the reason to measure once more
         raise ResultsError("\n  ".join([f"{source}: would not be published:", *_grouped(refused)]))
-    if not args.plan:
+    if not args.dry_run:
         _publish(found, own, catalogue)
         if not args.json:
             print(f"review and commit: the documents in {own.baseline}, and the tables in {own.expected}")

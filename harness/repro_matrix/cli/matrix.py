@@ -37,7 +37,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     text = "continue the interrupted run (or this selection): what is recorded is not run again"
     parser.add_argument("--resume", action="store_true", help=text)
     text = "also compare with these results (as `repro diff`); exit code 1 for a difference"
-    parser.add_argument("--against", metavar="DIR", help=text)
+    parser.add_argument("--compare-to", metavar="DIR", help=text)
     parser.add_argument("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
 
 
@@ -65,7 +65,7 @@ def measure(
     ``for_git``: exit codes for `git bisect run`; ``page``: a run of the matrix, which measures the canary cells first
     and writes its page beside its documents."""
     mutes = quarantine.read()
-    before = load_side(args.against) if args.against else None  # errors in it are found before anything runs
+    before = load_side(args.compare_to) if args.compare_to else None  # errors in it are found before anything runs
     texts, resumed = resume.resumed(texts) if args.resume else (list(texts), None)
     prepared = session.prepare(texts, build_stacks=not args.dry_run, overlap=True, probe=True)
     quarantine.check(mutes, prepared.catalogue)
@@ -92,7 +92,9 @@ def measure(
     expired = [mute.over() for mute in applied.expired]
     if args.json:
         totals = {**run_summary.totals(prepared, summary, found), "page": str(written) if written else None}
-        print_json({"rows": found, "summary": totals, **({"against": diffs.diff_to_json(changed)} if changed else {})})
+        print_json(
+            {"rows": found, "summary": totals, **({"compared_to": diffs.diff_to_json(changed)} if changed else {})}
+        )
     else:
         print_lines(run_summary.lines(prepared, summary, found, expired, every_variant, columns()))
         if changed and before and not (summary.problem or summary.interrupted or for_git):

@@ -54,7 +54,7 @@ def _of_one(document: Cell, named: Collection[str]) -> Iterable[tuple[str, str]]
     for name, verdict in document["verdicts"].items():
         said = verdict["name"]
         if said in SUSPICIOUS and said not in named:
-            yield name, f"{said}: {verdict['reason']} (--take {said} if so)"
+            yield name, f"{said}: {verdict['reason']} (--allow {said} if so)"
 
 
 def _machines(documents: Iterable[Cell]) -> Iterable[Refusal]:
