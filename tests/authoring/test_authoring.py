@@ -132,7 +132,7 @@ def test_every_way_of_not_being_ready_is_found() -> None:
     good = {"unfixed": [("reproduced", there)] * 3, name: [("passed", there)] * 3}
     assert said(**good) == ""
     assert "not deterministic" in said(**{**good, "unfixed": [("reproduced", there), ("passed", there)]})
-    assert "is clean instead of reproduces" in said(**{**good, "unfixed": [("passed", there)]})
+    assert "is passed instead of reproduced" in said(**{**good, "unfixed": [("passed", there)]})
     assert "matches this variant too" in said(**{**good, name: [("reproduced", there)]})
     assert "no verdict" in said(**{**good, name: [("infra_error", there)]})
     also = next(each for each in case().variants if each not in ("unfixed", name))
@@ -224,8 +224,8 @@ def test_the_walk_of_an_exception_and_a_silent_case(
         assert code == 0, capsys.readouterr().out
 
 
-SHRUNK = {
-    "schema": 1, "kind": "shrunk", "what": "torchrun ... on current", "failure": "ValueError: empty list of 3",
+REDUCED = {
+    "schema": 1, "kind": "reduced", "what": "torchrun ... on current", "failure": "ValueError: empty list of 3",
     "script": "train.py", "nproc": 1, "args": ["--depth", "2"], "command": ["repro", "run"],
     "lines": {"text": "import torch\n\ntorch.optim.SGD([], lr=0.1)\n", "done": True}, "document": "shown.json",
 }  # fmt: skip
@@ -251,13 +251,13 @@ def test_a_check_that_was_interrupted_or_broke_down_does_not_say_ready(
     assert "ready" not in said.out and "the disk is full" in said.err
 
 
-def test_new_from_a_shrunk_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_from_a_reduced_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines, arguments and ranks as they were left, and the signature of the error that it showed."""
     shown = {"type": "ValueError", "message": "empty list of 3\nmore", "location": "torch.optim.optimizer.__init__"}
     outcome = {"outcome": "reproduced", "primary": shown}
-    (mine / "shown.json").write_text(json.dumps({"attempts": [{"outcome": outcome}]}))
-    (mine / "shrunk.json").write_text(json.dumps(SHRUNK))
-    assert cli.main(["new", "smaller", "--from-shrink", "shrunk.json"]) == 0
+    (mine / "shown.json").write_text(json.dumps({"variants": {"unfixed": {"attempts": [{"outcome": outcome}]}}}))
+    (mine / "reduced.json").write_text(json.dumps(REDUCED))
+    assert cli.main(["new", "smaller", "--from-reduction", "reduced.json"]) == 0
     found = catalogue.load()
     assert "smaller" in found.cases, found.cases.left_out
     made = found.raw["case"]["smaller"]
@@ -275,17 +275,17 @@ def test_new_from_a_shrunk_script(mine: Path, capsys: pytest.CaptureFixture[str]
     assert "    sys.argv[1:] = ['--depth', '2']" in text and "    torch.optim.SGD([], lr=0.1)\n" in text
     assert compile(text, "smaller.py", "exec")
     (mine / "shown.json").unlink()  # its measurement was removed since: the text alone is known
-    assert cli.main(["new", "smaller-2", "--from-shrink", "shrunk.json"]) == 0
+    assert cli.main(["new", "smaller-2", "--from-reduction", "reduced.json"]) == 0
     assert catalogue.load().raw["case"]["smaller-2"]["signatures"][0]["package"] == "TODO-package"
 
 
-def test_new_from_a_shrunk_case_is_its_smallest_cell(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_from_a_reduced_case_is_its_smallest_cell(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["model=qwen1.5-0.5b", "strategy=fsdp", "model.config.hidden_size=512", "model.config.vocab_size=4",
              "case.options.use_orig_params=true", "flags.mode=train", "ranks=3", "steps=2"]  # fmt: skip
-    data = {"kind": "shrunk", "what": "", "failure": "IndexError: x", "command": [], "case": "qwen15-fsdp-kv-cache",
+    data = {"kind": "reduced", "what": "", "failure": "IndexError: x", "command": [], "case": "qwen15-fsdp-kv-cache",
             "overrides": texts}  # fmt: skip
-    (mine / "shrunk.json").write_text(json.dumps(data))
-    assert cli.main(["new", "cache-again", "--from-shrink", "shrunk.json"]) == 0
+    (mine / "reduced.json").write_text(json.dumps(data))
+    assert cli.main(["new", "cache-again", "--from-reduction", "reduced.json"]) == 0
     capsys.readouterr()
     there, here = (
         plans(words)
@@ -306,21 +306,21 @@ def test_new_from_a_shrunk_case_is_its_smallest_cell(mine: Path, capsys: pytest.
 
 def plans(words: list[str]) -> dict[str, Any]:
     """The settings of the unfixed variant."""
-    prepared = session.prepare([*words, "variants=[broken]", "hardware=cpu"])
+    prepared = session.prepare([*words, "variants=[unfixed]", "hardware=cpu"])
     (plan,) = prepared.plans
     return dict(plan.variants[0].settings)
 
 
-def test_what_is_no_shrunk_trigger_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_reduced_trigger_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mine / "text").write_text("minimal\n")
     (mine / "other.json").write_text('{"kind": "script"}')
-    (mine / "shrunk.json").write_text(json.dumps({**SHRUNK, "lines": None, "script": "gone.py"}))
+    (mine / "reduced.json").write_text(json.dumps({**REDUCED, "lines": None, "script": "gone.py"}))
     for words, said in (
-        (["a", "--from-shrink", "none"], "none: No such file"),
-        (["a", "--from-shrink", "text"], "not what `repro shrink ... --json > text` writes"),
-        (["a", "--from-shrink", "other.json"], "not what `repro shrink"),
-        (["a", "--from-shrink", "shrunk.json"], "gone.py cannot be read"),
-        (["a", "--from-shrink", "shrunk.json", "--like", "ddp-ready-once"], "without --like"),
+        (["a", "--from-reduction", "none"], "none: No such file"),
+        (["a", "--from-reduction", "text"], "not what `repro reduce ... --json > text` writes"),
+        (["a", "--from-reduction", "other.json"], "not what `repro reduce"),
+        (["a", "--from-reduction", "reduced.json"], "gone.py cannot be read"),
+        (["a", "--from-reduction", "reduced.json", "--like", "ddp-ready-once"], "without --like"),
     ):
         assert cli.main(["new", *words]) == 2
         assert said in capsys.readouterr().err

@@ -185,7 +185,7 @@ def test_a_stack_that_is_not_built_is_no_unknown_one(
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
     assert cli.main(["export", "fsdp-uniform-dtype", "--stack", "colossalai"]) == 2
     said = capsys.readouterr().err
-    assert "it is not built here: `repro stack build colossalai`; nor is fsdp-uniform-dtype/broken stored" in said
+    assert "it is not built here: `repro stack build colossalai`; nor is fsdp-uniform-dtype/unfixed stored" in said
     assert "unknown" not in said and "did you mean" not in said
 
 
@@ -196,7 +196,7 @@ def test_an_variant_case_or_stack_that_is_not_there_is_an_error(
     there.write_text("mine")
     for words, said in (
         (["fsdp-uniform-dtyp"], "did you mean 'fsdp-uniform-dtype'"),
-        (["fsdp-uniform-dtype", "--variant", "brokn"], "did you mean 'unfixed'"),
+        (["fsdp-uniform-dtype", "--variant", "brokn"], "unknown variant 'brokn'"),
         (["fsdp-uniform-dtype", "--stack", "curent"], "did you mean 'current'"),
         (["fsdp-uniform-dtype", "--out", str(there)], "nothing is overwritten"),
         (["fsdp-uniform-dtype", "--out", str(there / "x.py")], "cannot be written"),
@@ -286,4 +286,4 @@ def test_nothing_is_built_for_a_stack_that_is_laid_over_one_that_is_not_here(
     found = wanted.resolve
     monkeypatch.setattr(wanted, "resolve", lambda name: pytest.fail(name) if "+" in name else found(name))
     assert cli.main(["export", "fsdp-uniform-dtype", "--stack", "torch2.2-tf4.36+transformers@4.37.0"]) == 2
-    assert "what it is laid over is not built here" in capsys.readouterr().err
+    assert "its base is not built here" in capsys.readouterr().err

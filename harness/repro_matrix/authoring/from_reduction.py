@@ -34,14 +34,14 @@ def read(path: str) -> Json:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--from-shrink {path}: {error.strerror}") from None
+        raise ConfigError(f"--from-reduction {path}: {error.strerror}") from None
     except ValueError:
         found = None
     keys = ("failure", "what", "command") + (
         ("case", "overrides") if isinstance(found, dict) and "case" in found else ("script", "nproc", "args")
     )
     if not isinstance(found, dict) or found.get("kind") != "reduced" or not all(key in found for key in keys):
-        raise ConfigError(f"--from-shrink {path}: not what `repro reduce ... --json > {Path(path).name}` writes")
+        raise ConfigError(f"--from-reduction {path}: not what `repro reduce ... --json > {Path(path).name}` writes")
     return found
 
 
@@ -66,7 +66,7 @@ def _text(script: str, path: str) -> str:
     try:
         return Path(script).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--from-shrink {path}: its script {script} cannot be read: {error}") from None
+        raise ConfigError(f"--from-reduction {path}: its script {script} cannot be read: {error}") from None
 
 
 def _signature(found: Json) -> Json:
@@ -105,7 +105,7 @@ def _of_case(slug: str, found: Json, path: str) -> Files:
     name = str(found["case"])
     known = catalogue.load()
     if name not in known.cases:
-        raise unknown("case", name, known.cases, f"--from-shrink {path}")
+        raise unknown("case", name, known.cases, f"--from-reduction {path}")
     selection = overrides.parse(map(str, found["overrides"]))
     laid = catalogue.load(patches=selection.patches, cases=[name])
     shape = copy.deepcopy(laid.raw["case"][name])

@@ -19,23 +19,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
     start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
     told = "begin with the smallest trigger that `repro reduce ... --json > FILE` found"
-    start.add_argument("--from-shrink", metavar="FILE", help=told)
+    start.add_argument("--from-reduction", metavar="FILE", help=told)
     parser.add_argument("--like", metavar="CASE", help="the flags, variants, axes, proof and script of another case")
     told = "numbers are wrong without an error: the check that fails (updates, loss, gradient, or one of your own)"
     parser.add_argument("--silent", metavar="CHECK", help=told)
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring import draft
-    from repro_matrix.authoring import from_reduction as shrunk
+    from repro_matrix.authoring import draft, from_reduction
     from repro_matrix.config import catalog as catalogue
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
         raise ConfigError(f"{args.slug!r}: a case's name has lower-case letters, digits and hyphens")
     if args.silent and args.from_log:
         raise ConfigError("--silent: numbers that are wrong without an error are in no log (--from-log)")
-    if args.from_shrink and (args.like or args.silent):
-        raise ConfigError("--from-shrink brings its own shape and signature: without --like and --silent")
+    if args.from_reduction and (args.like or args.silent):
+        raise ConfigError("--from-reduction brings its own shape and signature: without --like and --silent")
     known = catalogue.load()
     if args.slug in known.cases:
         raise ConfigError(f"{args.slug} is a case already (`repro show {args.slug}`)")
@@ -46,8 +45,8 @@ def main(args: argparse.Namespace) -> int:
     signatures = [draft.silent(args.silent) if args.silent else draft.unknown_exception()]
     references: list[str] = []
     models: dict[str, str] = {}
-    if args.from_shrink:
-        found = shrunk.files(args.slug, shrunk.read(args.from_shrink), args.from_shrink)
+    if args.from_reduction:
+        found = from_reduction.files(args.slug, from_reduction.read(args.from_reduction), args.from_reduction)
         shape, script, signatures = found.shape, found.script, found.signatures
         references, models = found.references, found.models
     if args.from_script:
