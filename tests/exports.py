@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from repro_matrix.authoring.export.stored import Measured
-from repro_matrix.cli.export import Exported, exported
+from repro_matrix.authoring.export.measured import Measured
+from repro_matrix.authoring.export.script import export_variant
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
@@ -128,7 +128,7 @@ def _shown(case: Case, name: str, ran: Ran) -> str | None:
 def tried(case: Case, variant: str, folder: Path) -> tuple[str, str]:
     """(shown, differs or not tried; why)."""
     try:
-        made: Exported = exported(case.slug, variant, stack=case.requires.stack)
+        made = export_variant(case.slug, variant, stack=case.requires.stack)
     except ReproError as error:
         return "not tried", str(error)
     if made.stored is None:

@@ -1,1 +1,1 @@
-"""One variant of one case as a script of its own, to paste into an upstream issue. Pure."""
+"""Write one variant of a case as a script that stands alone."""

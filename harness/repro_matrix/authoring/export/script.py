@@ -1,27 +1,168 @@
-"""The whole exported file: its header, the settings that are left, the case, then what it uses. Pure."""
+"""Write one variant of a case as a script that stands alone: header, settings, the case, then what it uses."""
 
 from __future__ import annotations
 
+import importlib.util
 import pprint
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import subprocess
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from repro_matrix.authoring.export.bundle import Bundle
-from repro_matrix.authoring.export.merge import GIVEN
+from repro_matrix.authoring.export.bundle import Bundle, bundle
+from repro_matrix.authoring.export.measured import Measured, measured
+from repro_matrix.config.schema import Case
+from repro_matrix.errors import ConfigError, ReproError
 
-_FIRST = ("os", "sys", "tempfile")
+if TYPE_CHECKING:
+    from repro_matrix.environment.stacks import Stack
+    from repro_matrix.runner.session import Session
+
+WIDTH = 100
+SHOWN = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
+_MEANS = {
+    "reproduced": "it fails as follows",
+    "passed": "it works: every rank ends with its checks right",
+    "hang": "it hangs; end it with Ctrl-C",
+    "other_failure": "it fails, but not with the failure that is named above",
+}
 
 
-def values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `run` is known to have, of a variant's settings (repros/variant_settings.resolve)."""
+@dataclass(frozen=True)
+class Exported:
+    text: str
+    ranks: int
+    stored: Measured | None  # the outcome to expect
+    skipped: str | None  # why it cannot run here
+    stack: Stack | None  # None: it is not built here
+
+
+def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None) -> Exported:
+    """Write one variant as a file. Raises ReproError: its versions are unknown, or the script cannot stand alone."""
+    from repro_matrix.config import project
+    from repro_matrix.results.store import Store
+
+    prepared, absent = _prepare(slug, list(overrides), stack)
+    plan = prepared.plans[0]
+    case = prepared.catalogue.cases[slug]
+    planned = next(each for each in plan.variants if each.variant == variant)
+    stores = map(Store, project.published())
+    documents = [document for store in stores for document in store.documents(history=True, cases=[slug])]
+    name = case.variants[variant].stack or stack or plan.cell.stack
+    have = prepared.stacks.get(name)
+    defaults = {flag: spec.default for flag, spec in case.flags.items()}
+    stored = measured(documents, planned, name, dict(have.versions) if have else {}, defaults)
+    versions = dict(stored.versions) if stored else dict(have.versions) if have else {}
+    if not versions:
+        stored_with = ", ".join(sorted({document["stack"]["name"] for document in documents})) or "none"
+        why = f"{absent or planned.skipped}; nor is {slug}/{variant} stored with it (there are: {stored_with})"
+        raise ConfigError(why)
+    settings = dict(planned.settings)
+    if case.requires.gpus:  # also where there are no GPUs
+        settings |= {"device": "cuda", "backend": "nccl"}
+    proven = stored is None or not stored.fails_by_itself
+    repros, script = prepared.catalogue.repros, prepared.catalogue.script(case)
+    kit = {f"repro_kit.{path.stem}": path.read_text(encoding="utf-8") for path in (repros / "repro_kit").glob("*.py")}
+    code = script.read_text(encoding="utf-8")
+    made = bundle(code, kit, run_values(settings), f"{slug} ({script.name})", proven)
+    remote = settings["model"].get("remote_code")
+    files = _model_files(repros / "remote_code", remote, "_published" in code or "published(" in code) if remote else {}
+    env = {**case.launch.env, **settings.get("env", {}), **case.variants[variant].env}
+    built = have is not None and all(Path(path).exists() for path in (have.python, *have.path))
+    skipped = absent or planned.skipped or (None if built else f"stack {name} is not built here")
+    header = header_lines(
+        case, variant, settings, {n: versions[n] for n in SHOWN if n in versions}, stored, proven, skipped
+    )
+    text = render(header, settings, env, made, files)
+    return Exported(text, settings["world_size"], stored, skipped, have if built else None)
+
+
+def _prepare(slug: str, overrides: list[str], stack: str | None) -> tuple[Session, str | None]:
+    """The case's plan, and why the stack is not here: then the plan is for this environment."""
+    from repro_matrix.runner import session
+    from repro_matrix.runner.request import ask
+
+    request = ask([f"case={slug}", *overrides])
+    if stack is None:
+        return session.prepare(request, build_stacks=False), None
+    try:
+        return session.prepare(request.having({"stack": stack}), build_stacks=False), None
+    except ReproError as error:
+        return session.prepare(request, build_stacks=False), str(error)
+
+
+def _model_files(folder: Path, name: str, published: bool) -> dict[str, str]:
+    """A model's own code, by its path under ``folder``; the published overrides only where the script uses them."""
+    files = [path for path in sorted((folder / name).iterdir()) if path.suffix in (".py", ".json")]
+    used = [path for path in files if published or not path.stem.endswith("_published")]
+    return {f"{name}/{path.name}": path.read_text(encoding="utf-8") for path in used}
+
+
+def run_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of `run` that a variant's settings give."""
     known = {key: settings[key] for key in ("case", "variant", "flags", "model", "strategy", "world_size", "tp_size",
              "devices", "seed", "steps", "backend", "process_group", "normal_exit")}  # fmt: skip
     options = settings["strategy"].get("options") or {}
     return {**known, "options": options, "device_kind": settings["device"], "settings": dict(settings)}
 
 
-def written(
+def header_lines(
+    case: Case,
+    variant: str,
+    settings: Mapping[str, Any],
+    versions: Mapping[str, str],
+    stored: Measured | None,
+    proven: bool,
+    skipped: str | None,
+) -> list[str]:
+    """The lines of the script's docstring. ``proven``: it checks its result; ``skipped``: why it cannot run here."""
+    ranks = settings["world_size"]
+    where = "GPUs" if settings["device"] == "cuda" else "CPU, gloo"
+    model, strategy = settings["model"], settings["strategy"]["title"]
+    lines = [
+        f"{case.title}{' (simulated GPUs)' if case.simulated else ''}",
+        "",
+        f"    torchrun --nproc-per-node {ranks} this_file.py",
+        "",
+        "Versions: " + (" ".join(f"{name}=={version}" for name, version in versions.items()) or "unknown"),
+        f"Where: {ranks} rank(s), {where}; {model['title']} ({model['scale']}, random weights); {strategy}",
+    ]
+    if case.variants[variant].help:
+        lines.append(f"Variant {variant}: {case.variants[variant].help}")
+    if skipped:
+        lines.append(f"Not run where this was written: {skipped}")
+    lines += ["", *_expected(stored)]
+    if not proven:
+        lines.append("(If it ends without an error, the failure does not occur. It does not check its numbers.)")
+    if case.references:
+        lines.append(f"See: {', '.join(case.references)}")
+    wrapped: list[str] = []
+    for line in lines:
+        indent = "      " if line.startswith("    ") else ""
+        wrapped += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return wrapped
+
+
+def _expected(stored: Measured | None) -> list[str]:
+    if stored is None:
+        return ["No measurement with these versions is stored: the outcome to expect is unknown."]
+    outcome = stored.outcome
+    means = _MEANS.get(outcome["outcome"], outcome["outcome"])
+    lines = [f"Expected ({stored.equal} of {len(stored.outcomes)} stored attempts with these versions): {means}"]
+    primary = outcome["primary"]
+    if primary and primary["type"]:
+        lines.append(f"    {primary['type']}: {primary['message'].partition(chr(10))[0][:300]}")
+        if primary["location"]:
+            lines.append(f"    raised in {primary['location']}")
+    elif outcome["outcome"] != "passed":
+        lines.append(f"    {outcome['reason'][:300]}".replace("\n", " "))
+    return lines
+
+
+def render(
     header: Sequence[str],
     settings: Mapping[str, Any],
     env: Mapping[str, str],
@@ -30,56 +171,45 @@ def written(
 ) -> str:
     """One Python file. ``header``: its docstring's lines; ``files``: the model's own code, path -> text."""
     docstring = "\n".join(header).replace("\\", "\\\\").replace('"""', "'''")
-    code = "\n".join([*bundle.case, *(text for _, text in bundle.kit)])
-    rest = [line for line in _imports(bundle.imports) if line.split()[1].partition(".")[0] not in _FIRST]
-    case = "\n\n\n".join(bundle.case)
-    kit = "\n\n\n".join(f"# {'-' * 12} {_from(name)}\n\n{text}" for name, text in bundle.kit)
+    code = "\n\n\n".join([*bundle.case, *bundle.kit])
+    imports = [line for line in bundle.imports if line not in ("import os", "import sys")]
     sections = [
-        f'"""{docstring}\n"""\n\nimport os\nimport sys\nimport tempfile\n\n{_environment(settings, env)}\n\n'
-        + "\n".join(rest),
-        "\n".join(_constants(settings, code)),
-        *([kit, case] if bundle.first else [case, kit]),
-        _files(files) if "FILES" in code else "",
+        f'"""{docstring}\n"""\n\nimport os\nimport sys\n\n{_environment(settings, env)}\n\n' + "\n".join(imports),
+        _constants(settings, code),
+        *([*bundle.kit, *bundle.case] if bundle.kit_first else [*bundle.case, *bundle.kit]),
+        _files(files) if re.search(r"\bFILES\b", code) else "",
         'if __name__ == "__main__":\n    main(body)',
     ]
-    text = "\n\n\n".join(section for section in sections if section) + "\n"
-    return text if "tempfile." in code else text.replace("import tempfile\n", "", 1)
-
-
-def _from(name: str) -> str:
-    return "this rank, and what it checks" if name == "repro_kit.run" else name.rpartition(".")[2].replace("_", " ")
+    return _formatted("\n\n\n".join(section for section in sections if section) + "\n")
 
 
 def _environment(settings: Mapping[str, Any], env: Mapping[str, str]) -> str:
-    own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    default = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if settings["device"] == "cpu":
-        own.update(GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true")
-    pairs = ", ".join(f'"{name}": "{value}"' for name, value in {**own, **env}.items())
-    return f"for _name, _value in {{{pairs}}}.items():\n    os.environ.setdefault(_name, _value)".replace(
-        '"GLOO', '\n    "GLOO'
-    )
+        default.update(GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true")
+    return f"os.environ.update({{**{ {**default, **env}!r}, **os.environ}})"
 
 
-def _imports(lines: Sequence[str]) -> list[str]:
-    """One line for what comes from one module."""
-    found: dict[str, list[str]] = {}
-    plain = []
-    for line in lines:
-        match = re.fullmatch(r"from (\S+) import (.+)", line)
-        if match is None:
-            plain.append(line)
-        else:
-            found.setdefault(match[1], []).append(match[2])
-    return [*plain, *(f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(found.items()))]
+def _constants(settings: Mapping[str, Any], code: str) -> str:
+    """The settings that the code uses, as literals: `run` has them as attributes."""
+    used = set(re.findall(r"\b(?:run|self)\.(\w+)", code))
+    config = settings["model"]["config"]
+    lines = ["class Settings:", f'    """The settings of the variant {settings["variant"]}."""', ""]
+    for name, value in run_values(settings).items():
+        if name in ("model", "strategy", "flags", "settings"):  # only what is named
+            value = {key: each for key, each in value.items() if re.search(rf"['\"]{re.escape(key)}['\"]", code)}
+        if name == "model" and "config" in value:
+            value["config"] = _Config()
+        if name in used:
+            lines.append(textwrap.indent(f"{name} = {pprint.pformat(value, width=90, sort_dicts=False)}", "    "))
+    constant = f"CONFIG = {pprint.pformat(config, width=90, sort_dicts=False)}\n\n\n"
+    text = "\n".join(lines)
+    return (constant if re.search(r"\bCONFIG\b", code + text) else "") + text
 
 
-def _constants(settings: Mapping[str, Any], code: str) -> list[str]:
-    known = {"config": settings["model"]["config"], **{key: values(settings)[key] for key in GIVEN}}
-    return [
-        f"{name.upper()} = {pprint.pformat(value, width=100, sort_dicts=False, compact=True)}"
-        for name, value in known.items()
-        if re.search(rf"\b{name.upper()}\b", code)
-    ]
+class _Config:
+    def __repr__(self) -> str:
+        return "CONFIG"
 
 
 def _files(files: Mapping[str, str]) -> str:
@@ -87,6 +217,16 @@ def _files(files: Mapping[str, str]) -> str:
     for name, text in files.items():
         quoted = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
         texts.append(f'    "{name}": """\\\n{quoted}""",')
-    return (
-        "# ------------ the model's own code, as it lies beside its weights\n\nFILES = {\n" + "\n".join(texts) + "\n}"
-    )
+    return "# The model's own code, as it lies beside its weights.\nFILES = {\n" + "\n".join(texts) + "\n}"
+
+
+def _formatted(text: str) -> str:
+    """``text`` as `ruff format` writes it, where ruff is installed."""
+    if importlib.util.find_spec("ruff") is None:
+        return text
+    from ruff.__main__ import find_ruff_bin
+
+    options = ["--isolated", "--line-length", str(WIDTH + 10), "--target-version", "py39"]
+    command = [find_ruff_bin(), "format", *options, "--stdin-filename", "exported.py", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else text

@@ -25,7 +25,7 @@ class Measured:
         return self.outcomes[0]
 
     @property
-    def alike(self) -> int:
+    def equal(self) -> int:
         return sum(one["outcome"] == self.outcome["outcome"] for one in self.outcomes)
 
     @property
@@ -56,14 +56,14 @@ def measured(
         if (
             stored
             and stored["attempts"]
-            and _alike(stored["settings"], variant.settings, defaults)
+            and _equal_settings(stored["settings"], variant.settings, defaults)
             and (same if versions else document["stack"]["name"] == stack)
         ):
             found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))
     return max(found, key=lambda each: len(each.outcomes), default=None)
 
 
-def _alike(stored: Mapping[str, Any], asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+def _equal_settings(stored: Mapping[str, Any], asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
     def options(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         found: Mapping[str, Any] = settings["strategy"].get("options") or {}
         return found
