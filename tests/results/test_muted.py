@@ -76,30 +76,30 @@ def test_summary_lists_muted_variants_with_their_owner() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(muted, "file", lambda: tmp_path / "muted.yaml")
-    monkeypatch.setattr(muted.read, "__defaults__", (tmp_path / "muted.yaml",))
-    return tmp_path / "muted.yaml"
+    monkeypatch.setattr(muted, "file", lambda: tmp_path / "quarantine.yaml")
+    monkeypatch.setattr(muted.read, "__defaults__", (tmp_path / "quarantine.yaml",))
+    return tmp_path / "quarantine.yaml"
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("muted: [{cell: x, owner: a, until: 2026-01-01}]", "muted.0.reason' is missing"),
-        ("muted: [{cell: x, owner: a, until: 2026-01-01, reason: r, untill: 1}]", "did you mean 'until'"),
-        ("muted: [{cell: x, owner: a, until: never, reason: r}]", "muted.0.until"),
-        ("mutes: []", "did you mean 'muted'"),
-        ("muted: [", "cannot be read"),
-        ("muted: []\nmuted: [{cell: x, owner: a, until: 2026-12-01, reason: r}]", "key 'muted' given twice"),
-        ("muted: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]", "key 'until' given twice"),
-        ("muted:\n" + "- {cell: x, owner: a, until: 2026-01-01, reason: r}\n" * 2, "x: muted twice"),
-        ("muted: [{cell: x, owner: a, until: 2026-13-01, reason: r}]", "cannot be read"),
+        ("quarantined: [{cell: x, owner: a, until: 2026-01-01}]", "quarantined.0.reason' is missing"),
+        ("quarantined: [{cell: x, owner: a, until: 2026-01-01, reason: r, untill: 1}]", "did you mean 'until'"),
+        ("quarantined: [{cell: x, owner: a, until: never, reason: r}]", "quarantined.0.until"),
+        ("quarantine: []", "did you mean 'quarantined'"),
+        ("quarantined: [", "cannot be read"),
+        ("quarantined: []\nquarantined: [{cell: x, owner: a, until: 2026-12-01, reason: r}]", "key 'quarantined' given twice"),
+        ("quarantined: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]", "key 'until' given twice"),
+        ("quarantined:\n" + "- {cell: x, owner: a, until: 2026-01-01, reason: r}\n" * 2, "x: quarantined twice"),
+        ("quarantined: [{cell: x, owner: a, until: 2026-13-01, reason: r}]", "cannot be read"),
         ("[]", "the whole file"),
-        ("muted: [{cell: x, owner: a, until: 2999-01-01, reason: r}]", "x: until 2999-01-01: at most 366 days"),
+        ("quarantined: [{cell: x, owner: a, until: 2999-01-01, reason: r}]", "x: until 2999-01-01: at most 366 days"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_key(file: Path, text: str, told: str) -> None:
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"muted\.yaml") as error:
+    with pytest.raises(ConfigError, match=r"quarantine\.yaml") as error:
         muted.read(file)
     assert told in str(error.value)
 

@@ -1,4 +1,4 @@
-"""Differences that somebody has taken on: ``results/muted.yaml``, reviewed as any file. Pure but for reading it.
+"""Differences that somebody has taken on: ``results/quarantine.yaml``, reviewed as any file. Pure but for reading it.
 
 A muted variant that differs from its expectation does not make a run red until its day; it is said in every summary,
 with its owner. Afterwards it counts as before, and the entry itself is an error. What could not be measured is never
@@ -54,7 +54,7 @@ class Mute(BaseModel):
 
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    muted: list[Mute] = []
+    quarantined: list[Mute] = []
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Applied:
 
 
 def file() -> Path:
-    return project.current().results / "muted.yaml"
+    return project.current().results / "quarantine.yaml"
 
 
 def read(path: Path | None = None) -> list[Mute]:
@@ -74,7 +74,7 @@ def read(path: Path | None = None) -> list[Mute]:
     path = path or file()
     try:
         found = parsed(path.read_text(encoding="utf-8"))
-        mutes = _File.model_validate({} if found is None else found).muted
+        mutes = _File.model_validate({} if found is None else found).quarantined
     except FileNotFoundError:
         return []
     except ValidationError as error:
@@ -84,7 +84,7 @@ def read(path: Path | None = None) -> list[Mute]:
     counts = Counter((mute.cell, mute.variant) for mute in mutes)
     twice = next((" variant ".join(filter(None, at)) for at, count in counts.items() if count > 1), None)
     if twice:  # with two days: which of them is meant?
-        raise ConfigError(f"{path}: {twice}: muted twice; one entry each")
+        raise ConfigError(f"{path}: {twice}: quarantined twice; one entry each")
     last = datetime.now(timezone.utc).date() + LONGEST
     far = next((mute for mute in mutes if mute.until > last), None)
     if far:
@@ -167,4 +167,4 @@ def written(mutes: Iterable[Mute]) -> str:
     """The file's text, by cell."""
     listed = sorted(mutes, key=lambda mute: (mute.cell, mute.variant or ""))
     items = [{k: v for k, v in mute.model_dump().items() if v is not None} for mute in listed]
-    return HEAD + yaml.safe_dump({"muted": items}, sort_keys=False, allow_unicode=True, width=110)
+    return HEAD + yaml.safe_dump({"quarantined": items}, sort_keys=False, allow_unicode=True, width=110)
