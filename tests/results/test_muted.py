@@ -89,8 +89,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("quarantined: [{cell: x, owner: a, until: never, reason: r}]", "quarantined.0.until"),
         ("quarantine: []", "did you mean 'quarantined'"),
         ("quarantined: [", "cannot be read"),
-        ("quarantined: []\nquarantined: [{cell: x, owner: a, until: 2026-12-01, reason: r}]", "key 'quarantined' given twice"),
-        ("quarantined: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]", "key 'until' given twice"),
+        (
+            "quarantined: []\nquarantined: [{cell: x, owner: a, until: 2026-12-01, reason: r}]",
+            "key 'quarantined' given twice",
+        ),
+        (
+            "quarantined: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]",
+            "key 'until' given twice",
+        ),
         ("quarantined:\n" + "- {cell: x, owner: a, until: 2026-01-01, reason: r}\n" * 2, "x: quarantined twice"),
         ("quarantined: [{cell: x, owner: a, until: 2026-13-01, reason: r}]", "cannot be read"),
         ("[]", "the whole file"),

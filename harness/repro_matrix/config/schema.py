@@ -243,25 +243,25 @@ class Axes(Strict):
 
 
 class Case(Strict):
-    slug: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
-    title: str
-    kind: Literal["failure", "control"] = "failure"
-    references: list[str] = []
-    summary: str = ""
+    slug: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")  # the file's name, without .yaml
+    title: str  # one line for tables
+    kind: Literal["failure", "control"] = "failure"  # control: training that must work
+    references: list[str] = []  # threads that report it: owner/repository#number
+    summary: str = ""  # the cause, in one or two sentences
     simulated: str | None = None  # what is simulated; shown wherever the case is
     script: str | None = None  # in repros/; default: the slug with underscores
-    pass_criteria: PassCriteria
+    pass_criteria: PassCriteria  # what a variant must show to count as passed
     accelerator: Literal["cpu"] | None = None  # cpu: it never touches a GPU, or cannot show itself on one
     allow_gpu_sharing: bool = False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
     min_ranks: int = Field(default=2, ge=1)  # with fewer ranks it says nothing
     supports_other_world_sizes: bool = (
         False  # whether more ranks than its own (launch.world_size) ask the same question
     )
-    steps: int = Field(default=3, ge=1)
-    repeat: int = Field(default=1, ge=1)
-    requires: Requires = Requires()
+    steps: int = Field(default=3, ge=1)  # training steps
+    repeat: int = Field(default=1, ge=1)  # attempts per variant
+    requires: Requires = Requires()  # what stack and machine must have; else the cell is skipped
     launch: Launch = Launch()
-    axes: Axes
+    axes: Axes  # the models and strategies it runs on by default
     # Whole models that every rank of the script holds beside the one that it makes parallel (where a reference began,
     # what is compared); 0: the model is drawn and compared part by part. For the memory plan.
     reference_models: int = Field(default=3, ge=0)
@@ -270,11 +270,11 @@ class Case(Strict):
     depends_on_capabilities: list[
         Capability
     ] = []  # facts of the machine that decide its answers: where they differ it has no expectation
-    flags: dict[str, Flag] = {}
-    signatures: list[Signature] = []
+    flags: dict[str, Flag] = {}  # the small settings that variants change
+    signatures: list[Signature] = []  # any of them is the known failure
     also_matches: list[str] = []  # cases whose signature may match this case's stored observation too
-    variants: dict[str, Variant]
-    claims: list[Claim] = []
+    variants: dict[str, Variant]  # unfixed first; a control has one, named control
+    claims: list[Claim] = []  # statements of threads, tested by stored results
     expect: list[Expectation] = []  # never in the case's file: the catalogue reads it from results/expected
 
     @property
