@@ -88,7 +88,7 @@ def test_a_stack_that_is_none_is_said_before_the_other_is_built(
 def test_an_endpoint_that_gives_no_answer(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, variant: "hang" if before(versions, "4.38") else "reproduced"
     err = of_releases(world, capsys, code=3)["err"]
-    assert "good (transformers 4.37.0) gives no answer for variant unfixed: hang" in err
+    assert "on transformers 4.37.0 (good), variant unfixed has no result: hang" in err
     world.uninstallable = {("transformers", "4.45.0")}
     assert "cannot be installed" in of_releases(world, capsys, code=3)["err"]
 
@@ -134,7 +134,7 @@ def test_find_change_takes_any_two_answers(world: World, capsys: pytest.CaptureF
     world.history = lambda versions, variant: "passed" if before(versions, "4.43") else "no such key"
     assert "occurs at neither end" in of_releases(world, capsys, code=2)["err"]
     (stage,) = of_releases(world, capsys, "--any-change")["stages"]
-    told = "the answer changes with transformers 4.43.0; transformers 4.42.0 is the last with the earlier answer"
+    told = "the result changes with transformers 4.43.0; transformers 4.42.0 is the last with the earlier result"
     assert stage["sentence"] == told, "neither is the bad one"
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.43.0")
 
@@ -266,13 +266,13 @@ def clone(tmp_path: Path) -> Path:
 def commits_fire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit's own source says whether it reproduces."""
 
-    def laid_over(self: Any, stack: Stack, commit: str, name: str) -> Stack:
-        root, folder = self.unpacked(commit)
+    def overlay(self: Any, stack: Stack, commit: str, name: str) -> Stack:
+        root, folder = self.unpack(commit)
         state = (root / folder / "__init__.py").read_text(encoding="utf-8").split()[2]
         other = world.resolve(f"base+transformers==4.{38 + 4 * (int(state) >= 3)}.0+g{commit[:10]}")
         return other
 
-    monkeypatch.setattr("repro_matrix.search.commits.Clone.laid_over", laid_over)
+    monkeypatch.setattr("repro_matrix.search.commits.Clone.overlay", overlay)
 
 
 def test_a_clone_gives_the_commit(
@@ -292,12 +292,12 @@ def test_a_clone_gives_the_commit(
     assert len(commit["probes"]) <= math.ceil(math.log2(7)) + 2
 
 
-def test_a_commit_is_laid_over_a_stack(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_overlay_a_stack(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     opened = open_clone(str(clone), "transformers")
     commit = opened.commit_of("4.40.0")
     stack = Stack("base", "/python", dict(BASE), ("/overlay",), "k" * 16)
-    laid = opened.laid_over(replace(stack, content="c"), commit, "name")
+    laid = opened.overlay(replace(stack, content="c"), commit, "name")
     assert laid.label_key == laid.key != stack.key
     assert laid.versions["transformers"] == f"4.39.3+g{commit[:10]}" and laid.key != stack.key
     folder = Path(laid.path[0])
@@ -320,7 +320,7 @@ def test_a_commit_is_of_the_version_that_its_source_says(
             ["git", "-C", str(clone), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
         )
         commit = head.stdout.strip()
-        laid = open_clone(str(clone), "transformers").laid_over(stack, commit, "name")
+        laid = open_clone(str(clone), "transformers").overlay(stack, commit, "name")
         assert laid.versions["transformers"] == f"{said}+g{commit[:10]}"
 
 
@@ -331,4 +331,4 @@ def test_a_repository_that_does_not_serve(clone: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a git clone"):
         open_clone(str(tmp_path), "transformers")
     with pytest.raises(stacks.StackError, match="none of src/accelerate"):
-        open_clone(str(clone), "accelerate").unpacked("HEAD")
+        open_clone(str(clone), "accelerate").unpack("HEAD")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.search import parameters
-from repro_matrix.search.parameters import Answer, Config, Parameter, Spent, Trail, arguments_of, least
+from repro_matrix.search.parameters import Config, Parameter, Response, Spent, Trail, arguments_of, least
 from repro_matrix.search.releases import ddmin
 
 NAMES = "abcdefghij"
@@ -17,11 +17,11 @@ NAMES = "abcdefghij"
 class Oracle:
     """Answers from a function, and complains when it is asked the same twice."""
 
-    def __init__(self, says: Callable[..., Answer]) -> None:
+    def __init__(self, says: Callable[..., Response]) -> None:
         self.says = says
         self.asked: list[object] = []
 
-    def __call__(self, question: object) -> tuple[Answer, int]:
+    def __call__(self, question: object) -> tuple[Response, int]:
         assert question not in self.asked, f"asked twice: {question}"
         self.asked.append(question)
         return self.says(question), 1
@@ -51,9 +51,9 @@ def test_what_is_left_fires_and_nothing_of_it_can_be_left_out(made: tuple[list[s
 def test_one_minimal_whatever_the_failure_is(count: int, random: object) -> None:
     """Answers that follow no rule, some of them unknown: what is left reproduces, and without any one thing it does
     not."""
-    answers: dict[frozenset[int], Answer] = {}
+    answers: dict[frozenset[int], Response] = {}
 
-    def says(kept: tuple[int, ...]) -> Answer:
+    def says(kept: tuple[int, ...]) -> Response:
         choices = [True, False, None]
         return answers.setdefault(frozenset(kept), len(kept) == count or random.choice(choices))  # type: ignore[attr-defined]
 
@@ -91,7 +91,7 @@ FEW = (
 
 
 @st.composite
-def failures(draw: st.DrawFn) -> Callable[[Config], Answer]:
+def failures(draw: st.DrawFn) -> Callable[[Config], Response]:
     """One that needs certain values of choices and at least so much of numbers; some configurations are no question."""
     rules: list[Callable[[object], bool]] = []
     for parameter in FEW:
@@ -106,7 +106,7 @@ def failures(draw: st.DrawFn) -> Callable[[Config], Answer]:
             rules.append(lambda value, allowed=allowed: value in allowed)  # type: ignore[misc]
     odd = draw(st.booleans())
 
-    def says(config: Config) -> Answer:
+    def says(config: Config) -> Response:
         if odd and config[4] != 1 and config[4] % 2:  # an odd hidden size is no model
             return None
         return all(rule(value) for rule, value in zip(rules, config))
@@ -117,31 +117,31 @@ def failures(draw: st.DrawFn) -> Callable[[Config], Answer]:
 GIVEN: Config = tuple(parameter.given for parameter in FEW)
 
 
-def reduced(says: Callable[[Config], Answer], **how: object) -> tuple[parameters.Reduced, Trail[Config]]:
+def reduced(says: Callable[[Config], Response], **how: object) -> tuple[parameters.Reduced, Trail[Config]]:
     trail: Trail[Config] = Trail(Oracle(says), **how)  # type: ignore[arg-type]
     assert trail.ask(GIVEN) is True
     return parameters.reduce(FEW, trail), trail
 
 
 @given(failures())
-def test_a_minimal_configuration_and_what_it_needs(says: Callable[[Config], Answer]) -> None:
+def test_a_minimal_configuration_and_what_it_needs(says: Callable[[Config], Response]) -> None:
     found, _ = reduced(says)
     assert found.done and says(found.config) is True
     for index, (parameter, each) in enumerate(zip(FEW, found.ranges)):
         value = found.config[index]
         with_ = {v: says((*found.config[:index], v, *found.config[index + 1 :])) for v in parameter.values}
-        assert all(each.asked[v] == with_[v] for v in each.asked)  # nothing is told that was not asked
+        assert all(each.answers[v] == with_[v] for v in each.answers)  # nothing is told that was not asked
         if value != parameter.simplest:
-            assert each.asked[parameter.simplest] is not True  # leaving it out makes it go, and that was asked
+            assert each.answers[parameter.simplest] is not True  # leaving it out makes it go, and that was asked
             if parameter.ordered:
                 lower = parameter.values[parameter.values.index(value) - 1]
-                assert each.asked[lower] is not True
+                assert each.answers[lower] is not True
         if parameter.ordered:
             assert each.reproducing[0] == value and with_[each.reproducing[-1]] is True
             above = [v for v in parameter.values if v > each.reproducing[-1]]
-            assert not above or each.asked[above[0]] is not True
+            assert not above or each.answers[above[0]] is not True
         else:
-            assert set(each.asked) == set(parameter.values)
+            assert set(each.answers) == set(parameter.values)
             assert (
                 each.needed == all(with_[v] is False for v in parameter.values if v != value)
                 or value != parameter.simplest
@@ -156,18 +156,20 @@ def test_a_failure_that_needs_nothing() -> None:
 
 
 @given(failures(), st.integers(1, 40))
-def test_a_budget_is_kept_and_the_same_search_goes_on(says: Callable[[Config], Answer], budget: int) -> None:
+def test_a_budget_is_kept_and_the_same_search_goes_on(says: Callable[[Config], Response], budget: int) -> None:
     whole, asked = reduced(says)
     part, trail = reduced(says, max_attempts=budget)
     assert trail.cost <= budget and says(part.config) is True
     assert part.done == (asked.cost <= budget)
     assert list(asked.answers)[: trail.cost] == list(trail.answers)  # the same questions in the same order
     rest, more = reduced_again(says, trail.answers)
-    assert (rest.config, [r.asked for r in rest.ranges]) == (whole.config, [r.asked for r in whole.ranges])
+    assert (rest.config, [r.answers for r in rest.ranges]) == (whole.config, [r.answers for r in whole.ranges])
     assert not set(more.oracle_asked) & set(trail.answers) and len(more.oracle_asked) == asked.cost - trail.cost
 
 
-def reduced_again(says: Callable[[Config], Answer], stored: dict[Config, Answer]) -> tuple[parameters.Reduced, Resumed]:
+def reduced_again(
+    says: Callable[[Config], Response], stored: dict[Config, Response]
+) -> tuple[parameters.Reduced, Resumed]:
     check = Oracle(says)
     trail: Trail[Config] = Trail(check, answers=dict(stored))
     trail.ask(GIVEN)

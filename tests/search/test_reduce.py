@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.search import reduce, statements
-from repro_matrix.search.labels import Answer as Said
+from repro_matrix.search.labels import Answer
 from repro_matrix.search.parameters import Config, Trail
-from repro_matrix.search.reduce import CaseAsker, Probe
+from repro_matrix.search.reduce import CaseSubject, Probe
 from repro_matrix.search.statements import Source, reduce_statements
 from script_observations import FINE, of_attempt, raised, rank, seen
 
@@ -26,15 +26,15 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, reproduced: Any) -> list[dict[str,
     """Return every configuration that is probed of a case from now on."""
     asked: list[dict[str, Any]] = []
 
-    def probe(self: CaseAsker, config: Config, repeat: int) -> Probe:
+    def probe(self: CaseSubject, config: Config, repeat: int) -> Probe:
         named = dict(zip((each.name for each in self.parameters), config))
         asked.append(named)
         fired = reproduced(named)
         times = fired if isinstance(fired, int) and not isinstance(fired, bool) else repeat if fired else 0
         label = "reproduced" if times else "passed"
-        return Probe(Said(label, "RuntimeError: ready twice", times, repeat), f"{len(asked)}.json", repeat)
+        return Probe(Answer(label, "RuntimeError: ready twice", times, repeat), f"{len(asked)}.json", repeat)
 
-    monkeypatch.setattr(CaseAsker, "probe", probe)
+    monkeypatch.setattr(CaseSubject, "probe", probe)
     return asked
 
 
@@ -55,7 +55,7 @@ def test_reduce_case_reports_what_the_failure_needs(
     assert set(data["needs"]) == {"flags.find_unused", "model.config.num_hidden_layers"}
     assert data["minimal"]["model.config.num_hidden_layers"] == 3 and data["minimal"]["steps"] == 1
     layers = next(each for each in data["varied"] if each["name"] == "model.config.num_hidden_layers")
-    assert layers["fires_at"][0] == 3 and 24 in layers["fires_at"] and 2 in layers["gone_at"]
+    assert layers["reproduces_at"][0] == 3 and 24 in layers["reproduces_at"] and 2 in layers["absent_at"]
     assert data["command"][:3] == ["repro", "run", CASE]
     assert "model.config.num_hidden_layers=3" in data["command"]
     text = "\n".join(reduce.lines(data))
@@ -67,11 +67,11 @@ def test_reduce_case_command_gives_the_reduced_cell() -> None:
     from repro_matrix.runner import session
     from repro_matrix.runner.request import ask
 
-    asker = reduce.open_case(None, ask([f"case={CASE}"]), stacks.resolve("current"), print, threading.Event())
-    simplest = tuple(each.simplest for each in asker.parameters)
-    prepared = session.prepare([f"case={CASE}", *asker.run_command(simplest)[3:]])
+    subject = reduce.open_case(None, ask([f"case={CASE}"]), stacks.resolve("current"), print, threading.Event())
+    simplest = tuple(each.simplest for each in subject.parameters)
+    prepared = session.prepare([f"case={CASE}", *subject.run_command(simplest)[3:]])
     found = prepared.plans[0].variants[0].settings
-    for each, value in zip(asker.parameters, simplest):
+    for each, value in zip(subject.parameters, simplest):
         group, _, name = each.name.partition(".")
         if group == "flags":
             assert found["flags"][name] == value
@@ -127,16 +127,16 @@ def test_reduce_infra_is_retried_and_never_evidence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: int
 ) -> None:
     outcomes(monkeypatch, lambda at: True)
-    probe, left = CaseAsker.probe, {}
+    probe, left = CaseSubject.probe, {}
 
-    def unlucky(self: CaseAsker, config: Config, repeat: int) -> Probe:
+    def unlucky(self: CaseSubject, config: Config, repeat: int) -> Probe:
         out = dict(zip((each.name for each in self.parameters), config))["env.X"] == "(left out)"
         left[config] = left.get(config, 0) + 1
         if out and left[config] <= lost:
-            return Probe(Said(None, "killed by SIGKILL", infra_error="launcher_died"), "z.json", repeat)
+            return Probe(Answer(None, "killed by SIGKILL", infra_error="launcher_died"), "z.json", repeat)
         return probe(self, config, repeat)
 
-    monkeypatch.setattr(CaseAsker, "probe", unlucky)
+    monkeypatch.setattr(CaseSubject, "probe", unlucky)
     code, data, _ = repro(capsys, CASE, "env.X=1")
     found = next(each for each in data["varied"] if each["name"] == "env.X")
     if lost == 1:

@@ -1,10 +1,9 @@
-"""`repro bisect CASE --good X --bad Y`: which release, package or commit changed the answer."""
+"""`repro bisect CASE --good X --bad Y`: find the release, package or commit that changed the result."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import threading
 
 from repro_matrix.cli import options as arguments
@@ -21,17 +20,17 @@ from repro_matrix.search import report
 from repro_matrix.search.bisect import Search, is_release
 from repro_matrix.search.commits import open_clone
 from repro_matrix.search.prober import Prober, Stopped, one_case
-from repro_matrix.text import printable
+from repro_matrix.text import log
 
 EPILOG = (
     "and model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack whose\n"
     "package is replaced (default: the one on which the case is known to fail).\n\n"
-    "good: the variant does not show the failure (clean; or, where the good end itself fails with another error, that\n"
-    "error). bad: it does. Any other answer in between is unknown and is skipped. Where good is the newer of the two,\n"
-    "the search is for the release with the fix. With repeat=N a flaky failure is repeated by its measured rate.\n"
-    "Two stacks: first the packages that carry the difference, then the release of each.\n"
-    "Exit code 0: found (also when only a range is left); 2: the ends are wrong; 3: an end cannot be measured, or\n"
-    "no package is the culprit."
+    "good: the failure does not occur (the variant passes; or, if the good end fails with another error, that error).\n"
+    "bad: the failure occurs. Any other result in between is unknown and is skipped. If good is the newer end, the\n"
+    "search is for the release with the fix. With repeat=N, a flaky failure is repeated according to its rate.\n"
+    "Two stacks: first the packages that cause the difference, then the release of each.\n"
+    "Exit code 0: found (also if only a range is left); 2: wrong ends; 3: an end cannot be measured, or no package\n"
+    "is the culprit."
 )
 
 
@@ -40,15 +39,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--good", required=True, help="a release without the failure, or a stack (a name, a lock file, python:PATH)")
     add("--bad", required=True, help="a release with the failure, or a stack")
-    add("--package", help="whose releases (default: transformers); with two stacks: search in this package only")
-    add("--variant", help="whose answer (default: the first variant)")
+    add("--package", help="search its releases (default: transformers); with two stacks: search this package only")
+    add("--variant", help="default: the first variant")
     find = parser.add_mutually_exclusive_group()
     text = "search for the fix: good and bad may be given in either order"
     find.add_argument("--find-fix", dest="find", action="store_const", const="fix", default="failure", help=text)
-    text = "search for any change of the answer"
+    text = "search for any change of the result"
     find.add_argument("--any-change", dest="find", action="store_const", const="change", help=text)
-    add("--repo", metavar="DIR", help="a local git clone of the package: goes on to the commit; it is only read")
-    add("--max-probes", type=arguments.number(3), metavar="N", help="at most so many probes of each search")
+    add("--repo", metavar="DIR", help="a local git clone of the package, to find the commit; the clone is only read")
+    add("--max-probes", type=arguments.number(3), metavar="N", help="at most N probes in each search")
     arguments.releases(parser)
     script_options.add(parser)
 
@@ -58,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     package = canonical(args.package) if args.package else None
     clone = open_clone(args.repo, package or "transformers") if args.repo else None
     search = Search(prober, variant, args.find, clone, args.max_probes, args.yanked, args.pre)
-    with workspace.interruptible(prober.stop, _log), prober:
+    with workspace.interruptible(prober.stop, log), prober:
         try:
             search.run(args.good, args.bad, package, base)
         except Stopped as stopped:
@@ -73,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
     script_options.refuse(args)
-    base, texts = arguments.one_stack(args, {"variants": "a bisection is of one variant: --variant NAME"})
+    base, texts = arguments.one_stack(args, {"variants": "bisect one variant with --variant NAME"})
     case = one_case(args.case)
     variant = args.variant or next(iter(case.variants))
     if variant not in case.variants:
@@ -83,12 +82,12 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
             f"Variant {variant} of {case.slug} runs on a stack of its own ({case.variants[variant].stack})."
         )
     _check_ends(args.good, args.bad)
-    prober = Prober(ask([f"case={args.case}", *texts]), _log, threading.Event(), variants=[variant])
+    prober = Prober(ask([f"case={args.case}", *texts]), log, threading.Event(), variants=[variant])
     return prober, variant, base or case.requires.stack or "current"
 
 
 def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
-    """Lock files become stacks first."""
+    """Return the prober of a script. Lock files become stacks first."""
     from repro_matrix.external.lockfiles import endpoints
     from repro_matrix.external.script_prober import ScriptProber
 
@@ -96,7 +95,7 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     script, base, settings = script_options.script_of(args)
     _check_ends(args.good, args.bad)
-    prober = ScriptProber(script, _log, threading.Event(), settings.repeat)
+    prober = ScriptProber(script, log, threading.Event(), settings.repeat)
     if not is_release(args.good):
         args.good, args.bad, notes = endpoints(args.good, args.bad, script.results)
         prober.notes += notes
@@ -119,9 +118,5 @@ def _check_ends(good: str, bad: str) -> None:
 
 
 def _stopped(stopped: Stopped) -> int:
-    _log(f"stopped: {stopped}. The probes are stored; the same command continues.")
+    log(f"stopped: {stopped}. The probes are stored; the same command continues.")
     return stopped.exit_code
-
-
-def _log(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

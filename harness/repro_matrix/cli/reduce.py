@@ -1,10 +1,9 @@
-"""`repro reduce CASE|SCRIPT`: a smallest trigger of a failure, and what of it the failure needs."""
+"""`repro reduce CASE|SCRIPT`: find the smallest trigger of a failure, and the settings that the failure needs."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import threading
 from typing import Any
 
@@ -17,7 +16,7 @@ from repro_matrix.runner import workspace
 from repro_matrix.runner.request import ask
 from repro_matrix.search import reduce
 from repro_matrix.search.prober import one_case
-from repro_matrix.text import printable
+from repro_matrix.text import log
 
 EPILOG = (
     "and model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=... as for `repro run`;\n"
@@ -31,8 +30,8 @@ EPILOG = (
 def configure(parser: argparse.ArgumentParser) -> None:
     script_options.case_or_script(parser, EPILOG)
     add = parser.add_argument
-    add("--variant", help="of a case: which variant is reduced (default: the first)")
-    add("--max-probes", type=arguments.number(1), metavar="N", help="launch at most so many attempts")
+    add("--variant", help="of a case: the variant to reduce (default: the first)")
+    add("--max-probes", type=arguments.number(1), metavar="N", help="launch at most N attempts")
     add("--out", metavar="FILE", help="of a script: the reduced file (default: beside it, train.reduced.py)")
     script_options.add(parser)
 
@@ -46,27 +45,27 @@ def main(args: argparse.Namespace) -> int:
     data["command_line"] = shlex.join(["repro", "reduce", *args.words])
     print_json(data) if args.json else print_lines(list(reduce.lines(data)))
     if search.stopped:
-        _log(f"stopped: {search.stopped}. The probes are stored; the same command continues.")
+        log(f"stopped: {search.stopped}. The probes are stored; the same command continues.")
         return search.stopped.exit_code
     if data["unsure"]:
-        _log(f"unknown if these can be left out: {', '.join(data['unsure'])}. The same command asks again.")
+        log(f"Unknown whether these can be left out: {', '.join(data['unsure'])}. Run the same command again.")
     elif not data["done"]:
-        _log("No attempts are left: the probes are stored; the same command with a larger --max-probes continues.")
+        log("No attempts are left. The probes are stored; run the same command with a larger --max-probes to continue.")
     return 0 if data["done"] else 3
 
 
 def _case(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Search, dict[str, Any]]:
     script_options.refuse(args)
     if args.out:
-        raise ConfigError("--out is for a script of your own; the smallest cell of a case is a command.")
-    spec, texts = arguments.one_stack(args, {"variants": "one variant is reduced: --variant NAME"})
+        raise ConfigError("--out is for a script of your own; the reduced cell of a case is a command.")
+    spec, texts = arguments.one_stack(args, {"variants": "reduce one variant with --variant NAME"})
     case = one_case(args.case)
-    stack = reduce.resolve_stack(spec or case.requires.stack or "current", _log)
+    stack = reduce.resolve_stack(spec or case.requires.stack or "current", log)
     request = ask([f"case={args.case}", *texts])
-    asker = reduce.open_case(args.variant, request, stack, _log, stop)
-    search = reduce.Search(asker, args.max_probes, request.settings.repeat or case.repeat)
-    with workspace.interruptible(stop, _log):
-        return search, reduce.reduce_case(asker, search, args.variant or asker.first)
+    subject = reduce.open_case(args.variant, request, stack, log, stop)
+    search = reduce.Search(subject, args.max_probes, request.settings.repeat or case.repeat)
+    with workspace.interruptible(stop, log):
+        return search, reduce.reduce_case(subject, search, args.variant or subject.first)
 
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Search, dict[str, Any]]:
@@ -74,15 +73,11 @@ def _script(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Sea
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     if getattr(args, "command", None):
         raise ConfigError("Name the script and its --args: repro reduce ./train.py --nproc 2 --args '...'")
-    script, spec, settings = script_options.script_of(args, "only a bisection compares its ends")
+    script, spec, settings = script_options.script_of(args, "only a bisection can find the limit itself")
     file = script.command.script
     out = reduce.output_path(file, args.out) if file else None
-    stack = in_shell(reduce.resolve_stack(spec, _log))
-    asker = reduce.open_script(script, args.case, args.module, args.script_args, stack, _log, stop)
-    search = reduce.Search(asker, args.max_probes, settings.repeat or 1)
-    with workspace.interruptible(stop, _log):
-        return search, reduce.reduce_script(asker, search, out)
-
-
-def _log(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+    stack = in_shell(reduce.resolve_stack(spec, log))
+    subject = reduce.open_script(script, args.case, args.module, args.script_args, stack, log, stop)
+    search = reduce.Search(subject, args.max_probes, settings.repeat or 1)
+    with workspace.interruptible(stop, log):
+        return search, reduce.reduce_script(subject, search, out)

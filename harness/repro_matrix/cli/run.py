@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import threading
 
 from repro_matrix.cli import matrix, script_options
@@ -16,7 +15,7 @@ from repro_matrix.errors import ConfigError, ReproError, unknown
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results.rows import error_at
 from repro_matrix.runner import session, workspace
-from repro_matrix.text import printable
+from repro_matrix.text import log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +23,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=text)
     arguments.overrides(parser)
     matrix.run_options(parser)
-    text = "for git bisect run: of the first variant, 0 clean, 1 the failure, 125 neither; 128 and more: an error"
+    text = (
+        "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128 or more: an error"
+    )
     parser.add_argument("--bisect-exit", action="store_true", help=text)
     script_options.add(parser)
     parser.set_defaults(command=())
     parser.epilog = (
         "repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.\n"
-        "A script's exit codes: 0 clean, 1 the failure or another one, 3 the outcome is unknown."
+        "A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown."
     )
 
 
@@ -53,20 +54,20 @@ def run_script(args: argparse.Namespace) -> int:
     from repro_matrix.external import script_report
     from repro_matrix.external.adhoc_case import in_shell, known_failures
 
-    script, spec, settings = script_options.script_of(args, "only a search compares by itself")
+    script, spec, settings = script_options.script_of(args, "only a bisection can find the limit itself")
     request = script.request(spec, settings.repeat)
     case = request.catalogue.cases[script.slug]
     assert isinstance(case, AdhocCase)
     if args.dry_run:
         print(f"{case.title}: {case.launch.world_size} ranks on stack {spec}, at most {case.launch.deadline:g} s")
         return 0
-    prepared = session.prepare(request, given={spec: in_shell(stacks.resolve(spec, say=_log))})
+    prepared = session.prepare(request, given={spec: in_shell(stacks.resolve(spec, say=log))})
     plan = prepared.plans[0].variants[0]
     if plan.skipped:
         raise ConfigError(f"{case.title} cannot run here: {plan.skipped}")
     stop = threading.Event()
-    with workspace.interruptible(stop, _log, workspace.RESUMED):
-        summary = workspace.execute(prepared, lambda event: None, stop, resume=args.resume, on_warning=_log)
+    with workspace.interruptible(stop, log, workspace.RESUMED):
+        summary = workspace.execute(prepared, lambda event: None, stop, resume=args.resume, on_warning=log)
     if summary.problem:
         raise ReproError(summary.problem)
     document = summary.documents[0]
@@ -89,7 +90,3 @@ def run_script(args: argparse.Namespace) -> int:
     if args.bisect_exit:
         return 1 if outcomes & failed else 0 if outcomes == {"passed"} else 125
     return 0 if outcomes == {"passed"} else 3 if outcomes <= {"infra_error"} else 1
-
-
-def _log(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

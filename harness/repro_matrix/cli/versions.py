@@ -1,9 +1,8 @@
-"""`repro versions CASE`: in which releases of a package each variant shows the failure, from measurement."""
+"""`repro versions CASE`: measure in which releases of a package each variant shows the failure."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from repro_matrix.runner.request import ask
 from repro_matrix.search import report
 from repro_matrix.search.prober import Point, Prober, Stopped, Target, one_case
 from repro_matrix.search.releases import maps
-from repro_matrix.text import printable
+from repro_matrix.text import log, printable
 
 EPILOG = (
     "and variants=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
@@ -35,13 +34,13 @@ EPILOG = (
 def configure(parser: argparse.ArgumentParser) -> None:
     script_options.case_or_script(parser, EPILOG)
     add = parser.add_argument
-    add("--package", default="transformers", help="whose releases (default: transformers)")
+    add("--package", default="transformers", help="map its releases (default: transformers)")
     text = "such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)"
     add("--range", metavar="FIRST..LAST", help=text)
     text = "releases to probe first (default: at least 8); every change is then narrowed to neighbours"
     add("--samples", type=arguments.number(1), metavar="N", help=text)
     add("--exhaustive", action="store_true", help="probe every release")
-    add("--max-probes", type=arguments.number(1), metavar="N", help="at most so many probes")
+    add("--max-probes", type=arguments.number(1), metavar="N", help="at most N probes")
     arguments.releases(parser)
     script_options.add(parser)
 
@@ -64,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
         return {variant: answer.label for variant, answer in points[at].variants.items()}
 
     stopped: Stopped | None = None
-    with workspace.interruptible(prober.stop, _log), prober:
+    with workspace.interruptible(prober.stop, log), prober:
         how = {"samples": args.samples, "exhaustive": args.exhaustive, "max_probes": args.max_probes}
         try:
             found = maps(len(targets), prober.variants, probe, known, **how)
@@ -75,10 +74,10 @@ def main(args: argparse.Namespace) -> int:
     data["stopped"] = str(stopped) if stopped else None
     print_json(data) if args.json else _show(data)
     if stopped:
-        _log(f"stopped: {stopped}. The probes are stored; the same command continues.")
+        log(f"stopped: {stopped}. The probes are stored; the same command continues.")
         return stopped.exit_code
     if not any(variant["segments"] for variant in data["variants"].values()):
-        raise MeasureError("No release of these gave an answer.")
+        raise MeasureError("No release in the range has a result. The reasons are listed above.")
     return 0
 
 
@@ -86,12 +85,12 @@ def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
     if script_options.is_script(args):
         from repro_matrix.external.script_prober import ScriptProber
 
-        script, base, settings = script_options.script_of(args, "a bisection compares its ends by itself")
-        return ScriptProber(script, _log, threading.Event(), settings.repeat), base
+        script, base, settings = script_options.script_of(args, "only a bisection can find the limit itself")
+        return ScriptProber(script, log, threading.Event(), settings.repeat), base
     script_options.refuse(args)
     given, texts = arguments.one_stack(args)
     case = one_case(args.case)
-    prober = Prober(ask([f"case={args.case}", *texts]), _log, threading.Event())
+    prober = Prober(ask([f"case={args.case}", *texts]), log, threading.Event())
     return prober, given or case.requires.stack or "current"
 
 
@@ -111,7 +110,3 @@ def _show(data: dict[str, Any]) -> None:
     print_table(title, ["variant", "releases", "probed", "answer"], report.map_rows(data))
     for line in report.map_notes(data):
         print(printable(line))
-
-
-def _log(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
-"""Between a good and a bad point, the two neighbours where the answer changes; between two stacks, the packages.
+"""Bisect releases, packages and commits: find the neighbours between which the answer changes.
 
-Which answer is good and which is bad is what the two endpoints answer, verified first. Anything else that a point in
-between answers (another error, a hang, a release that cannot be installed) is unknown: it is skipped, and reported.
+The two endpoints are verified first; they define which answer is good and which is bad. Any other answer in between
+(another error, a hang, a release that cannot be installed) is unknown: it is skipped and reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from repro_matrix.search import releases, report
 from repro_matrix.search.commits import Clone
 from repro_matrix.search.labels import PASSED, REPRODUCED, Answer
 from repro_matrix.search.prober import Point, Prober, Stopped, Target
-from repro_matrix.search.releases import NO, YES, Bisection
+from repro_matrix.search.releases import NO, YES, Bisection, Culprits
 
 Find = Literal["failure", "fix", "change"]
 
@@ -34,10 +34,10 @@ class Roles:
 
     good: str
     bad: str
-    exact: bool = False  # any change: only these two texts, and not every clean run
+    exact: bool = False  # any change: only these two texts; another passing run is unknown
 
-    def of(self, answer: Answer) -> releases.Label | None:
-        """Return YES (bad), NO (good), or None: it cannot be known."""
+    def label(self, answer: Answer) -> releases.Label | None:
+        """Return YES (bad), NO (good), or None (unknown)."""
         label = answer.whole if self.exact else answer.label
         if label is None:
             return None
@@ -78,19 +78,8 @@ class BisectionResult:
         return self.result.boundary is not None and self.result.boundary.exact
 
 
-@dataclass(frozen=True)
-class Culprits:
-    """``members`` at the bad stack's versions carry the bad answer into the good stack. None: no set was seen to."""
-
-    members: tuple[str, ...] | None
-    unproven: tuple[str, ...]  # members of which it could not be known if they can be left out
-    changed: dict[str, tuple[str, str]]  # every package that both stacks have: (good, bad)
-    notes: tuple[str, ...]  # what else differs between the two and was not tried
-    tried: tuple[tuple[str, str], ...]  # (packages taken over, answer)
-
-
 class Bisector:
-    """Asks points of one variant, a flaky one as often as its failure rate calls for."""
+    """Probes of one variant; a flaky one is repeated as often as its failure rate requires."""
 
     def __init__(self, prober: Prober, variant: str) -> None:
         self.prober, self.variant = prober, variant
@@ -100,36 +89,36 @@ class Bisector:
         point = self.prober.probe(target)
         answer = point.variants[self.variant]
         if not answer.flaky and answer.label not in (None, REPRODUCED) and answer.counted < self.repeats:
-            point = self.prober.probe(target, self.repeats)  # one clean attempt is no proof where the failure is flaky
+            point = self.prober.probe(target, self.repeats)  # one passing attempt of a flaky failure is no proof
             answer = point.variants[self.variant]
         if answer.flaky:
             self.repeats = max(self.repeats, releases.repeats_for(answer.fired, answer.counted))
         return point
 
     def endpoints(self, good: Target, bad: Target, find: Find, bad_is_older: bool | None) -> tuple[Roles, bool]:
-        """Return the roles of the two endpoints, and whether they have to change places. Raises what is wrong.
+        """Return the roles of the two endpoints, and whether they have to change places.
 
-        ``bad_is_older``: None where there is no order (two stacks).
+        ``bad_is_older``: None for two stacks. Raises MeasureError: an end has no answer; ConfigError: wrong ends.
         """
         worse, better = self.ask(bad).variants[self.variant], self.ask(good).variants[self.variant]
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
             if answer.label is None:
-                raise MeasureError(
-                    f"{side} ({target.name}) gives no answer for variant {self.variant}: {answer.detail}"
-                )
+                reason = f"variant {self.variant} has no result: {answer.detail}"
+                raise MeasureError(f"Cannot bisect: on {target.name} ({side}), {reason}")
         exact = find == "change"
         ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
         if (worse.whole == better.whole) if exact else (worse.label == better.label):
             raise ConfigError(
-                f"Cannot bisect: both ends give the same result ({ends}). `repro versions` shows the result of every "
-                "release; a narrower description of the failure may tell the two apart."
+                f"Cannot bisect: {good.name} (good) and {bad.name} (bad) give the same result "
+                f"({'; '.join(dict.fromkeys(map(str, (better, worse))))}). Use `repro versions` to see the result of "
+                "every release, or describe the failure more precisely."
             )
         if exact:
             return Roles(str(better.whole), str(worse.whole), True), False
         if REPRODUCED not in (worse.label, better.label):
             raise ConfigError(
-                f"Cannot bisect: the failure occurs at neither end ({ends}). --any-change finds where one result turns "
-                "into the other."
+                f"Cannot bisect: the failure occurs at neither end ({ends}). Use --any-change to find where the result "
+                "changes."
             )
         swapped = better.label == REPRODUCED
         fixing = bad_is_older if not swapped else (None if bad_is_older is None else not bad_is_older)
@@ -142,32 +131,33 @@ class Bisector:
         return Roles(str(other.label), str(reproducing.label)), swapped
 
     def search(self, targets: Sequence[Target], roles: Roles, max_probes: int | None = None) -> BisectionResult:
-        """``targets`` from the good end to the bad one; both have been asked."""
+        """Bisect ``targets``, in order from the good end to the bad one. Both ends are measured."""
         points: dict[int, Point] = {}
         last = len(targets) - 1
 
         def probe(at: int) -> releases.Label | None:
             points[at] = self.ask(targets[at])
-            return roles.of(points[at].variants[self.variant])
+            return roles.label(points[at].variants[self.variant])
 
         known = {last: probe(last), 0: probe(0)}
         left = None if max_probes is None else max(0, max_probes - 2)
         try:
             result = releases.bisect(len(targets), probe, known=known, max_probes=left, confirm=probe)
         except Stopped as stopped:
-            known = {at: roles.of(point.variants[self.variant]) for at, point in points.items()}
+            known = {at: roles.label(point.variants[self.variant]) for at, point in points.items()}
             result = releases.bisect(len(targets), probe, known=known, max_probes=0)
             return BisectionResult(self.variant, roles, tuple(targets), result, points, stopped)
         if result.status != "found":
             ends = "; ".join(f"{targets[at].name}: {points[at].variants[self.variant]}" for at in (0, last))
-            raise ConfigError(f"Cannot bisect: asked more often, the endpoints no longer differ as they did ({ends}).")
+            raise ConfigError(f"Cannot bisect: with more attempts, the two ends no longer differ ({ends}).")
         return BisectionResult(self.variant, roles, tuple(targets), result, points)
 
     # -- which packages
 
     def culprits(self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()) -> Culprits:
-        """Return the smallest set of packages that has to be taken over from ``bad`` into ``good`` (whose specification
-        is ``spec``) for it to answer as the bad one does."""
+        """Return the smallest set of packages that, at the versions of ``bad``, gives ``good`` the bad answer.
+
+        ``spec``: the specification of ``good``."""
         changed = changed_packages(good, bad)
         tried: dict[str, str] = {}
 
@@ -175,36 +165,36 @@ class Bisector:
             chosen = [name for name in changed if name in taken]
             words = [f"{name} {changed[name][1]}" for name in chosen]
             replaced = with_versions(spec, ((name, changed[name][1]) for name in chosen))
-            answer = self.ask(Target(" + ".join(["the good stack", *words]), replaced, held=_held(chosen))).variants[
+            answer = self.ask(Target(" + ".join(["the good stack", *words]), replaced, fixed=_fixed(chosen))).variants[
                 self.variant
             ]
             tried[" + ".join(words) or "nothing"] = str(answer)
-            return roles.of(answer)
+            return roles.label(answer)
 
-        found = releases.Culprits(None)
+        culprits = Culprits(None)
         for items in _candidates(list(changed), only):
-            found = releases.find_culprits(items, probe)
-            if found.members is not None:
+            culprits = releases.find_culprits(items, probe)
+            if culprits.members is not None:
                 break
-        return Culprits(found.members, found.unproven, changed, _notes(good, bad), tuple(tried.items()))
+        return replace(culprits, changed=changed, notes=_notes(good, bad), tried=tuple(tried.items()))
 
     def release_of(
         self, roles: Roles, spec: str, culprits: Culprits, package: str, max_probes: int | None = None
     ) -> BisectionResult | str:
-        """Return in which release the culprit package changed the answer (the other members stay as in the bad stack),
-        or why that could not be found."""
+        """Return in which release the culprit package changed the answer (the other culprits stay as in the bad stack),
+        or the reason why that is unknown."""
         others = [(name, culprits.changed[name][1]) for name in culprits.members or () if name != package]
         try:
-            held = _held([package, *(name for name, _ in others)])
+            fixed = _fixed([package, *(name for name, _ in others)])
             base = with_versions(spec, others)
-            targets = release_line(package, base, *culprits.changed[package], unchanged=True, held=held)
+            targets = release_line(package, base, *culprits.changed[package], unchanged=True, fixed=fixed)
             return self.search(targets, roles, max_probes)
         except (StackError, InvalidVersion, ReproError) as error:
             return f"The release of {package} could not be found: {error}"
 
 
 def changed_packages(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
-    """Return the packages that both have at other versions; those that failures usually come from first."""
+    """Return the packages of which both have different versions, the usual causes of failures first."""
     pairs = {name: pair for name, pair in differences(good.versions, bad.versions).items() if all(pair)}
     rank = {name: at for at, name in enumerate(RELEVANT)}
     return dict(sorted(pairs.items(), key=lambda item: rank.get(item[0], len(rank))))
@@ -215,15 +205,15 @@ def with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
     return reduce(lambda text, item: stacks.with_release(text, *item), versions, spec)
 
 
-def _held(names: Iterable[str]) -> frozenset[str]:
-    """Return the packages that a probe of these is about: they, and the others of which failures usually come. The rest
-    (tokenizers ...) moves with them, where a lock file pins it at a release that they do not take."""
+def _fixed(names: Iterable[str]) -> frozenset[str]:
+    """Return the packages that keep their versions in a probe: these, and the other usual causes of failures. The rest
+    (tokenizers ...) may move where a lock file pins a release that they do not accept."""
     return frozenset([*names, *UPSTREAM])
 
 
 def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
-    """Return the sets of packages to search in, the cheapest first: those that can be installed on top of a torch that
-    stays, all of those that failures usually come from, then whatever differs."""
+    """Return the sets of packages to search, the cheapest first: usual causes that can be installed on top of the same
+    torch, all usual causes, then every package that differs."""
     if only:
         return [[name for name in changed if name in only]]
     usual = [name for name in changed if name in RELEVANT]
@@ -235,19 +225,19 @@ def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
 def _notes(good: Stack, bad: Stack) -> tuple[str, ...]:
     pythons = good.versions.get("python", ""), bad.versions.get("python", "")
     notes = [f"Python differs, too: {pythons[0]} and {pythons[1]}"] if pythons[0] != pythons[1] else []
-    for one, other, word in ((good, bad, "good"), (bad, good, "bad")):
+    for one, other, side in ((good, bad, "good"), (bad, good, "bad")):
         alone = [name for name in RELEVANT if name in one.versions and name not in other.versions]
-        notes += [f"only the {word} stack has {', '.join(alone)}"] if alone else []
+        notes += [f"only the {side} stack has {', '.join(alone)}"] if alone else []
     return tuple(notes)
 
 
 def release_line(
     package: str, spec: str, good: str, bad: str, *, yanked: bool = False, pre: bool = False, unchanged: bool = False,
-    held: frozenset[str] = frozenset(),
+    fixed: frozenset[str] = frozenset(),
 ) -> list[Target]:  # fmt: skip
     """Return the releases of a package from the good version to the bad one, on top of a stack; both ends included.
 
-    ``unchanged``: the stack itself is the good end. ``held``: Target.held of all of them.
+    ``unchanged``: the stack itself is the good end. ``fixed``: Target.fixed of all of them.
     """
     ends = {Version(good): good, Version(bad): bad}
     known = {release.parsed: release.version for release in index.releases(package, yanked=yanked, pre=pre)}
@@ -256,7 +246,7 @@ def release_line(
 
     def target(text: str) -> Target:
         at = spec if unchanged and text == good else stacks.with_release(spec, package, text)
-        return Target(f"{package} {text}", at, held=held)
+        return Target(f"{package} {text}", at, fixed=fixed)
 
     return [target(text) for _, text in line]
 
@@ -338,7 +328,7 @@ class Search:
         ends = found.good, found.bad
         good, bad = (clone.commit_of(point.versions[clone.package]) for point in ends)
         line = clone.between(good, bad)
-        # The releases' requirements may differ: on top of the one, and if that does not answer, on top of the other.
+        # The releases' requirements may differ: try the commits on top of one, then of the other.
         reasons = []
         for point in sorted(ends, key=lambda end: Version(end.versions[clone.package]), reverse=True):
             targets = [self._commit(clone, commit, point.target.spec) for commit in line]
@@ -347,13 +337,13 @@ class Search:
             except Stopped as stopped:
                 self.stopped = stopped
                 return
-            if (found.roles.of(first), found.roles.of(last)) == (NO, YES):
+            if (found.roles.label(first), found.roles.label(last)) == (NO, YES):
                 break
             reasons.append(f"on top of {point.target.name}: {first}; {last}")
         else:
             self.notes.append(
-                "No search over commits: the tagged commits, on top of the releases' stacks, do not answer as the "
-                f"releases do ({' | '.join(reasons)})."
+                "No search over commits: the tagged commits, on top of the releases' stacks, do not give the releases' "
+                f"results ({' | '.join(reasons)})."
             )
             return
         self.prober.say(f"{len(line)} commits touch {clone.package} between the two tags, {_most(len(line))}")
@@ -362,17 +352,17 @@ class Search:
         if commits.result.boundary is not None and commits.exact:
             pair = line[commits.result.boundary.before], line[commits.result.boundary.after]
             child = pair[1] if clone.is_ancestor(*pair) else pair[0]
-            merged = clone.merged(child)
+            count = clone.merged_commits(child)
             self.stages[-1]["title"] = clone.title(child)
-            self.stages[-1]["sentence"] = f"The answer changes with commit {child[:12]}" + (
-                f", a merge of {merged} commits" if merged else ""
+            self.stages[-1]["sentence"] = f"The result changes with commit {child[:12]}" + (
+                f", a merge of {count} commits" if count else ""
             )
 
     def _commit(self, clone: Clone, commit: str, spec: str) -> Target:
         name = f"{spec}#{clone.package}@{commit[:12]}"
 
         def make() -> Stack:
-            return clone.laid_over(self.prober.base(spec), commit, name)
+            return clone.overlay(self.prober.base(spec), commit, name)
 
         return Target(f"commit {commit[:12]}", name, make, base=spec)
 

@@ -1,7 +1,7 @@
-"""From two releases to the commits between them, in a local clone that is only read: nothing in it is checked out.
+"""The commits between two releases, from a local clone that is only read: nothing in it is checked out.
 
-A commit's source folder is unpacked into the user's cache and laid over a stack by PYTHONPATH, so that this is for
-packages of plain Python (its compiled parts, and what its installer generates, stay those of the stack).
+A commit's source folder is unpacked into the user's cache and put before a stack by PYTHONPATH. This serves packages of
+plain Python: compiled parts, and files that the installer generates, stay those of the stack.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Clone:
     def git(self, *words: str) -> str:
         done = self._run(words)
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
-            raise ConfigError(f"--repo {self.path}: git {words[0]}: {said[-1]}")
+            lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
+            raise ConfigError(f"--repo {self.path}: git {words[0]}: {lines[-1]}")
         return done.stdout.decode(errors="replace").strip()
 
     def _run(self, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
-        # Whatever repository the shell points at is not meant; and a look may not touch the clone's index.
+        # Ignore the shell's repository (GIT_DIR), and do not write the clone's index.
         env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
         try:
@@ -60,7 +60,7 @@ class Clone:
     # -- which commits
 
     def commit_of(self, release: str) -> str:
-        """The commit that a release's tag names."""
+        """Return the commit of a release's tag."""
         forms = {release, re.sub(r"\.0$", "", release) if release.count(".") == 2 else release}
         tags = [head + form for form in sorted(forms, reverse=True) for head in self._heads()]
         for tag in tags:
@@ -74,25 +74,23 @@ class Clone:
         return ("v", "", "release-", "release/", f"{self.package}-", f"{self.package}-v", f"{self.package}/v")
 
     def between(self, first: str, last: str) -> list[str]:
-        """The commits from one to the other that touch the package, both ends included.
+        """Return the commits from one to the other that touch the package, both ends included.
 
-        A release is often tagged on a branch of its own: then the way leads back to where the branches part and from
-        there on, so that neighbours on it are always a commit and its (first) parent.
+        A release is often tagged on its own branch. The path then goes back to the fork and on from there, so that
+        neighbours are always a commit and its first parent.
         """
         done = self._run(["merge-base", first, last])
         fork = done.stdout.decode().strip()
         if done.returncode or not fork:
             raise ConfigError(
-                f"--repo {self.path}: {first[:10]} and {last[:10]} have no common past (a shallow clone?)"
+                f"--repo {self.path}: {first[:10]} and {last[:10]} have no common ancestor. Is it a shallow clone?"
             )
-        way = [first, *reversed(self._leg(fork, first)), fork, *self._leg(fork, last), last]
-        return [c for index, c in enumerate(way) if c not in way[:index]]
+        path = [first, *reversed(self._leg(fork, first)), fork, *self._leg(fork, last), last]
+        return list(dict.fromkeys(path))
 
     def _leg(self, fork: str, tip: str) -> list[str]:
-        """Oldest first, without the fork itself."""
-        return self.git(
-            "rev-list", "--first-parent", "--reverse", f"{fork}..{tip}", "--", *self.folders
-        ).split()  # fmt: skip
+        """Return the commits after the fork, the oldest first."""
+        return self.git("rev-list", "--first-parent", "--reverse", f"{fork}..{tip}", "--", *self.folders).split()
 
     def title(self, commit: str) -> str:
         return self.git("show", "--no-patch", "--format=%h %cs %s", commit)
@@ -100,8 +98,8 @@ class Clone:
     def is_ancestor(self, older: str, newer: str) -> bool:
         return self._run(["merge-base", "--is-ancestor", older, newer]).returncode == 0
 
-    def merged(self, commit: str) -> int:
-        """How many commits a merge brought in; 0 for a plain commit."""
+    def merged_commits(self, commit: str) -> int:
+        """Return how many commits a merge contains; 0 for a plain commit."""
         if len(self.git("rev-list", "--parents", "--max-count=1", commit).split()) < 3:
             return 0
         return int(self.git("rev-list", "--count", f"{commit}^1..{commit}"))
@@ -109,15 +107,15 @@ class Clone:
     # -- what is run
 
     def folder_in(self, commit: str) -> str | None:
-        """Where the package's folder lies in a commit."""
+        """Return the package's folder in a commit."""
         for folder in self.folders:
             if self._run(["cat-file", "-e", f"{commit}:{folder}/__init__.py"]).returncode == 0:
                 return folder
         return None
 
-    def laid_over(self, stack: Stack, commit: str, name: str) -> Stack:
-        """The stack with the package as it is in this commit."""
-        root, folder = self.unpacked(commit)
+    def overlay(self, stack: Stack, commit: str, name: str) -> Stack:
+        """Return the stack with the package at this commit."""
+        root, folder = self.unpack(commit)
         package = canonical(self.package)
         version = _version(root / folder) or stack.versions.get(package)
         local = f"{Version(version).public}+g{commit[:10]}" if version else f"0+g{commit[:10]}"
@@ -131,18 +129,18 @@ class Clone:
             content="",
         )
 
-    def unpacked(self, commit: str) -> tuple[Path, str]:
-        """(root, folder): the package's source of this commit in the user's cache, whole or not at all."""
+    def unpack(self, commit: str) -> tuple[Path, str]:
+        """Return (root, folder) of the package's source of this commit in the user's cache."""
         folder = self.folder_in(commit)
         if folder is None:
-            raise StackError("build", f"{self.package} at {commit[:10]}: none of {', '.join(self.folders)} is there")
+            raise StackError("build", f"{self.package} at {commit[:10]}: it has none of {', '.join(self.folders)}")
         root = cache_dir() / "sources" / f"{canonical(self.package)}-{commit[:16]}"
         if (root / folder).is_dir():
             return root, folder
         done = self._run(["archive", "--format=tar", commit, "--", folder])
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
-            raise StackError("build", f"{self.package} at {commit[:10]}: {said}")
+            reason = done.stderr.decode(errors="replace").strip()
+            raise StackError("build", f"{self.package} at {commit[:10]}: {reason}")
         half = root.with_name(f".{root.name}-{uuid.uuid4().hex[:8]}")
         half.mkdir(parents=True)
         try:
@@ -162,7 +160,7 @@ class Clone:
 
 
 def _version(folder: Path) -> str | None:
-    """What a package's source says of its own version, where that stands there plainly: ranks say the same."""
+    """Return the version that a package's source declares as a literal: ranks report the same one."""
     found = re.search(r"""^__version__ = (['"])(.+?)\1""", (folder / "__init__.py").read_text(encoding="utf-8"), re.M)
     try:
         return Version(found[2]).public if found else None
@@ -173,7 +171,7 @@ def _version(folder: Path) -> str | None:
 def open_clone(path: str, package: str) -> Clone:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"--repo {path}: there is no such folder")
+        raise ConfigError(f"--repo {path}: no such folder")
     clone = Clone(folder, package)
     if clone._run(["rev-parse", "--git-dir"]).returncode:
         raise ConfigError(f"--repo {path}: not a git clone")

@@ -1,4 +1,4 @@
-"""The answer of one variant on one stack, as a label that searches can compare. Pure.
+"""The answer of one variant on one stack: a label that searches can compare. Pure.
 
 ``reproduced``, ``passed``, or ``other_failure: FAILURE ID``. No label (None) where it is unknown: skipped, a hang that
 is not the signature, an infrastructure error. One failure is proof; ``passed`` needs every attempt to pass.
@@ -17,7 +17,7 @@ from repro_matrix.records.document import Made, Variant
 from repro_matrix.results.rows import error_at
 
 REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"
-TEXT = 160  # characters of a message that are kept
+TEXT = 160  # characters of a message
 
 # Parts of a message that differ from run to run: addresses in memory and on the network, folders, temporary names.
 _VARYING = (
@@ -38,18 +38,14 @@ class Answer:
     detail: str
     fired: int = 0
     counted: int = 0  # attempts that ran, of which ``reproduced`` showed the failure
-    skipped: bool = False  # a declared need is not met
-    error_at: str | None = field(default=None, compare=False)  # file:line of the failure that came first
+    skipped: bool = False  # a declared requirement is missing
+    error_at: str | None = field(default=None, compare=False)  # file:line of the first failure
     infra_error: InfraErrorKind | None = field(default=None, compare=False)
 
     @property
     def whole(self) -> str | None:
-        """Label and message: what is compared where a change of the message counts, too."""
+        """Return label and message, to compare where a change of the message counts too."""
         return self.label if self.label in (None, PASSED) else f"{self.label}: {self.detail}"
-
-    @property
-    def short(self) -> str | None:
-        return self.label
 
     @property
     def flaky(self) -> bool:
@@ -64,19 +60,19 @@ class Answer:
 
 
 def of_cell(case: str, variant: Variant | None) -> Answer:
-    """Return the answer of a variant of a cell's document."""
+    """Return the answer of a stored variant."""
     if variant is None:
         return Answer(None, "not run")
     if variant["skipped"]:
         skip = variant.get("skip")
-        needs = skip and skip["kind"] in ("packages", "build")  # in the same words on every stack
+        needs = skip and skip["kind"] in ("packages", "build")  # the same text on every stack
         reason = f"needs {', '.join(skip['requires'])}" if needs and skip else variant["skipped"]
         return Answer(None, f"skipped: {reason}", skipped=True)
     return answer(case, variant["attempts"])
 
 
 def answer(case: str, attempts: Sequence[Made]) -> Answer:
-    """Return the answer of the attempts that were made of one thing."""
+    """Return the answer of the attempts of one variant."""
     outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in attempts]
     found = _answer(case, outcomes)
     return found if found.label in (None, PASSED) else replace(found, error_at=error_at(attempts))

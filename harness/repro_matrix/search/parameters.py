@@ -1,16 +1,16 @@
-"""The parameters of a failure, made as simple as it allows; then each is asked for the values that it may have. Pure.
+"""Reduce the parameters of a failure to their simplest values, then find the range of each one. Pure.
 
-A parameter has values from the simplest up. Leaving one out means giving it its simplest value: its default where
-nobody sets it, or the least valid number. A parameter without a simpler value (``eval``, ``train``) stays as it is
-given; whether it is needed is asked all the same.
+A parameter's values ascend from the simplest. Leaving a parameter out means its simplest value: the default, or the
+least valid number. A parameter without a simpler value (``eval``, ``train``) keeps its value; whether the failure needs
+it is tested all the same.
 
-1. the numbers first, since small is cheap: all at their least at once, else one after another; then delta debugging of
-   the choices that must stay as given; again, until nothing changes
-2. every other value of each choice, and the ends of each number, one at a time
-3. a parameter is needed when the failure goes away at every other value, all else equal
+1. numbers first, since small values are cheap: all at their minimum at once, else one after another; then delta
+   debugging of the choices; repeat until nothing changes
+2. every other value of each choice, and both ends of each number, one at a time
+3. a parameter is needed when the failure does not occur at any other value, all else equal
 
-A probe's answer is True (the failure occurs), False, or None (it cannot be known). Only True makes a configuration
-smaller. No configuration is probed twice. ``Spent`` ends a search whose attempts are used up.
+A probe returns True (the failure occurs), False, or None (unknown). Only True makes a configuration smaller. No
+configuration is probed twice. ``Spent`` ends a search that has no attempts left.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from repro_matrix.planning.cells import Cell
 from repro_matrix.runner.request import Request
 from repro_matrix.search.releases import ddmin
 
-Answer = bool | None
+Response = bool | None
 Q = TypeVar("Q", bound=Hashable)
 T = TypeVar("T", bound=Hashable)
 Value = Any  # of JSON: a configuration's values are hashable
 Config = tuple[Value, ...]  # a value for each parameter, in their order
 Settings = Mapping[str, Any]
 
-OUT = "(left out)"  # the value of what is
-MAX_RANKS = 2  # times the given ranks: the largest number of them that is asked
-MAX_OPTION = 1000  # times a number among the options
+OUT = "(left out)"  # the value of an omitted parameter
+MAX_RANKS = 2  # the largest tested number of ranks, times the given one
+MAX_OPTION = 1000  # the largest tested value of an option, times the given one
 
 
 class Spent(Exception):
-    """No question more: the max_attempts is over."""
+    """No attempts are left."""
 
 
 @dataclass
 class Trail(Generic[Q]):
-    """Every answer so far, in the order of asking. ``probe`` gives the answer and what it cost (attempts; 0 where it
-    was stored, or where it could be told without one)."""
+    """All answers so far, in order. ``probe`` returns the answer and its cost in attempts: 0 for a stored answer or a
+    configuration that cannot exist."""
 
-    probe: Callable[[Q], tuple[Answer, int]]
+    probe: Callable[[Q], tuple[Response, int]]
     max_attempts: int | None = None
-    least: int = 1  # what a question may cost: with less left none is asked
-    answers: dict[Q, Answer] = field(default_factory=dict)
+    least: int = 1  # attempts that a probe may need: none is made with fewer left
+    answers: dict[Q, Response] = field(default_factory=dict)
     cost: int = 0
 
-    def ask(self, question: Q) -> Answer:
+    def ask(self, question: Q) -> Response:
         if question not in self.answers:
             if self.max_attempts is not None and self.cost + self.least > self.max_attempts:
                 raise Spent
@@ -70,7 +70,7 @@ class Trail(Generic[Q]):
 def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
     """Of ascending ``values``, of which the last is known to reproduce: one that reproduces while its lower neighbour
     does not (or the first of all). From below in growing strides, for what is small costs little to ask; then a
-    bisection. Of an answer that goes back and forth one boundary is found."""
+    bisection. If answers alternate, this finds one boundary."""
     low, high, stride = -1, len(values) - 1, 1
     while low + stride < high:
         if reproduced(values[low + stride]):
@@ -90,7 +90,7 @@ def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
 class Parameter:
     """``values``: ascending where ``ordered``; ``given`` and ``simplest`` are among them."""
 
-    name: str  # as a reader names it: flags.mixed, ranks, --lr
+    name: str  # such as flags.mixed, ranks, --lr
     given: Value
     simplest: Value
     values: tuple[Value, ...]
@@ -105,36 +105,36 @@ class Parameter:
 
 @dataclass
 class Range:
-    """What one parameter may be, all else as in the minimal configuration."""
+    """The values at which the failure occurs, all else as in the minimal configuration."""
 
     parameter: Parameter
     value: Value  # its value there
-    asked: dict[Value, Answer] = field(default_factory=dict)  # value -> what was answered; ``value`` among them
-    whole: bool = False  # False: the max_attempts ended before all was asked
+    answers: dict[Value, Response] = field(default_factory=dict)  # by value; ``value`` among them
+    complete: bool = False  # False: no attempts were left
 
     @property
     def reproducing(self) -> list[Value]:
-        return [value for value in self.parameter.values if self.asked.get(value) is True]
+        return [value for value in self.parameter.values if self.answers.get(value) is True]
 
     @property
-    def gone(self) -> list[Value]:
+    def absent(self) -> list[Value]:
         """Values at which the failure does not reproduce."""
-        return [value for value in self.parameter.values if self.asked.get(value) is False]
+        return [value for value in self.parameter.values if self.answers.get(value) is False]
 
     @property
     def needed(self) -> bool | None:
-        """Leaving it out makes the failure go: its simplest value does not reproduce, or (where it is at its simplest,
-        or has none) no other value does. None: that could not be asked, or had no answer."""
+        """Return whether the failure needs the parameter: its simplest value does not reproduce, or (if it already has
+        that value) no other value does. None: not tested, or without an answer."""
         if self.value != self.parameter.simplest:
-            answer = self.asked.get(self.parameter.simplest)
+            answer = self.answers.get(self.parameter.simplest)
             return None if answer is None else not answer
-        others = [value for value in self.asked if value != self.value]
-        return bool(others) and not self.parameter.ordered and all(self.asked[value] is False for value in others)
+        others = [value for value in self.answers if value != self.value]
+        return bool(others) and not self.parameter.ordered and all(self.answers[value] is False for value in others)
 
 
 @dataclass
 class Reduced:
-    """``stage``: reduced, ranges or done; where the max_attempts ended the search, the one that it ended in."""
+    """``stage``: reduced, ranges or done; of a search without attempts left, the stage in which it ended."""
 
     config: Config
     stage: str = "reduced"
@@ -145,10 +145,12 @@ class Reduced:
         return self.stage == "done"
 
 
-def reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], found: Reduced | None = None) -> Reduced:
-    """The configuration in which all are as given is known to reproduce. ``found``: is filled on the way, so that it is
-    there when something else than the max_attempts ends the search."""
-    reduced = found or Reduced(tuple(parameter.given for parameter in parameters))
+def reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], result: Reduced | None = None) -> Reduced:
+    """Return the minimal configuration. The given one is known to reproduce.
+
+    ``result`` is filled during the search, so that it survives an exception.
+    """
+    reduced = result or Reduced(tuple(parameter.given for parameter in parameters))
     try:
         _reduce(parameters, trail, reduced)
         reduced.stage = "ranges"
@@ -193,14 +195,14 @@ def _reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], reduced: Re
             return
 
 
-def _ask_range(index: int, found: Range, config: Config, trail: Trail[Config]) -> None:
-    parameter, now = found.parameter, found.value
+def _ask_range(index: int, result: Range, config: Config, trail: Trail[Config]) -> None:
+    parameter, now = result.parameter, result.value
 
     def reproduced(value: Value) -> bool:
-        found.asked[value] = trail.ask(_with(config, index, value))
-        return found.asked[value] is True
+        result.answers[value] = trail.ask(_with(config, index, value))
+        return result.answers[value] is True
 
-    found.whole = False
+    result.complete = False
     if now != parameter.simplest:
         reproduced(parameter.simplest)  # leaving it out
     if not parameter.ordered:
@@ -210,11 +212,11 @@ def _ask_range(index: int, found: Range, config: Config, trail: Trail[Config]) -
     else:
         lower = [value for value in parameter.values if value <= now]
         upper = [value for value in reversed(parameter.values) if value >= now]
-        if len(lower) > 1 and reproduced(lower[-2]):  # of what was reduced that boundary is asked already
+        if len(lower) > 1 and reproduced(lower[-2]):  # a reduced number has its answer already
             least(lower[:-1], reproduced)
         if len(upper) > 1:
             least(upper, lambda value: value == now or reproduced(value))  # from above: the largest that reproduces
-    found.whole = True
+    result.complete = True
 
 
 def _only(
@@ -235,26 +237,26 @@ def _with(config: Config, index: int, value: Value) -> Config:
     return (*config[:index], value, *config[index + 1 :])
 
 
-# -- of a case: its flags, its strategy's options, the model's size, ranks, steps and variables
+# -- of a case: flags, the strategy's options, the model's size, ranks, steps, environment variables
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A parameter, what is asked for with each of its values (by key), and the value where nothing is asked for."""
+    """A parameter, the overrides for each of its values, and the value that needs none."""
 
     parameter: Parameter
-    asks: Callable[[Value], dict[str, Any]]
-    usual: Value
+    overrides: Callable[[Value], dict[str, Any]]
+    reference: Value
 
 
 def values_of(varied: Sequence[Candidate], config: Config) -> dict[str, Any]:
-    """By key, what a configuration asks for."""
-    found = (each.asks(value) for each, value in zip(varied, config) if value != each.usual)
-    return {key: value for asked in found for key, value in asked.items()}
+    """Return the overrides of a configuration, by key."""
+    result = (each.overrides(value) for each, value in zip(varied, config) if value != each.reference)
+    return {key: value for overrides in result for key, value in overrides.items()}
 
 
 def base(case: Case, variant: str, given: Request, cell: Cell) -> Request:
-    """What stays: what was given less what varies, and the axes that the variant changes."""
+    """Return the request without the settings that vary, and with the axes that the variant changes."""
     spec = case.variants[variant]
     axes: dict[str, Any] = {"model": spec.model or cell.model, "strategy": spec.strategy or cell.strategy}
     if spec.tp_size:
@@ -273,28 +275,28 @@ def _varies(name: str) -> bool:
 
 
 def vary(
-    catalogue: Catalogue, case: Case, variant: str, given: Settings, usual: Settings, env: Mapping[str, str]
+    catalogue: Catalogue, case: Case, variant: str, given: Settings, reference: Settings, env: Mapping[str, str]
 ) -> tuple[Candidate, ...]:
-    """``given``: the variant's settings as it is to be reduced (repro_kit/settings.py). ``usual``: those of the unfixed
-    variant with nothing but ``base`` written. What a variant sets is a setting like any other here."""
-    found = [_flag(name, flag, given["flags"][name], usual["flags"][name]) for name, flag in case.flags.items()]
+    """Return what can vary. ``given``: the settings of the variant to reduce (repro_kit/settings.py). ``reference``:
+    those of the unfixed variant in the ``base`` request."""
+    result = [_flag(name, flag, given["flags"][name], reference["flags"][name]) for name, flag in case.flags.items()]
     strategy = catalogue.strategies[given["strategy"]["slug"]]
     for name, default in strategy.options.items():
-        options = given["strategy"]["options"][name], usual["strategy"]["options"][name]
-        found.append(_option(name, default, strategy.choices.get(name), *options))
+        options = given["strategy"]["options"][name], reference["strategy"]["options"][name]
+        result.append(_option(name, default, strategy.choices.get(name), *options))
     published = catalogue.raw["model"][given["model"]["slug"]]["config"]
-    found += _sizes(given["model"]["config"], usual["model"]["config"], published)
+    result += _sizes(given["model"]["config"], reference["model"]["config"], published)
     if case.supports_other_world_sizes:
         ranks = given["world_size"]
         least = min(case.min_ranks, ranks)
-        found.append(_number("ranks", ranks, least, usual["world_size"], (ranks * MAX_RANKS,)))
-    found.append(_number("steps", given["steps"], 1, usual["steps"]))
+        result.append(_number("ranks", ranks, least, reference["world_size"], (ranks * MAX_RANKS,)))
+    result.append(_number("steps", given["steps"], 1, reference["steps"]))
     for name, value in {**case.launch.env, **env, **case.variants[variant].env}.items():
-        found.append(Candidate(Parameter(f"env.{name}", value, OUT, (OUT, value)), _asks(f"env.{name}"), OUT))
-    return tuple(each for each in found if each is not None and len(each.parameter.values) > 1)
+        result.append(Candidate(Parameter(f"env.{name}", value, OUT, (OUT, value)), _override(f"env.{name}"), OUT))
+    return tuple(each for each in result if each is not None and len(each.parameter.values) > 1)
 
 
-def _asks(name: str) -> Callable[[Value], dict[str, Any]]:
+def _override(name: str) -> Callable[[Value], dict[str, Any]]:
     return lambda value: {name: value}
 
 
@@ -302,9 +304,9 @@ def _is_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(name: str, given: int, least: int, usual: int, beyond: tuple[int, ...] = ()) -> Candidate:
+def _number(name: str, given: int, least: int, reference: int, beyond: tuple[int, ...] = ()) -> Candidate:
     values = tuple(sorted({*range(least, given + 1), *beyond}))
-    return Candidate(Parameter(name, given, least, values, ordered=True), _asks(name), usual)
+    return Candidate(Parameter(name, given, least, values, ordered=True), _override(name), reference)
 
 
 def _powers(given: int, most: int) -> tuple[int, ...]:
@@ -312,31 +314,31 @@ def _powers(given: int, most: int) -> tuple[int, ...]:
     return tuple(sorted({given, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)}))
 
 
-def _flag(name: str, flag: Flag, given: Value, usual: Value) -> Candidate | None:
-    """Simplest: what leaves the thing to others (null), or is off (false); else none is simpler than another."""
+def _flag(name: str, flag: Flag, given: Value, reference: Value) -> Candidate | None:
+    """Simplest: null (unset), then false (off); otherwise no value is simpler than another."""
     key = f"flags.{name}"
     if flag.choices is not None:
         values = _hashable(flag.choices)
         simplest = next((plain for plain in (None, False) if any(each is plain for each in flag.choices)), given)
-        return None if values is None else Candidate(Parameter(key, given, simplest, values), _asks(key), usual)
+        return None if values is None else Candidate(Parameter(key, given, simplest, values), _override(key), reference)
     if _is_number(given) and given > 1:
-        return _number(key, given, 1, usual)
+        return _number(key, given, 1, reference)
     if given is not None and flag.default is None and isinstance(given, (str, int, float)):
-        return Candidate(Parameter(key, given, None, (None, given)), _asks(key), usual)
+        return Candidate(Parameter(key, given, None, (None, given)), _override(key), reference)
     return None
 
 
-def _option(name: str, default: Value, choices: list[Value] | None, given: Value, usual: Value) -> Candidate | None:
-    """Simplest: what the strategy has where nobody says anything."""
+def _option(name: str, default: Value, choices: list[Value] | None, given: Value, reference: Value) -> Candidate | None:
+    """Simplest: the strategy's default."""
     key = f"case.options.{name}"  # a case's options win over its strategy's
     if choices is None and isinstance(default, bool):
         choices = [False, True]
     if choices is not None:
         values = _hashable(choices)
-        return None if values is None else Candidate(Parameter(key, given, default, values), _asks(key), usual)
+        return None if values is None else Candidate(Parameter(key, given, default, values), _override(key), reference)
     if _is_number(default) and given > 0 and default > 0:
         values = tuple(sorted({default, *_powers(given, max(given, default)), given * 10, given * MAX_OPTION}))
-        return Candidate(Parameter(key, given, default, values, ordered=True), _asks(key), usual)
+        return Candidate(Parameter(key, given, default, values, ordered=True), _override(key), reference)
     return None
 
 
@@ -353,39 +355,39 @@ WIDTHS = {"intermediate_size": 1, "hidden_size": 2, "vocab_size": 1}
 SIZES = (LAYERS, HEADS, KV, *WIDTHS)
 
 
-def _sizes(given: Settings, usual: Settings, published: Settings) -> list[Candidate]:
-    """Layers one by one; the rest in powers of two, for each value costs an attempt."""
-    found = []
+def _sizes(given: Settings, reference: Settings, published: Settings) -> list[Candidate]:
+    """Vary layers one by one and the rest in powers of two, since every value costs an attempt."""
+    result = []
     layers, heads = given.get(LAYERS), given.get(HEADS)
     if _is_number(layers):  # first: it costs the most
         whole = max(layers, published.get(LAYERS, layers))
-        found.append(_number(f"model.config.{LAYERS}", layers, 1, usual[LAYERS], (whole,)))
+        result.append(_number(f"model.config.{LAYERS}", layers, 1, reference[LAYERS], (whole,)))
     if _is_number(heads) and heads > 1:  # before the width, which they divide
         values = tuple(value for value in range(1, heads + 1) if heads % value == 0)
         parameter = Parameter(f"model.config.{HEADS}", heads, 1, values, ordered=True)
-        found.append(Candidate(parameter, _heads(heads, given.get(KV)), usual[HEADS]))
+        result.append(Candidate(parameter, _heads(heads, given.get(KV)), reference[HEADS]))
     for key, least in WIDTHS.items():
         if _is_number(given.get(key)) and given[key] > least:
             values = tuple(value for value in _powers(given[key], given[key]) if value >= least)
             parameter = Parameter(f"model.config.{key}", given[key], values[0], values, ordered=True)
-            found.append(Candidate(parameter, _asks(parameter.name), usual[key]))
-    return found
+            result.append(Candidate(parameter, _override(parameter.name), reference[key]))
+    return result
 
 
 def _heads(given: int, kv: Any) -> Callable[[Value], dict[str, Any]]:
-    """Key-value heads stay the same part of all heads, one at the least."""
+    """Keep the share of key-value heads, at least one."""
 
-    def asks(value: Value) -> dict[str, Any]:
-        told = {f"model.config.{HEADS}": value}
+    def overrides(value: Value) -> dict[str, Any]:
+        values = {f"model.config.{HEADS}": value}
         if _is_number(kv) and _is_number(value):
-            told[f"model.config.{KV}"] = max(1, kv * value // given)
-        return told
+            values[f"model.config.{KV}"] = max(1, kv * value // given)
+        return values
 
-    return asks
+    return overrides
 
 
 def wrong_shape(config: Settings) -> str | None:
-    """Why a model of such sizes does not exist, or None."""
+    """Return why no model can have these sizes, or None."""
     hidden, heads, kv = config.get("hidden_size"), config.get(HEADS), config.get(KV)
     if not (_is_number(hidden) and _is_number(heads)):
         return None
@@ -404,8 +406,8 @@ def wrong_shape(config: Settings) -> str | None:
 
 @dataclass(frozen=True)
 class Argument:
-    """An option with what follows it, or a word by itself. ``there``: whether it is given at all. ``number``: its
-    value, where that is a whole number; it says nothing while the option is left out."""
+    """An option with its values, or a positional argument. ``there``: whether it is given at all. ``number``: its value
+    if that is a whole number; without effect while the option is left out."""
 
     parts: tuple[str, ...]
     there: Parameter
@@ -426,29 +428,29 @@ class Argument:
 
 
 def arguments_of(words: Sequence[str]) -> tuple[Argument, ...]:
-    """``--lr 1e-4 --layers=24 --bf16 train``: options take the words up to the next option along."""
+    """Split ``--lr 1e-4 --layers=24 --bf16 train`` into options, each with the words up to the next option."""
     groups: list[list[str]] = []
     for word in words:
         if _is_option(word) or not groups or not _is_option(groups[-1][0]) or "=" in groups[-1][0]:
             groups.append([word])
         else:
             groups[-1].append(word)
-    seen: dict[str, int] = {}
-    return tuple(_argument(group, seen) for group in groups)
+    counts: dict[str, int] = {}
+    return tuple(_argument(group, counts) for group in groups)
 
 
 def _is_option(word: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]", word))
 
 
-def _argument(group: Sequence[str], seen: dict[str, int]) -> Argument:
+def _argument(group: Sequence[str], counts: dict[str, int]) -> Argument:
     name = group[0].partition("=")[0]
-    seen[name] = seen.get(name, 0) + 1
-    key = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    counts[name] = counts.get(name, 0) + 1
+    key = name if counts[name] == 1 else f"{name} ({counts[name]})"
     there = Parameter(key, " ".join(group), OUT, (OUT, " ".join(group)))
-    found = re.fullmatch(r"(?:--?[A-Za-z][\w.-]*=)?(\d{1,9})", group[-1])
-    if not found or len(group) > 2 or not _is_option(group[0]) or int(found[1]) < 2 or found[1].startswith("0"):
+    result = re.fullmatch(r"(?:--?[A-Za-z][\w.-]*=)?(\d{1,9})", group[-1])
+    if not result or len(group) > 2 or not _is_option(group[0]) or int(result[1]) < 2 or result[1].startswith("0"):
         return Argument(tuple(group), there)
-    given = int(found[1])
+    given = int(result[1])
     values = tuple(sorted({given, *(1 << power for power in range(given.bit_length()) if 1 << power < given)}))
     return Argument(tuple(group), there, Parameter(f"value of {key}", given, 1, values, ordered=True))

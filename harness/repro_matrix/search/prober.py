@@ -1,7 +1,7 @@
-"""One probe: one stack measured for one cell of one case, stored like every run, and never made twice.
+"""Probe one cell of one case on one stack. A probe is stored like every run and never repeated.
 
-A probe's outcome is stored in the ordinary results folder at once: an interrupted search goes on when the same command
-is given again, and reads its first probes.
+Its outcome is stored at once in the ordinary results folder: to continue an interrupted search, run the same command
+again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 class Stopped(Exception):
-    """No probe can be made any more (interrupted, disk full, index out of reach); the stored ones stay."""
+    """No more probes are possible (interrupted, disk full, package index unreachable); the stored ones stay."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
@@ -45,22 +45,22 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """A point that can be probed. ``make`` gives the stack where its specification alone cannot (a commit)."""
+    """A point that can be probed. ``make`` returns the stack of a commit, which has no specification."""
 
-    name: str  # in a report: a release, a commit, a stack
+    name: str  # in a report, such as transformers 4.40.0
     spec: str
     make: Callable[[], Stack] | None = None
-    # The packages of the question: other replaced ones move with them where they have to. Empty: exact.
-    held: frozenset[str] = frozenset()
-    base: str = ""  # of a commit: the stack that it is laid over
+    # Packages that keep their versions; other replaced ones may move where they have to. Empty: all keep theirs.
+    fixed: frozenset[str] = frozenset()
+    base: str = ""  # of a commit: the stack below it
 
     def settle(self, say: Say) -> tuple[Stack, Target]:
-        """Return its stack, and the target with the specification that could be had."""
+        """Return its stack, and the target with the specification that could be installed."""
         if self.make:
             return replace(self.make(), name=self.spec), self
-        if not self.held:
+        if not self.fixed:
             return replace(stacks.resolve(self.spec, say=say), name=self.spec), self
-        stack = stacks.resolve_compatible(self.spec, self.held, say=say)
+        stack = stacks.resolve_compatible(self.spec, self.fixed, say=say)
         return stack, replace(self, spec=stack.name)
 
 
@@ -71,7 +71,7 @@ class Point:
     target: Target
     variants: Mapping[str, Answer]
     versions: Mapping[str, str] = field(default_factory=dict)
-    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what the replaced packages took along
+    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # other packages that had to change
     document: str | None = None  # the stored measurement
     torchrun: Mapping[str, str] = field(default_factory=dict)  # variant -> the command to run it manually
     wall_s: float = 0.0  # of the probe: stack, launch, ranks
@@ -80,14 +80,14 @@ class Point:
 
     @property
     def counted(self) -> int:
-        """How often its variants were launched: the fewest of those that were."""
+        """Return the smallest number of counted attempts among the variants that have any."""
         return min((answer.counted for answer in self.variants.values() if answer.counted), default=10**9)
 
 
 def one_cell(
     prepared: session.Session, stop: threading.Event, say: Say, place: workspace.Workplace | None = None
 ) -> tuple[Document, Path, Summary]:
-    """Measure the one cell of a session, or read what is stored. Raises Stopped."""
+    """Measure the one cell of a session, or read its stored result. Raises Stopped."""
     summary = workspace.execute(prepared, lambda event: None, stop, resume=True, on_warning=say, at=place)
     if summary.problem:
         raise Stopped(summary.problem, 2)
@@ -130,7 +130,7 @@ class Prober:
         self.variants = [variant for variant in wanted if variant not in self.own_stack]
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
-        self.notes: list[str] = []  # how the failure was judged, for the report
+        self.notes: list[str] = []  # how the failure was defined, for the report
         self.say, self.stop = say, stop
         self.place: workspace.Workplace | None = None
         self._open: contextlib.ExitStack | None = None
@@ -145,24 +145,24 @@ class Prober:
         self.place = self._open = None
 
     def learn(self, good: Target, bad: Target) -> None:
-        """Define the failure by the two ends, where nobody did. A case's file says what its failure is."""
+        """Define the failure by the two ends if the user did not. A case's file defines its failure."""
 
     def command(self, spec: str, variant: str) -> list[str]:
-        """Return `repro run` of the variant on a stack, without settings that have no bearing on the answer."""
-        plain = spec.replace("==", "@")  # the same, and needs no quotes
+        """Return the `repro run` command of the variant on a stack, without settings that cannot change the result."""
+        plain = spec.replace("==", "@")  # equivalent, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
         texts = self.request.said(without=("case", "variants", "repeat", "results", "jobs", "keep"))
         return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants=[{variant}]"]
 
     def base(self, spec: str) -> Stack:
-        """Return a stack that has to be there; raises what is wrong with it."""
+        """Return a stack. Raises StackError."""
         return stacks.resolve(spec, say=self.say)
 
     def settle(self, target: Target) -> tuple[Stack, Target]:
         return target.settle(self.say)
 
     def probe(self, target: Target, repeat: int | None = None) -> Point:
-        """Measure it, or read what is stored. Raises Stopped when no probe can be made any more."""
+        """Measure the target, or read its stored result. Raises Stopped."""
         wanted = max(repeat or 1, self.repeat)
         before = self.points.get(target.spec)
         if before is not None and (before.document is None or before.counted >= wanted):
@@ -177,7 +177,7 @@ class Prober:
                 raise Stopped("interrupted", 130) from None
             if error.infra_error:
                 raise Stopped(str(error), error.exit_code) from None
-            # No such release, none for this Python, contradictory requirements: the answer cannot be known.
+            # No such release, none for this Python, contradictory requirements: the answer is unknown.
             reason = labels.plain(str(error).removeprefix(f"stack {target.spec}: "))
             unknown_answer = Answer(None, f"cannot be installed: {reason}")
             point = Point(target, dict.fromkeys(self.variants, unknown_answer), wall_s=time.monotonic() - began)
@@ -188,7 +188,7 @@ class Prober:
         return point
 
     def documents(self, target: Target, repeat: int) -> Document:
-        """Return the stored measurement of a target, measured now if it is not there."""
+        """Return the result of a target, measured now unless it is stored."""
         stack, settled = self.settle(target)
         return self._cell(settled, stack, repeat)[0]
 
@@ -219,7 +219,7 @@ class Prober:
     def _report(self, point: Point) -> None:
         answers = [point.variants[variant] for variant in self.variants]
         others = sum(answer.label != answers[0].label for answer in answers)
-        more = f"; {others} of {len(answers) - 1} other variants answer differently" if others else ""
+        more = f"; {others} of {len(answers) - 1} other variants have another result" if others else ""
         stored = not point.attempts and any(answer.counted for answer in answers)
         how = "stored" if stored else f"{point.wall_s:.1f} s"
         self.say(f"{point.target.name}: {self.variants[0]} {answers[0]}{more} ({how})")

@@ -31,16 +31,16 @@ from repro_matrix.results import provenance
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.request import Request
 from repro_matrix.search import labels, parameters
-from repro_matrix.search.labels import REPRODUCED
+from repro_matrix.search.labels import REPRODUCED, Answer
 from repro_matrix.search.parameters import (
     OUT,
-    Answer,
     Argument,
     Candidate,
     Config,
     Parameter,
     Range,
     Reduced,
+    Response,
     Trail,
     Value,
     arguments_of,
@@ -54,30 +54,30 @@ Json = dict[str, Any]
 FIRST = 3  # attempts of what is left: whether it fails every time
 # Infrastructure errors that a second attempt would show again: the script causes them, not the machine.
 LASTING = ("script_error", "missing_check", "no_effect", "interrupted")
-SLOWER, LEAST_S = 5.0, 20.0  # an attempt's deadline: so many times what the failure took, and never less
+DEADLINE_FACTOR, MIN_DEADLINE_S = 5.0, 20.0  # of an attempt's deadline: times the failure's duration, in seconds
 
 
 @dataclass(frozen=True)
 class Probe:
     """``document``: None where nothing was launched for it. ``attempts``: launched now."""
 
-    said: labels.Answer
+    answer: Answer
     document: str | None = None
     attempts: int = 0
 
     @property
-    def answer(self) -> Answer:
-        return None if self.said.label is None else self.said.label == REPRODUCED
+    def reproduced(self) -> Response:
+        return None if self.answer.label is None else self.answer.label == REPRODUCED
 
     @property
-    def by_chance(self) -> bool:
-        """The machine got in the way: another attempt may tell."""
-        return self.attempts > 0 and self.said.infra_error not in (None, *LASTING)
+    def retryable(self) -> bool:
+        """Whether a second attempt may give an answer: an error of the machine, not of the script."""
+        return self.attempts > 0 and self.answer.infra_error not in (None, *LASTING)
 
 
 @dataclass
-class Asker:
-    """Launches a configuration. ``place``: the launcher that the probes share."""
+class Subject:
+    """A failure that can be launched in many configurations. ``place``: the launcher that the probes share."""
 
     stack: Stack
     say: Say
@@ -99,11 +99,11 @@ class Asker:
         try:
             prepared = _prepared(request, self.stack, variant, repeat)
         except ConfigError as error:  # more ranks than this machine has memory for, an option that is refused
-            return Probe(labels.Answer(None, f"no such cell: {labels.plain(str(error))}"))
+            return Probe(Answer(None, f"no such cell: {labels.plain(str(error))}"))
         plan = prepared.plans[0].variants[0]
         wrong = plan.skipped or parameters.wrong_shape(plan.settings["model"]["config"])
         if wrong:
-            return Probe(labels.Answer(None, f"no such cell: {wrong}"))
+            return Probe(Answer(None, f"no such cell: {wrong}"))
         document, path, summary = one_cell(prepared, self.stop, self.say, self.place)
         return Probe(labels.of_cell(slug, document["variants"].get(variant)), str(path), summary.attempts)
 
@@ -113,7 +113,7 @@ def _prepared(request: Request, stack: Stack, variant: str, repeat: int) -> sess
 
 
 @dataclass
-class CaseAsker(Asker):
+class CaseSubject(Subject):
     slug: str = ""
     first: str = ""  # the case's first variant, under whose name everything is launched
     base: Request | None = None  # what never varies
@@ -127,7 +127,7 @@ class CaseAsker(Asker):
         try:
             request = self.request(config)
         except ConfigError as error:
-            return Probe(labels.Answer(None, f"no such cell: {labels.plain(str(error))}"))
+            return Probe(Answer(None, f"no such cell: {labels.plain(str(error))}"))
         return self.measure(request, self.slug, self.first, repeat)
 
     def run_command(self, config: Config) -> list[str]:
@@ -142,9 +142,9 @@ class CaseAsker(Asker):
         ]
 
 
-def open_case(variant: str | None, request: Request, stack: Stack, say: Say, stop: threading.Event) -> CaseAsker:
-    """Return what varies in a variant as it is given. Raises ConfigError: no such case or variant, or not exactly one
-    cell."""
+def open_case(variant: str | None, request: Request, stack: Stack, say: Say, stop: threading.Event) -> CaseSubject:
+    """Return a case's variant with the settings that can vary. Raises ConfigError: no such case or variant, or several
+    cells."""
     name = request.selections[0].case[0]
     case = one_case(name)
     first = next(iter(case.variants))
@@ -165,21 +165,21 @@ def open_case(variant: str | None, request: Request, stack: Stack, say: Say, sto
     case = given.catalogue.cases[name]
     candidates = parameters.vary(given.catalogue, case, variant, plan.settings, usual.settings, env)
     varied = tuple(each.parameter for each in candidates)
-    return CaseAsker(stack, say, stop, None, varied, name, first, base, candidates)
+    return CaseSubject(stack, say, stop, None, varied, name, first, base, candidates)
 
 
 @dataclass
-class ScriptAsker(Asker):
-    """``text``: of the file that is launched instead of the script."""
+class ScriptSubject(Subject):
+    """A user's script. ``word``: its name on the command line."""
 
     script: Script | None = None
-    word: str = ""  # the script as it was named
+    word: str = ""
     module: bool = False
     arguments: tuple[Argument, ...] = ()
     nproc: int = 2
 
-    def made(self, config: Config, path: Path | None = None) -> Script:
-        """Return the script in this configuration; ``path``: the file beside it with fewer statements."""
+    def configured(self, config: Config, path: Path | None = None) -> Script:
+        """Return the script in this configuration. ``path``: a file with fewer statements to launch in its place."""
         assert self.script is not None
         values = dict(zip((each.name for each in self.parameters), config))
         args = shlex.join(part for argument in self.arguments for part in argument.to_args(values))
@@ -191,39 +191,39 @@ class ScriptAsker(Asker):
         return replace(self.script, command=command, env=env)
 
     def probe(self, config: Config, repeat: int) -> Probe:
-        return self.launch(self.made(config), repeat)
+        return self.launch(self.configured(config), repeat)
 
     def launch(self, script: Script, repeat: int) -> Probe:
         return self.measure(script.request(self.stack.name), script.slug, VARIANT, repeat)
 
     def run_command(self, config: Config) -> list[str]:
-        made = self.made(config)
-        env = [f"env.{name}={value}" for name, value in made.env]
-        shown = shlex.split(made.command.shown)
-        return ["repro", "run", *env, f"stack={self.stack.name}", *made.failure.option, "--", *shown]
+        script = self.configured(config)
+        env = [f"env.{name}={value}" for name, value in script.env]
+        shown = shlex.split(script.command.shown)
+        return ["repro", "run", *env, f"stack={self.stack.name}", *script.failure.option, "--", *shown]
 
 
 def open_script(
     script: Script, word: str, module: bool, args: str, stack: Stack, say: Say, stop: threading.Event
-) -> ScriptAsker:
+) -> ScriptSubject:
     arguments = arguments_of(shlex.split(args))
     found = [each for argument in arguments for each in argument.parameters]
     nproc = script.command.nproc
     if nproc > 1:
         found.append(Parameter("nproc", nproc, 1, tuple(range(1, nproc + 1)), ordered=True))
     found += [Parameter(f"env.{name}", value, OUT, (OUT, value)) for name, value in script.env]
-    return ScriptAsker(stack, say, stop, None, tuple(found), script, word, module, arguments, nproc)
+    return ScriptSubject(stack, say, stop, None, tuple(found), script, word, module, arguments, nproc)
 
 
 @dataclass
 class Search:
-    """One search over parameters. ``max_attempts``: that may be launched. ``repeat``: of what does not fail."""
+    """One search over parameters. ``max_attempts``: limit of launches. ``repeat``: attempts per configuration."""
 
-    asker: Asker
+    subject: Subject
     max_attempts: int | None = None
     repeat: int = 1
-    probes: dict[Config, Probe] = field(default_factory=dict)  # in the order of asking
-    statements: dict[str, Probe] = field(default_factory=dict)  # by the text that was launched
+    probes: dict[Config, Probe] = field(default_factory=dict)  # in order
+    statements: dict[str, Probe] = field(default_factory=dict)  # by the launched text
     notes: list[str] = field(default_factory=list)
     attempts: int = 0
     wall_s: float = 0.0
@@ -231,28 +231,29 @@ class Search:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return self.asker.parameters
+        return self.subject.parameters
 
     @property
-    def given(self) -> Config:
+    def initial(self) -> Config:
         return tuple(each.given for each in self.parameters)
 
     def first(self) -> Probe:
-        """Probe what is given. Raises what is wrong with it."""
-        found = self.probe(self.given, self.repeat)
-        if found.answer is None:
-            raise MeasureError(f"As given, it has no outcome: {found.said.detail}")
-        if not found.answer:
-            raise ConfigError(f"As given, the failure does not occur: {found.said}")
+        """Probe the initial configuration. Raises ConfigError where the failure does not occur, MeasureError without an
+        answer."""
+        found = self.probe(self.initial, self.repeat)
+        if found.reproduced is None:
+            raise MeasureError(f"The failure cannot be measured as given: {found.answer.detail}")
+        if not found.reproduced:
+            raise ConfigError(f"The failure does not occur as given: {found.answer}")
         return found
 
     def run(self) -> Reduced:
-        """Reduce the parameters after ``first``. What is left fails, however the search ends."""
-        reduced = Reduced(self.given)
+        """Reduce the parameters after ``first``. The result fails, however the search ends."""
+        reduced = Reduced(self.initial)
         try:
             while True:
-                reduced = Reduced(self.given)
-                parameters.reduce(self.parameters, self._trail(self._answer, {self.given: True}), reduced)
+                reduced = Reduced(self.initial)
+                parameters.reduce(self.parameters, self._trail(self._answer, {self.initial: True}), reduced)
                 if not reduced.done or self.spent(FIRST - 1) or not self._flaky(reduced):
                     break
         except Stopped as stopped:
@@ -260,33 +261,33 @@ class Search:
         return reduced
 
     def run_statements(self, source: Source, config: Config, path: Path) -> tuple[frozenset[int], bool]:
-        """Reduce the script's statements. Return those that are left, and whether the search ended by itself."""
-        assert isinstance(self.asker, ScriptAsker)
-        asker = self.asker
+        """Reduce the script's statements. Return the remaining ones, and whether the search was complete."""
+        assert isinstance(self.subject, ScriptSubject)
+        subject = self.subject
 
-        def answer(kept: frozenset[int]) -> tuple[Answer, int]:
+        def answer(kept: frozenset[int]) -> tuple[Response, int]:
             text = source.only(kept)
             if text is None or source.undefined(text):
                 return None, 0
             path.write_text(text, encoding="utf-8")
             what = counted(len(text.splitlines()), "line")
-            found = self.statements[text] = self._twice(
-                lambda: asker.launch(asker.made(config, path), self.repeat), what
+            found = self.statements[text] = self._launch(
+                lambda: subject.launch(subject.configured(config, path), self.repeat), what
             )
-            return found.answer, found.attempts
+            return found.reproduced, found.attempts
 
         trail = self._trail(answer, {})
         everything = frozenset(range(len(source.statements)))
         if trail.ask(everything) is not True:
-            reason = self.statements[source.text].said
-            raise MeasureError(f"In the file beside it ({path.name}) the same text does not fail as it did: {reason}")
+            reason = self.statements[source.text].answer
+            raise MeasureError(f"A copy of the script ({path.name}) does not fail in the same way: {reason}")
         try:
             return reduce_statements(source, trail)
         except Stopped as stopped:
             self.stopped = stopped
             return min((kept for kept, found in trail.answers.items() if found), key=len), False
 
-    def _trail(self, probe: Any, known: dict[Any, Answer]) -> Trail[Any]:
+    def _trail(self, probe: Any, known: dict[Any, Response]) -> Trail[Any]:
         left = None if self.max_attempts is None else max(0, self.max_attempts - self.attempts)
         return Trail(probe, left, self.repeat, known)
 
@@ -294,78 +295,81 @@ class Search:
         return self.max_attempts is not None and self.attempts + more > self.max_attempts
 
     def unsure(self, reduced: Reduced) -> list[str]:
-        """Return what is left although it is unknown if it has to be: the machine got in the way, twice."""
+        """Return the parameters that may be unnecessary: infrastructure errors, twice, left them without an answer."""
         found = []
         for at, (parameter, value) in enumerate(zip(self.parameters, reduced.config)):
             out = self.probes.get((*reduced.config[:at], parameter.simplest, *reduced.config[at + 1 :]))
-            if value != parameter.simplest and out is not None and out.by_chance:
-                found.append(f"{parameter.name} ({out.said.detail})")
+            if value != parameter.simplest and out is not None and out.retryable:
+                found.append(f"{parameter.name} ({out.answer.detail})")
         return found
 
     def _flaky(self, reduced: Reduced) -> bool:
-        """Launch what is left some times more. Where it does not always fail, everything is asked again, and what does
-        not fail so often that it would have: one clean attempt is no proof then."""
-        said = self.probe(reduced.config, max(FIRST, self.repeat)).said
-        if not said.flaky or self.repeat >= repeats_for(said.fired, said.counted):
+        """Launch the result a few more times. If it is flaky, raise ``repeat`` to what its rate needs and return True:
+        one passing attempt then proves nothing, so the search has to start again."""
+        answer = self.probe(reduced.config, max(FIRST, self.repeat)).answer
+        if not answer.flaky or self.repeat >= repeats_for(answer.fired, answer.counted):
             return False
-        self.repeat = repeats_for(said.fired, said.counted)
+        self.repeat = repeats_for(answer.fired, answer.counted)
         self.notes.append(
-            f"It is flaky: it failed {said.fired} of {said.counted} times. What does not fail was launched "
-            f"{self.repeat} times."
+            f"The failure is flaky: {answer.fired} of {answer.counted} attempts. Configurations that passed were "
+            f"launched {self.repeat} times."
         )
-        self.asker.say(self.notes[-1])
+        self.subject.say(self.notes[-1])
         return True
 
-    def _answer(self, config: Config) -> tuple[Answer, int]:
+    def _answer(self, config: Config) -> tuple[Response, int]:
         before = self.probes.get(config)
-        if before is not None and (before.answer is True or before.said.counted >= self.repeat or not before.document):
-            return before.answer, 0
+        if before is not None and (
+            before.reproduced is True or before.answer.counted >= self.repeat or not before.document
+        ):
+            return before.reproduced, 0
         found = self.probe(config, self.repeat)
-        return found.answer, found.attempts
+        return found.reproduced, found.attempts
 
     def probe(self, config: Config, repeat: int) -> Probe:
         changed = [f"{each.name}={value}" for each, value in zip(self.parameters, config) if value != each.given]
-        found = self._twice(lambda: self.asker.probe(config, repeat), " ".join(changed) or "as given")
+        found = self._launch(lambda: self.subject.probe(config, repeat), " ".join(changed) or "as given")
         self.probes[config] = found
         return found
 
-    def _twice(self, launch: Any, what: str) -> Probe:
-        """Launch once more where the machine got in the way."""
+    def _launch(self, launch: Any, what: str) -> Probe:
+        """Launch, and once more after an infrastructure error."""
         began = time.monotonic()
         found: Probe = launch()
-        if found.by_chance and not self.spent(1):
+        if found.retryable and not self.spent(1):
             again = launch()
             found = replace(again, attempts=again.attempts + found.attempts)
         took = time.monotonic() - began
         self.attempts += found.attempts
         self.wall_s += took
         how = f"{took:.1f} s" if found.attempts else "stored" if found.document else "not launched"
-        self.asker.say(f"{len(self.probes) + len(self.statements) + 1}: {what}: {found.said} ({how})")
+        self.subject.say(f"{len(self.probes) + len(self.statements) + 1}: {what}: {found.answer} ({how})")
         return found
 
 
 # -- the two kinds of searches
 
 
-def reduce_case(asker: CaseAsker, search: Search, variant: str) -> Json:
-    settings = asker.base.settings if asker.base else None
-    with workspace.workplace(settings.launcher.value if settings else "auto", (), asker.say) as place:
-        asker.place = place
+def reduce_case(subject: CaseSubject, search: Search, variant: str) -> Json:
+    settings = subject.base.settings if subject.base else None
+    with workspace.workplace(settings.launcher.value if settings else "auto", (), subject.say) as place:
+        subject.place = place
         first = search.first()
-        asker.say(f"{len(search.parameters)} settings vary: {', '.join(each.name for each in search.parameters)}")
+        subject.say(f"{len(search.parameters)} settings vary: {', '.join(each.name for each in search.parameters)}")
         reduced = search.run()
-    texts = asker.request(reduced.config).said(without=("case",))
-    data = {"case": asker.slug, "variant": variant, "what": f"{asker.slug} on {asker.stack.name}", "overrides": texts}
-    return result(search, reduced, first, search.probes[reduced.config], data, asker.run_command(reduced.config))
+    texts = subject.request(reduced.config).said(without=("case",))
+    what = f"{subject.slug} on {subject.stack.name}"
+    data = {"case": subject.slug, "variant": variant, "what": what, "overrides": texts}
+    return result(search, reduced, first, search.probes[reduced.config], data, subject.run_command(reduced.config))
 
 
-def reduce_script(asker: ScriptAsker, search: Search, out: Path | None) -> Json:
-    _learn(asker, search)
+def reduce_script(subject: ScriptSubject, search: Search, out: Path | None) -> Json:
+    _learn(subject, search)
     first = search.first()
     reduced = search.run()
-    command, lines, final = asker.run_command(reduced.config), None, search.probes[reduced.config]
-    assert asker.script is not None
-    file = asker.script.command.script
+    command, lines, final = subject.run_command(reduced.config), None, search.probes[reduced.config]
+    assert subject.script is not None
+    file = subject.script.command.script
     if file and out and reduced.done and not search.stopped:
         path = file.with_name(f".{file.stem}.reducing.py")
         source = Source(file.read_text(encoding="utf-8"))
@@ -378,11 +382,12 @@ def reduce_script(asker: ScriptAsker, search: Search, out: Path | None) -> Json:
         if len(kept) < len(source.statements):
             out.write_text(text, encoding="utf-8")
             lines["file"] = os.path.relpath(out)
-            command = [os.path.relpath(out) if part == asker.word else part for part in command]
-    what = f"{asker.script.command.shown} on {asker.stack.name}"
-    made = asker.made(reduced.config)
-    args = [part for part in shlex.split(made.command.shown)[shlex.split(made.command.shown).index(asker.word) + 1 :]]
-    data = {"what": what, "script": asker.word, "lines": lines, "nproc": made.command.nproc, "args": args}
+            command = [os.path.relpath(out) if part == subject.word else part for part in command]
+    what = f"{subject.script.command.shown} on {subject.stack.name}"
+    final_script = subject.configured(reduced.config)
+    words = shlex.split(final_script.command.shown)
+    data = {"what": what, "script": subject.word, "lines": lines, "nproc": final_script.command.nproc,
+            "args": words[words.index(subject.word) + 1 :]}  # fmt: skip
     return result(search, reduced, first, final, data, command)
 
 
@@ -395,31 +400,33 @@ def _lock(path: Path) -> Iterator[None]:
         with lock:
             yield
     except Timeout:
-        raise ConfigError(f"{path.name}: the script is being reduced already. Wait for it to end.") from None
+        raise ConfigError(f"{path.name}: another process is reducing this script. Wait for it to end.") from None
 
 
-def _learn(asker: ScriptAsker, search: Search) -> None:
-    """Take the first attempt's failure where nobody described one: another error is never mistaken for it."""
-    assert asker.script is not None
-    request = asker.script.request(asker.stack.name)
-    prepared = _prepared(request, asker.stack, VARIANT, 1)
-    document, _, summary = one_cell(prepared, asker.stop, asker.say)
+def _learn(subject: ScriptSubject, search: Search) -> None:
+    """Take the first attempt's failure where none was given, so that another error never counts as it."""
+    assert subject.script is not None
+    request = subject.script.request(subject.stack.name)
+    prepared = _prepared(request, subject.stack, VARIANT, 1)
+    document, _, summary = one_cell(prepared, subject.stop, subject.say)
     search.attempts += summary.attempts
     made = document["variants"][VARIANT]["attempts"][0]
-    if not asker.script.failure.text:
+    if not subject.script.failure.text:
         outcome = Outcome.from_json(made["outcome"])
         if outcome.outcome != "other_failure":
             kind = MeasureError if outcome.outcome == "infra_error" else ConfigError
-            raise kind(f"As given, it does not fail: {outcome.outcome}: {outcome.reason}")
+            raise kind(f"The script does not fail as given: {outcome.outcome}: {outcome.reason}")
         failure = learned(outcome, made)
         if failure is None:
-            raise ConfigError(f"What fails is not an exception ({outcome.reason}). Describe it: --exit, --log ...")
-        asker.script = replace(asker.script, failure=failure)
-        asker.say(f"the failure is its own: {failure.text}")
-        search.notes.append(f"No failure was named: it is the one that the script shows as it is, `{failure.text}`.")
-    if asker.script.failure.hang_s is None:  # what takes much longer does not show the failure any more
-        limit = max(LEAST_S, SLOWER * round(made["observation"]["attempt"]["wall_s"] / 5 + 1) * 5)
-        asker.script = replace(asker.script, deadline_s=min(asker.script.deadline_s, limit))
+            raise ConfigError(
+                f"The failure is not an exception ({outcome.reason}). Describe it with --exit, --log or --metric."
+            )
+        subject.script = replace(subject.script, failure=failure)
+        subject.say(f"the failure: {failure.text}")
+        search.notes.append(f"No failure was given; it is the one of the first attempt, `{failure.text}`.")
+    if subject.script.failure.hang_s is None:  # a much slower attempt no longer shows the failure
+        limit = max(MIN_DEADLINE_S, DEADLINE_FACTOR * round(made["observation"]["attempt"]["wall_s"] / 5 + 1) * 5)
+        subject.script = replace(subject.script, deadline_s=min(subject.script.deadline_s, limit))
 
 
 # -- the result
@@ -432,18 +439,18 @@ def result(search: Search, reduced: Reduced, first: Probe, final: Probe, data: J
     shown = [at for at in range(len(names)) if not _void(search, reduced, at)]
     varied = [_varied(search, reduced, at) for at in shown]
     return {
-        "schema": 1, "kind": "reduced", **data, "failure": first.said.detail,
-        "stack": {"name": search.asker.stack.name, "versions": dict(search.asker.stack.versions)},
-        "command": command, "error_at": final.said.error_at, "document": final.document,
-        "confirmed": f"{final.said.fired} of {final.said.counted}",
+        "schema": 1, "kind": "reduced", **data, "failure": first.answer.detail,
+        "stack": {"name": search.subject.stack.name, "versions": dict(search.subject.stack.versions)},
+        "command": command, "error_at": final.answer.error_at, "document": final.document,
+        "confirmed": f"{final.answer.fired} of {final.answer.counted}",
         "needs": [each["name"] for each in varied if each["needed"]], "varied": varied,
         "probes": [
             {"changed": {p.name: value for p, value in zip(search.parameters, config) if value != p.given},
-             "answer": str(found.said), "document": found.document, "attempts": found.attempts}
+             "answer": str(found.answer), "document": found.document, "attempts": found.attempts}
             for config, found in search.probes.items()
         ],
         "statement_probes": len(search.statements),
-        "given": dict(zip(names, search.given)), "minimal": dict(zip(names, reduced.config)), "unsure": unsure,
+        "given": dict(zip(names, search.initial)), "minimal": dict(zip(names, reduced.config)), "unsure": unsure,
         "done": reduced.done and lines["done"] and not unsure, "notes": search.notes, "attempts": search.attempts,
         "repeat": search.repeat,
         "wall_s": round(search.wall_s, 1), "commit": provenance.git_state()[0],
@@ -451,7 +458,7 @@ def result(search: Search, reduced: Reduced, first: Probe, final: Probe, data: J
 
 
 def _void(search: Search, reduced: Reduced, at: int) -> bool:
-    """The value of an option that is left out has no meaning."""
+    """Return whether the parameter is the value of an option that is left out."""
     name = search.parameters[at].name
     there = [i for i, each in enumerate(search.parameters) if name == f"value of {each.name}"]
     return bool(there) and reduced.config[there[0]] == OUT
@@ -460,16 +467,16 @@ def _void(search: Search, reduced: Reduced, at: int) -> bool:
 def _varied(search: Search, reduced: Reduced, at: int) -> Json:
     parameter, value = search.parameters[at], reduced.config[at]
     found = reduced.ranges[at] if at < len(reduced.ranges) else Range(parameter, value, {value: True})
-    asked = {}
+    answers = {}
     for other in parameter.values:
-        if other in found.asked:
+        if other in found.answers:
             probe = search.probes.get((*reduced.config[:at], other, *reduced.config[at + 1 :]))
-            known = probe is not None and probe.answer is not None
-            asked[_name(other)] = {"answer": str(probe.said) if probe else "not asked", "known": known}
+            known = probe is not None and probe.reproduced is not None
+            answers[_name(other)] = {"answer": str(probe.answer) if probe else "not probed", "known": known}
     return {
         "name": parameter.name, "given": parameter.given, "value": value, "simplest": parameter.simplest,
-        "number": parameter.ordered, "needed": found.needed if found.whole else None, "fires_at": found.reproducing,
-        "gone_at": found.gone, "asked": asked,
+        "number": parameter.ordered, "needed": found.needed if found.complete else None,
+        "reproduces_at": found.reproducing, "absent_at": found.absent, "answers": answers,
     }  # fmt: skip
 
 
@@ -482,9 +489,9 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield f"{data['what']}: {data['failure']}"
     varied = data["varied"]
     groups = (
-        ("needed (with any other value the failure goes away):", [each for each in varied if each["needed"]]),
+        ("needed (the failure does not occur at any other value):", [each for each in varied if each["needed"]]),
         ("not needed:", [each for each in varied if each["needed"] is False]),
-        ("not known:", [each for each in varied if each["needed"] is None]),
+        ("unknown:", [each for each in varied if each["needed"] is None]),
     )
     for title, group in groups:
         if group:
@@ -494,7 +501,7 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"  {_setting(each):<{width}}  {_evidence(each)}".rstrip() for each in group)
     found = data.get("lines")
     if found:
-        ended = "no statement of them can be left out" if found["done"] else "the search ended early"
+        ended = "no statement can be left out" if found["done"] else "the search ended early"
         where = f": {found['file']}" if found["file"] else ""
         yield ""
         yield f"{found['now']} of {found['before']} lines are left ({ended}){where}"
@@ -514,23 +521,23 @@ def _setting(each: Json) -> str:
 
 
 def _evidence(each: Json) -> str:
-    others = [_name(value) for value in each["fires_at"] if value != each["value"]]
+    others = [_name(value) for value in each["reproduces_at"] if value != each["value"]]
     parts = [f"fails at {', '.join(others)}, too"] if others else []
-    parts += [f"{_name(value)}: {each['asked'][_name(value)]['answer']}" for value in each["gone_at"]]
+    parts += [f"{_name(value)}: {each['answers'][_name(value)]['answer']}" for value in each["absent_at"]]
     parts += [
-        f"{name}: {asked['answer']}"
-        for name, asked in each["asked"].items()
-        if not asked["known"] and name != _name(each["value"])
+        f"{name}: {answer['answer']}"
+        for name, answer in each["answers"].items()
+        if not answer["known"] and name != _name(each["value"])
     ]
     return "; ".join(parts)
 
 
 def output_path(script: Path, given: str | None) -> Path:
-    """Return where the reduced script goes: never over a file that is there."""
+    """Return the path of the reduced script. Raises ConfigError rather than overwriting a file."""
     if given:
         path = Path(given).expanduser().absolute()
         if path.exists():
-            raise ConfigError(f"--out {given}: the file exists, and nothing is overwritten.")
+            raise ConfigError(f"--out {given}: the file exists. Choose another name; nothing is overwritten.")
         if not path.parent.is_dir():
             raise ConfigError(f"--out {given}: there is no folder {path.parent}.")
         return path

@@ -1,9 +1,8 @@
 """Searches over an ordered range of releases, and delta debugging over sets. Pure: the caller makes the probes.
 
-A probe answers with a label, or with None when it cannot be known: an uninstallable release, a hang, another error.
-History is never assumed to be monotone. A boundary is always a pair of probed points with different labels; whatever
-lies between them was probed without an answer, or was left out because the probes were used up. So a boundary can be
-wide, but never wrong.
+A probe returns a label, or None when the answer is unknown: an uninstallable release, a hang, another error. History is
+never assumed to be monotone. A boundary is always a pair of probed points with different labels; the points between
+them are unknown, or not probed because no probes were left. So a boundary can be wide, but never wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass
 class Trail:
-    """Every answer so far. No point is asked twice; answers that are known in advance cost nothing."""
+    """All answers so far. No point is probed twice; answers known in advance cost nothing."""
 
     probe: Probe
     answers: dict[int, Label | None] = field(default_factory=dict)
@@ -59,9 +58,9 @@ class Boundary:
 
 
 def _middle(trail: Trail, low: int, high: int) -> int | None:
-    """Return the middle of the longest stretch between two points that was not asked yet.
+    """Return the middle of the longest range of points between the two that has no probe yet.
 
-    Unknown points come in blocks (a series of releases that cannot be installed): the search leaps out of a block.
+    Unknown points come in blocks (a series of releases that cannot be installed): this leaves such a block.
     """
     best: range | None = None
     start = low + 1
@@ -115,7 +114,7 @@ class Bisection:
     status: Status
     boundary: Boundary | None
     answers: Mapping[int, Label | None]
-    asked: tuple[int, ...]  # in the order of asking
+    asked: tuple[int, ...]  # in order
 
 
 def bisect(
@@ -128,8 +127,8 @@ def bisect(
 ) -> Bisection:
     """Find one change from NO to YES between candidate 0 (must answer NO) and the last one (must answer YES).
 
-    Asks at most ceil(log2(count)) + 2 points when all of them answer. ``confirm`` is asked about the last good point
-    once the search has ended (a flaky point may have looked good): when it answers YES, the search goes on.
+    Makes at most ceil(log2(count)) + 2 probes when none is unknown. ``confirm`` probes the last good point once more at
+    the end, since a flaky point may have looked good: if it returns YES, the search continues.
     """
     trail = Trail(probe, dict(known or {}), [], max_probes)
 
@@ -170,18 +169,16 @@ def bisect(
 
 
 def repeats_for(fired: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
-    """Return how often to launch a point before it counts as clean, when a bad one reproduced ``reproduced`` of
-    ``launches``.
+    """Return how often to launch a point before it counts as passing, when a bad one failed ``fired`` of ``launches``.
 
-    One failure is proof; one clean launch is not, where the failure is flaky: repeat until a bad point would have
-    stayed clean with probability ``miss`` at most. A point that always reproduced is not known to be flaky: once is
-    enough.
+    One failure is proof. One passing launch of a flaky failure is not: repeat until a bad point would have passed with
+    probability ``miss`` at most. A point that always failed is not known to be flaky: one launch is enough.
     """
     if not 0 < fired <= launches:
         raise ValueError(f"reproduced {fired} of {launches} launches: a known bad point has reproduced at least once")
     if fired == launches:
         return 1
-    rate = fired / (launches + 1)  # on the careful side: few launches prove little
+    rate = fired / (launches + 1)  # conservative: few launches prove little
     return min(most, max(2, math.ceil(math.log(miss) / math.log(1 - rate))))
 
 
@@ -190,7 +187,7 @@ def repeats_for(fired: int, launches: int, *, miss: float = 0.01, most: int = 10
 
 @dataclass(frozen=True)
 class Segment:
-    """Probed points in a row with one label, ``first`` and ``last`` among them; none inside has another one."""
+    """Consecutive probed points with the same label, from ``first`` to ``last``."""
 
     first: int
     last: int
@@ -238,7 +235,7 @@ def version_map(
 ) -> VersionMap:
     """Probe samples and narrow every change to neighbours; or probe all points.
 
-    Asks at most s + k * ceil(log2(count / s)) points for k changes when all of them answer.
+    Makes at most s + k * ceil(log2(count / s)) probes for k changes when none is unknown.
     """
     trail = Trail(probe, dict(known or {}), [], max_probes)
     for point in range(count) if exhaustive else sample(count, samples or default_samples(count)):
@@ -278,12 +275,11 @@ def maps(
     exhaustive: bool = False,
     max_probes: int | None = None,
 ) -> dict[str, VersionMap]:
-    """Return the map of each variant; one probe answers for all of them. ``known`` is filled as answers come in, so
-    that it holds them when ``ask`` raises.
+    """Return the map of each variant; one probe gives the answers of all. ``known`` is filled during the search, so
+    that the answers survive an exception.
 
-    The first variant has the samples; the others only narrow the changes that they see, until no variant sees anything
-    new.
-    ``max_probes=0`` shows what is known and asks nothing.
+    The first variant chooses the samples; the others only narrow the changes in them, until no variant has a new one.
+    ``max_probes=0`` maps the known answers without a probe.
     """
     began = len(known)
 
@@ -301,7 +297,7 @@ def maps(
         for variant in variants:
             answers = {index: by_variant[variant] for index, by_variant in known.items()}
             samples_here = first and variant == variants[0]
-            # A variant without any answer (it needs another stack) is no reason to probe its neighbours.
+            # A variant without any answer (it needs another stack) does not cause more probes.
             silent = not samples_here and all(label is None for label in answers.values())
             left = None if max_probes is None else max(0, max_probes - (len(known) - began))
             found[variant] = version_map(
@@ -325,10 +321,9 @@ def ddmin(
     reproduced: Callable[[tuple[T, ...]], bool],
     closed: Callable[[tuple[T, ...]], tuple[T, ...]] = tuple,
 ) -> tuple[T, ...]:
-    """Return a subset with which it reproduces, of which no single thing can be left out (Zeller's ddmin by
-    complements).
+    """Return a subset that reproduces and of which no single thing can be left out (Zeller's ddmin by complements).
 
-    With all things it is known to reproduce.
+    The whole set is known to reproduce.
     """
     kept = tuple(things)
     if not kept or reproduced(()):
@@ -353,17 +348,20 @@ def ddmin(
 
 @dataclass(frozen=True)
 class Culprits:
-    """``members`` taken over from the bad stack make the good one fail. None: even all of them together do not."""
+    """``members`` at the bad stack's versions make the good stack fail. None: not even all of them together do."""
 
     members: tuple[str, ...] | None
-    unproven: tuple[str, ...] = ()  # members of which it could not be known if they can be left out
+    unproven: tuple[str, ...] = ()  # members for which it is unknown whether they can be left out
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # packages of both stacks: (good, bad)
+    notes: tuple[str, ...] = ()  # other differences between the stacks, not tested
+    tried: tuple[tuple[str, str], ...] = ()  # (packages, answer)
 
 
 def find_culprits(items: Sequence[str], probe: Callable[[frozenset[str]], Label | None]) -> Culprits:
     """Return a smallest set of packages that carries the failure from the bad stack into the good one.
 
     ``probe(taken)``: the good stack with these packages as in the bad one. A combination that cannot be installed is
-    unknown and never counts as clean; so this holds for packages that depend on each other, too.
+    unknown and never counts as passing, so that packages may depend on each other.
     """
     answers: dict[frozenset[str], Label | None] = {}
 

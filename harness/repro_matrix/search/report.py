@@ -78,7 +78,7 @@ def stage(kind: str, what: str, found: BisectionResult, prober: Prober, older_is
         "probes": [
             {
                 "name": point.target.name,
-                "role": roles.get(str(found.roles.of(point.variants[variant])), "unknown"),
+                "role": roles.get(str(found.roles.label(point.variants[variant])), "unknown"),
                 "answer": str(point.variants[variant])
                 if point.variants[variant].label is None
                 else point.variants[variant].label,
@@ -129,7 +129,7 @@ def sentence(kind: str, found: BisectionResult, older_is_good: bool | None) -> s
         return f"the change lies between {good} (good) and {bad} (bad); {between} {kind}s between them are unknown"
     if found.roles.exact:  # one answer turns into another: neither need be the better one
         before, after = (bad, good) if older_is_good is False else (good, bad)
-        return f"the answer changes with {after}; {before} is the last with the earlier answer"
+        return f"the result changes with {after}; {before} is the last with the earlier result"
     if older_is_good is False:
         text = f"{good} is the first good {kind}, {bad} the last bad one"
         return text + (": the failure no longer occurs from there on" if found.roles.bad == REPRODUCED else "")
