@@ -18,11 +18,9 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.external.logs.lines import Labels
-from repro_matrix.external.logs.literals import required
-from repro_matrix.external.logs.match import Answer, Catalogue, normalised, recognise
-from repro_matrix.external.logs.scan import Seen, Texts, scan
-from repro_matrix.external.logs.stored import stored
+from repro_matrix.external.logs.match import Answer, Catalogue, normalised, recognise, stored
+from repro_matrix.external.logs.scan import Seen, Texts, required, scan
+from repro_matrix.external.logs.tracebacks import Labels
 from repro_matrix.grading.signature import message_patterns
 
 CASES = catalogue.load().cases
@@ -276,7 +274,7 @@ def test_an_error_that_is_not_known_is_said_with_its_place(tmp_path: Path, capsy
     log = tmp_path / "a.log"
     log.write_text("\n".join(OWN) + "\n")
     code, out, _ = run(capsys, str(log))
-    assert code == 1 and "known to none of the catalogue's cases" in out and "load (/w/train.py:7)" in out
+    assert code == 1 and "matches none of the catalogue's cases" in out and "load (/w/train.py:7)" in out
 
 
 def test_the_launchers_last_word_names_the_rank_that_no_line_names(
@@ -287,14 +285,14 @@ def test_the_launchers_last_word_names_the_rank_that_no_line_names(
            "  exitcode  : -11 (pid: 7)", "  traceback : Signal 11 (SIGSEGV) received by PID 7"]  # fmt: skip
     log.write_text("\n".join([*UNIFORM, *end]) + "\n")
     _, out, _ = run(capsys, str(log))
-    assert "rank 3 ended first (torchrun says)" in out and "rank 3: SIGSEGV" in out
+    assert "rank 3 ended first (torchrun reports)" in out and "rank 3: SIGSEGV" in out
 
 
 def test_several_logs_are_answered_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lines in (("a.log", OWN), ("b.log", UNIFORM), ("c.log", ["all is well"])):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     code, out, _ = run(capsys, *(str(tmp_path / name) for name in ("a.log", "b.log", "c.log")))
-    assert code == 0 and out.count("a.log:") == 1 and "c.log: 1 line" in out and "no failure is in it" in out
+    assert code == 0 and out.count("a.log:") == 1 and "c.log: 1 line" in out and "no failure in this log" in out
     assert run(capsys, str(tmp_path / "c.log"))[0] == 3
 
 

@@ -67,7 +67,7 @@ def test_nothing_is_recognised_in_a_healthy_log(entry: dict[str, Any]) -> None:
 
 def test_each_other_cause_that_is_named_is_one_that_a_real_log_shows_or_that_a_rule_tells_apart() -> None:
     """``elsewhere`` takes a name away: only where there is a reason. Its ``unless`` must be findable in one pass."""
-    from repro_matrix.external.logs.literals import required
+    from repro_matrix.external.logs.scan import required
 
     for case in CASES.values():
         for signature in case.signatures:

@@ -1,4 +1,4 @@
-"""What is not ready about a case, with file and key: what its files say, what came of its attempts. Pure."""
+"""Find what is not ready about a case, with file and key: in its files and in the outcomes of its attempts. Pure."""
 
 from __future__ import annotations
 
@@ -153,11 +153,11 @@ def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iter
     for name, by in seen.items():
         if len({frozenset(kinds) for kinds in by.values()}) > 1:
             said = ", ".join(f"{launcher}: {' and '.join(sorted(kinds))}" for launcher, kinds in by.items())
-            found.append(Finding(file, f"variants.{name}", f"cold and warm disagree: {said}"))
+            found.append(Finding(file, f"variants.{name}", f"the launchers disagree: {said}"))
     fixes = [kinds for name, by in seen.items() if name != "unfixed" for kinds in by.values()]
     if case.kind == "failure" and not any(kinds == {"passed"} for kinds in fixes):
         what = (
-            "no variant is clean: nothing shows that the signature is the failure's alone, and that the proof can pass"
+            "no variant passes: nothing shows that only the failure matches the signature, and that the checks can pass"
         )
         found.append(Finding(file, "variants", what))
     return list(dict.fromkeys(found))
@@ -184,7 +184,7 @@ def _of_variant(
         reason = outcome["reason"].strip().partition("\n")[0][:200]
         if outcome["outcome"] == "infra_error":
             its_own = outcome.get("infra_error") == "script_error"
-            told = "raises its own error" if its_own else "no verdict (a proof is missing?)"
+            told = "raises its own error" if its_own else "no verdict (is a check missing?)"
             yield Finding(script if its_own else file, where, f"{told}: {reason}")
         elif name in ("unfixed", "control"):
             wanted = "reproduced" if name == "unfixed" else "passed"
@@ -194,7 +194,9 @@ def _of_variant(
             continue
         elif outcome["outcome"] == "reproduced":
             names = ", ".join(item["signature"] for item in outcome["recognized"])
-            what = f"the signature {names} matches this variant too: {reason} (say `non-fix` in its help if it is none)"
+            what = (
+                f"the signature {names} matches this variant too: {reason} (write `non-fix` in its help if it is none)"
+            )
             yield Finding(file, where, what)
         elif outcome["outcome"] in ("other_failure", "hang"):
             yield Finding(file, where, f"is {outcome['outcome']}: {reason}")

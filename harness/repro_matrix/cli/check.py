@@ -1,4 +1,4 @@
-"""`repro check SLUG`: runs a case several times, warm and cold, and says what is not ready about it."""
+"""`repro check SLUG`: run a case several times with both launchers and list what is not ready about it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ TIMES = 3
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.case(parser)
     arguments.overrides(parser)
-    parser.add_argument("--times", type=arguments.number(1), default=TIMES, help="attempts of each variant, each way")
-    parser.add_argument("--no-run", action="store_true", help="only what its files say")
+    parser.add_argument(
+        "--times", type=arguments.number(1), default=TIMES, help="attempts of each variant with each launcher"
+    )
+    parser.add_argument("--no-run", action="store_true", help="check its files only")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -51,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     if parses and not args.no_run:
         measured = _measured(args.case, args.times, args.overrides)
         if measured is None:
-            print(f"{case.slug}: interrupted: whether it is ready was not found out", file=sys.stderr)
+            print(f"{case.slug}: interrupted: whether it is ready is unknown. Run it again.", file=sys.stderr)
             return 130
         found += ready.of_attempts(shown, code, case, measured)
         notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.recorded(measured)}
@@ -68,11 +70,11 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
     if found:
         return [*map(str, found), f"{slug}: {len(found)} finding{'s' if len(found) > 1 else ''}: not ready"]
     how = (
-        "its files are in order; nothing was run"
+        "its files are complete; nothing was run"
         if args.no_run
-        else f"ready ({counted(args.times, 'attempt')} a variant, each way)"
+        else f"ready ({counted(args.times, 'attempt')} a variant with each launcher)"
     )
-    return [f"{slug}: {how}; then commit, `repro run {slug} repeat=3` and `repro accept case={slug} --reason ...`"]
+    return [f"{slug}: {how}. Next: commit, `repro run {slug} repeat=3`, `repro accept case={slug} --reason ...`."]
 
 
 def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -80,11 +82,11 @@ def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
         yield f"  not measured here: {variant}: {why}"
     known = [f"{variant} {verdict}" for variant, verdict in notes.get("as_recorded", {}).items()]
     if known:
-        yield f"  no help, as results/expected has it: {', '.join(known)}"
+        yield f"  no help, as results/expected says: {', '.join(known)}"
 
 
 def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]] | None:
-    """The documents of each way of launching; None: interrupted. Raises MeasureError: it could not be measured."""
+    """Launcher -> its documents; None: interrupted. Raises MeasureError: it could not be measured."""
     from repro_matrix.config.settings import LauncherName
     from repro_matrix.errors import MeasureError
     from repro_matrix.runner import session
@@ -99,10 +101,10 @@ def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Doc
     stop = threading.Event()
     found: dict[str, list[Document]] = {}
     with (
-        workplace.interruptible(stop, log, "nothing of it is kept"),
+        workplace.interruptible(stop, log, "nothing is stored"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
-        for way, launcher in (("forkserver", LauncherName.forkserver), ("cold", LauncherName.torchrun)):
+        for way, launcher in (("forkserver", LauncherName.forkserver), ("torchrun", LauncherName.torchrun)):
             print(f"{slug}: {counted(times, 'attempt')} a variant, {way}", file=sys.stderr, flush=True)
             usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
             prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))

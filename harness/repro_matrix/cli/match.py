@@ -1,24 +1,13 @@
-"""`repro match train.log ...`: which known failures a training log shows, and what stored measurements say of them."""
+"""`repro match train.log ...`: find known failures in training logs, and what stored measurements say about them."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from repro_matrix.text import counted
-
-if TYPE_CHECKING:
-    from repro_matrix.config.schema import Case
-    from repro_matrix.external.logs.match import Answer, Failure, Known
-    from repro_matrix.external.logs.scan import Seen
-
-SHOWN = 8  # failures that are written out; --json has all
-EVIDENCE = 160  # characters of a line
 EPILOG = """\
-exit codes: 0 a known failure was recognised; 1 failures, of which none is known; 2 usage (no such file, not a log);
-3 no failure in it. Of several logs the first of these that is true of any.
+exit codes: 0 a known failure was recognised; 1 failures, but none is known; 2 usage (no such file, not a log);
+3 no failure. For several logs, the lowest of their codes.
 """
 
 
@@ -35,13 +24,14 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.external.logs.match import Catalogue, recognise
     from repro_matrix.external.logs.read import blocks
     from repro_matrix.external.logs.scan import Texts, scan
+    from repro_matrix.report.log_matches import log_json, log_lines
     from repro_matrix.report.terminal import print_json, print_notes
     from repro_matrix.results import unshown
 
     for word in args.logs:
         name, _, value = word.partition("=")
         if value and not Path(word).exists() and (name in ("log", "logs", "file") or Path(value).exists()):
-            raise ConfigError(f"{word!r} is no file; logs are words by themselves: repro match {value}")
+            raise ConfigError(f"{word!r} is not a file. Name logs without a key: repro match {value}")
     known = catalogue.load()
     print_notes([*(f"left out: {text}" for text in known.left_out), *unshown.dropped(known)])
     cases = known.cases
@@ -53,200 +43,9 @@ def main(args: argparse.Namespace) -> int:
         answer = recognise(seen, signatures)
         codes.add(0 if answer.names else 1 if answer.failures else 3)
         if args.json:
-            found.append(as_json(path, seen, answer, cases))
+            found.append(log_json(path, seen, answer, cases))
         else:
-            print("\n".join(_text(path, seen, answer, cases)))
+            print("\n".join(log_lines(path, seen, answer, cases)))
     if args.json:
         print_json(found)
     return min(codes)
-
-
-def as_json(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) -> dict[str, Any]:
-    """What is known of one log, with stable keys."""
-    versions = seen.versions.known
-    return {
-        "log": path,
-        "lines": seen.lines,
-        "unread_lines": seen.unread,
-        "recognized": answer.names,
-        "failures": [_failure_json(failure) for failure in answer.failures],
-        "remarks": [
-            {"case": r.case, "signature": r.signature, "line": r.line, "text": answer.evidence[r.line]}
-            for r in answer.remarks
-        ],
-        "not_listed": seen.more,
-        "versions": versions,
-        "python": seen.versions.python,
-        "versions_unclear": seen.versions.unclear,
-        "ended": {str(rank): _how(how) for rank, how in seen.ended.ranks.items()},
-        "root_cause_rank": seen.ended.root,
-        "stored": {name: _stored_json(cases[name], versions) for name in answer.names},
-    }
-
-
-def _failure_json(failure: Failure) -> dict[str, Any]:
-    from repro_matrix.external.logs.match import normalised
-
-    error = failure.error
-    return {
-        "line": error.line,
-        "type": error.type,
-        "message": error.message,
-        "normalised": normalised(error.message),
-        "raised_in": failure.where,
-        "ranks": list(error.ranks),
-        "times": error.count,
-        "echo": failure.echo,
-        "whole": error.whole,
-        "known": [{"case": item.case, "signature": item.signature} for item in failure.known],
-        "perhaps": [
-            {"case": item.case, "signature": item.signature, "missing": list(item.missing)} for item in failure.perhaps
-        ],
-    }
-
-
-def _stored_json(case: Case, versions: Mapping[str, str]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from repro_matrix.external.logs.stored import stored
-
-    found = stored(case, versions)
-    return {"fits": [asdict(each) for each in found.fits], "nearest": [asdict(each) for each in found.nearest]}
-
-
-# --- as text
-
-
-def _text(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) -> list[str]:
-    name = "standard input" if path == "-" else path
-    out = [f"{name}: {counted(seen.lines, 'line')}{_versions(seen)}"]
-    if seen.unread:
-        out.append(f"  it is full of errors: {counted(seen.unread, 'line')} in its middle not read")
-    for remark in answer.remarks:
-        out += [f"  warns of {remark.case} ({remark.signature}): {cases[remark.case].title}"]
-        out += [f"    line {remark.line}: {_short(answer.evidence[remark.line])}"]
-        out += _stored_text(cases[remark.case], seen)
-    if not answer.failures:
-        return [*out, *_ended(seen), *([] if answer.remarks else ["  no failure is in it"])]
-    shown = [failure for failure in answer.failures if not failure.echo]
-    for place, failure in enumerate(shown[:SHOWN]):
-        out += _failure_text(failure, place == 0, seen, cases)
-    if len(shown) > SHOWN or seen.more:
-        out.append(f"  and {max(0, len(shown) - SHOWN) + seen.more} more errors (--json lists them)")
-    echoes = [failure for failure in answer.failures if failure.echo]
-    if echoes:
-        words = sorted({f"{failure.error.type} (line {failure.error.line})" for failure in echoes})
-        more = f" and {len(words) - 4} more" if len(words) > 4 else ""
-        out.append(f"  only follow from another process's failure: {', '.join(words[:4])}{more}")
-        if not shown:
-            out.append("  what they follow from is not in this log: look into the other ranks' logs")
-    return [*out, *_ended(seen)]
-
-
-def _failure_text(failure: Failure, first: bool, seen: Seen, cases: Mapping[str, Case]) -> list[str]:
-    from repro_matrix.external.logs.match import normalised
-
-    error = failure.error
-    at = f"line {error.line}{_ranks(failure, seen) if first else _who(failure)}"
-    if failure.known:
-        item = failure.known[0]
-        case = cases[item.case]
-        out = [f"  {item.case} ({item.signature}): {case.title}"]
-        if case.references:
-            out.append(f"    see {', '.join(case.references)}")
-    elif failure.perhaps:
-        out = ["  not recognised for sure; it may be"]
-        out += [f"    {item.case} ({item.signature}): {'; '.join(item.missing)}" for item in _each_case(failure)]
-    elif not error.type:
-        out = ["  cut off before it says what it is"]
-    else:
-        out = ["  known to none of the catalogue's cases"]
-        out.append(f"    {error.type}: {normalised(error.message)}".rstrip(": "))
-    if error.type:
-        out.append(f"    {at}: {_short(f'{error.type}: {error.message}')}")
-    else:
-        out.append(f"    {at}")
-    if failure.where:
-        out.append(f"    raised in {failure.where}")
-    for item in failure.known[:1]:
-        out += _stored_text(cases[item.case], seen)
-    return out
-
-
-def _each_case(failure: Failure) -> list[Known]:
-    return list({item.case: item for item in reversed(failure.perhaps)}.values())[::-1]
-
-
-def _who(failure: Failure) -> str:
-    error = failure.error
-    if error.ranks:
-        ranks = ", ".join(map(str, error.ranks[:8])) + (" ..." if len(error.ranks) > 8 else "")
-        return f", rank{'s' if len(error.ranks) > 1 else ''} {ranks}"
-    times = f", {error.count} times" if error.count > 1 else ""
-    return times + (f", {error.label}" if error.label else "")
-
-
-def _ranks(failure: Failure, seen: Seen) -> str:
-    """Of the first failure: which rank was first. Without a rank in the log's lines torchrun's word counts."""
-    error = failure.error
-    if error.rank is not None:
-        others = [rank for rank in error.ranks if rank != error.rank]
-        also = f" (also {', '.join(map(str, others[:8]))}{' ...' if len(others) > 8 else ''})" if others else ""
-        return f", first on rank {error.rank}{also}"
-    if seen.ended.root is not None:
-        return f"{_who(failure)}, rank {seen.ended.root} ended first (torchrun says)"
-    return f"{_who(failure)}; no line names its rank"
-
-
-def _versions(seen: Seen) -> str:
-    known = seen.versions.known
-    words = [f"{name} {version}" for name, version in known.items()]
-    words += [f"{name} {' or '.join(found)}" for name, found in seen.versions.unclear.items()]
-    if seen.versions.python:
-        words.append(f"Python {seen.versions.python}")
-    return f"; {', '.join(words)}" if words else "; it names no versions"
-
-
-def _stored_text(case: Case, seen: Seen) -> list[str]:
-    from repro_matrix.external.logs.stored import VersionRange, stored
-
-    def variants(each: VersionRange) -> list[str]:
-        holds = ", ".join(each.holds) or "none"
-        others = ", ".join(f"{variant} ({verdict})" for variant, verdict in each.holds_not.items())
-        said = f"; not named in the log: {', '.join(each.unnamed)}" if each.unnamed else ""
-        cells = ", ".join(each.cells) or "every cell"
-        return [
-            f"      {cells} on {each.hardware}{said}",
-            f"        helps: {holds}",
-            *([f"        does not: {others}"] if others else []),
-        ]
-
-    found = stored(case, seen.versions.known)
-    simulated = ", simulated" if case.simulated else ""
-    if found.fits:
-        return [
-            f"    measured on these versions{simulated}:",
-            *(line for each in found.fits for line in variants(each)),
-        ]
-    out = [f"    no measurement on these versions is stored{simulated}" + ("; the nearest:" if found.nearest else "")]
-    for each in found.nearest:
-        out.append(f"      {', '.join(f'{name} {bounds}' for name, bounds in each.versions.items())}")
-        out += [f"  {line}" for line in variants(each)]
-    return out
-
-
-def _ended(seen: Seen) -> list[str]:
-    signals = seen.ended.signals
-    if not signals:
-        return []
-    words = ", ".join(f"rank {rank}: {_how(how)}" for rank, how in sorted(signals.items())[:8])
-    return [f"  the launcher says: {words}"]
-
-
-def _how(ended: int | str) -> str:
-    return f"exit code {ended}" if isinstance(ended, int) else ended
-
-
-def _short(text: str) -> str:
-    line = text.strip().partition("\n")[0]
-    return line if len(line) <= EVIDENCE else f"{line[: EVIDENCE - 4]} ..."

@@ -1,4 +1,4 @@
-"""`repro new SLUG`: the first files of a case, so that the trigger is left to write. Nothing is overwritten."""
+"""`repro new SLUG`: write the first files of a case. You add the trigger. Nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
     start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
-    told = "begin with the smallest trigger that `repro reduce ... --json > FILE` found"
-    start.add_argument("--from-reduction", metavar="FILE", help=told)
-    parser.add_argument("--like", metavar="CASE", help="the flags, variants, axes, proof and script of another case")
-    told = "numbers are wrong without an error: the check that fails (updates, loss, gradient, or one of your own)"
-    parser.add_argument("--silent", metavar="CHECK", help=told)
+    start.add_argument(
+        "--from-reduction", metavar="FILE", help="begin with the result of `repro reduce ... --json > FILE`"
+    )
+    parser.add_argument("--like", metavar="CASE", help="copy flags, variants, axes, checks and script of another case")
+    parser.add_argument(
+        "--silent", metavar="CHECK", help="no error, wrong numbers: the check that fails (updates, loss ...)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -30,14 +32,16 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.config import catalog as catalogue
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
-        raise ConfigError(f"{args.slug!r}: a case's name has lower-case letters, digits and hyphens")
+        raise ConfigError(f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens.")
     if args.silent and args.from_log:
-        raise ConfigError("--silent: numbers that are wrong without an error are in no log (--from-log)")
+        raise ConfigError("--silent with --from-log: a log does not show wrong numbers. Leave one out.")
     if args.from_reduction and (args.like or args.silent):
-        raise ConfigError("--from-reduction brings its own shape and signature: without --like and --silent")
+        raise ConfigError(
+            "--from-reduction with --like or --silent: the reduction has its own shape and signature. Leave one out."
+        )
     known = catalogue.load()
     if args.slug in known.cases:
-        raise ConfigError(f"{args.slug} is a case already (`repro show {args.slug}`)")
+        raise ConfigError(f"{args.slug} exists already. See `repro show {args.slug}`, or choose another name.")
     if args.like and args.like not in known.cases:
         raise unknown("case", args.like, known.cases, "--like")
     shape: dict[str, Any] = draft.SHAPE
@@ -46,14 +50,15 @@ def main(args: argparse.Namespace) -> int:
     references: list[str] = []
     models: dict[str, str] = {}
     if args.from_reduction:
-        found = from_reduction.files(args.slug, from_reduction.read(args.from_reduction), args.from_reduction)
-        shape, script, signatures = found.shape, found.script, found.signatures
-        references, models = found.references, found.models
+        reduction = from_reduction.read(args.from_reduction)
+        files = from_reduction.files(args.slug, reduction, args.from_reduction)
+        shape, script, signatures = files.shape, files.script, files.signatures
+        references, models = files.references, files.models
     if args.from_script:
         text = _read(args.from_script)
         script, shape = draft.script_of(text, Path(args.from_script).name), draft.own_shape(text)
     if args.from_log:
-        signatures = [_of_log(args.from_log, known.cases)]
+        signatures = [_signature_of_log(args.from_log, known.cases)]
     if args.like:
         shape = known.raw["case"][args.like]
         script = script if args.from_script else known.script(known.cases[args.like]).read_text(encoding="utf-8")
@@ -61,33 +66,33 @@ def main(args: argparse.Namespace) -> int:
     written = {**{folder.parent / "model" / f"{name}.yaml": text for name, text in models.items()},
                folder / f"{args.slug}.yaml": draft.case(args.slug, signatures, shape, references),
                scripts / f"{args.slug.replace('-', '_')}.py": script}  # fmt: skip
-    there = [path for path in written if path.exists()]
-    if there:
-        raise ConfigError(f"{there[0]} is there already; nothing is overwritten")
+    existing = [path for path in written if path.exists()]
+    if existing:
+        raise ConfigError(f"{existing[0]} exists and is not overwritten. Choose another name.")
     _write(written)
-    print(f"then: write the trigger, replace every {draft.TODO}, and `repro check {args.slug}`")
+    print(f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`.")
     return 0
 
 
 def _write(texts: Mapping[Path, str]) -> None:
-    """All of them, or none. Raises ConfigError."""
-    made: list[Path] = []
+    """Write all files, or none. Raises ConfigError."""
+    begun: list[Path] = []
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            made.append(path)
+            begun.append(path)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        for path in made:
+        for path in begun:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         raise ConfigError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from None
-    for path in made:
+    for path in begun:
         print(f"wrote {path}")
 
 
 def _folders() -> tuple[Path, Path]:
-    """Where the project's cases and their scripts lie."""
+    """The folders of the project's cases and of their scripts."""
     from repro_matrix.config import project
     from repro_matrix.paths import CHECKOUT, CONF, REPROS
 
@@ -96,11 +101,13 @@ def _folders() -> tuple[Path, Path]:
         folder = here.conf[0] / "case"
         return folder, here.scripts[0] if here.scripts else folder
     if not CHECKOUT:
-        raise ConfigError(f'{here.folder}: no repro.toml says where your own cases lie (conf = "failures")')
+        raise ConfigError(
+            f'{here.folder}: no repro.toml names the folder of your own cases. Write one: conf = "failures"'
+        )
     return CONF / "case", REPROS
 
 
-def _of_log(path: str, cases: Any) -> dict[str, Any]:
+def _signature_of_log(path: str, cases: Any) -> dict[str, Any]:
     from repro_matrix.authoring import draft
     from repro_matrix.external.logs.match import Catalogue, recognise
     from repro_matrix.external.logs.read import blocks
@@ -111,7 +118,7 @@ def _of_log(path: str, cases: Any) -> dict[str, Any]:
         print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)
     errors = [failure.error for failure in answer.causes if failure.error.record]
     if not errors:
-        raise ConfigError(f"{path}: no error that a rank raised is in this log (`repro match {path}` says what is)")
+        raise ConfigError(f"{path}: no rank raises an error in this log. See `repro match {path}`.")
     return draft.of_error(errors[0])
 
 

@@ -1,2 +1,1 @@
-"""Known failures in any training log: reading it, putting its tracebacks together, and asking the signatures. Pure but
-for reading.py."""
+"""Known failures in any training log: read it, put its tracebacks together, match the signatures."""

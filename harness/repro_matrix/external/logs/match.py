@@ -15,9 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import AmbiguousWith, Case, Signature
-from repro_matrix.external.logs.distinct import Error
 from repro_matrix.external.logs.scan import Note, Seen
+from repro_matrix.external.logs.tracebacks import Error
 from repro_matrix.grading.observation import NO_RECORD, Attempt, Rank, module_names
 from repro_matrix.grading.root_cause import Failures, find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
@@ -114,22 +118,10 @@ def _attempt(ranks: Iterable[RankLeft]) -> Attempt:
     """The attempt that a log is of, of which it says no more."""
     listed = list(ranks)
     about: AttemptLeft = {
-        "id": "log",
-        "launcher": "",
-        "command": [],
-        "backend": "",
-        "world_size": 1,
-        "started": 0.0,
-        "ended": 0.0,
-        "wall_s": 0.0,
-        "cpu_s": None,
-        "deadline_s": 1.0,
-        "timed_out": False,
-        "interrupted": False,
-        "leaked_processes": [],
-        "seed": 0,
-        "settings": {},
-    }
+        "id": "log", "launcher": "", "command": [], "backend": "", "world_size": 1, "started": 0.0, "ended": 0.0,
+        "wall_s": 0.0, "cpu_s": None, "deadline_s": 1.0, "timed_out": False, "interrupted": False,
+        "leaked_processes": [], "seed": 0, "settings": {},
+    }  # fmt: skip
     return Attempt({"schema": 1, "attempt": about, "infra_error": None, "ranks": listed})
 
 
@@ -313,3 +305,84 @@ def normalised(message: str) -> str:
     """A message without what differs between machines and runs: numbers, addresses, paths."""
     first = message.strip().partition("\n")[0]
     return _NUMBERS.sub("N", _PATHS.sub("PATH", first))[:300]
+
+
+# --- stored measurements
+
+NEAREST = 2
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """What was measured of a case over a range of releases."""
+
+    cells: tuple[str, ...]
+    hardware: str
+    versions: Mapping[str, str]  # package -> range
+    unnamed: tuple[str, ...]  # packages of the range of which the log says nothing
+    outside: tuple[str, ...]  # packages whose release in the log lies outside
+    verdicts: Mapping[str, str]
+
+    @property
+    def holds(self) -> list[str]:
+        return [variant for variant, verdict in self.verdicts.items() if verdict == "FIXED"]
+
+    @property
+    def holds_not(self) -> dict[str, str]:
+        return {variant: verdict for variant, verdict in self.verdicts.items() if verdict != "FIXED"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """``fits``: measured on the log's releases. Where none is, ``nearest``: the ones that differ least."""
+
+    fits: tuple[VersionRange, ...] = ()
+    nearest: tuple[VersionRange, ...] = ()
+
+
+def stored(case: Case, versions: Mapping[str, str]) -> Stored:
+    """The stored measurements of a case for these releases (results/expected). Without any known release none fits; a
+    package that the log does not name is listed with the range."""
+    every = [_version_range(entry, versions) for entry in case.expect]
+    fits = [each for each in every if not each.outside and len(each.unnamed) < len(each.versions)]
+    if fits:
+        return Stored(fits=tuple(fits))
+    return Stored(nearest=tuple(sorted(every, key=lambda each: _distances(each, versions))[:NEAREST]))
+
+
+def _version_range(entry: Expectation, versions: Mapping[str, str]) -> VersionRange:
+    unnamed = tuple(name for name in entry.versions if name not in versions)
+    outside = tuple(name for name, bounds in entry.versions.items() if name in versions
+                    and not _within(versions[name], bounds))  # fmt: skip
+    return VersionRange(
+        tuple(entry.cells), entry.hardware, dict(entry.versions), unnamed, outside, dict(entry.verdicts)
+    )
+
+
+def _within(version: str, bounds: str) -> bool:
+    try:
+        return SpecifierSet(bounds).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _distances(version_range: VersionRange, versions: Mapping[str, str]) -> tuple[float, ...]:
+    """How far the log's releases are from a range, torch's and transformers' first; the newest of equal ones."""
+    far, newest = [], []
+    for name in ("torch", "transformers"):
+        bounds = version_range.versions.get(name, "")
+        ends = [_number(end.lstrip("<>=")) for end in bounds.split(",")]
+        here = versions.get(name)
+        inside = here is None or not bounds or _within(here, bounds)
+        far.append(0.0 if inside else min(abs(_number(here or "") - end) for end in ends))
+        newest.append(-ends[0])
+    return (*far, len(version_range.outside), *newest)
+
+
+def _number(version: str) -> float:
+    """A release on a line: 4.39.3 is 4.039003."""
+    try:
+        parts = (*Version(version).release, 0, 0)[:3]
+    except InvalidVersion:
+        return 0.0
+    return parts[0] + parts[1] / 1e3 + parts[2] / 1e6

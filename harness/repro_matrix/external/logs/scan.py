@@ -1,6 +1,7 @@
-"""A log in blocks -> what can be judged in it. Constant memory, and a few seconds for 100 MB. Pure.
+"""Scan a log for what can be judged in it: tracebacks, versions, texts of signatures. Pure.
 
-Only lines that hold a literal (literals.py), and those that follow them while a traceback is open, are read at all.
+Constant memory, and a few seconds for 100 MB: only lines with one of a few literals, and those that follow them while a
+traceback is open, are looked at.
 """
 
 from __future__ import annotations
@@ -9,22 +10,153 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.schema import Case
-from repro_matrix.external.logs.distinct import Error
-from repro_matrix.external.logs.lines import HEADER, Labels, Line
-from repro_matrix.external.logs.literals import BEGIN, Prefilter, required
-from repro_matrix.external.logs.tracebacks import Errors
-from repro_matrix.external.logs.versions import LITERALS, Versions
+from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
+from repro_matrix.external.logs.tracebacks import HEADER, Error, Errors, Labels, Line
+
+try:  # Python's own parser of regular expressions
+    from re import _constants, _parser  # type: ignore[attr-defined]
+except ImportError:  # Python 3.10
+    import sre_constants as _constants
+    import sre_parse as _parser
 
 NOTES = 50  # of one text
 # Lines that belong to errors: so many are read from the beginning, and the last blocks, of a log that is full of them.
 READ = 30_000
 LAST = 2
 SHOWN = 300  # characters of a line
+SHORTEST = 4  # characters of a literal: a shorter one is on every other line
+# Where a traceback, a crash, or what a launcher says about an end begins.
+BEGIN = (
+    HEADER, '", line ', "Error: ", "Exception: ", "Fatal Python error", "Root Cause (first observed failure)",
+    "exitcode  :", "rank      :", "traceback : Signal", "(exitcode: -", "/lib/python3", "Python 3.",
+)  # fmt: skip
 _SUMMARY = re.compile(r"^\s*(?P<key>rank|exitcode|traceback) +: (?P<value>.*)$")
 _ELASTIC = re.compile(r"\(exitcode: (?P<code>-\d+)\) local_rank: (?P<rank>\d+)")
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: (?P<category>\w+): (?P<message>.*)$")
+
+# --- versions: from what a log prints of its environment
+
+PACKAGES = (*UPSTREAM, *TRAINERS)
+_NUMBER = r"v?(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|post|rc|a|b)\d*)?(?:\+[\w.]+)?)"
+_PACKAGE = r"(?P<package>pytorch|" + "|".join(PACKAGES) + r")"
+_PATTERNS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"(?<![\w-]){_PACKAGE}=={_NUMBER}",  # pip freeze, requirements
+        rf"(?<![\w-]){_PACKAGE} {{2,}}{_NUMBER}(?: |$)",  # pip list, conda list
+        rf"(?<![\w-]){_PACKAGE}(?:-{_NUMBER})(?=\s|$|\.dist-info)",  # Successfully installed ...
+        # transformers env, collect_env, ds_report, a Trainer's model card, what scripts print
+        rf"(?<![\w-]){_PACKAGE}[`'\"]?(?:\.__version__|[ _](?:install )?version)(?: \(GPU\?\))?"
+        rf"[`'\"]?[ :=.]*[`'\"]?{_NUMBER}",
+        rf"(?<![\w-]){_PACKAGE}[ :]+{_NUMBER}(?![\w.])",
+        rf"\b{_PACKAGE} info[ :]+(?:version=|\.+ ){_NUMBER}",
+        rf"\bUsing {_PACKAGE} (?:version )?{_NUMBER}",
+    )
+)
+_PYTHON = re.compile(r"\bPython (?:version: )?(?P<version>3\.\d+(?:\.\d+)?)|/lib/python(?P<path>3\.\d+)/")
+_SPELLINGS = tuple(name.encode() for name in (*PACKAGES, "Transformers", "Accelerate", "DeepSpeed", "PEFT", "Torch"))
+_AFTER_PACKAGE = re.compile(rb"(?:==|-\d|  |[`'\"]?(?:\.__version__|[ _](?:install )?version)|[ :]+v?\d|[ ]info)", re.I)
+
+
+@dataclass
+class Versions:
+    """Package -> release -> the first line that names it. Of two releases of one package neither is known."""
+
+    releases: dict[str, dict[str, int]] = field(default_factory=dict)
+    python: str = ""
+
+    def read(self, text: str, number: int) -> None:
+        for found in (match for pattern in _PATTERNS for match in pattern.finditer(text)):
+            name = found["package"].lower().removeprefix("py")
+            try:
+                version = str(Version(found["version"]))
+            except InvalidVersion:
+                continue
+            releases = self.releases.setdefault(name, {})
+            if len(releases) < 8:
+                releases.setdefault(version, number)
+
+    def read_path(self, text: str) -> None:
+        found = None if self.python else _PYTHON.search(text)
+        if found:
+            self.python = found["version"] or found["path"]
+
+    @property
+    def known(self) -> dict[str, str]:
+        """The packages of which the log names one release. ``2.2.2`` beside ``2.2.2+cu121`` is one."""
+        known = {}
+        for name, releases in self.releases.items():
+            full = {v for v in releases if not any(o != v and Version(o).public == v for o in releases)}
+            if len(full) == 1:
+                known[name] = full.pop()
+        return known
+
+    @property
+    def unclear(self) -> dict[str, list[str]]:
+        return {name: sorted(releases) for name, releases in self.releases.items() if name not in self.known}
+
+
+# --- the prefilter
+
+
+def required(pattern: str) -> list[str]:
+    """Literals of which every match of a regular expression holds at least one; [] where it has none that is long.
+
+    Of what stands in sequence the longest is taken; of alternatives each its own.
+    """
+    try:
+        return _required(_parser.parse(pattern))
+    except (re.error, RecursionError):
+        return []
+
+
+def _required(parsed: Any) -> list[str]:
+    best: list[str] = []
+    literal = ""
+    for op, value in [*parsed, (None, None)]:
+        if op is _constants.LITERAL:
+            literal += chr(value)
+            continue
+        best, literal = _longer(best, [literal]), ""
+        if op is _constants.SUBPATTERN:
+            best = _longer(best, _required(value[3]))
+        elif op is _constants.BRANCH:
+            each = [_required(branch) for branch in value[1]]
+            best = _longer(best, [text for part in each for text in part]) if all(each) else best
+        elif op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT) and value[0] > 0:
+            best = _longer(best, _required(value[2]))
+    return best
+
+
+def _longer(one: list[str], other: list[str]) -> list[str]:
+    shortest = min(map(len, other), default=0)
+    return other if shortest >= SHORTEST and shortest > min(map(len, one), default=0) else one
+
+
+def line_starts(block: bytes, literals: Iterable[bytes]) -> list[int]:
+    """Where the literals are in a block, at most once in a line each; and packages that a version may follow."""
+    found = []
+    for literal in literals:
+        at = block.find(literal)
+        while at >= 0:
+            found.append(at)
+            end = block.find(b"\n", at)
+            at = block.find(literal, end) if end >= 0 else -1
+    for name in _SPELLINGS:
+        at = block.find(name)
+        while at >= 0:
+            if _AFTER_PACKAGE.match(block, at + len(name)):
+                found.append(at)
+            at = block.find(name, at + len(name))
+    return sorted(found)
+
+
+# --- the scan
 
 
 @dataclass(frozen=True)
@@ -96,7 +228,6 @@ class Texts:
 
     def __init__(self, cases: Iterable[Case]) -> None:
         patterns = set()
-        literals = {*BEGIN, *LITERALS}
         for case in cases:
             for signature in case.signatures:
                 if signature.kind == "log" and signature.message:
@@ -105,9 +236,8 @@ class Texts:
                     patterns.add(signature.ambiguous_with.ruled_out_by)
         self.patterns = {text: re.compile(text) for text in sorted(patterns)}
         self._needed = {text: required(text) for text in self.patterns}
-        for needed in self._needed.values():
-            literals |= set(needed)
-        self.prefilter = Prefilter(literals)
+        literals = {*BEGIN, *(literal for needed in self._needed.values() for literal in needed)}
+        self.literals = [literal.encode() for literal in sorted(literals)]
 
     def in_line(self, text: str) -> bool:
         return any(
@@ -144,7 +274,7 @@ class _Reader:
 
     def block(self, block: bytes, number: int) -> None:
         """Read a block; ``number`` of lines stand before it. Between errors only lines with a literal are looked at."""
-        starts = self.texts.prefilter.starts(block)
+        starts = iter(line_starts(block, self.texts.literals))
         start = next(starts, -1)
         at = 0
         while at < len(block):
@@ -167,23 +297,25 @@ class _Reader:
 
     def end(self, lines: int) -> Seen:
         self.errors.end()
-        self.seen.lines, self.seen.errors, self.seen.more = lines, self.errors.kept.found, self.errors.kept.more
+        self.seen.lines, self.seen.errors, self.seen.more = (
+            lines,
+            self.errors.distinct.errors,
+            self.errors.distinct.more,
+        )
         return self.seen
 
 
 def _noted(seen: Seen, line: Line, texts: Texts, kept: int) -> int:
     text = line.text
     if '", line ' in text or HEADER in text:
-        if not seen.versions.python:
-            seen.versions.read_path(text)
+        seen.versions.read_path(text)
         return 0
     seen.ended.read(text)
     seen.versions.read(text, line.number)
-    if not seen.versions.python:
-        seen.versions.read_path(text)
+    seen.versions.read_path(text)
     if kept < NOTES * len(texts.patterns) and texts.in_line(text):
         found = _WARNING.match(text)
-        file, said = (found["file"], found["message"]) if found else ("", text)
-        seen.notes.append(Note(line.number, line.label, line.rank, said[: SHOWN * 4], file))
+        file, message = (found["file"], found["message"]) if found else ("", text)
+        seen.notes.append(Note(line.number, line.label, line.rank, message[: SHOWN * 4], file))
         return 1
     return 0

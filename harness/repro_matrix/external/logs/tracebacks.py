@@ -1,11 +1,11 @@
-"""The lines of a log -> the errors that were raised in it: tracebacks put together per process, each once. Pure.
+"""Put the tracebacks of a log together, per process, each error once. Pure.
 
-Lines that name their process are easy. Where several processes write into one stream without a name, their lines
-interleave: as ranks fail alike, a line belongs to the traceback that is behind another one and follows it; else to the
-one whose turn it is (a ``File`` line and its code alternate). Where neither decides, the tracebacks are ``mixed``.
+torchrun, Ray, SLURM, mpirun, pdsh and containers put a prefix before every line of a process; time stamps may stand
+before or after it. Prefixes of another shape are learned: what stands before ``Traceback (most recent call last)``
+stands before the lines that belong to it, too. Where several processes write into one stream without a prefix, their
+tracebacks interleave: they are marked as ``mixed``, and nothing is recognised by their frames.
 
-Read as well: a traceback whose beginning is cut off, rich's boxes, IPython's, faulthandler's dump of a crash, what
-torchrun says at the end.
+Read as well: a traceback whose beginning is cut off, rich's boxes, IPython's, faulthandler's dump of a crash.
 """
 
 from __future__ import annotations
@@ -14,8 +14,172 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from repro_matrix.external.logs.distinct import Distinct, Error
-from repro_matrix.external.logs.lines import HEADER, Line
+HEADER = "Traceback (most recent call last)"
+ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_TIME = re.compile(
+    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
+    r"(?: \[?(?:stderr|stdout)\]?[F:]?)?\s?"
+)
+# Each names its process, so that the lines of one belong together; the group is its rank, where the label tells it.
+_LABELS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\[rank:? ?(?P<rank>\d+)\]:? ?",  # torch, Lightning
+        r"\[[A-Za-z_]+(?P<rank>\d+)\]: ?",  # torchrun --tee: its role and rank
+        r"\[\d+,(?P<rank>\d+)\]<std(?:err|out)>: ?",  # mpirun --tag-output
+        r"\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?",  # Ray
+        r"[\w.-]*\w {1,20}\| ",  # docker compose
+    )
+)
+# A logger's format before every line of a traceback.
+_FORMAT = re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]+:\d+\] ?")
+_LEARNED = re.compile(r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?")
+_REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
+MAX_PREFIXES = 512  # that are learned
+
+
+@dataclass(frozen=True)
+class Line:
+    number: int
+    label: str  # of the process that wrote it, "" where nothing tells
+    rank: int | None
+    text: str
+
+
+@dataclass
+class Labels:
+    """What prefixes a log has; learns as it goes."""
+
+    learned: dict[str, int | None] = field(default_factory=dict)
+
+    def split(self, raw: bytes, number: int) -> Line:
+        text = raw.decode("utf-8", errors="replace").rstrip()
+        if "\x1b" in text:
+            text = ANSI.sub("", text)
+        label, rank, text = self._known(text)
+        if not label:
+            for prefix, of in self.learned.items():
+                if text.startswith(prefix):
+                    label, rank, text = prefix, of, _without_time(text[len(prefix) :])
+                    break
+            else:
+                at = text.find(HEADER)
+                if at < 0:
+                    at = text.find('  File "')
+                label, rank, text = self._learn(text, at) if at > 0 else ("", None, text)
+        if label and text.endswith("cluster]"):
+            text = _REPEATED.sub("", text)
+        return Line(number, label, rank, text)
+
+    def _known(self, text: str) -> tuple[str, int | None, str]:
+        text = _without_format(_without_time(text))
+        label, rank = "", None
+        for _ in range(3):  # a label may stand inside another one's
+            found = next((m for m in (pattern.match(text) for pattern in _LABELS) if m), None)
+            if found is None:
+                break
+            label += found.group().strip()
+            number = found.groupdict().get("rank")
+            rank = int(number) if number else rank
+            text = _without_format(_without_time(text[found.end() :]))
+        return label, rank, text
+
+    def _learn(self, text: str, at: int) -> tuple[str, int | None, str]:
+        prefix = text[:at]
+        if prefix.isspace():
+            return "", None, text
+        found = _LEARNED.fullmatch(prefix)
+        if found is None or len(self.learned) >= MAX_PREFIXES:
+            # A progress bar, or a sentence: the lines that follow do not have it.
+            return "", None, text[at:] if text.startswith(HEADER, at) else text
+        rank = int(found["rank"]) if found["rank"] else None
+        self.learned[prefix] = rank
+        return prefix, rank, text[at:]
+
+
+def _without_time(text: str) -> str:
+    if text[:1].isdigit() or (text[:1] == "[" and text[1:2].isdigit()):
+        found = _TIME.match(text)
+        if found:
+            return text[found.end() :]
+    return text
+
+
+def _without_format(text: str) -> str:
+    found = _FORMAT.match(text) if text[:1] in "DIWEC" else None
+    return text[found.end() :] if found else text
+
+
+# --- distinct errors
+
+MAX_ERRORS = 300  # different ones that are listed
+
+
+@dataclass(frozen=True)
+class Error:
+    """One error of the log; ``record`` is what a rank of ours would have recorded (docs/observation.md)."""
+
+    line: int  # of its message, else of its beginning
+    label: str
+    rank: int | None
+    record: dict[str, Any]  # its exception; empty for a signal
+    signal: str = ""
+    stack: str = ""  # of a signal, as faulthandler printed it
+    whole: bool = True  # nothing of it is cut off
+    mixed: bool = False  # lines of another traceback may be among its own
+    count: int = 1
+    labels: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def type(self) -> str:
+        return self.signal or str(self.record.get("type", ""))
+
+    @property
+    def message(self) -> str:
+        return str(self.record.get("message", ""))
+
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        return list(self.record.get("frames") or ())
+
+
+@dataclass
+class Distinct:
+    """``errors``: in order; ``more``: how many beyond MAX_ERRORS."""
+
+    errors: list[Error] = field(default_factory=list)
+    more: int = 0
+    _keys: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    def add(self, error: Error) -> None:
+        key = _key(error)
+        at = self._keys.get(key)
+        if at is None:
+            if len(self.errors) >= MAX_ERRORS:
+                self.more += 1
+                return
+            self._keys[key] = len(self.errors)
+            ranks_of = () if error.rank is None else (error.rank,)
+            self.errors.append(replace(error, labels=(error.label,), ranks=ranks_of))
+            return
+        old = self.errors[at]
+        # Of equal errors the one that is whole stands for all, at the place of the first.
+        better = (error.whole, not error.mixed, len(error.places)) > (old.whole, not old.mixed, len(old.places))
+        base = replace(error, line=old.line, label=old.label, rank=old.rank) if better else old
+        labels = sorted({*old.labels, error.label})[:512]
+        ranks = sorted({*old.ranks, *(() if error.rank is None else (error.rank,))})[:4096]
+        self.errors[at] = replace(base, count=old.count + 1, labels=tuple(labels), ranks=tuple(ranks))
+
+
+def _key(error: Error) -> tuple[str, str, str]:
+    """What errors have in common that are put together."""
+    last = error.places[-1] if error.places else {}
+    where = f"{last.get('file')}:{last.get('line')}" if last else error.stack[-2000:]
+    return error.type, re.sub(r"\d+", "N", error.message.partition("\n")[0])[:300], where
+
+
+# --- tracebacks
 
 OPEN = 64  # tracebacks at a time
 PATIENCE = 4000  # lines until a traceback that got no more of its own is given up
@@ -60,7 +224,7 @@ class _Open:
     # once its last line has been read:
     type: str = ""
     message: list[str] = field(default_factory=list)
-    said: int = 0
+    ended: int = 0
 
     @property
     def closed(self) -> bool:
@@ -69,9 +233,9 @@ class _Open:
 
 @dataclass
 class Errors:
-    """Puts the tracebacks of a log together, line by line; ``kept`` holds each error once, in order."""
+    """Puts the tracebacks of a log together, line by line; ``distinct`` holds each error once, in order."""
 
-    kept: Distinct = field(default_factory=Distinct)
+    distinct: Distinct = field(default_factory=Distinct)
     _open: list[_Open] = field(default_factory=list)
     _last: dict[str, dict[str, Any]] = field(default_factory=dict)  # label -> the exception it raised last
     _cause: dict[str, dict[str, Any]] = field(default_factory=dict)  # label -> what the next traceback follows from
@@ -171,17 +335,10 @@ class Errors:
                 return each
         if len(mine) <= 1:
             return mine[0] if mine else None
-        text = line.text.strip()
-        ahead = [each for each in self._open if each.label == line.label]  # also those that have ended
-        for each in sorted(mine, key=lambda item: len(item.lines)):
-            at = len(each.lines)
-            if any(o is not each and o.lines[: at + 1] == [*each.lines, text] for o in ahead):
-                return each
+        for each in mine:
+            each.mixed = True  # no line says whose it is
         fit = [each for each in mine if each.wants_code != frame] or mine
-        if len({tuple(each.lines) for each in fit}) > 1:
-            for each in fit:
-                each.mixed = True
-        return max(fit, key=lambda item: (len(item.lines), item.number))
+        return max(fit, key=lambda item: item.number)
 
     def _other(self, line: Line) -> None:
         """Code, the last line of a traceback, a message that goes on, or nothing of it."""
@@ -202,7 +359,7 @@ class Errors:
         bare = _BARE.match(text)
         if bare and error:
             self._open.append(_Open(line.label, line.rank, False, line.number, line.number, whole=False,
-                                    type=bare["type"], message=[bare["message"]], said=line.number))  # fmt: skip
+                                    type=bare["type"], message=[bare["message"]], ended=line.number))  # fmt: skip
 
     def _indented(self, line: Line) -> None:
         code = line.text.startswith("    ") and any(
@@ -237,13 +394,9 @@ class Errors:
             mine = [each for each in mine if line.number - each.number == 1 and not each.wants_code]
             if not mine or not error["type"].rpartition(".")[2][:1].isupper() or _LOGGED.match(line.text):
                 return None
-        text = line.text
-        following = [e for e in mine if any(o.type and o.lines == e.lines and _said(o) == text for o in self._open)]
-        ready = [each for each in mine if not each.wants_code] or mine
-        owner = (following or sorted(ready, key=lambda item: item.number))[0 if following else -1]
-        if len(ready) > 1 and len({tuple(each.lines) for each in ready}) > 1:
-            owner.mixed = True
-        owner.type, owner.said, owner.number = error["type"], line.number, line.number
+        owner = max([each for each in mine if not each.wants_code] or mine, key=lambda item: item.number)
+        owner.mixed = owner.mixed or len(mine) > 1
+        owner.type, owner.ended, owner.number = error["type"], line.number, line.number
         owner.message = [error["message"] or ""]
         if line.rank is not None:
             owner.rank = line.rank
@@ -280,7 +433,7 @@ class Errors:
     def _crashed(self) -> None:
         line, name, lines = self._crash or (Line(0, "", None, ""), "", [])
         self._crash = None
-        self.kept.add(Error(line.number, line.label, line.rank, {}, name, "\n".join(lines), whole=bool(lines)))
+        self.distinct.add(Error(line.number, line.label, line.rank, {}, name, "\n".join(lines), whole=bool(lines)))
 
     # --- what was found
 
@@ -293,14 +446,12 @@ class Errors:
                 continue  # a header alone
             error, whole = self._exception(each), each.whole and each.closed
             self._last[each.label] = error
-            self.kept.add(Error(each.said or each.begun, each.label, each.rank, error, whole=whole, mixed=each.mixed))
+            self.distinct.add(
+                Error(each.ended or each.begun, each.label, each.rank, error, whole=whole, mixed=each.mixed)
+            )
 
     def _exception(self, each: _Open) -> dict[str, Any]:
         kind = each.type.rpartition(".")[2] if "(" not in each.type else each.type
         module = each.type.rpartition(".")[0] if "(" not in each.type else ""
         message = "\n".join(each.message).rstrip()[:MESSAGE]
         return {"type": kind, "module": module, "message": message, "frames": each.frames, "cause": each.cause}
-
-
-def _said(each: _Open) -> str:
-    return f"{each.type}: {each.message[0]}" if each.message and each.message[0] else each.type
