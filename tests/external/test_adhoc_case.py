@@ -172,7 +172,7 @@ def test_same_failure_as_log_is_its_first_own_error() -> None:
         (lambda: metric("loss > nan"), "nan"),
         (lambda: metric("/loss .*/ > 3"), "one group"),
         (lambda: exit_code(300), "1 to 255"),
-        (lambda: adhoc_case.same_failure_as([b"all is well\n"], "a.log"), "no whole traceback"),
+        (lambda: adhoc_case.same_failure_as([b"all is well\n"], "a.log"), "no complete traceback"),
     ],
 )
 def test_failure_definition_invalid_is_refused(make: Any, message: str) -> None:
@@ -254,7 +254,7 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         assert (found.argv[:2], found.nproc, found.plain) == (argv, nproc, plain), words
     assert command_line.of_words(["torchrun", str(script)]).nproc == 1
     assert command_line.of_words(["torchrun", "--nproc-per-node", "auto", str(script)], 2).nproc == 2
-    with pytest.raises(ConfigError, match="--nproc says 3"):
+    with pytest.raises(ConfigError, match="but --nproc is 3"):
         command_line.of_words(["torchrun", "--nproc-per-node", "2", str(script)], 3)
 
 
@@ -275,7 +275,7 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         (["--", "torchrun", "--nproc-per-node", "auto", "good.py"], "--nproc N before the --"),
         (["--", "sbatch", "x.sh"], "cannot be launched"),
         (["--", "accelerate", "config"], "accelerate launch"),
-        (["--"], "after -- stands a command"),
+        (["--"], "No command after --"),
         (["qwen15-fsdp-kv-cache", "--error", "A: b"], "is a case"),
     ],
 )

@@ -131,7 +131,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         cut = words.index("--")
         words, command = words[:cut], words[cut + 1 :]
         if not command:
-            raise ConfigError("after -- stands a command: torchrun --nproc-per-node 2 train.py")
+            raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     if "--cfg" in words[:-1] and words[words.index("--cfg") + 1] == "job":  # as Hydra's own is written
         words.pop(words.index("--cfg") + 1)

@@ -1,6 +1,6 @@
-"""A user's script as an ad-hoc case: its failure made from the command line's options, and a request for its cell.
+"""A user's script as an ad-hoc case: its failure from the command line's options, and the request for its cell.
 
-The request goes through the planner, the launcher, the grader, the store and the searches as every case's does.
+The request takes the same path as every case: planner, launcher, grader, store and searches.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from repro_matrix.runner.request import Request
 from repro_matrix.search.labels import plain
 
 DEADLINE_S = 300.0
-MOST_BESIDE = 1000  # files beside a script whose contents count
+MAX_IMPORTS = 1000  # files in the script's folder that are hashed
 SIGNATURE = "failure"
 LAUNCHERS = {"torch.distributed.run": "torchrun", "accelerate.commands.launch": "accelerate",
              "deepspeed.launcher.runner": "deepspeed"}  # fmt: skip
-_OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`: nothing imports it
+_OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`, never imported
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 
@@ -52,12 +52,12 @@ _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P
 class Failure:
     """What counts as the failure. Without signatures and metric: any failure."""
 
-    text: str = ""  # as it was written
+    text: str = ""  # as the user wrote it
     signatures: tuple[Signature, ...] = ()
     log: str = ""
     metric: Metric | None = None
     hang_s: float | None = None
-    option: tuple[str, ...] = ()  # the command line's option, to be pasted
+    option: tuple[str, ...] = ()  # of the command line, to paste
 
     @property
     def needs_limit(self) -> bool:
@@ -92,7 +92,9 @@ def error(text: str) -> Failure:
     in_thread = rf"\A(?:[\w.]+\.)?{name}: (?s:.*?)(?:{message})" if message else rf"\A(?:[\w.]+\.)?{name}: "
     signatures = (
         _signature(kind="exception", type=kind, message=pattern),
-        _signature(kind="log", logger=r"\Athreading\Z", message=in_thread),  # it ended a thread, not the rank
+        _signature(
+            kind="log", logger=r"\Athreading\Z", message=in_thread
+        ),  # an exception that ended a thread, not the rank
     )
     return Failure(text, signatures, option=("--error", text))
 
@@ -133,7 +135,7 @@ def metric(text: str) -> Failure:
         except ValueError:
             raise ConfigError(f"--metric {text!r}: {match['limit']!r} is not a number.") from None
         if math.isnan(limit):
-            raise ConfigError(f"--metric {text!r}: nothing compares with nan. A value that is not finite always fails.")
+            raise ConfigError(f"--metric {text!r}: nan cannot be compared. A value that is not finite always fails.")
     number = Metric.model_validate({"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit})
     return Failure(text, metric=number, option=("--metric", text))
 
@@ -144,14 +146,16 @@ def same_failure_as(blocks: Iterable[bytes], name: str) -> Failure:
     errors = [one for one in recognise(scan(blocks, Texts(())), KnownFailures({})).failures if one.error.record]
     first = next((completed(one.error.record) for one in errors if one.error.whole and not one.echo), None)
     if first is None and any(one.echo for one in errors):
-        raise ConfigError(f"{option}: it shows only what follows from another process's failure. Give that one's log.")
+        raise ConfigError(
+            f"{option}: it shows only errors that follow from another process's failure. Give the log of that process."
+        )
     if first is None:
-        raise ConfigError(f"{option}: no whole traceback in it. Describe the failure with --error 'TYPE: REGEX'.")
-    return _exactly(raised_chain(first)[0], option, ("--same-failure-as", name))
+        raise ConfigError(f"{option}: it has no complete traceback. Describe the failure with --error 'TYPE: REGEX'.")
+    return _exact_failure(raised_chain(first)[0], option, ("--same-failure-as", name))
 
 
 def learned(outcome: Outcome, made: Made) -> Failure | None:
-    """Return the very failure of an attempt, so that another one elsewhere is not mistaken for it."""
+    """Return exactly the failure of an attempt, so that no other failure counts as it; None without a failure."""
     primary = outcome.primary
     if primary is None:
         return None
@@ -160,13 +164,13 @@ def learned(outcome: Outcome, made: Made) -> Failure | None:
     ranks = made["observation"]["ranks"]
     record = next((rank["record"] for rank in ranks if rank["rank"] == primary.rank), None)
     chain = raised_chain(record["exception"]) if record else []
-    return _exactly(chain[0], "", ()) if chain else None
+    return _exact_failure(chain[0], "", ()) if chain else None
 
 
-def _exactly(raised: RaisedException, text: str, option: tuple[str, ...]) -> Failure:
-    place = raised.innermost
-    library = place is not None and place.origin != "" and (place.origin or "site-packages" in place.file)
-    package = place.modules[0].partition(".")[0] if library and place and place.modules else None
+def _exact_failure(raised: RaisedException, text: str, option: tuple[str, ...]) -> Failure:
+    frame = raised.innermost
+    library = frame is not None and frame.origin != "" and (frame.origin or "site-packages" in frame.file)
+    package = frame.modules[0].partition(".")[0] if library and frame and frame.modules else None
     message = normal(raised.message)
     pattern = rf"\A\s*{re.escape(message)}" if message else r"\A\s*\Z"
     for token, any_text in ((r"\#", r"\d+"), ("…", ".*"), ("host:port", ".*")):
@@ -210,7 +214,7 @@ class Script:
         command, case = self.command, self.case()
         launcher = LAUNCHERS.get(command.argv[1], "python") if command.argv[:1] == ("-m",) else "python"
         number = case.metric.pattern if case.metric else ""
-        # All that the outcome depends on; of the failure only what is read from logs. The rest can be graded again.
+        # Everything that the outcome depends on. Of the failure only what is read from logs: the rest can be regraded.
         options = {"command": list(command.argv), "folder": os.getcwd(), "code": _code(command.script), "log": case.log,
                    "metric": number, "deadline": case.launch.deadline}  # fmt: skip
         overrides = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
@@ -239,7 +243,7 @@ class AdhocCatalogue(Catalogue):
 
     def script(self, case: Case) -> Path:
         assert isinstance(case, AdhocCase)
-        return case.path or Path(__file__)  # a module has no file that is known here
+        return case.path or Path(__file__)  # the file of a module is unknown here
 
     def files(self, settings: Mapping[str, object]) -> dict[str, Path]:
         return {}
@@ -255,7 +259,7 @@ class AdhocRequest(Request):
 
 
 def _code(script: Path | None) -> str:
-    """Hash the script and what it can import from its own folder: modules, and packages with all of theirs."""
+    """Hash the script and what it can import from its folder: modules, and packages with all of their modules."""
     if script is None:
         return ""
     folder = script.resolve().parent
@@ -263,14 +267,14 @@ def _code(script: Path | None) -> str:
     for package in folder.glob("*/__init__.py"):
         files += package.parent.rglob("*.py")
     digest = hashlib.sha256(script.read_bytes())
-    for path in sorted(files)[:MOST_BESIDE]:
+    for path in sorted(files)[:MAX_IMPORTS]:
         with contextlib.suppress(OSError):
             digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()[:16]
 
 
 def in_shell(stack: Stack) -> Stack:
-    """Return the stack as a script meets it: the shell's PYTHONPATH may hide some of its packages."""
+    """Return the stack as a script imports it: the shell's PYTHONPATH may hide some of its packages."""
     hidden = integrity.shadowed(stack, os.environ.get("PYTHONPATH", ""))
     if not hidden:
         return stack
@@ -288,7 +292,7 @@ def results_folder(given: str | None) -> Path:
 def known_failures(attempts: Sequence[Made], cases: Iterable[Case]) -> list[str]:
     """Return the slugs of the cases with a signature that matches the first attempt which failed.
 
-    By exceptions alone: what a check or a log line means depends on the case's own script."""
+    Only exceptions count: the meaning of a check or a log line depends on the case's own script."""
     failed = next((made for made in attempts if made["outcome"]["outcome"] not in ("passed", "infra_error")), None)
     if failed is None:
         return []

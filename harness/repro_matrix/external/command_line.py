@@ -1,8 +1,8 @@
-"""What of somebody's own is launched: a script under torchrun, or a command line of a known launcher. Pure but for
-looking at the script's file.
+"""The command of a user's script: the script under torchrun, or a command line of a known launcher. Pure, except that
+it reads the script's file.
 
-The stack's interpreter takes the place of the launcher's program (``torchrun`` is ``python -m torch.distributed.run``),
-so that the same command runs on any stack.
+The stack's interpreter replaces the launcher's program (``torchrun`` becomes ``python -m torch.distributed.run``), so
+that the same command runs on any stack.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _COUNT = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|num
 
 @dataclass(frozen=True)
 class Command:
-    """``argv`` follows the stack's interpreter; ``shown`` is how a person writes it."""
+    """``argv``: arguments of the stack's interpreter. ``shown``: the command as the user writes it."""
 
     argv: tuple[str, ...]
-    nproc: int  # ranks that are expected
+    nproc: int  # expected ranks
     plain: bool  # no launcher: the command's one process is rank 0
-    name: str  # of the script or module: what its results are called
+    name: str  # of the script or module, and of its results
     shown: str
     script: Path | None = None
 
     @property
     def single(self) -> bool:
-        """It may be one process without a rank: accelerate starts its script so where it sees one device."""
+        """Whether it may be one process without a rank, as accelerate starts a script on one device."""
         return self.plain or self.argv[:2] == ("-m", "accelerate.commands.launch")
 
 
 def is_script(word: str) -> bool:
-    """Whether the first word of a verb names a script rather than a case: cases' slugs have neither."""
+    """Return whether a command's first argument names a script: a case's slug has no slash and does not end in .py."""
     return word.endswith(".py") or "/" in word
 
 
 def of_script(word: str, nproc: int, args: str = "", module: bool = False) -> Command:
-    """A script (or a module's dotted name) as torchrun launches it."""
+    """Return the command of a script, or of a module's dotted name, under torchrun."""
     try:
         rest = shlex.split(args)
     except ValueError as error:
@@ -61,9 +61,9 @@ def of_script(word: str, nproc: int, args: str = "", module: bool = False) -> Co
 
 
 def of_words(words: Sequence[str], nproc: int | None = None) -> Command:
-    """A whole command line, as it stands after ``--``. ``nproc``: ranks to expect, where the line does not say it."""
+    """Return a command line given after ``--``. ``nproc``: expected ranks, if the command line does not set them."""
     if not words:
-        raise ConfigError("after -- stands a command: torchrun --nproc-per-node 2 train.py")
+        raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
     program, rest = Path(words[0]).name, list(words[1:])
     if re.fullmatch(r"python(3(\.\d+)?)?", program):
         argv = rest
@@ -71,7 +71,7 @@ def of_words(words: Sequence[str], nproc: int | None = None) -> Command:
         argv = ["-m", LAUNCHERS[program], *rest]
     elif program == "accelerate":
         if not rest or rest[0] != "launch":
-            raise ConfigError(f"`{shlex.join(words)}`: of accelerate, `accelerate launch` starts ranks")
+            raise ConfigError(f"`{shlex.join(words)}` starts no ranks. Use `accelerate launch`.")
         argv = ["-m", "accelerate.commands.launch", *rest[1:]]
     else:
         hint = "; write it as env.NAME=VALUE before the --" if "=" in program else nearest(program, PROGRAMS)
@@ -87,28 +87,26 @@ def of_words(words: Sequence[str], nproc: int | None = None) -> Command:
 def _ranks(argv: Sequence[str], plain: bool, nproc: int | None, words: Sequence[str]) -> int:
     if plain:
         return 1
-    said = None
+    count = None
     for word, follows in zip(argv, [*argv[1:], ""]):
         found = _COUNT.fullmatch(word)
         if found:
-            said = found[1] or follows
+            count = found[1] or follows
             break
-    starts = int(said or 1) if argv[1].startswith("torch.distributed") and (said or "1").isdecimal() else None
+    starts = int(count or 1) if argv[1].startswith("torch.distributed") and (count or "1").isdecimal() else None
     if nproc is not None and starts not in (None, nproc):
-        raise ConfigError(f"`{shlex.join(words)}` starts {starts} rank(s), and --nproc says {nproc}: one of the two")
+        raise ConfigError(f"`{shlex.join(words)}` starts {starts} ranks, but --nproc is {nproc}. Leave --nproc out.")
     if nproc is not None:
         return nproc
-    if said is None and argv[1].startswith("torch.distributed"):
+    if count is None and argv[1].startswith("torch.distributed"):
         return 1
-    if said is None or not said.isdecimal() or int(said) < 1:
-        raise ConfigError(
-            f"`{shlex.join(words)}`: how many ranks that starts is not said; give --nproc N before the --"
-        )
-    return int(said)
+    if count is None or not count.isdecimal() or int(count) < 1:
+        raise ConfigError(f"`{shlex.join(words)}` does not set its number of ranks. Give --nproc N before the --.")
+    return int(count)
 
 
 def checked(word: str) -> Path:
-    """The script's file; raises ConfigError where it is not there or is no Python, with the line."""
+    """Return the script's path. Raises ConfigError: no such file, or a syntax error, with its line."""
     path = Path(word).expanduser().absolute()
     if not path.is_file():
         beside = [str(other.name) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []

@@ -1,7 +1,7 @@
-"""A user's lock files as package versions: pip freeze, a hashed lock, uv.lock, poetry.lock, conda list; two of them as
+"""Read a user's lock files (pip freeze, a hashed lock, uv.lock, poetry.lock, conda list), and turn two of them into
 stacks that can be installed here.
 
-What is installed from a clone, a folder or an address has no release: it matters where two files differ in it.
+A package from a clone, a folder or a URL has no release; it is an error only where two files differ in it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Lockfile:
 
 
 def read(path: Path) -> Lockfile:
-    """Raises ConfigError that names the file and the line."""
+    """Read a lock file. Raises ConfigError that names the file and the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -112,7 +112,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _pip_lines(text: str, path: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (where, line, name, version); no version: it is installed from elsewhere."""
+    """Yield (where, line, name, version); without a version, it is not installed from an index."""
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*", "", raw).strip().rstrip("\\").strip()
         where = f"{path}:{number}: {line!r}"
@@ -142,7 +142,7 @@ def _conda_lines(text: str, path: str) -> Iterator[tuple[str, str, str, str]]:
         if match is None:
             raise ConfigError(f"{path}:{number}: {line!r} is not a line of `conda list`")
         name = canonical(match["name"])
-        # pypi_0, py311h…, pyhd8…: what is not a Python package has no such build
+        # pypi_0, py311h…, pyhd8…: only Python packages have such builds
         if name == "python" or "py" in (match["build"] or "") or name in CONDA_NAMES:
             yield f"{path}:{number}: {line!r}", line, CONDA_NAMES.get(name, name), match["version"]
 
@@ -187,7 +187,7 @@ def compared(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
     names = sorted({*good.pins, *bad.pins})
     found = {n: (good.pins.get(n, ""), bad.pins.get(n, "")) for n in names if good.pins.get(n) != bad.pins.get(n)}
     if not found:
-        raise ConfigError(f"{good.path} and {bad.path} name the same versions: there is nothing to search.")
+        raise ConfigError(f"{good.path} and {bad.path} name the same versions. Give two that differ.")
     return found
 
 

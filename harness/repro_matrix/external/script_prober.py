@@ -1,4 +1,4 @@
-"""Probes of a user's script: a Prober whose failure may be defined by the two ends of a search."""
+"""Probe a user's script. The two ends of a search may define its failure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from repro_matrix.external.adhoc_case import DEADLINE_S, Failure, Script, in_she
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.search.prober import Prober, Say, Target
 
-NOISE = 3.0  # the ends' means lie at least so many times their own spread apart
-REPEAT = 3  # of an end whose metric may drift
+NOISE = 3.0  # minimum distance of the two ends' means, in spreads of one end
+REPEAT = 3  # attempts of an end, for the noise of its metric
 
 
 class ScriptProber(Prober):
@@ -29,14 +29,14 @@ class ScriptProber(Prober):
         return in_shell(stack), settled
 
     def use(self, failure: Failure) -> None:
-        """Take another definition of the failure. What was measured is graded again, not launched again."""
+        """Use another definition of the failure. Stored attempts are graded again, not launched again."""
         self.script = replace(self.script, failure=failure)
         self.request = self.script.request(repeat=self.settings.repeat)
         self.case = self.request.catalogue.cases[self.script.slug]
         self.points.clear()
 
     def command(self, spec: str, variant: str) -> list[str]:
-        """Return `repro run` of the same on a stack."""
+        """Return the `repro run` command of the script on a stack."""
         script = self.script
         texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
         texts += [written(f"env.{name}", value) for name, value in script.env]
@@ -45,7 +45,7 @@ class ScriptProber(Prober):
         return ["repro", "run", *texts, f"stack={spec}", "--", *here]
 
     def learn(self, good: Target, bad: Target) -> None:
-        """Make the definition one that can be compared. Raises what is wrong with the ends."""
+        """Complete the definition of the failure from the ends. Raises ConfigError or MeasureError."""
         if not self.script.failure.text:
             for end in (bad, good):
                 failure = self._failure_of(end)
@@ -53,7 +53,7 @@ class ScriptProber(Prober):
                     self.use(failure)
                     self.say(f"the failure is that of {end.name}: {failure.text}")
                     text = failure.text.replace("`", "'")
-                    self.notes.append(f"No failure was named; it is that of {end.name}: `{text}`.")
+                    self.notes.append(f"No failure was given; it is that of {end.name}: `{text}`.")
                     return
         elif self.script.failure.needs_limit:
             self._find_limit(good, bad)
@@ -66,7 +66,7 @@ class ScriptProber(Prober):
         return None
 
     def _find_limit(self, good: Target, bad: Target) -> None:
-        """Take the value halfway between the ends, where they differ by more than their noise."""
+        """Use the value halfway between the ends as the limit. They have to differ by more than their noise."""
         metric = self.script.failure.metric
         assert metric is not None
         values = {end.name: self._values(end) for end in (good, bad)}

@@ -1,4 +1,4 @@
-"""A measurement of a user's script, as lines for a terminal."""
+"""The result of a user's script as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
 
 
 def _first_failure(made: Made) -> Iterator[str]:
-    """Yield the innermost frames or the rank's last lines, and the failure as it can be asked for elsewhere."""
+    """Yield the innermost frames or the rank's last lines, and the failure in the form that --error takes."""
     primary = made["outcome"]["primary"]
     if not primary:
         return
