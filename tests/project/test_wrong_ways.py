@@ -70,9 +70,9 @@ def test_cells_that_waited_for_a_build_were_not_measured() -> None:
     plans = [SimpleNamespace(cell=SimpleNamespace(hardware="cpu", stack="current", key=key)) for key in ("a", "b")]
     prepared: Any = SimpleNamespace(plans=plans, later=[SimpleNamespace(cells=range(14))])
     done: Any = SimpleNamespace(documents=[{"complete": True}] * 2)
-    assert run_summary._interrupted(prepared, done).startswith("INTERRUPTED: 14 of 16 cells not measured")
+    assert run_summary._describe_interruption(prepared, done).startswith("INTERRUPTED: 14 of 16 cells not measured")
     prepared.later = []
-    assert run_summary._interrupted(prepared, done) == "INTERRUPTED, when all of it was measured"
+    assert run_summary._describe_interruption(prepared, done) == "INTERRUPTED after everything was measured"
 
 
 def test_a_closed_standard_output_is_no_defect() -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from observations import document, observation, ok
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError
-from repro_matrix.report import summary
+from repro_matrix.report import run_summary
 from repro_matrix.results import quarantine as muted
-from repro_matrix.results import rows
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.results.quarantine import Mute
+from repro_matrix.results.summary import rows_of
 from repro_matrix.text import WIDTH
 
 TODAY = date(2026, 11, 22)
@@ -65,13 +65,13 @@ def test_what_gave_no_answer_stays_what_it_is() -> None:
     assert after["verdicts"]["fix"]["expected"] == "unexpected" and exit_code([after], 1) == 1
 
 
-def test_summary_lists_muted_variants_with_their_owner() -> None:
-    (one,) = muted.applied([made()], [mute()], TODAY).documents
-    listed = rows.variant_rows(one)
-    said = list(summary.lines([one], listed))
-    assert "MUTED, known and owned (`repro mute`): 1 variant" in said and all(len(text) <= WIDTH for text in said)
-    assert any("NOT_FIXED: #12 (ada, until 2026-11-23)" in text for text in said)
-    assert not any(text.startswith("DIFFERS") for text in said)
+def test_summary_lists_quarantined_variants_with_their_owner() -> None:
+    stored: Any = made()
+    rows = muted.mark_rows(rows_of(stored, None, {}), [mute()], TODAY)
+    assert [(row.variant, row.state) for row in rows if row.quarantine] == [("fix", "muted")]
+    shown = list(run_summary.sections([stored], rows))
+    assert "QUARANTINED: 1 variant" in shown and any("#12 (ada, until 2026-11-23)" in text for text in shown)
+    assert all(len(text) <= WIDTH for text in shown) and not any(text.startswith("DIFFERENT") for text in shown)
 
 
 @pytest.fixture

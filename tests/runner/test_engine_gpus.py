@@ -61,7 +61,7 @@ def test_attempts_run_side_by_side_on_different_gpus(tmp_path: Path, monkeypatch
         both.wait()
 
     summary = run_on_gpus(tmp_path, nvml, Fake(together))
-    assert verdicts(summary) == {"root-call": "FIXED"} and not summary.cards
+    assert verdicts(summary) == {"root-call": "FIXED"} and not summary.gpu_notes
     first, second = (set(gpus) for gpus in seen)
     assert len(first) == len(second) == 2 and not first & second
 
@@ -90,7 +90,7 @@ def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(tmp_path: Path, mo
     assert verdicts(summary) == {"root-call": "FIXED"}
     document["verdicts"]["root-call"]["expected"] = "expected"
     assert exit_code(summary.documents, 1) == 0  # nothing is missed
-    assert summary.cards == [f"gpu0 ({nvml.cards[0].uuid}) is not used any more: Xid 79"]
+    assert summary.gpu_notes == [f"gpu0 ({nvml.cards[0].uuid}) is not used any more: Xid 79"]
 
 
 @pytest.mark.parametrize("fault", ["lost", "ecc", "mig"])
@@ -113,7 +113,7 @@ def test_gpu_with_a_problem_after_its_attempt_is_not_used_again(
     summary = run_on_gpus(tmp_path, nvml, Fake(break_it))
     assert len(used) == 3 and nvml.cards[1].uuid in used[0] and all(nvml.cards[1].uuid not in gpus for gpus in used[1:])
     words = {"lost": "GPU is lost", "ecc": "ECC: 2 uncorrected memory errors", "mig": "it is in MIG mode"}[fault]
-    assert words in summary.cards[0] and verdicts(summary) == {"root-call": "FIXED"}
+    assert words in summary.gpu_notes[0] and verdicts(summary) == {"root-call": "FIXED"}
 
 
 def test_too_few_gpus_left_is_infra_and_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_gpu_of_another_user_is_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     used: set[str] = set()
     summary = run_on_gpus(tmp_path, nvml, Fake(lambda attempt, stop: used.update(attempt.gpus)))
     assert used == {nvml.cards[0].uuid, nvml.cards[2].uuid} and verdicts(summary) == {"root-call": "FIXED"}
-    assert "gpu1" in summary.cards[0] and "process 4711 (30211 MiB)" in summary.cards[0]
+    assert "gpu1" in summary.gpu_notes[0] and "process 4711 (30211 MiB)" in summary.gpu_notes[0]
 
 
 def test_run_does_not_wait_for_ever_for_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytes
 
     summary = run_on_gpus(tmp_path, nvml, Fake(stay), variants=("root-call", "summon"))
     assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
-    assert f"process {os.getpid()} of an ended attempt is still on it (512 MiB)" in summary.cards[0]
+    assert f"process {os.getpid()} of an ended attempt is still on it (512 MiB)" in summary.gpu_notes[0]
     assert set(verdicts(summary).values()) == {"FIXED"}  # what the attempt showed stands
 
 
@@ -238,7 +238,7 @@ def test_gpu_failed_by_a_ranks_error_is_not_used_again(
     assert verdicts(summary) == {"root-call": "FIXED"}
     rank = next(gpus for gpus in used if bad in gpus).index(bad)
     why = f"gpu{place} ({bad}) is not used any more: rank {rank}: CUDA error: uncorrectable ECC error encountered"
-    assert summary.cards == [why]
+    assert summary.gpu_notes == [why]
     made = [attempt for variant in summary.documents[0]["variants"].values() for attempt in variant["attempts"]]
     assert [attempt["outcome"]["outcome"] for attempt in made].count("infra_error") == 1, "kept"
 
@@ -251,7 +251,7 @@ def test_ambiguous_gpu_error_is_repeated_on_other_gpus(tmp_path: Path, monkeypat
     summary = run_on_gpus(
         tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["variant"] == "unfixed" else None)
     )
-    assert verdicts(summary) == {"root-call": "FIXED"} and not summary.cards
+    assert verdicts(summary) == {"root-call": "FIXED"} and not summary.gpu_notes
     made = summary.documents[0]["variants"]["unfixed"]["attempts"]
     assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra_error", "reproduced"]
     assert made[1]["observation"]["attempt"]["retry_of"]["kind"] == "gpu_or_program"
@@ -271,7 +271,7 @@ def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.
     summary = run_on_gpus(tmp_path, nvml, Fake(fault))
     made = summary.documents[0]["variants"]["root-call"]["attempts"]
     assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra_error", "other_failure"]
-    assert verdicts(summary) == {"root-call": "DIFFERENT_FAILURE"} and not summary.cards
+    assert verdicts(summary) == {"root-call": "DIFFERENT_FAILURE"} and not summary.gpu_notes
 
 
 def test_retry_only_after_a_gpu_failure_and_only_once() -> None:

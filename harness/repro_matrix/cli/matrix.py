@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from repro_matrix.analysis import diff as diffs
+from repro_matrix.analysis import history
 from repro_matrix.analysis.inputs import Side, load_side, side_of_run
 from repro_matrix.cli import dry_run
 from repro_matrix.cli import options as arguments
@@ -17,9 +18,11 @@ from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.records.document import Document
 from repro_matrix.report import run_summary
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_wrapped
-from repro_matrix.results import quarantine, rows
+from repro_matrix.results import quarantine
 from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
 from repro_matrix.results.local import results_folder
+from repro_matrix.results.rows import variant_rows
+from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import resume, session, workspace
 from repro_matrix.runner.request import print_composed
 
@@ -38,6 +41,8 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help=text)
     text = "also compare with these results (as `repro diff`); exit code 1 for a difference"
     parser.add_argument("--compare-to", metavar="DIR", help=text)
+    text = "earlier runs (see `repro nightly --history`): with time_limit=, cells measured longest ago come first"
+    parser.add_argument("--history", metavar="DIR", help=text)
     parser.add_argument("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
 
 
@@ -60,17 +65,22 @@ def measure(
     for_git: bool = False,
     page: bool = False,
 ) -> int:
-    """Run a selection. ``every_variant``: a line for each instead of the differences; ``live``: a line for each
-    attempt;
-    ``for_git``: exit codes for `git bisect run`; ``page``: a run of the matrix, which measures the canary cells first
-    and writes its page beside its documents."""
-    mutes = quarantine.read()
+    """Run a selection and print its results; return the exit code.
+
+    ``every_variant``: a line for each instead of the differences. ``live``: a line for each attempt. ``for_git``: exit
+    codes for `git bisect run`. ``page``: a run of the matrix, which measures the canary cells first and writes its page
+    beside its results.
+    """
+    entries = quarantine.read()
     before = load_side(args.compare_to) if args.compare_to else None  # errors in it are found before anything runs
+    notes: list[str] = []
+    last_measured = history.last_measured(Path(args.history).expanduser(), notes) if args.history else {}
     texts, resumed = resume.resumed(texts) if args.resume else (list(texts), None)
-    prepared = session.prepare(texts, build_stacks=not args.dry_run, overlap=True, probe=True)
-    quarantine.check(mutes, prepared.catalogue)
+    prepared = session.prepare(texts, build_stacks=not args.dry_run, overlap=True, probe=True,
+                               last_measured=last_measured)  # fmt: skip
+    quarantine.check(entries, prepared.catalogue)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
-    for note in prepared.notes():
+    for note in [*notes, *prepared.notes()]:
         print(f"note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
         return dry_run.show_plan(prepared, args.json, every_variant)
@@ -84,23 +94,23 @@ def measure(
     ):
         summary = workspace.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
         finish(summary)
-    applied = quarantine.applied(summary.documents, mutes, datetime.now(timezone.utc).date())
+    applied = quarantine.applied(summary.documents, entries, datetime.now(timezone.utc).date())
+    rows = _rows(prepared, summary.documents, entries)
     summary.documents = applied.documents
-    found = rows.by_attention(row for document in summary.documents for row in rows.variant_rows(document))
     written = _page(results_folder(prepared.settings)) if page else None
     changed = _compare(before, summary.documents) if before else None
-    expired = [mute.over() for mute in applied.expired]
+    expired = [entry.over() for entry in applied.expired]
     if args.json:
-        totals = {**run_summary.totals(prepared, summary, found), "page": str(written) if written else None}
-        print_json(
-            {"rows": found, "summary": totals, **({"compared_to": diffs.diff_to_json(changed)} if changed else {})}
-        )
+        records = [record for document in summary.documents for record in variant_rows(document)]
+        totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}
+        comparison = {"compared_to": diffs.diff_to_json(changed)} if changed else {}
+        print_json({"rows": records, "summary": totals, **comparison})
     else:
-        print_lines(run_summary.lines(prepared, summary, found, expired, every_variant, columns()))
+        print_lines(run_summary.lines(prepared, summary, rows, expired, every_variant, columns()))
         if changed and before and not (summary.problem or summary.interrupted or for_git):
             print_wrapped("", f"compared with {diffs.describe_side(before.name, before.rows)}")
             print_wrapped(*diffs.describe_diff(changed), "")
-        print(f"documents: {results_folder(prepared.settings)}" + (f"\npage: {written}" if written else ""))
+        print(f"results: {results_folder(prepared.settings)}" + (f"\npage: {written}" if written else ""))
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:
@@ -108,17 +118,25 @@ def measure(
         return 130
     if for_git:
         return bisect_exit(summary.documents)
-    lacking = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
-    lacking |= prepared.unusable  # those of single variants, too: that they are skipped is no declared need
-    for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(lacking)), *expired]:
+    missing = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
+    missing |= prepared.unusable  # also stacks of single variants: their skip is not a declared requirement
+    for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(missing)), *expired]:
         print(f"repro: {text}", file=sys.stderr)
-    early = bool(lacking or prepared.left_out)
+    early = bool(missing or prepared.left_out)
     code = exit_code(summary.documents, prepared.settings.min_cells, stopped_early=early)
     code = DIFFERS if changed and changed.exit_code == DIFFERS else code
     code = code or (ConfigError.exit_code if expired else 0)
     if not args.json:
-        print(run_summary.ending(code, found, summary, len(changed.select(diffs.RESULTS)) if changed else 0))
+        differences = len(changed.select(diffs.RESULTS)) if changed else 0
+        print(run_summary.describe_exit(code, rows, summary, differences))
     return code
+
+
+def _rows(prepared: session.Session, documents: Sequence[Document], entries: Sequence[quarantine.Mute]) -> list[Row]:
+    """Return the rows of a run, those of cells that need attention first; accepted differences are marked."""
+    cases = prepared.catalogue.cases
+    rows = [row for document in documents for row in rows_of(document, cases.get(document["case"]), cases)]
+    return run_summary.by_attention(quarantine.mark_rows(rows, entries, datetime.now(timezone.utc).date()))
 
 
 def _compare(before: Side, documents: Sequence[Document]) -> diffs.Diff:

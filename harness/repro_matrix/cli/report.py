@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         print_notes(found.remarks.all)  # the page shows them itself
     if args.format == "json":
         text = formats.to_json(
-            found.cells, (), [str(folder) for folder in folders], load.created_line(folders), found.remarks
+            found.cells, found.claims, [str(folder) for folder in folders], load.created_line(folders), found.remarks
         )
     elif args.format == "csv":
         text = formats.to_csv(found.cells)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.analysis.history import load_history
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue
@@ -33,6 +34,7 @@ class Results:
     remarks: Remarks = field(default_factory=Remarks)
     sources: list[str] = field(default_factory=list)
     stored_cases: set[str] = field(default_factory=set)
+    claims: list[ClaimRow] = field(default_factory=list)
 
 
 def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]] | None = None) -> Results:
@@ -46,15 +48,20 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
     texts: list[str] = []
     expired: list[str] = []
     ungraded: set[str] = set()
+    stored: list[Row] = []
     for folder, name in zip(folders, names):
         try:
             rows = load_rows(folder, catalog.cases, texts, write=folder not in (BASELINE,))
         except OSError as error:
             raise ResultsError(f"{folder}: cannot be read ({error.strerror or error})") from None
         found.stored_cases |= {row.case for row in rows}
+        stored += rows
         ungraded |= {row.case for row in rows} - catalog.cases.keys()
         rows = [row for row in rows if row.case in catalog.cases and _is_selected(row, selection or {})]
-        found.cells += cells_of(_quarantined(rows, entries, expired), name if len(folders) > 1 else "")
+        rows = quarantine.mark_rows(rows, entries, datetime.now(timezone.utc).date(), expired)
+        found.cells += cells_of(rows, name if len(folders) > 1 else "")
+    shown = dict.fromkeys(cell.row.case for cell in found.cells)
+    found.claims = ledger([catalog.cases[name] for name in shown], stored, catalog.strategies)
     incomplete = [
         f"{folder}: the run was interrupted. To continue: repro matrix --resume results={folder}"
         for folder in folders
@@ -65,24 +72,6 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
     notes = [*(text for text in texts if text not in damaged), *(f"left out: {text}" for text in catalog.left_out)]
     found.remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     return found
-
-
-def _quarantined(rows: Sequence[Row], entries: Sequence[quarantine.Mute], expired: list[str]) -> list[Row]:
-    """Mark differences that the quarantine accepts; entries whose date has passed are added to ``expired``."""
-    today = datetime.now(timezone.utc).date()
-    by_cell: dict[str, list[quarantine.Mute]] = {}
-    for entry in entries:
-        by_cell.setdefault(entry.cell, []).append(entry)
-    marked = []
-    for row in rows:
-        own = by_cell.get(row.cell_id, [])
-        expired += [entry.over() for entry in own if entry.until < today]
-        entry_ = next((e for e in own if e.until >= today and e.covers(row.cell_id, row.variant)), None)
-        if entry_ and row.state == "unexpected" and row.measured:
-            text = f"{entry_.reason} ({entry_.owner}, until {entry_.until})"
-            row = replace(row, state="muted", quarantine=text)
-        marked.append(row)
-    return marked
 
 
 def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
@@ -113,7 +102,7 @@ def page(found: Results, folders: Sequence[Path], history: Path | None = None) -
     elif len(found.sources) > 2:  # two stand side by side
         past = [run_of(name, [cell for cell in found.cells if cell.source == name]) for name in found.sources]
     return build_page(found.cells, title(folders), created_line(folders), found.catalog.cases, sources=found.sources,
-                      notes=notes, runs=past)  # fmt: skip
+                      notes=notes, claims=found.claims, runs=past)  # fmt: skip
 
 
 def title(folders: Sequence[Path]) -> str:

@@ -1,22 +1,82 @@
-"""What a run prints at its end: its rows and totals, as text or JSON."""
+"""The end of a run: what differs from its expectation, what is new, a line per case, what was not measured and why,
+the totals and the exit code.
+
+Modelled on pytest's short summary: the important first. Lines have at most ``width`` columns; ``--all`` prints a row
+for every variant instead.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from repro_matrix.report import summary as summaries
-from repro_matrix.report.terminal import matrix_table, summary_line
-from repro_matrix.results import rows
+from repro_matrix.records.document import Document
+from repro_matrix.report.labels import label
+from repro_matrix.report.terminal import named, print_table
+from repro_matrix.results import identical_failures, unpaired
 from repro_matrix.results.local import results_folder
-from repro_matrix.results.rows import Row
+from repro_matrix.results.rows import where_of
+from repro_matrix.results.summary import Row
 from repro_matrix.runner.engine import Summary
 from repro_matrix.runner.session import Session, count_by_case
-from repro_matrix.text import counted, wrap
+from repro_matrix.text import WIDTH, counted, one_line, wrap
+
+LOG_LINES = 4
+MOST_LISTED = 16  # lines in which new results are listed by cell; more are counted by case
+DIFFERENCES = {
+    "unexpected": "DIFFERENT FROM THEIR EXPECTATION",
+    "differs_from_cpu": "DIFFERENT FROM WHAT A CPU SHOWED (news, not an error)",
+}
+# The order of attention: what differs from its expectation first, then what has none, then what is as expected.
+ATTENTION = {"unexpected": 0, "differs_from_cpu": 1, "no_expectation": 2, "muted": 3, "matches_cpu": 4, "expected": 5}
 
 
-def totals(prepared: Session, summary: Summary, found: Sequence[Row]) -> dict[str, Any]:
+# Counting rows
+
+
+def by_attention(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of cells in which something differs first: from the expectation, then from what a CPU showed."""
+    rows = list(rows)
+    worst: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        differs = min(ATTENTION.get(row.state or "", 9), ATTENTION["no_expectation"])
+        worst[_cell(row)] = min(worst.get(_cell(row), 9), differs)
+    return sorted(rows, key=lambda row: worst[_cell(row)])
+
+
+def _cell(row: Row) -> tuple[str, str, str]:
+    return row.cell_id, row.stack.name, row.hardware.profile
+
+
+def without_expectation(rows: Iterable[Row]) -> list[Row]:
+    """Return measured variants with a verdict that have neither an expectation nor a prediction."""
+    return [row for row in rows if row.attempts and row.verdict and row.state == "no_expectation"]
+
+
+def figures(rows: Sequence[Row]) -> dict[str, int]:
+    """Count the variants whose verdict is simulated, differs, is quarantined, or has no expectation."""
+    states = Counter(row.state for row in rows)
+    return {
+        "simulated": sum(bool(row.simulated and row.verdict) for row in rows),
+        "unexpected": states["unexpected"],
+        "muted": states["muted"],
+        "differs_from_cpu": states["differs_from_cpu"],
+        "without_expectation": len(without_expectation(rows)),
+    }
+
+
+def count_verdicts(rows: Iterable[Row]) -> dict[str, int]:
+    """Count variants by verdict, the most frequent first; variants that were not run count as ``skipped``."""
+    names = (row.verdict or (None if row.attempts else "skipped") for row in rows)
+    return dict(Counter(name for name in names if name).most_common())
+
+
+def totals(prepared: Session, summary: Summary, rows: Sequence[Row]) -> dict[str, Any]:
     """Return the totals of a run for ``--json``."""
     profiles = [
         {
@@ -35,71 +95,327 @@ def totals(prepared: Session, summary: Summary, found: Sequence[Row]) -> dict[st
         "attempts": summary.attempts,
         "reused": summary.reused,
         "cpu_s": round(summary.cpu_s, 1),
-        "cpu_s_per_attempt": round(_per_attempt(summary), 2),
+        "cpu_s_per_attempt": round(_cpu_s_per_attempt(summary), 2),
         "wall_s": round(summary.wall_s, 1),
         "cold": dict(summary.cold),
         "interrupted": summary.interrupted,
         "problem": summary.problem,
-        "cards": summary.cards,
+        "gpu_notes": summary.gpu_notes,
         "changed": prepared.changed(),
         "results": str(results_folder(prepared.settings)),
-        "verdicts": rows.counts(found),
-        "counts": rows.figures(found),
-        "expected": dict(Counter(row["expected"] for row in found if row["expected"])),
+        "verdicts": count_verdicts(rows),
+        "counts": figures(rows),
+        "expected": dict(Counter(row.state for row in rows if row.state)),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
         "left_out": prepared.left_out,
     }
 
 
+# Sections of results
+
+
 def lines(
-    prepared: Session, summary: Summary, found: list[Row], expired: Sequence[str], every_variant: bool, width: int
+    prepared: Session, summary: Summary, rows: Sequence[Row], expired: Sequence[str], every_variant: bool, width: int
 ) -> Iterator[str]:
-    """Yield the lines of a run. ``expired``: messages about quarantine entries whose day is over."""
+    """Yield the lines of a run. ``expired``: messages about quarantine entries whose date has passed."""
     if every_variant:
-        matrix_table(found)
+        print_rows(rows)
     else:
-        yield from summaries.lines(summary.documents, found, width)
+        yield from sections(summary.documents, rows, width)
         yield ""
-    yield from summaries.left_out(prepared.left_out, width)
-    texts = [f"MUTED no longer: {text}" for text in expired]
-    texts.append(summary_line(found))
+    yield from describe_left_out(prepared.left_out, width)
+    texts = [f"QUARANTINE EXPIRED: {text}" for text in expired]
+    texts.append(describe_counts(rows))
     if summary.interrupted:
-        texts.append(_interrupted(prepared, summary))
+        texts.append(_describe_interruption(prepared, summary))
     texts.append(
         f"{counted(summary.attempts, 'attempt')} ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
-        f"({_per_attempt(summary):.2f} per attempt), {summary.wall_s:.0f} s"
+        f"({_cpu_s_per_attempt(summary):.2f} per attempt), {summary.wall_s:.0f} s"
     )
     first = prepared.profile.name
-    for why, count in prepared.elsewhere.items():
-        texts.append(f"{counted(count, 'cell')} measured elsewhere than on {first}: {why}")
+    for reason, count in prepared.elsewhere.items():
+        texts.append(f"{counted(count, 'cell')} measured on another profile than {first}: {reason}")
     if summary.not_started:
         limit = prepared.settings.time_limit
         texts.append(f"NOT MEASURED within time_limit={limit}: {count_by_case(summary.not_started)}")
-    texts += [f"{count} of them started from cold: {why}" for why, count in summary.cold.most_common()]
-    lost = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
-    texts += [f"note: {text}" for text in [*prepared.changed(), *lost, *summary.cards]]
+    texts += [f"{counted(count, 'attempt')} used torchrun: {reason}" for reason, count in summary.cold.most_common()]
+    unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
+    texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:
         yield from wrap(text, width=width)
 
 
-def ending(code: int, found: Sequence[Row], summary: Summary, differences: int) -> str:
-    """Return the last line: the exit code and its reason."""
-    left = counted(len(summary.not_started), "cell")
-    return summaries.ending(code, found, differences) + (
-        f"; not started within the time limit: {left}" if summary.not_started else ""
+def sections(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
+    """Yield everything about the results, each section after an empty line. ``rows``: of these documents."""
+    stored = {(each["cell_id"], each["stack"]["name"], each["hardware"]["profile"]): each for each in documents}
+    for state, title in DIFFERENCES.items():
+        differing = [row for row in rows if row.state == state]
+        if differing:
+            yield from _title(f"{title}: {_variants(differing)}", width)
+            for same in _same_reason(differing):
+                yield from _detail(same, stored.get(_cell(same[0])), width)
+    quarantined = [row for row in rows if row.state == "muted"]
+    if quarantined:
+        yield from _title(f"QUARANTINED: {_variants(quarantined)}", width)
+        for row in quarantined:
+            measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.quarantine}"
+            yield from wrap(f"{row.case} {row.model}/{row.strategy}, variant {row.variant}: {measured}", "  ", 4, width)
+    alone = unpaired.unshown(documents)
+    if alone:
+        count = f"{counted(len(alone), 'unfixed variant')} failed with an unexpected error"
+        yield from _title(f"NOT COMPARED: {count}. Run the whole case to compare them with their expectation.", width)
+        yield from _failures(alone, width)
+    identical = identical_failures.failing(documents)
+    if identical:
+        meaning = "every variant fails with the same error, which says nothing about the known failure or its fixes"
+        yield from _title(f"NO COMPARISON: in {counted(len(identical), 'cell')} {meaning}", width)
+        yield from _failures(identical, width)
+    unanswered = [row for row in rows if _is_unanswered(row)]
+    if unanswered:
+        yield from _title(f"NO RESULT: {_variants(unanswered)} ran and gave no evidence", width)
+        yield from _reasons(unanswered, width)
+    new = [row for row in without_expectation(rows) if not _is_unanswered(row)]
+    measured_rows = [row for row in rows if row.attempts]
+    entirely_new: set[str] = set()
+    if new:
+        yield from _title(f"NEW: {_variants(new)} without an expectation (`repro accept` writes one)", width)
+        listed = list(_list_cells(new, width))
+        if len(listed) > MOST_LISTED:
+            entirely_new = _entirely_new(new, measured_rows)
+            listed = list(_count_cases(new, entirely_new, width))
+        yield from listed
+    if measured_rows:
+        yield from _title("CASES" + (" (+: all results are new)" if entirely_new else ""), width)
+        yield from _cases(measured_rows, entirely_new, width)
+    skipped = [row for row in rows if not row.attempts and row.reason]
+    if skipped:
+        yield from _title(f"NOT MEASURED: {_variants(skipped)}", width)
+        yield from _reasons(skipped, width)
+
+
+def describe_left_out(errors: Sequence[str], width: int = WIDTH) -> Iterator[str]:
+    """Yield the errors of the files in conf/ and results/ that were left out for them."""
+    if errors:
+        yield f"LEFT OUT: {counted(len(errors), 'file')} with an error"
+        for text in errors:
+            for line in text.splitlines():
+                yield from wrap(line, "  ", 4, width)
+        yield ""
+
+
+def _title(text: str, width: int) -> Iterator[str]:
+    yield ""
+    yield from wrap(text, "", 2, width)
+
+
+def _variants(rows: Sequence[Row]) -> str:
+    return counted(len(rows), "variant")
+
+
+def _is_unanswered(row: Row) -> bool:
+    """Whether a variant ran and gave no evidence; what an expectation accepts is left out."""
+    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
+    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
+
+
+def _same_reason(rows: Iterable[Row]) -> list[list[Row]]:
+    """Group the variants of a cell that differ for the same reason, often an unfixed variant that fails differently."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((_cell(row), row.verdict, row.reason), []).append(row)
+    return list(groups.values())
+
+
+def _detail(rows: Sequence[Row], document: Document | None, width: int) -> Iterator[str]:
+    row, variants = rows[0], [each.variant for each in rows]
+    heading = f"{row.case} {row.model}/{row.strategy}, variant{'s' * (len(variants) > 1)} {', '.join(variants)}"
+    yield from wrap(heading, "  ", 4, width)
+    by_expectation: dict[str, list[str]] = {}
+    for each in rows:
+        by_expectation.setdefault(each.expected_verdict or "PASSED", []).append(each.variant)
+    expected = ", ".join(
+        f"expected {name}" + (f" ({', '.join(members)})" if len(by_expectation) > 1 else "")
+        for name, members in by_expectation.items()
     )
+    note = f" [{row.note}]" if row.note else ""
+    yield from wrap(f"{expected}, measured {row.verdict}: {row.reason}{note}", "    ", 3, width)
+    for line in _log(row.variant, document):
+        yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
+    yield from _command(replace(row, variant=",".join(variants)).command, width)
 
 
-def _per_attempt(summary: Summary) -> float:
+def _command(words: Sequence[str], width: int) -> Iterator[str]:
+    """Yield a command that can be pasted as it is: a continued line ends with a backslash, no quoted word is split."""
+    line = "    $"
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", one_line(shlex.join(words))):
+        if len(line) + len(word) + 3 > width and line.strip() not in ("", "$"):
+            yield f"{line} \\"
+            line = " " * 8
+        line += f" {word}"
+    yield line
+
+
+def _log(variant: str, document: Document | None) -> list[str]:
+    """Return the last lines that the rank printed which failed first."""
+    for attempt in document["variants"][variant]["attempts"] if document else ():
+        outcome, ranks = attempt["outcome"], attempt["observation"]["ranks"]
+        if outcome["outcome"] == "passed" or not ranks:
+            continue
+        first = outcome["primary"]["rank"] if outcome["primary"] else None
+        rank = next((rank for rank in ranks if rank["rank"] == first), ranks[0])
+        printed = [one_line(line) for line in rank["log_tail"].splitlines()]
+        return [line for line in printed if line.strip()][-LOG_LINES:]
+    return []
+
+
+def _failures(failures: Iterable[tuple[Document, Mapping[str, Any]]], width: int) -> Iterator[str]:
+    for document, attempt in failures:
+        yield from wrap(f"{where_of(document)}: {attempt['outcome']['reason']}", "  ", 4, width)
+
+
+def _list_cells(rows: Iterable[Row], width: int) -> Iterator[str]:
+    """Yield the variants of each cell by verdict; cells with the same results share a line."""
+    by_cell: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in rows:
+        cell = " ".join([f"{row.model}/{row.strategy}", *row.overrides])
+        by_cell.setdefault((row.case, cell), {}).setdefault(str(row.verdict), []).append(row.variant)
+    by_result: dict[str, list[tuple[str, str]]] = {}
+    for where, verdicts in by_cell.items():
+        result = "; ".join(f"{name}: {', '.join(variants)}" for name, variants in verdicts.items())
+        by_result.setdefault(result, []).append(where)
+    for result, places in by_result.items():
+        first = places[0][0]
+        cells = ", ".join(cell for case, cell in places if case == first)
+        cells += "".join(f"; {case} {cell}" for case, cell in places if case != first)
+        yield from wrap(f"{first} {cells}: {result}", "  ", 4, width)
+
+
+def _entirely_new(new: Iterable[Row], measured: Iterable[Row]) -> set[str]:
+    """Return the cases all of whose verdicts are new."""
+    verdicts = Counter(row.case for row in measured if row.verdict)
+    return {case for case, count in Counter(row.case for row in new).items() if count == verdicts[case]}
+
+
+def _count_cases(new: Iterable[Row], entirely_new: set[str], width: int) -> Iterator[str]:
+    """Count new results by case; of cases that are entirely new only their number."""
+    if entirely_new:
+        count = counted(len(entirely_new), "case")
+        yield from wrap(f"all of {count}, marked + below; `--all` lists every variant", "  ", 4, width)
+    for case, rows in _by_case(new).items():
+        if case not in entirely_new:
+            cells = counted(len({_cell(row) for row in rows}), "cell")
+            yield from wrap(f"{case} in {cells}: {_count_labels(rows)}", "  ", 4, width)
+
+
+def _by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, []).append(row)
+    return cases
+
+
+def _count_labels(rows: Iterable[Row]) -> str:
+    verdicts = Counter(row.verdict for row in rows if row.verdict)
+    return ", ".join(label(name).count(count) for name, count in verdicts.most_common())
+
+
+def _cases(rows: Sequence[Row], entirely_new: set[str], width: int) -> Iterator[str]:
+    """Yield a line for each case: what its unfixed variants did, and the verdicts of the others."""
+    by_case = _by_case(rows)
+    names = max(map(len, by_case))
+    for case, members in by_case.items():
+        outcomes = Counter(row.outcome for row in members if not row.verdict)
+        unfixed = ", ".join(
+            name if count == outcomes.total() else f"{name} in {count}" for name, count in outcomes.items()
+        )
+        differs = any(row.state in DIFFERENCES for row in members)
+        mark = "!" if differs else "+" if case in entirely_new else " "
+        cells = counted(len({_cell(row) for row in members}), "cell")
+        head = f"{mark} {case.ljust(names)}  {cells:>8}  "
+        parts = [f"unfixed {unfixed}" if unfixed else "", _count_labels(members)]
+        simulated = " [simulated]" if members[0].simulated else ""
+        yield from wrap(head + "; ".join(filter(None, parts)) + simulated, "", min(len(head), width // 2), width)
+
+
+def _reasons(rows: Sequence[Row], width: int) -> Iterator[str]:
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason, []).append(row.case)
+    for reason, cases in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+        names = list(dict.fromkeys(cases))
+        yield from wrap(
+            f"{len(cases):4}  {reason} [{names[0] if len(names) == 1 else f'{len(names)} cases'}]", "", 6, width
+        )
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print a line for every variant of every cell."""
+    table = []
+    for row in rows:
+        flags = " ".join(f"{name}={json.dumps(value)}" for name, value in row.flags.items())
+        seconds = "" if row.wall_s is None else f"{row.wall_s:.1f}s"
+        reason = f"{row.reason} [{row.note}]" if row.note else row.reason
+        table.append([
+            named(row.case, row.simulated), row.model, f"{row.strategy} {flags}".strip(), row.variant,
+            row.verdict or row.outcome, row.state, seconds, reason,
+        ])  # fmt: skip
+    heads = ["case", "model", "strategy", "variant", "verdict", "expected?", "time", "reason"]
+    print_table("", heads, table, narrow=("time", "reason"))
+
+
+# Totals and the exit code
+
+
+def describe_counts(rows: Sequence[Row]) -> str:
+    """Return the numbers of a run in one line."""
+    numbers, new = figures(rows), without_expectation(rows)
+    unexpected, unpaired_cells = numbers["unexpected"], unpaired.uncompared(rows)
+    places = ", ".join(sorted({f"{row.hardware.profile} with stack {row.stack.name}" for row in new}))
+    parts = [
+        ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),
+        f"{numbers['simulated']} of these verdicts are simulated" if numbers["simulated"] else "",
+        _describe_differences(unexpected) if unexpected else "nothing unexpected",
+        f"{counted(unpaired_cells, 'cell')}: only the unfixed variant was measured, so there is no verdict"
+        if unpaired_cells
+        else "",
+        f"{numbers['muted']} quarantined" if numbers["muted"] else "",
+        f"{counted(numbers['differs_from_cpu'], 'variant')} differ from the CPU" if numbers["differs_from_cpu"] else "",
+        f"{counted(len(new), 'variant')} without expectation on {places}" if new else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _describe_differences(count: int) -> str:
+    return f"{counted(count, 'variant')} {'differs from its' if count == 1 else 'differ from their'} expectation"
+
+
+def describe_exit(code: int, rows: Sequence[Row], summary: Summary, differences: int = 0) -> str:
+    """Return the last line: the exit code and its reason. ``differences``: from the results of ``--compare-to``."""
+    unexpected = figures(rows)["unexpected"]
+    different = [_describe_differences(unexpected)] if unexpected else []
+    different += [f"{counted(differences, 'result')} changed since the compared run"] if differences else []
+    reason = {
+        0: "nothing unexpected",
+        1: "; ".join(different) or "a result differs",
+        2: "a quarantine entry has expired: see above, and `repro mute`",
+        3: "less was measured than requested: see above, and `repro doctor`",
+    }.get(code)
+    left = summary.not_started
+    parts = [reason] if reason else []
+    parts += [f"not started within the time limit: {counted(len(left), 'cell')}"] if left else []
+    return f"exit code {code}" + (f": {'; '.join(parts)}" if parts else "")
+
+
+def _cpu_s_per_attempt(summary: Summary) -> float:
     return summary.cpu_s / summary.attempts if summary.attempts else 0.0
 
 
-def _interrupted(prepared: Session, summary: Summary) -> str:
-    """Return what the other lines do not include."""
+def _describe_interruption(prepared: Session, summary: Summary) -> str:
+    """Return how many cells are missing, which the other lines do not include."""
     requested = len({(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans})
-    requested += sum(len(each.cells) for each in prepared.later)  # what waited for a build
-    lacking = requested - sum(document["complete"] for document in summary.documents)
-    if lacking <= 0:
-        return "INTERRUPTED, when all of it was measured"
-    return f"INTERRUPTED: {lacking} of {counted(requested, 'cell')} not measured, or not completely"
+    requested += sum(len(each.cells) for each in prepared.later)  # those that waited for a build
+    missing = requested - sum(document["complete"] for document in summary.documents)
+    if missing <= 0:
+        return "INTERRUPTED after everything was measured"
+    return f"INTERRUPTED: {missing} of {counted(requested, 'cell')} not measured, or not completely"

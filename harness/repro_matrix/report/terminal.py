@@ -13,9 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.report.labels import STYLES, VERDICTS, label, style
-from repro_matrix.results.rows import Row, counts, figures, without_expectation
-from repro_matrix.results.unpaired import uncompared
-from repro_matrix.text import WIDTH, counted, one_line, wrap
+from repro_matrix.text import WIDTH, one_line, wrap
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,40 +116,3 @@ def print_lines(lines: Iterable[str]) -> None:
 def named(case: str, simulated: Any) -> str:
     """Return a case's name as tables show it: with a mark where no device takes part."""
     return f"{case} [simulated]" if simulated else case
-
-
-def matrix_table(rows: Sequence[Row]) -> None:
-    """Print a line for every variant of every cell."""
-    table = []
-    for row in rows:
-        flags = " ".join(f"{name}={json.dumps(value)}" for name, value in (row["flags"] or {}).items())
-        seconds = "" if row["wall_s"] is None else f"{row['wall_s']:.1f}s"
-        table.append([
-            named(row["case"], row["simulated"]), row["model"], f"{row['strategy']} {flags}".strip(), row["variant"],
-            row["verdict"] or row["outcome"], row["expected"], seconds, row["reason"],
-        ])  # fmt: skip
-    heads = ["case", "model", "strategy", "variant", "verdict", "expected?", "time", "reason"]
-    print_table("", heads, table, narrow=("time", "reason"))
-
-
-def summary_line(rows: list[Row]) -> str:
-    """Return the numbers of a run in one line."""
-    numbers = figures(rows)
-    odd, no_expectation = numbers["unexpected"], without_expectation(rows)
-    found = ", ".join(f"{name} {count}" for name, count in counts(rows).items())
-    unpaired = uncompared(rows)
-    places = ", ".join(sorted({f"{row['hardware']} with stack {row['stack']}" for row in no_expectation}))
-    parts = [
-        found,
-        f"{numbers['simulated']} of these verdicts are simulated" if numbers["simulated"] else "",
-        f"{counted(odd, 'variant')} {'differs from its' if odd == 1 else 'differ from their'} expectation"
-        if odd
-        else "nothing unexpected",
-        f"{counted(unpaired, 'cell')}: only the unfixed variant was measured, so there is no verdict"
-        if unpaired
-        else "",
-        f"{numbers['muted']} quarantined" if numbers["muted"] else "",
-        f"{counted(numbers['differs_from_cpu'], 'variant')} differ from the CPU" if numbers["differs_from_cpu"] else "",
-        f"{counted(len(no_expectation), 'variant')} without expectation on {places}" if no_expectation else "",
-    ]
-    return "; ".join(filter(None, parts))

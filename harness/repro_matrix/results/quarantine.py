@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +25,9 @@ from repro_matrix.errors import ConfigError, describe_validation, nearest
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import Verdict
+
+if TYPE_CHECKING:
+    from repro_matrix.results.summary import Row
 
 HEAD = "# Differences that are known and owned, each until its day: docs/guides/nightly.md. Reviewed as code is.\n"
 LONGEST = timedelta(days=366)  # what is silent for longer is an expectation: `repro accept`
@@ -161,6 +164,26 @@ def _muted(said: Verdict, mute: Mute | None) -> Verdict:
         return said
     by = {"owner": mute.owner, "until": mute.until.isoformat(), "reason": mute.reason}
     return cast(Verdict, {**said, "expected": "muted", "muted": by})  # is shown, and never stored
+
+
+def mark_rows(rows: Iterable[Row], entries: Iterable[Mute], today: date, expired: list[str] | None = None) -> list[Row]:
+    """Mark differences that the quarantine accepts. Messages about entries whose date has passed go to ``expired``."""
+    by_cell: dict[str, list[Mute]] = {}
+    for entry in entries:
+        by_cell.setdefault(entry.cell, []).append(entry)
+    marked = []
+    for row in rows:
+        matching = by_cell.get(row.cell_id, [])
+        if expired is not None:
+            expired += [each.over() for each in matching if each.until < today]
+        active = next(
+            (each for each in matching if each.until >= today and each.covers(row.cell_id, row.variant)), None
+        )
+        if active and row.state == "unexpected" and row.measured:
+            text = f"{active.reason} ({active.owner}, until {active.until})"
+            row = replace(row, state="muted", quarantine=text)
+        marked.append(row)
+    return marked
 
 
 def written(mutes: Iterable[Mute]) -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +12,6 @@ if TYPE_CHECKING:  # the tables of cells need no document
     from repro_matrix.records.outcome import Outcome, Verdict
 
 Row = dict[str, Any]
-
-# The order of attention: what differs from its expectation first, then what has none, then what is as expected.
-ATTENTION = {"unexpected": 0, "differs_from_cpu": 1, "no_expectation": 2, "muted": 3, "matches_cpu": 4, "expected": 5}
 
 
 def variant_rows(document: Cell) -> list[Row]:
@@ -75,13 +69,6 @@ def _variant_row(verdict: Verdict | None, name: str, variant: Variant) -> Row:
         "muted": told.get("muted"),
         "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
-
-
-def again(row: Mapping[str, Any]) -> str:
-    """The command that measures a row's variant again, to be pasted into a shell."""
-    words = re.split(r" (?=[\w.~+-]+=)", row["axes"])  # a flag's value may have spaces
-    words += [f"stack={row['stack']}"] if row["stack"] != "current" else []
-    return shlex.join(["repro", "run", row["case"], *words, f"variants={row['variant']}"])
 
 
 def error_at(attempts: Iterable[Made]) -> str | None:
@@ -143,48 +130,5 @@ def _with_note(verdict: Verdict) -> str:
     return f"{verdict['reason']} [{note}]" if note else verdict["reason"]
 
 
-def by_attention(rows: Iterable[Row]) -> list[Row]:
-    """The rows of cells in which something differs first: from the expectation, then from what a CPU showed."""
-    rows = list(rows)
-    worst: dict[str, int] = {}
-    for row in rows:
-        differs, cell = min(ATTENTION.get(row["expected"], 9), ATTENTION["no_expectation"]), _cell(row)
-        worst[cell] = min(worst.get(cell, 9), differs)
-    return sorted(rows, key=lambda row: worst[_cell(row)])
-
-
-def _cell(row: Row) -> str:
-    return f"{row['params']} {row['stack']} {row['hardware']}"
-
-
-def without_expectation(rows: Iterable[Row]) -> list[Row]:
-    """Measured variants with a verdict that nothing says anything about, neither an expectation nor a prediction."""
-    return [row for row in rows if row["attempts"] and row["verdict"] and row["expected"] == "no_expectation"]
-
-
-def figures(rows: Iterable[Row]) -> dict[str, int]:
-    """What a run's last line counts, of variants: how many verdicts are simulated, and what differs, is muted or
-    new."""
-    found = list(rows)
-    of = Counter(row["expected"] for row in found)
-    return {
-        "simulated": sum(bool(row["simulated"]) for row in found if row["verdict"]),
-        "unexpected": of["unexpected"],
-        "muted": of["muted"],
-        "differs_from_cpu": of["differs_from_cpu"],
-        "without_expectation": len(without_expectation(found)),
-    }
-
-
 def _reason(outcomes: list[Outcome]) -> str:
     return outcomes[0]["reason"] if outcomes else ""
-
-
-def counts(rows: Iterable[Row]) -> dict[str, int]:
-    """How many variants have which verdict (skipped ones as ``skipped``)."""
-    found: dict[str, int] = {}
-    for row in rows:
-        name = row["verdict"] or (None if row["attempts"] else "skipped")
-        if name:
-            found[name] = found.get(name, 0) + 1
-    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,21 +1,24 @@
-"""unfixed variants that were measured alone: they have no verdict without a fix, so that nothing compares them.
+"""Find unfixed variants that were run without any fix: they have no verdict, and are not compared with an expectation.
 Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from repro_matrix.records.document import Document, Made
-from repro_matrix.results.rows import Row
+
+if TYPE_CHECKING:
+    from repro_matrix.results.summary import Row
 
 
 def uncompared(rows: Iterable[Row]) -> int:
-    """Cells of which the unfixed variant alone was measured: what is expected is said of the fixes beside it."""
+    """Count the cells of which only the unfixed variant was measured: an expectation is about the fixes beside it."""
     cells: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if row["attempts"]:
-            cells.setdefault((row["params"], row["stack"], row["hardware"]), []).append(row)
-    return sum(all(row["variant"] == "unfixed" and not row["verdict"] for row in found) for found in cells.values())
+        if row.attempts:
+            cells.setdefault((row.cell_id, row.stack.name, row.hardware.profile), []).append(row)
+    return sum(all(row.variant == "unfixed" and not row.verdict for row in members) for members in cells.values())
 
 
 def unshown(documents: Iterable[Document]) -> list[tuple[Document, Made]]:

@@ -75,7 +75,7 @@ class Summary:
     interrupted: bool = False
     not_started: list[Cell] = field(default_factory=list)  # when the time limit was reached
     notes: list[str] = field(default_factory=list)  # stored documents that contradict their evidence
-    cards: list[str] = field(default_factory=list)  # GPUs that were not used, and why
+    gpu_notes: list[str] = field(default_factory=list)  # GPUs that were not used, and why
     problem: str | None = None  # what stopped the run early (a full disk), or None
 
 
@@ -168,7 +168,7 @@ class Engine:
         except ResultsError as error:
             stop.set()
             summary.problem = str(error)
-        summary.cards = self.pool.notes
+        summary.gpu_notes = self.pool.notes
         summary.interrupted = stop.is_set() and summary.problem is None
         summary.wall_s = time.monotonic() - began
         order = {id(cell.document): index for index, cell in enumerate(self._cells)}

@@ -112,6 +112,7 @@ def prepare(
     plan_only: bool = False,
     probe: bool = False,
     plan_memory: bool = False,
+    last_measured: Mapping[tuple[str, str, str], float] | None = None,
 ) -> Session:
     """Plan a selection. Every error in it is found here, before anything is launched or written.
 
@@ -120,6 +121,7 @@ def prepare(
     (``Session.later``) where it has something else to measure meanwhile. ``plan_only``: nothing will be launched, so
     that the hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing
     is built. ``plan_memory``: plan what each variant needs at any size, and ask the stacks for what is not known yet.
+    ``last_measured``: (hardware, stack, cell id) -> when an earlier run measured it, for ``time_limit``.
     """
     request = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = request.catalogue, replace(request.settings)
@@ -143,7 +145,7 @@ def prepare(
     time_limit = seconds_of("time_limit", settings.time_limit)
     if time_limit is not None:
         settings.order = Order.declared
-        cells = oldest_first(cells, settings)
+        cells = oldest_first(cells, settings, last_measured or {})
     prerequisites = Prerequisites(
         catalogue, settings, {profile.name: profile for profile in profiles}, machine, build_stacks, dict(given or {})
     )
@@ -192,10 +194,14 @@ def seconds_of(name: str, text: str | None) -> float | None:
     return seconds
 
 
-def oldest_first(cells: Sequence[Cell], settings: RunSettings) -> list[Cell]:
-    """Order cells by their last result here, those without one first: over several runs with a time limit each cell
-    gets its turn."""
-    last: dict[tuple[str, str, str], float] = {}
+def oldest_first(
+    cells: Sequence[Cell], settings: RunSettings, last_measured: Mapping[tuple[str, str, str], float]
+) -> list[Cell]:
+    """Order cells by their last result, here or in ``last_measured``, those without one first.
+
+    Over several runs with a time limit each cell gets its turn.
+    """
+    last = dict(last_measured)
     cases = {cell.case for cell in cells}
     for store in local.own_stores(settings):
         for document in store.documents(history=True, cases=cases):

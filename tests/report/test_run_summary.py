@@ -1,0 +1,232 @@
+"""The end of a run: differences first, no line wider than the page, no text that a terminal would obey."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from observations import document, exception, failed, observation, ok
+from repro_matrix import text
+from repro_matrix.report import run_summary
+from repro_matrix.report.run_summary import by_attention, describe_counts, describe_exit
+from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.summary import Row, rows_of
+from repro_matrix.runner.engine import Summary
+
+BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
+BOOM["ranks"][0]["log_tail"] = "an early line\n" * 9 + "Traceback\n\x1b[31mRuntimeError: boom\u202e\x07\n"
+
+
+def cell(verdict: str = "FIXED", state: str = "expected", case: str = "some-case", **changes: Any) -> dict[str, Any]:
+    result = document(
+        {"unfixed": [("reproduced", BOOM)], "fix": [("other_failure", BOOM)]}, {"fix": verdict}, case=case, **changes
+    )
+    result["verdicts"]["fix"] |= {"expected": state, "expectation": "FIXED"}
+    return identified(result)
+
+
+def identified(result: dict[str, Any]) -> dict[str, Any]:
+    return {**result, "cell_id": f"{result['case']}/{result['model']}-{result['strategy']}"}
+
+
+def rows(*results: dict[str, Any]) -> list[Row]:
+    return [row for each in results for row in rows_of(each, None, {})]  # type: ignore[arg-type]
+
+
+def shown(*results: dict[str, Any], width: int = text.WIDTH) -> list[str]:
+    return list(run_summary.sections(results, by_attention(rows(*results)), width))  # type: ignore[arg-type]
+
+
+def test_difference_is_first_with_its_log_and_command() -> None:
+    lines = shown(cell(case="quiet"), cell("NOT_FIXED", "unexpected", case="loud", flags={"call": "root"}))
+    assert lines[1].startswith("DIFFERENT FROM THEIR EXPECTATION: 1 variant")
+    assert lines[2] == "  loud m/fsdp, variant fix"
+    assert lines[3] == "    expected FIXED, measured NOT_FIXED: because"
+    assert lines[4:8] == ["    | an early line", "    | an early line", "    | Traceback", "    | RuntimeError: boom  "]
+    assert lines[8] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
+    loud, quiet = lines[lines.index("CASES") + 1 :]
+    assert loud.startswith("! loud ") and "reproduced; 1 not fixed" in loud
+    assert quiet.startswith("  quiet ") and "1 fix works" in quiet
+
+
+def test_variants_that_differ_for_one_reason_are_listed_once() -> None:
+    odd = cell("SIGNATURE_MISMATCH", "unexpected", case="loud")
+    for variant, expected in (("third", "FIXED"), ("fourth", "NOT_FIXED")):
+        odd["variants"][variant] = odd["variants"]["fix"]
+        odd["verdicts"][variant] = odd["verdicts"]["fix"] | {"expectation": expected}
+    odd["verdicts"]["last"] = odd["verdicts"]["fix"] | {"reason": "another one"}
+    odd["variants"]["last"] = odd["variants"]["fix"]
+    lines = shown(odd)
+    headings = [line for line in lines if line.startswith("  loud m/fsdp")]
+    assert headings == ["  loud m/fsdp, variants fix, third, fourth", "  loud m/fsdp, variant last"]
+    expected = "    expected FIXED (fix, third), expected NOT_FIXED (fourth), measured SIGNATURE_MISMATCH: because"
+    assert lines[3] == expected
+    assert [line.rpartition(" ")[2] for line in lines if line.startswith("    $")] == [
+        "variants=fix,third,fourth", "variants=last",
+    ]  # fmt: skip
+
+
+def test_note_about_another_failure_is_shown_with_the_reason() -> None:
+    odd = cell("NOT_FIXED", "unexpected")
+    odd["verdicts"]["fix"]["failure_note"] = "expected failure id a, measured b"
+    assert any(line.endswith("because [expected failure id a, measured b]") for line in shown(odd))
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_command_can_be_pasted(width: int) -> None:
+    odd = cell("NOT_FIXED", "unexpected", flags={"call": "root x", "n": [1, 2]}, model="a-model-of-many-parameters")
+    odd["stack"] = {**odd["stack"], "name": "/my locks/now.txt"}
+    lines = shown(odd, width=width)
+    first = next(number for number, line in enumerate(lines) if line.startswith("    $ "))
+    command = list(itertools.takewhile(lambda line: line, lines[first:]))
+    words = shlex.split("\n".join(command).partition("$")[2].replace("\\\n", ""))  # as a shell does
+    assert max(map(len, command)) <= width
+    assert words[5:] == ['flags.call="root x"', "flags.n=[1, 2]", "stack=/my locks/now.txt", "variants=fix"]
+    unquoted = re.sub(r"'[^']*'", "", "".join(command).partition("$")[2])
+    assert not re.search(r"[\[\]*?{}!$;&|<>()~#]", unquoted), "no shell takes it for a pattern"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    lines = shown(
+        cell("NOT_FIXED", "unexpected", case="a-case-with-a-name-that-is-long", flags={"call": "root " * 5}),
+        cell("SIGNATURE_MISMATCH", "no_expectation", model="a-model-of-many-parameters"),
+        cell("SIGNATURE_MISMATCH", "differs_from_cpu"), width=width,
+    )  # fmt: skip
+    whole_words = [line for line in lines if " " in line.strip(" \\") and "'flags" not in line]
+    assert max(map(len, whole_words)) <= width
+
+
+def test_new_results_are_listed_by_verdict_between_differences_and_cases() -> None:
+    news = cell("NOT_FIXED", "differs_from_cpu", case="other")
+    new = [cell("SIGNATURE_MISMATCH", "no_expectation", model=model) for model in "mn"]
+    lines = shown(*new, news)
+    titles = [line.partition(" ")[0].strip(":") for line in lines if line[:3].isupper()]
+    assert titles == ["DIFFERENT", "NEW", "CASES"]
+    assert "  some-case m/fsdp, n/fsdp: SIGNATURE_MISMATCH: fix" in lines
+
+
+def test_many_new_results_are_counted_by_case() -> None:
+    verdicts = ["SIGNATURE_MISMATCH", "FIXED"] * 20
+    new = [cell(name, "no_expectation", case=f"c{n}", model=m) for n, name in enumerate(verdicts) for m in "ab"]
+    for number, one in enumerate(new):
+        one["variants"][f"only-{number}"] = one["variants"].pop("fix")  # no two cells have the same results
+        one["verdicts"][f"only-{number}"] = one["verdicts"].pop("fix")
+    partly = [cell("NOT_FIXED", "no_expectation", case="known", model="x"), cell(case="known", model="y")]
+    lines = shown(*new, *partly)
+    assert lines[1].startswith("NEW: 81 variants") and "all of 40 cases" in lines[2]
+    assert lines[3:5] == ["  known in 1 cell: 1 not fixed", ""]
+    assert [line[0] for line in lines[6:]] == [*"+" * 40, " "]
+
+
+def test_inconclusive_variants_are_listed_by_reason_and_are_not_new() -> None:
+    without = [cell("INCONCLUSIVE", "no_expectation", case=case) for case in "ab"]
+    lines = shown(*without, cell(case="quiet"))
+    assert lines[1].startswith("NO RESULT: 2 variants") and lines[2] == "   2  because [2 cases]"
+    assert not any(line.startswith("NEW") for line in lines)
+    assert "NO RESULT" not in "".join(shown(cell("INCONCLUSIVE", "expected")))
+
+
+def test_skipped_variants_are_grouped_by_reason() -> None:
+    reason = "needs 2 GPUs"
+    skipped = [document({"unfixed": reason, "fix": reason}, {"fix": "INCONCLUSIVE"}, case=case) for case in "ab"]
+    lines = shown(*map(identified, (*skipped, document({"unfixed": "needs vllm"}, {}, case="c"))))
+    assert lines[1:] == ["NOT MEASURED: 5 variants", "   4  needs 2 GPUs [2 cases]", "   1  needs vllm [c]"]
+
+
+def test_expected_results_are_a_line_per_case() -> None:
+    assert shown(*(cell(case=f"c{number}") for number in range(30)))[:2] == ["", "CASES"]
+    assert len(shown(*(cell(case=f"c{number}", model=m) for number in range(30) for m in "abc"))) == 32
+    assert shown() == []
+
+
+@given(st.text(max_size=400), st.sampled_from(["unexpected", "no_expectation", "differs_from_cpu", "expected"]))
+def test_hostile_text_neither_widens_nor_controls_the_terminal(hostile: str, state: str) -> None:
+    result = cell("DIFFERENT_FAILURE", state)
+    result["verdicts"]["fix"]["reason"] = hostile
+    result["variants"]["fix"]["attempts"][0]["observation"]["ranks"][0]["log_tail"] = hostile * 3
+    for line in shown(result, identified(document({"unfixed": hostile or "x"}, {}, case="b"))):
+        assert len(line) <= text.WIDTH and line.isprintable(), repr(line)
+
+
+def test_one_line_removes_whole_terminal_sequences() -> None:
+    assert text.one_line("a\x1b]0;title\x07b\x1b[2Jc\x1b]8;;http://x\x1b\\d\x1bMe\u202ef") == "abcde f"
+
+
+def test_describe_exit_gives_the_reason() -> None:
+    odd = rows(cell("NOT_FIXED", "unexpected"))
+    assert describe_exit(1, odd, Summary()).startswith("exit code 1: 1 variant differs")
+    assert describe_exit(0, odd[:1], Summary()) == "exit code 0: nothing unexpected"
+    assert "repro doctor" in describe_exit(3, odd, Summary())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code"),
+    [(["reproduced", "reproduced"], 0), (["passed"], 0), (["reproduced", "other_failure"], 3), (["hang"], 3)],
+)
+def test_unfixed_variant_alone_with_another_failure_is_listed_and_exit_3(kinds: list[str], code: int) -> None:
+    alone = identified(document({"unfixed": [(kind, observation(ok(0))) for kind in kinds]}, {}))
+    assert exit_code([alone], 1) == code  # type: ignore[list-item]
+    assert any(line.startswith("NOT COMPARED: 1 unfixed variant") for line in shown(alone)) == (code == 3)
+
+
+def test_unfixed_variant_with_another_failure_beside_a_fix_is_left_to_the_verdict() -> None:
+    ran: Any = {"unfixed": [("other_failure", observation(ok(0)))], "fix": [("passed", observation(ok(0)))]}
+    assert exit_code([document(ran, {"fix": "SIGNATURE_MISMATCH"})], 1) == 0  # type: ignore[list-item]
+
+
+def _failing(state: str = "differs_from_cpu", known: bool = False, **errors: str | None) -> dict[str, Any]:
+    """A cell whose variants fail with these exceptions; None: the variant passed."""
+    result = identified(document(
+        {name: [("passed", observation(ok(0)))] for name in errors},
+        {name: "SIGNATURE_MISMATCH" for name in errors if name != "unfixed"},
+    ))  # fmt: skip
+    for name, error in errors.items():
+        if error:
+            result["variants"][name]["attempts"][0]["outcome"] |= {
+                "outcome": "reproduced" if known else "other_failure",
+                "reason": f"rank 0: {error} in torch.cuda.x",
+                "primary": {"rank": 0, "type": error, "message": f"at {name}", "location": "torch.cuda.x",
+                            "kind": "exception"},
+            }  # fmt: skip
+    for verdict in result["verdicts"].values():
+        verdict["expected"] = state
+    return result
+
+
+SAME = dict.fromkeys(("unfixed", "fix", "other"), "AcceleratorError")
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        (_failing(**SAME), 3),  # the same exception at the same place, whatever its message
+        (_failing(**{**SAME, "other": "ValueError"}), 0),
+        (_failing(**{**SAME, "other": None}), 0),
+        (_failing("expected", **SAME), 0),
+        (_failing(known=True, **SAME), 0),
+    ],
+)
+def test_cell_whose_variants_all_fail_with_the_same_error_is_listed_and_exit_3(
+    result: dict[str, Any], code: int
+) -> None:
+    lines = shown(result)
+    assert any(line.startswith("NO COMPARISON: in 1 cell") for line in lines) == (code == 3)
+    assert exit_code([result], 1) == code  # type: ignore[list-item]
+
+
+def test_describe_counts_names_cells_with_only_an_unfixed_variant() -> None:
+    ran: list[Any] = [("passed", observation(ok(0)))]
+    text_ = "1 cell: only the unfixed variant was measured"
+    alone = identified(document({"unfixed": ran}, {}))
+    assert text_ in describe_counts(rows(alone))
+    other = {**alone, "stack": {**alone["stack"], "name": "other"}}
+    assert "2 cells: only the unfixed" in describe_counts(rows(alone, other))
+    beside = identified(document({"unfixed": ran, "fix": ran}, {"fix": "NOT_REPRODUCED"}))
+    skipped = identified(document({"unfixed": "needs 2 GPUs"}, {}))
+    assert "only the unfixed" not in describe_counts(rows(beside, skipped))
