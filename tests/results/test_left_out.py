@@ -188,7 +188,7 @@ def test_a_wrong_table_of_expectations_disables_its_case_only(
     write_json(path, stored)
     for form, wanted in (
         ("junit", 'errors="1"'),
-        ("markdown", "Nothing can be said of train-step"),
+        ("markdown", "train-step: the catalogue has no such case"),
         ("json", '"unjudged": [\n  {'),
     ):
         code, out, _ = said(capsys, "report", str(results), "--format", form)

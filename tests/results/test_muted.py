@@ -26,7 +26,7 @@ KEY = "fsdp-generate/qwen2-0.5b-fsdp"
 
 
 def made(expected: str = "unexpected", outcome: str = "passed", **changes: Any) -> dict[str, Any]:
-    found = document({"unfixed": [(outcome, OK)], "fix": [(outcome, OK)]}, {"fix": "NOT_FIXED"}, key=KEY, **changes)
+    found = document({"unfixed": [(outcome, OK)], "fix": [(outcome, OK)]}, {"fix": "NOT_FIXED"}, cell_id=KEY, **changes)
     found["verdicts"]["fix"] |= {"expected": expected, "expectation": "FIXED"}
     return found
 

@@ -398,7 +398,7 @@ def describe_exit(code: int, rows: Sequence[Row], summary: Summary, differences:
     reason = {
         0: "nothing unexpected",
         1: "; ".join(different) or "a result differs",
-        2: "a quarantine entry has expired: see above, and `repro mute`",
+        2: "a quarantine entry has expired: see above",
         3: "less was measured than requested: see above, and `repro doctor`",
     }.get(code)
     left = summary.not_started
