@@ -300,7 +300,7 @@ def test_no_name_is_near_for_what_all_of_its_kind_have(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nightly", "/nope", "--nights", "nights", "--code", "0"], "/nope: no such folder of results"),
+        (["nightly", "/nope", "--history", "history", "--run-exit-code", "0"], "/nope: no such folder of results"),
         (["new", "a-case", "--from-script", "nope.py"], "nope.py: there is no such script"),
     ],
 )
