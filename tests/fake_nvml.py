@@ -1,9 +1,9 @@
 """A machine's GPUs for tests: a GpuDriver without a GPU.
 
-nvml = FakeNvml([Card(), Card(mode="prohibited")], driver="535.129.03")
+nvml = FakeNvml([FakeGpu(), FakeGpu(mode="prohibited")], driver="535.129.03")
 nvml.install(monkeypatch)                        # in this process
 env = {**os.environ, **nvml.on_path(tmp_path)}   # for a subprocess
-nvml.cards[0].lost = True                        # visible at once in this process
+nvml.gpus[0].lost = True                        # visible at once in this process
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Process:
 
 
 @dataclass
-class Card:
+class FakeGpu:
     """One GPU. ``uuid`` "" is filled in by its place; ``mig``: UUIDs of its MIG devices; None: MIG is off."""
 
     name: str = A100
@@ -79,16 +79,16 @@ def uuid_of(index: int) -> str:
 class FakeNvml:
     """A GpuDriver. ``init_error``, ``error``: opening it, or every question, fails with this NVML error code."""
 
-    cards: list[Card] = field(default_factory=list)
+    gpus: list[FakeGpu] = field(default_factory=list)
     driver: str = "580.95.05"
     cuda: int = 13000  # as NVML writes it
     init_error: int | None = None
     error: int | None = None
 
     def __post_init__(self) -> None:
-        self.cards = [card if isinstance(card, Card) else Card(**card) for card in self.cards]
-        for index, card in enumerate(self.cards):
-            card.uuid = card.uuid or uuid_of(index)
+        self.gpus = [gpu if isinstance(gpu, FakeGpu) else FakeGpu(**gpu) for gpu in self.gpus]
+        for index, gpu in enumerate(self.gpus):
+            gpu.uuid = gpu.uuid or uuid_of(index)
         self._watched: list[str] = []
 
     def _open(self) -> FakeNvml:
@@ -111,11 +111,11 @@ class FakeNvml:
         old = os.environ.get("PYTHONPATH")
         return {"PYTHONPATH": os.pathsep.join([str(folder), *([old] if old else [])])}
 
-    def _card(self, uuid: str) -> Card:
-        card = next(card for card in self.cards if card.uuid == uuid)
-        if card.lost or self.error:
+    def _gpu(self, uuid: str) -> FakeGpu:
+        gpu = next(gpu for gpu in self.gpus if gpu.uuid == uuid)
+        if gpu.lost or self.error:
             raise error(self.error or 15)
-        return card
+        return gpu
 
     def versions(self) -> tuple[str, str | None]:
         return self.driver, f"{self.cuda // 1000}.{self.cuda % 1000 // 10}"
@@ -123,42 +123,42 @@ class FakeNvml:
     def count(self) -> int:
         if self.error:
             raise error(self.error)
-        return len(self.cards)
+        return len(self.gpus)
 
     def device(self, index: int) -> Gpu:
-        card = self.cards[index]
-        if card.lost:
+        gpu = self.gpus[index]
+        if gpu.lost:
             raise error(15)
-        capability = ".".join(map(str, card.capability))
-        return Gpu(index, card.name, card.uuid, card.memory_mb, capability, card.mode, card.persistence)
+        capability = ".".join(map(str, gpu.capability))
+        return Gpu(index, gpu.name, gpu.uuid, gpu.memory_mb, capability, gpu.mode, gpu.persistence)
 
     def memory(self, uuid: str) -> tuple[int, int] | None:
-        card = self._card(uuid)
-        used = sum(process.memory_mb or 0 for process in card.processes)
-        return card.memory_mb - used, used
+        gpu = self._gpu(uuid)
+        used = sum(process.memory_mb or 0 for process in gpu.processes)
+        return gpu.memory_mb - used, used
 
     def processes(self, uuid: str) -> list[tuple[int, int | None]]:
-        return [(process.pid, process.memory_mb) for process in self._card(uuid).processes]
+        return [(process.pid, process.memory_mb) for process in self._gpu(uuid).processes]
 
     def health(self, uuid: str) -> GpuState:
-        card = self._card(uuid)
+        gpu = self._gpu(uuid)
         return GpuState(
-            ecc_uncorrected=card.ecc_uncorrected,
-            remap_pending=card.remap_pending,
-            remap_failed=card.remap_failed,
-            recovery=_RECOVERY.get(card.recovery),
-            mig=card.mig is not None,
+            ecc_uncorrected=gpu.ecc_uncorrected,
+            remap_pending=gpu.remap_pending,
+            remap_failed=gpu.remap_failed,
+            recovery=_RECOVERY.get(gpu.recovery),
+            mig=gpu.mig is not None,
         )
 
     def peer_access(self, one: str, other: str) -> bool:
-        return not (self._card(one).no_peers or self._card(other).no_peers)
+        return not (self._gpu(one).no_peers or self._gpu(other).no_peers)
 
     def watch_errors(self, uuids: Iterable[str]) -> None:
         self._watched = list(uuids)
 
     def next_error(self) -> tuple[str, int] | None:
-        card = next((card for card in self.cards if card.uuid in self._watched and card.xids), None)
-        return (card.uuid, card.xids.pop(0)) if card else None
+        gpu = next((gpu for gpu in self.gpus if gpu.uuid in self._watched and gpu.xids), None)
+        return (gpu.uuid, gpu.xids.pop(0)) if gpu else None
 
     def close(self) -> None:
         pass

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fake_nvml import Card
+from fake_nvml import FakeGpu
 
 ARCH = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
@@ -25,11 +25,11 @@ def lines(gpus: int = 2, **said: Any) -> list[dict[str, Any]]:
     return [found, *({"device": device} for device in found.pop("devices", devices)), {"stage": "done"}]
 
 
-def devices_of(cards: Sequence[Card]) -> list[dict[str, Any]]:
+def devices_of(gpus: Sequence[FakeGpu]) -> list[dict[str, Any]]:
     """What torch says of these."""
     return [
-        {"index": i, "touched": True, "error": None, "name": card.name, "capability": "{}.{}".format(*card.capability)}
-        for i, card in enumerate(cards)
+        {"index": i, "touched": True, "error": None, "name": gpu.name, "capability": "{}.{}".format(*gpu.capability)}
+        for i, gpu in enumerate(gpus)
     ]
 
 

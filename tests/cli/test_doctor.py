@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import Card, FakeNvml, Process
+from fake_nvml import FakeGpu, FakeNvml, Process
 from fake_stack import lines, python_that_says
 from repro_matrix.cli import main as cli
 from repro_matrix.results.store import Store
@@ -60,7 +60,7 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
 
 def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) -> None:
     """The stack of this checkout is a CPU build: on a machine with GPUs that is exit 3 and the command to mend it."""
-    nvml = FakeNvml([Card(), Card()], driver="535.129.03", cuda=12020)
+    nvml = FakeNvml([FakeGpu(), FakeGpu()], driver="535.129.03", cuda=12020)
     done = cold(tmp_path, nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
     assert done.returncode == 3, done.stderr
     assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.stderr
@@ -69,7 +69,7 @@ def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) 
 
 
 def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path: Path) -> None:
-    nvml = FakeNvml([Card() for _ in range(4)], driver="535.129.03", cuda=12020)
+    nvml = FakeNvml([FakeGpu() for _ in range(4)], driver="535.129.03", cuda=12020)
     old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
     words = ("matrix", "--dry-run", *ONE)
     done = repro(tmp_path, nvml, *words, f"stack=python:{old}")
@@ -85,14 +85,14 @@ def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path
 
 
 def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -> None:
-    cards = [
-        Card(mode="exclusive_process", persistence=False, ecc_uncorrected=3),
-        Card(processes=[Process(99999999, 4321)], remap_pending=True),
-        Card(mig=["MIG-x"]),
-        Card(no_peers=True),
+    gpus = [
+        FakeGpu(mode="exclusive_process", persistence=False, ecc_uncorrected=3),
+        FakeGpu(processes=[Process(99999999, 4321)], remap_pending=True),
+        FakeGpu(mig=["MIG-x"]),
+        FakeGpu(no_peers=True),
     ]
     python = python_that_says(tmp_path, *lines(gpus=3))
-    done = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}")
+    done = repro(tmp_path, FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}")
     assert done.returncode == 0, done.stdout + done.stderr
     shown = done.stdout
     assert "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000" in shown and "mode exclusive_process, persistence off" in shown
@@ -104,7 +104,7 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
     assert "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
     assert "torch 2.13.0+cu130 (CUDA 13.0, NCCL 2.28.9): it computes on 3 of 3 GPUs" in " ".join(shown.split())
     python = python_that_says(tmp_path, *lines(gpus=2))
-    two = repro(tmp_path, FakeNvml(cards), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").stdout
+    two = repro(tmp_path, FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").stdout
     assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more unused), backend nccl;" in two
     assert "note: GPU 1 (NVIDIA A100-SXM4-80GB): unused, hardware=gpu2 has 2 of 3 usable GPUs" in two
     assert "note: persistence mode is off on GPU 0" in shown
@@ -113,12 +113,14 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
     words = ("doctor", *ONE[:2], "--json")
     python = python_that_says(tmp_path, *lines())
-    meant = repro(tmp_path, FakeNvml([Card()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"})
+    meant = repro(
+        tmp_path, FakeNvml([FakeGpu()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"}
+    )
     assert meant.returncode == 3, meant.stderr
     said = json.loads(meant.stdout)
     assert "'all' is a value of NVIDIA_VISIBLE_DEVICES" in said["problems"][0] and said["hardware"] == ["cpu"]
     assert said["cells"], "what can run on the CPU is told all the same"
-    unusable = repro(tmp_path, FakeNvml([Card()]), *words)
+    unusable = repro(tmp_path, FakeNvml([FakeGpu()]), *words)
     assert unusable.returncode == 3 and "a build without CUDA" in json.loads(unusable.stdout)["problems"][0]
 
 
@@ -140,7 +142,7 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    FakeNvml([Card(), Card()]).install(monkeypatch)
+    FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr(Prober, "__call__", probe)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: Clean())
     words = ["fsdp-generate", "model=qwen1.5-0.5b", "variants=[summon,newer-transformers]", "hardware=gpu2"]
@@ -172,7 +174,7 @@ def test_prepare_probes_all_gpus_of_several_profiles(profiles: str, monkeypatch:
 
     probed: list[int] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    FakeNvml([Card(), Card()]).install(monkeypatch)
+    FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr("repro_matrix.launch.extensions.ready", lambda stack: True)
     monkeypatch.setattr(Prober, "__call__", lambda self, stack: (probed.append(len(self.profile.gpus)), ({}, None))[1])
     prepared = session.prepare([*ONE, f"hardware={profiles}"], build_stacks=False, probe=True)
@@ -185,15 +187,15 @@ def test_run_device_that_fails_in_the_ranks_is_infra(tmp_path: Path) -> None:
     """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
     python = python_that_says(tmp_path, *lines(gpus=2))
     words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
-    done = cold(tmp_path, FakeNvml([Card(persistence=False), Card()]), *words, "hardware=gpu2", "--json")
+    done = cold(tmp_path, FakeNvml([FakeGpu(persistence=False), FakeGpu()]), *words, "hardware=gpu2", "--json")
     assert done.returncode == 3, done.stdout + done.stderr
     first, second = done.stderr.splitlines()[:2]
     assert first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")
     assert "torch 2.13" in first and second.startswith("note: persistence mode is off on GPU 0")
     summary = json.loads(done.stdout)["summary"]
-    cards = ["NVIDIA A100-SXM4-80GB"] * 2
+    gpus = ["NVIDIA A100-SXM4-80GB"] * 2
     assert summary["profiles"] == [
-        {"profile": "gpu2", "accelerator": "cuda", "backend": "nccl", "devices": cards, "ranks": [2]}
+        {"profile": "gpu2", "accelerator": "cuda", "backend": "nccl", "devices": gpus, "ranks": [2]}
     ]
     (stored,) = documents(tmp_path)
     assert stored["hardware"]["probe"]["cuda"] == "13.0"
@@ -207,7 +209,7 @@ def test_prepare_cells_on_the_cpu_are_not_probed(monkeypatch: pytest.MonkeyPatch
     from repro_matrix.runner.probe import Prober
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    FakeNvml([Card(), Card()]).install(monkeypatch)
+    FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr("repro_matrix.launch.extensions.prepare", lambda stack: None)
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe for the CPU's cells"))
     prepared = session.prepare(["case=qwen-remote-code-import"])

@@ -12,7 +12,7 @@ from unittest import mock
 
 import psutil
 import pytest
-from fake_nvml import A100, H200, Card, FakeNvml, Process, uuid_of
+from fake_nvml import A100, H200, FakeGpu, FakeNvml, Process, uuid_of
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.config import catalog
@@ -50,35 +50,40 @@ def no_library() -> FakeNvml:
 
 
 @pytest.mark.parametrize(
-    ("cards", "profile"),
+    ("gpus", "profile"),
     [
-        ([Card() for _ in range(8)], "a100x8"),
-        ([Card(H200)], "gpu1"),
-        ([Card(), Card(), Card(H200), Card(H200)], "gpu4"),
-        ([Card(), Card(), Card(), Card(mig=["MIG-1"])], "gpu3"),  # the GPU in MIG mode is left out
-        ([*(Card() for _ in range(7)), Card(lost=True)], "gpu7"),
-        ([Card(), Card(mode="prohibited"), Card()], "gpu2"),
-        ([Card(recovery=2), Card()], "gpu1"),
-        ([Card(remap_failed=True), Card()], "gpu1"),
-        ([Card(mode="exclusive_process"), Card()], "gpu2"),  # free: one rank may use it
-        ([Card(mode="exclusive_process", processes=[Process(99999999)]), Card()], "gpu1"),
-        ([Card(processes=[Process(99999999, 70000)]), Card()], "gpu2"),  # busy: the scheduler waits for it
+        ([FakeGpu() for _ in range(8)], "a100x8"),
+        ([FakeGpu(H200)], "gpu1"),
+        ([FakeGpu(), FakeGpu(), FakeGpu(H200), FakeGpu(H200)], "gpu4"),
+        ([FakeGpu(), FakeGpu(), FakeGpu(), FakeGpu(mig=["MIG-1"])], "gpu3"),  # the GPU in MIG mode is left out
+        ([*(FakeGpu() for _ in range(7)), FakeGpu(lost=True)], "gpu7"),
+        ([FakeGpu(), FakeGpu(mode="prohibited"), FakeGpu()], "gpu2"),
+        ([FakeGpu(recovery=2), FakeGpu()], "gpu1"),
+        ([FakeGpu(remap_failed=True), FakeGpu()], "gpu1"),
+        ([FakeGpu(mode="exclusive_process"), FakeGpu()], "gpu2"),  # free: one rank may use it
+        ([FakeGpu(mode="exclusive_process", processes=[Process(99999999)]), FakeGpu()], "gpu1"),
+        ([FakeGpu(processes=[Process(99999999, 70000)]), FakeGpu()], "gpu2"),  # busy: the scheduler waits for it
     ],
 )
-def test_auto_selects_the_largest_profile_of_usable_gpus(cards: list[Card], profile: str, machine: Detect) -> None:
-    assert settle("auto", KNOWN, machine(FakeNvml(cards))).name == profile
+def test_auto_selects_the_largest_profile_of_usable_gpus(gpus: list[FakeGpu], profile: str, machine: Detect) -> None:
+    assert settle("auto", KNOWN, machine(FakeNvml(gpus))).name == profile
 
 
 @pytest.mark.parametrize(("count", "used"), [(9, 8), (16, 8), (3, 3), (6, 6), (8, 8)])
 def test_profile_names_gpus_that_stay_unused(count: int, used: int, machine: Detect) -> None:
-    profile = settle("auto", KNOWN, machine(FakeNvml([Card(H200) for _ in range(count)])))
+    profile = settle("auto", KNOWN, machine(FakeNvml([FakeGpu(H200) for _ in range(count)])))
     assert len(profile.gpus) == used and len(profile.idle) == count - used
     assert ("unused" in profile.words()) == (profile.why_idle() is not None) == (count > used)
     assert all(f"GPU {index} ({H200})" in str(profile.why_idle()) for index in range(used, count))
 
 
 def test_profile_prefers_free_gpus(machine: Detect) -> None:
-    busy = [Card(processes=[Process(99999999, 40000)]), Card(), Card(processes=[Process(99999998, 8)]), Card()]
+    busy = [
+        FakeGpu(processes=[Process(99999999, 40000)]),
+        FakeGpu(),
+        FakeGpu(processes=[Process(99999998, 8)]),
+        FakeGpu(),
+    ]
     four = machine(FakeNvml(busy))
     assert [gpu.taken for gpu in four.gpus] == [True, False, False, False], "a monitor does not count"
     assert [gpu.index for gpu in settle("gpu2", KNOWN, four).gpus] == [1, 2]
@@ -86,7 +91,7 @@ def test_profile_prefers_free_gpus(machine: Detect) -> None:
 
 
 def test_exclusive_gpu_is_not_shared_by_ranks(machine: Detect) -> None:
-    exclusive, usual = machine(FakeNvml([Card(mode="exclusive_process")])), machine(FakeNvml([Card()]))
+    exclusive, usual = machine(FakeNvml([FakeGpu(mode="exclusive_process")])), machine(FakeNvml([FakeGpu()]))
     assert [profile.name for profile in settle_all(["auto"], KNOWN, usual)] == ["gpu1", "gpu1-shared", "cpu"]
     profiles = settle_all(["auto"], KNOWN, exclusive)
     assert [profile.name for profile in profiles] == ["gpu1", "cpu"] and len(warnings(profiles[0], 4096)) == 1
@@ -97,10 +102,10 @@ def test_exclusive_gpu_is_not_shared_by_ranks(machine: Detect) -> None:
 @pytest.mark.parametrize(
     ("name", "nvml", "env", "reason"),
     [
-        ("gpu2", FakeNvml([Card(), Card(mode="prohibited")]), {}, "prohibited"),
-        ("gpu8", FakeNvml([Card() for _ in range(8)]), {"CUDA_VISIBLE_DEVICES": "0,1,9"}, "'9', which is no GPU"),
-        ("gpu1", FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": ""}, "asks for no GPU"),
-        ("gpu", FakeNvml([Card()]), {}, "did you mean"),
+        ("gpu2", FakeNvml([FakeGpu(), FakeGpu(mode="prohibited")]), {}, "prohibited"),
+        ("gpu8", FakeNvml([FakeGpu() for _ in range(8)]), {"CUDA_VISIBLE_DEVICES": "0,1,9"}, "'9', which is no GPU"),
+        ("gpu1", FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": ""}, "asks for no GPU"),
+        ("gpu", FakeNvml([FakeGpu()]), {}, "did you mean"),
     ],
 )
 def test_settle_names_the_reason_why_gpus_are_missing(
@@ -111,7 +116,7 @@ def test_settle_names_the_reason_why_gpus_are_missing(
 
 
 def test_several_profiles_are_sorted_and_probed_together(machine: Detect) -> None:
-    four = machine(FakeNvml([Card() for _ in range(4)]))
+    four = machine(FakeNvml([FakeGpu() for _ in range(4)]))
     profiles = settle_all(["cpu", "gpu1-shared", "gpu2", "cpu"], KNOWN, four)
     assert [profile.name for profile in profiles] == ["gpu2", "gpu1-shared", "cpu"]
     apart = [Profile("a", "cuda", "gloo", four.gpus[:2]), Profile("b", "cuda", "nccl", four.gpus[1:])]
@@ -136,16 +141,16 @@ def test_settle_planned_accepts_hardware_that_is_not_here(machine: Detect) -> No
 REFUSED = [
     (FakeNvml(init_error=9), {}, {}, "Driver Not Loaded"),
     (FakeNvml(init_error=18), {}, {}, "version mismatch"),
-    (FakeNvml([Card()], error=999), {}, {}, "Unknown Error"),
-    (FakeNvml([Card(mig=["MIG-a"])]), {}, {}, "GPU 0 .*MIG mode"),
-    (FakeNvml([Card(mig=["MIG-a"])]), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, {}, "MIG device"),
-    (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "all"}, {}, "NVIDIA_VISIBLE_DEVICES"),
-    (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "1"}, {}, "'1', which is no GPU"),
-    (FakeNvml([Card(), Card(H200)]), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
-    (FakeNvml([Card(mode="prohibited")]), {}, {}, "prohibited"),
-    (FakeNvml([Card(mode="exclusive_process", processes=[Process(99999999)])]), {}, {}, "pid 99999999"),
-    (FakeNvml([Card(lost=True)]), {}, {}, "GPU is lost"),
-    (FakeNvml([Card(uuid="GPU-a"), Card(uuid="GPU-a")]), {}, {}, "2 GPUs report the UUID GPU-a"),
+    (FakeNvml([FakeGpu()], error=999), {}, {}, "Unknown Error"),
+    (FakeNvml([FakeGpu(mig=["MIG-a"])]), {}, {}, "GPU 0 .*MIG mode"),
+    (FakeNvml([FakeGpu(mig=["MIG-a"])]), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, {}, "MIG device"),
+    (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "all"}, {}, "NVIDIA_VISIBLE_DEVICES"),
+    (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "1"}, {}, "'1', which is no GPU"),
+    (FakeNvml([FakeGpu(), FakeGpu(H200)]), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+    (FakeNvml([FakeGpu(mode="prohibited")]), {}, {}, "prohibited"),
+    (FakeNvml([FakeGpu(mode="exclusive_process", processes=[Process(99999999)])]), {}, {}, "pid 99999999"),
+    (FakeNvml([FakeGpu(lost=True)]), {}, {}, "GPU is lost"),
+    (FakeNvml([FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-a")]), {}, {}, "2 GPUs report the UUID GPU-a"),
     (no_library(), {"NVIDIA_VISIBLE_DEVICES": "all"}, {}, "libraries have to be passed in"),
     (no_library(), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "'0', which is no GPU"),
     (no_library(), {}, {"dev/nvidia0": ""}, "/dev/nvidia0"),
@@ -176,9 +181,9 @@ def test_auto_refuses_the_cpu_where_gpus_were_meant(
     [
         (no_library(), {}, {"dev/nvidia-caps/x": "", "sys/bus/pci/devices/a/vendor": "0x10de", "dev/nvidiactl": ""}),
         (no_library(), {"NVIDIA_VISIBLE_DEVICES": "void"}, {}),
-        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}),
-        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}),
-        (FakeNvml([Card()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}),
+        (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}),
+        (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}),
+        (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}),
         (FakeNvml(init_error=9), {"CUDA_VISIBLE_DEVICES": ""}, {}),
     ],
 )
@@ -250,7 +255,7 @@ def test_visible_gpus_report_what_is_misread(
 
 
 def test_detect_reports_what_a_gpu_is(machine: Detect) -> None:
-    here = machine(FakeNvml([Card(persistence=False), Card(H200)], driver="535.129.03", cuda=12020))
+    here = machine(FakeNvml([FakeGpu(persistence=False), FakeGpu(H200)], driver="535.129.03", cuda=12020))
     assert (here.driver, here.cuda) == ("535.129.03", "12.2") and here.cores >= 1 and here.memory_gb > 0
     one, other = here.gpus
     assert (one.index, one.name, one.uuid, one.memory_mb) == (0, A100, uuid_of(0), 81920)
@@ -260,42 +265,42 @@ def test_detect_reports_what_a_gpu_is(machine: Detect) -> None:
 
 def test_states_report_processes_errors_and_lost_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     me = psutil.Process()
-    cards = [
-        Card(processes=[Process(me.pid, 500), Process(99999999, None)], ecc_uncorrected=2, remap_pending=True),
-        Card(ecc_uncorrected=None),
-        Card(lost=True),
-        Card(recovery=1, no_peers=True),
+    gpus = [
+        FakeGpu(processes=[Process(me.pid, 500), Process(99999999, None)], ecc_uncorrected=2, remap_pending=True),
+        FakeGpu(ecc_uncorrected=None),
+        FakeGpu(lost=True),
+        FakeGpu(recovery=1, no_peers=True),
     ]
-    FakeNvml(cards).install(monkeypatch)
-    busy, plain, lost, sick = states([card.uuid for card in cards]).values()
+    FakeNvml(gpus).install(monkeypatch)
+    busy, plain, lost, sick = states([gpu.uuid for gpu in gpus]).values()
     assert [(p.pid, p.memory_mb, p.name) for p in busy.processes] == [(me.pid, 500, me.name()), (99999999, None, None)]
     assert busy.foreign == busy.processes and busy.free_mb == 81920 - 500
     assert (busy.ecc_uncorrected, busy.remap_pending, busy.sick) == (2, True, None)
     assert (plain.ecc_uncorrected, plain.processes, plain.sick) == (None, (), None)
     assert lost.sick == "NVML: GPU is lost" and "a GPU reset" in str(sick.sick)
-    uuids = [cards[index].uuid for index in (0, 1, 3)]
+    uuids = [gpus[index].uuid for index in (0, 1, 3)]
     assert without_peers(uuids) == [(uuids[0], uuids[2]), (uuids[1], uuids[2])]
 
 
 def test_process_of_a_run_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     command, env = [sys.executable, "-c", "input()"], {**os.environ, RUN_TOKEN: "r"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=env) as ours:
-        card = Card(mode="exclusive_process", processes=[Process(ours.pid)])
-        FakeNvml([card]).install(monkeypatch)
-        assert states([card.uuid])[card.uuid].foreign == () and len(detect({}).gpus) == 1
+        gpu = FakeGpu(mode="exclusive_process", processes=[Process(ours.pid)])
+        FakeNvml([gpu]).install(monkeypatch)
+        assert states([gpu.uuid])[gpu.uuid].foreign == () and len(detect({}).gpus) == 1
         ours.communicate()
 
 
 def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [Card(ecc_uncorrected=4), Card(), Card()]
-    FakeNvml(cards).install(monkeypatch)
-    with Nvml([card.uuid for card in cards]) as nvml:
-        assert nvml.look(cards[0].uuid).problem is None, "errors from before the run"
-        cards[1].xids += [31, 79, 94]  # 31 is a program's
-        assert nvml.failed_gpus() == nvml.failed_gpus() == {cards[1].uuid: "Xid 94"}, "asked again, it stays"
-        cards[0].ecc_uncorrected, cards[2].remap_failed = 6, True
-        assert nvml.look(cards[0].uuid).problem == "ECC: 2 uncorrected memory errors"
-        assert nvml.look(cards[2].uuid).problem
+    gpus = [FakeGpu(ecc_uncorrected=4), FakeGpu(), FakeGpu()]
+    FakeNvml(gpus).install(monkeypatch)
+    with Nvml([gpu.uuid for gpu in gpus]) as nvml:
+        assert nvml.look(gpus[0].uuid).problem is None, "errors from before the run"
+        gpus[1].xids += [31, 79, 94]  # 31 is a program's
+        assert nvml.failed_gpus() == nvml.failed_gpus() == {gpus[1].uuid: "Xid 94"}, "asked again, it stays"
+        gpus[0].ecc_uncorrected, gpus[2].remap_failed = 6, True
+        assert nvml.look(gpus[0].uuid).problem == "ECC: 2 uncorrected memory errors"
+        assert nvml.look(gpus[2].uuid).problem
     no_library().install(monkeypatch)
     with Nvml(["GPU-x"]) as nvml:
         assert nvml.failed_gpus() == {} and nvml.look("GPU-x").problem is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import A100, Card, FakeNvml, Process
+from fake_nvml import A100, FakeGpu, FakeNvml, Process
 from fake_stack import ARCH, lines, python_that_says
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,8 +107,8 @@ def test_ask_runs_the_probe_in_the_stack(tmp_path: Path) -> None:
 
 
 def test_prober_leaves_out_locked_and_full_gpus_and_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card(), Card(processes=[Process(99999999, 81500)]), Card()]).install(monkeypatch)
-    gpus = tuple(Gpu(i, A100, card.uuid, 81920) for i, card in enumerate(nvml.cards))
+    nvml = FakeNvml([FakeGpu(), FakeGpu(processes=[Process(99999999, 81500)]), FakeGpu()]).install(monkeypatch)
+    gpus = tuple(Gpu(i, A100, gpu.uuid, 81920) for i, gpu in enumerate(nvml.gpus))
     stack = Stack("python:x", str(python_that_says(tmp_path, *lines(gpus=3))), {}, key="x")
     prober = Prober(replace(TWO, gpus=gpus), MACHINE, tmp_path / "state")
     with GpuLocks(tmp_path / "state", "another-run") as other:

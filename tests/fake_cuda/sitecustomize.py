@@ -1,4 +1,4 @@
-"""A dress rehearsal of ranks on GPUs: they are planned, leased and judged for cards, and compute on the CPU with gloo.
+"""A dress rehearsal of ranks on GPUs: they are planned, leased and judged for GPUs, and compute on the CPU with gloo.
 
 First on PYTHONPATH of an interpreter whose device probe is made up (tests/fake_stack.py). Everything but the ranks' own
 device is what it would be on a GPU machine: profiles, planted cells, leases, settings, documents, exit code.
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _KitOnTheCpu(importlib.abc.MetaPathFinder):
-    """Gives ``repro_kit.run`` an ``execute`` that takes a card for the CPU, and NCCL for gloo."""
+    """Gives ``repro_kit.run`` an ``execute`` that takes a GPU for the CPU, and NCCL for gloo."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "repro_kit.run":

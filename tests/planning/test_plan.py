@@ -137,11 +137,11 @@ def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
     assert [variant for variant, one, two in zip(case.variants, prints(), changed) if one != two] == ["summon"]
 
 
-CARDS = [pytest.param(8, "NVIDIA A100-SXM4-80GB", id="a100x8"), pytest.param(4, "NVIDIA H200", id="gpu4")]
+NODES = [pytest.param(8, "NVIDIA A100-SXM4-80GB", id="a100x8"), pytest.param(4, "NVIDIA H200", id="gpu4")]
 
 
 def on(count: int, name: str, *texts: str) -> list[CellPlan]:
-    """What `auto` plans on a node with so many cards."""
+    """What `auto` plans on a node with so many GPUs."""
     machine = replace(CPU, gpus=gpus(count, name))
     profiles = settle_all(["auto"], CATALOGUE.hardware, machine)
     cells = place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True).cells
@@ -149,7 +149,7 @@ def on(count: int, name: str, *texts: str) -> list[CellPlan]:
     return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(cells)
 
 
-@pytest.mark.parametrize("count, name", CARDS)
+@pytest.mark.parametrize("count, name", NODES)
 def test_plan_on_a_large_node_keeps_each_variants_ranks(count: int, name: str) -> None:
     for plan in on(count, name):
         case = CATALOGUE.cases[plan.cell.case]
@@ -225,7 +225,7 @@ def test_plan_ranks_that_share_gpus_need_default_compute_mode() -> None:
         skipped = {plan.skipped for plan in plans(f"case={case}", profile=closed)}
         why = "its ranks compute on the same GPUs, and GPU 1 is in exclusive_process mode (nvidia-smi -c 0)"
         assert skipped == {why}
-    assert plans(NORM, profile=closed)[0].skipped is None, "one rank a card is what that mode is for"
+    assert plans(NORM, profile=closed)[0].skipped is None, "one rank a GPU is what that mode is for"
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
     on_cpu = Profile("cpu", "cpu", "gloo")
     assert {cell.hardware for cell in place(CATALOGUE, cells, [closed, on_cpu], auto=True).cells} == {"cpu"}

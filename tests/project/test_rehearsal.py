@@ -1,4 +1,4 @@
-"""Whole runs on machines with GPUs, rehearsed: cards and their driver are made up, ranks compute on the CPU."""
+"""Whole runs on machines with GPUs, rehearsed: gpus and their driver are made up, ranks compute on the CPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import H200, Card, FakeNvml, Process
+from fake_nvml import H200, FakeGpu, FakeNvml, Process
 from fake_stack import devices_of, lines, python_that_says
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 BUSY = Process(4242, 30000)
 
 
-def matrix(tmp_path: Path, cards: list[Card], *words: str) -> tuple[int, str, dict[str, Any]]:
+def matrix(tmp_path: Path, gpus: list[FakeGpu], *words: str) -> tuple[int, str, dict[str, Any]]:
     """Exit code, what was said, and each document by its hardware and case."""
-    python = python_that_says(tmp_path, *lines(len(cards), devices=devices_of(cards)), rehearse=True)
+    python = python_that_says(tmp_path, *lines(len(gpus), devices=devices_of(gpus)), rehearse=True)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    env |= FakeNvml(cards).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
+    env |= FakeNvml(gpus).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "repro_matrix", "matrix", *words]
     command += [f"stack=python:{python}", f"results={tmp_path / 'results'}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
@@ -33,33 +33,33 @@ def matrix(tmp_path: Path, cards: list[Card], *words: str) -> tuple[int, str, di
 def test_one_card_measures_what_its_ranks_can_share(tmp_path: Path) -> None:
     """Every run on such a machine ended with "the harness itself is broken here": its planted cells were skipped."""
     words = ["case=train-step,ddp-uneven-batches", "model=qwen1.5-0.5b", "strategy=ddp", "variants=[broken,join]"]
-    code, said, found = matrix(tmp_path, [Card(H200)], *words)
+    code, said, found = matrix(tmp_path, [FakeGpu(H200)], *words)
     assert code == 0, said
     assert "hardware gpu1 (1 x NVIDIA H200), backend nccl, no cell for it | gpu1-shared (1 x NVIDIA H200)" in said
     assert found["gpu1-shared train-step"]["verdicts"]["control"]["name"] == "PASSED"
     uneven = found["gpu1-shared ddp-uneven-batches"]
-    assert uneven["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced", "a hang, on one card"
+    assert uneven["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced", "a hang, on one gpu"
     assert uneven["verdicts"]["join"]["name"] == "FIXED"
     assert found.keys() == {"gpu1-shared train-step", "gpu1-shared ddp-uneven-batches"}
 
 
 def test_eight_cards_measure_side_by_side_what_a_cpu_predicted(tmp_path: Path) -> None:
     words = ["case=train-step,ddp-ready-once,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
-    code, said, found = matrix(tmp_path, [Card() for _ in range(8)], *words)
+    code, said, found = matrix(tmp_path, [FakeGpu() for _ in range(8)], *words)
     assert code == 0, said
     assert "hardware a100x8 (8 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks | cpu, backend gloo" in said
     assert found.keys() == {"a100x8 train-step", "a100x8 ddp-ready-once", "cpu card-zero-simulated"}
     used = {
-        card for variant in found["a100x8 ddp-ready-once"]["variants"].values() for attempt in variant["attempts"]
-        for card in attempt["observation"]["attempt"]["gpus"]
+        gpu for variant in found["a100x8 ddp-ready-once"]["variants"].values() for attempt in variant["attempts"]
+        for gpu in attempt["observation"]["attempt"]["gpus"]
     }  # fmt: skip
-    assert len(used) > 2, "packed, two cards each"
+    assert len(used) > 2, "packed, two gpus each"
     assert "matches_cpu" in said or "nothing unexpected" in said
 
 
 def test_cards_that_others_use_are_named_and_the_rest_is_measured(tmp_path: Path) -> None:
     words = ["case=train-step,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
-    code, said, found = matrix(tmp_path, [Card(processes=[BUSY]), Card()], *words)
+    code, said, found = matrix(tmp_path, [FakeGpu(processes=[BUSY]), FakeGpu()], *words)
     assert code == 3, said
     assert "process 4242 (30000 MiB)" in said and "harness itself is broken" not in said
     assert found["cpu card-zero-simulated"]["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced"

@@ -378,8 +378,8 @@ def split_checked(monkeypatch: pytest.MonkeyPatch, case: str, run: MappedRun, pl
     return bool(run.checks["split"])
 
 
-def accelerates_map(run: MappedRun, cards: int) -> dict[str, Any]:
-    """What from_pretrained(device_map="auto") makes of so many empty cards of 80 GB."""
+def accelerates_map(run: MappedRun, count: int) -> dict[str, Any]:
+    """What from_pretrained(device_map="auto") makes of so many empty GPUs of 80 GB."""
     from repro_kit.models import config_of
 
     from accelerate.utils import get_balanced_memory
@@ -389,24 +389,24 @@ def accelerates_map(run: MappedRun, cards: int) -> dict[str, Any]:
         remote = bool(run.model.get("remote_code"))
         model = AutoModelForCausalLM.from_config(config_of(run), trust_remote_code=remote)
     whole = {"no_split_module_classes": model._no_split_modules, "dtype": torch.float32}
-    memory = {**{card: 80 << 30 for card in range(cards)}, "cpu": 500 << 30}
+    memory = {**{gpu: 80 << 30 for gpu in range(count)}, "cpu": 500 << 30}
     return dict(
         accelerate.infer_auto_device_map(model, max_memory=get_balanced_memory(model, memory, **whole), **whole)
     )
 
 
-@pytest.mark.parametrize("cards", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("case, model", [(case, model) for case, models in MAPPED.items() for model in models])
 def test_what_accelerate_spreads_over_any_number_of_cards_is_a_split(
-    case: str, model: str, cards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    case: str, model: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """Four cards were asked for four parts: a tiny model has three, and every variant that keeps its map was in
+    """Four GPUs were asked for four parts: a tiny model has three, and every variant that keeps its map was in
     error."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))
-    run = MappedRun(model, cards)
-    assert split_checked(monkeypatch, case, run, accelerates_map(run, cards))
+    run = MappedRun(model, count)
+    assert split_checked(monkeypatch, case, run, accelerates_map(run, count))
 
 
 @pytest.mark.parametrize("case", MAPPED)

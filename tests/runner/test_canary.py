@@ -84,22 +84,22 @@ def test_they_are_not_of_the_catalogue() -> None:
         assert {*variants, "unfixed"} >= case.variants.keys() >= variants.keys()
 
 
-CARDS = tuple(Gpu(i, "NVIDIA A100-SXM4-80GB", f"GPU-{i}", 81920) for i in range(8))
+GPUS = tuple(Gpu(i, "NVIDIA A100-SXM4-80GB", f"GPU-{i}", 81920) for i in range(8))
 PROFILES = {
     profile.name: profile
     for profile in (
         Profile("cpu", "cpu", "gloo"),
-        Profile("gpu1", "cuda", "nccl", CARDS[:1]),
-        Profile("gpu1-shared", "cuda", "gloo", CARDS[:1], shared=True),
-        Profile("gpu2", "cuda", "nccl", CARDS[:2]),
-        Profile("a100x8", "cuda", "nccl", CARDS),
+        Profile("gpu1", "cuda", "nccl", GPUS[:1]),
+        Profile("gpu1-shared", "cuda", "gloo", GPUS[:1], shared=True),
+        Profile("gpu2", "cuda", "nccl", GPUS[:2]),
+        Profile("a100x8", "cuda", "nccl", GPUS),
     )
 }
 
 
 def given(*names: str) -> RunContext:
     profiles = [PROFILES[name] for name in names]
-    machine = Machine(CARDS, None, "580.65.06", 8, 256.0, "linux")
+    machine = Machine(GPUS, None, "580.65.06", 8, 256.0, "linux")
     return RunContext(CATALOGUE, RunSettings(), profiles, machine, {"current": STACK}, PROVENANCE, {})
 
 
@@ -112,7 +112,7 @@ def asked(about: RunContext, ranks: dict[str, int]) -> list[CellPlan]:
 
 @pytest.mark.parametrize(("name", "ranks"), [("cpu", 2), ("gpu1-shared", 2), ("gpu2", 2), ("a100x8", 2), ("gpu1", 1)])
 def test_wherever_something_is_launched_they_can_be_launched_too(name: str, ranks: int) -> None:
-    """Two ranks on one card were skipped: every run on a machine with one GPU ended as if the harness were broken."""
+    """Two ranks on one GPU were skipped: every run on a machine with one GPU ended as if the harness were broken."""
     about = given(name)
     (plan,) = asked(about, {name: 2})
     seen = []

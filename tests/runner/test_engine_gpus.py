@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import Card, FakeNvml, Process
+from fake_nvml import FakeGpu, FakeNvml, Process
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.nvml import Nvml
@@ -32,10 +32,10 @@ def run_on_gpus(
     on_event: Callable[[Event], None] = lambda event: None,
     variants: tuple[str, ...] = ("root-call",),
 ) -> Summary:
-    """One cell of three variants at most, two cards an attempt."""
-    gpus = tuple(Gpu(index, card.name, card.uuid, card.memory_mb) for index, card in enumerate(nvml.cards))
+    """One cell of three variants at most, two GPUs an attempt."""
+    gpus = tuple(Gpu(index, gpu.name, gpu.uuid, gpu.memory_mb) for index, gpu in enumerate(nvml.gpus))
     profile = Profile("any", "cuda", "nccl", gpus)
-    with Nvml(card.uuid for card in nvml.cards) as driver:
+    with Nvml(gpu.uuid for gpu in nvml.gpus) as driver:
         opened = engine_of(
             tmp_path, launcher, RunSettings(variants=list(variants)), profile=profile, driver=driver, on_event=on_event
         )
@@ -51,7 +51,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attempts_run_side_by_side_on_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card() for _ in range(4)])
+    nvml = FakeNvml([FakeGpu() for _ in range(4)])
     nvml.install(monkeypatch)
     both = threading.Barrier(2, timeout=200)
     seen: list[tuple[str, ...]] = []
@@ -67,61 +67,61 @@ def test_attempts_run_side_by_side_on_different_gpus(tmp_path: Path, monkeypatch
 
 
 def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card() for _ in range(3)])
+    nvml = FakeNvml([FakeGpu() for _ in range(3)])
     nvml.install(monkeypatch)
     used: list[tuple[str, ...]] = []
 
     def fall_off(attempt: Attempt, stop: threading.Event) -> Any:
         used.append(attempt.gpus)
         if len(used) == 1:
-            nvml.cards[0].xids.append(79)
+            nvml.gpus[0].xids.append(79)
             assert stop.wait(200)  # its ranks would hang in a collective until the deadline
             return observation(attempt, None, interrupted=True)
 
     summary = run_on_gpus(tmp_path, nvml, Fake(fall_off))
-    assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
+    assert nvml.gpus[0].uuid in used[0] and all(nvml.gpus[0].uuid not in gpus for gpus in used[1:])
     document = summary.documents[0]
     made = [attempt for variant in document["variants"].values() for attempt in variant["attempts"]]
     infra_error = [attempt for attempt in made if attempt["outcome"]["outcome"] == "infra_error"]
     assert len(made) == 3 and len(infra_error) == 1
-    assert f"gpu0 ({nvml.cards[0].uuid}): Xid 79" in infra_error[0]["outcome"]["reason"]
+    assert f"gpu0 ({nvml.gpus[0].uuid}): Xid 79" in infra_error[0]["outcome"]["reason"]
     once_more = [attempt["observation"]["attempt"].get("retry_of") for attempt in made]
     assert sum("Xid 79" in str(why) for why in once_more) == 1
     assert verdicts(summary) == {"root-call": "FIXED"}
     document["verdicts"]["root-call"]["expected"] = "expected"
     assert exit_code(summary.documents, 1) == 0  # nothing is missed
-    assert summary.gpu_notes == [f"gpu0 ({nvml.cards[0].uuid}) is not used any more: Xid 79"]
+    assert summary.gpu_notes == [f"gpu0 ({nvml.gpus[0].uuid}) is not used any more: Xid 79"]
 
 
 @pytest.mark.parametrize("fault", ["lost", "ecc", "mig"])
 def test_gpu_with_a_problem_after_its_attempt_is_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    nvml = FakeNvml([Card(ecc_uncorrected=5) for _ in range(3)])  # errors of before this run are none of it
+    nvml = FakeNvml([FakeGpu(ecc_uncorrected=5) for _ in range(3)])  # errors of before this run are none of it
     nvml.install(monkeypatch)
     used: list[tuple[str, ...]] = []
 
     def break_it(attempt: Attempt, stop: threading.Event) -> Any:
         used.append(attempt.gpus)
         if len(used) == 1 and fault == "lost":
-            nvml.cards[1].lost = True
+            nvml.gpus[1].lost = True
         elif len(used) == 1 and fault == "mig":
-            nvml.cards[1].mig = ["MIG-1"]
+            nvml.gpus[1].mig = ["MIG-1"]
         elif len(used) == 1:
-            nvml.cards[1].ecc_uncorrected = 7
+            nvml.gpus[1].ecc_uncorrected = 7
 
     summary = run_on_gpus(tmp_path, nvml, Fake(break_it))
-    assert len(used) == 3 and nvml.cards[1].uuid in used[0] and all(nvml.cards[1].uuid not in gpus for gpus in used[1:])
+    assert len(used) == 3 and nvml.gpus[1].uuid in used[0] and all(nvml.gpus[1].uuid not in gpus for gpus in used[1:])
     words = {"lost": "GPU is lost", "ecc": "ECC: 2 uncorrected memory errors", "mig": "it is in MIG mode"}[fault]
     assert words in summary.gpu_notes[0] and verdicts(summary) == {"root-call": "FIXED"}
 
 
 def test_too_few_gpus_left_is_infra_and_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card(), Card()])
+    nvml = FakeNvml([FakeGpu(), FakeGpu()])
     nvml.install(monkeypatch)
 
     def fall_off(attempt: Attempt, stop: threading.Event) -> Any:
-        nvml.cards[1].lost = True
+        nvml.gpus[1].lost = True
 
     launcher = Fake(fall_off)
     summary = run_on_gpus(tmp_path, nvml, launcher)
@@ -132,16 +132,16 @@ def test_too_few_gpus_left_is_infra_and_names_them(tmp_path: Path, monkeypatch: 
 
 
 def test_gpu_of_another_user_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card(), Card(processes=[Process(4711, 30211)]), Card()])
+    nvml = FakeNvml([FakeGpu(), FakeGpu(processes=[Process(4711, 30211)]), FakeGpu()])
     nvml.install(monkeypatch)
     used: set[str] = set()
     summary = run_on_gpus(tmp_path, nvml, Fake(lambda attempt, stop: used.update(attempt.gpus)))
-    assert used == {nvml.cards[0].uuid, nvml.cards[2].uuid} and verdicts(summary) == {"root-call": "FIXED"}
+    assert used == {nvml.gpus[0].uuid, nvml.gpus[2].uuid} and verdicts(summary) == {"root-call": "FIXED"}
     assert "gpu1" in summary.gpu_notes[0] and "process 4711 (30211 MiB)" in summary.gpu_notes[0]
 
 
 def test_run_does_not_wait_for_ever_for_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card(), Card(processes=[Process(4711, 30211)])])
+    nvml = FakeNvml([FakeGpu(), FakeGpu(processes=[Process(4711, 30211)])])
     nvml.install(monkeypatch)
     texts: list[str] = []
     launcher = Fake()
@@ -152,7 +152,7 @@ def test_run_does_not_wait_for_ever_for_another_user(tmp_path: Path, monkeypatch
 
 
 def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card() for _ in range(3)])
+    nvml = FakeNvml([FakeGpu() for _ in range(3)])
     nvml.install(monkeypatch)
     monkeypatch.setattr(
         "repro_matrix.runner.gpu_pool.GpuLocks._ours", lambda self, seen: set(seen.users) & {os.getpid()}
@@ -162,16 +162,16 @@ def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytes
     def stay(attempt: Attempt, stop: threading.Event) -> Any:
         used.append(attempt.gpus)
         if len(used) == 1:
-            nvml.cards[0].processes.append(Process(os.getpid(), 512))
+            nvml.gpus[0].processes.append(Process(os.getpid(), 512))
 
     summary = run_on_gpus(tmp_path, nvml, Fake(stay), variants=("root-call", "summon"))
-    assert nvml.cards[0].uuid in used[0] and all(nvml.cards[0].uuid not in gpus for gpus in used[1:])
+    assert nvml.gpus[0].uuid in used[0] and all(nvml.gpus[0].uuid not in gpus for gpus in used[1:])
     assert f"process {os.getpid()} of an ended attempt is still on it (512 MiB)" in summary.gpu_notes[0]
     assert set(verdicts(summary).values()) == {"FIXED"}  # what the attempt showed stands
 
 
 def test_gpu_and_cpu_cells_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card(), Card()])
+    nvml = FakeNvml([FakeGpu(), FakeGpu()])
     nvml.install(monkeypatch)
     both = threading.Barrier(2, timeout=200)
     launched: list[tuple[str, ...]] = []
@@ -179,9 +179,9 @@ def test_gpu_and_cpu_cells_run_side_by_side(tmp_path: Path, monkeypatch: pytest.
     def together(attempt: Attempt, stop: threading.Event) -> Any:
         launched.append(attempt.gpus)
         if attempt.settings["variant"] == "unfixed":
-            both.wait()  # one on the cards, one on the CPU, at once
+            both.wait()  # one on the GPUs, one on the CPU, at once
 
-    gpus = tuple(Gpu(index, card.name, card.uuid, card.memory_mb) for index, card in enumerate(nvml.cards))
+    gpus = tuple(Gpu(index, gpu.name, gpu.uuid, gpu.memory_mb) for index, gpu in enumerate(nvml.gpus))
     profile = Profile("any", "cuda", "nccl", gpus)
     settings = RunSettings(variants=["root-call"])
     with (
@@ -199,7 +199,7 @@ def test_gpu_and_cpu_cells_run_side_by_side(tmp_path: Path, monkeypatch: pytest.
 
 
 def failing_on(bad: str, error: dict[str, Any], used: list[tuple[str, ...]]) -> Callable[..., Any]:
-    """A launcher's fault: what runs on this card fails with this error, its peer with NCCL's; NVML knows nothing."""
+    """A launcher's fault: what runs on this GPU fails with this error, its peer with NCCL's; NVML knows nothing."""
 
     def fail(attempt: Attempt, stop: threading.Event) -> Any:
         used.append(attempt.gpus)
@@ -230,9 +230,9 @@ LAUNCH = {**ECC, "message": "CUDA error: unspecified launch failure", "error_cod
 def test_gpu_failed_by_a_ranks_error_is_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    nvml = FakeNvml([Card() for _ in range(3)])
+    nvml = FakeNvml([FakeGpu() for _ in range(3)])
     nvml.install(monkeypatch)
-    bad, used = nvml.cards[place].uuid, []  # type: ignore[var-annotated]
+    bad, used = nvml.gpus[place].uuid, []  # type: ignore[var-annotated]
     summary = run_on_gpus(tmp_path, nvml, Fake(failing_on(bad, ECC, used)))
     assert [bad in gpus for gpus in used].count(True) == 1 and len(used) == 3
     assert verdicts(summary) == {"root-call": "FIXED"}
@@ -244,10 +244,10 @@ def test_gpu_failed_by_a_ranks_error_is_not_used_again(
 
 
 def test_ambiguous_gpu_error_is_repeated_on_other_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([Card() for _ in range(4)])
+    nvml = FakeNvml([FakeGpu() for _ in range(4)])
     nvml.install(monkeypatch)
     used: list[tuple[str, ...]] = []
-    fault = failing_on(nvml.cards[1].uuid, LAUNCH, used)
+    fault = failing_on(nvml.gpus[1].uuid, LAUNCH, used)
     summary = run_on_gpus(
         tmp_path, nvml, Fake(lambda a, stop: fault(a, stop) if a.settings["variant"] == "unfixed" else None)
     )
@@ -258,9 +258,9 @@ def test_ambiguous_gpu_error_is_repeated_on_other_gpus(tmp_path: Path, monkeypat
     assert len(used) == 2 and not set(used[0]) & set(used[1])
 
 
-@pytest.mark.parametrize("cards", [2, 4])
-def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int) -> None:
-    nvml = FakeNvml([Card() for _ in range(cards)])
+@pytest.mark.parametrize("count", [2, 4])
+def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    nvml = FakeNvml([FakeGpu() for _ in range(count)])
     nvml.install(monkeypatch)
 
     def fault(attempt: Attempt, stop: threading.Event) -> Any:
@@ -283,7 +283,7 @@ def test_retry_only_after_a_gpu_failure_and_only_once() -> None:
     assert again({**failed, "attempt": {"retry_of": failed["infra_error"]}}) is None
     same = {"kind": EITHER, "message": "of another attempt"}
     twice = {**fine, "attempt": {"retry_of": same}, "infra_error": {"kind": EITHER, "message": "?"}}
-    assert settled(twice)["infra_error"] is None, "on other cards it came again: it is the program's"
+    assert settled(twice)["infra_error"] is None, "on other GPUs it came again: it is the program's"
     words_alone = {**twice, "attempt": {"retry_of": {"kind": "gpu_failure", "message": f"{EITHER}: so it says"}}}
     assert settled(words_alone)["infra_error"], "the kind tells, not how a message begins"
     assert again(fine) is None and again({**fine, "infra_error": {"kind": "launch", "message": "?"}}) is None

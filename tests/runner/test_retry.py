@@ -10,7 +10,7 @@ import pytest
 from observations import case, document, failed, observation, ok
 from repro_matrix.launch.device_errors import EITHER
 from repro_matrix.results import document as documents
-from repro_matrix.runner.retry import CARDS, LONGER, LOST_CARD, TOO_SLOW, again, lost, settled, told
+from repro_matrix.runner.retry import GPU_FAILURE, LONGER, OTHER_GPUS, TOO_SLOW, again, lost, settled, told
 
 CASE = case()
 REPRODUCED, PASSED = observation(failed(0), failed(1)), observation(ok(0), ok(1))
@@ -117,7 +117,7 @@ def seen(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
     return {"attempt": {"deadline_s": 40, "interrupted": False, **attempt}, "infra_error": infra_error, "ranks": []}
 
 
-@pytest.mark.parametrize("kind", CARDS)
+@pytest.mark.parametrize("kind", OTHER_GPUS)
 def test_what_a_card_may_have_done_is_made_once_more_on_others(kind: str) -> None:
     why = {"kind": kind, "message": "Xid 79"}
     assert again(seen(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
@@ -126,7 +126,7 @@ def test_what_a_card_may_have_done_is_made_once_more_on_others(kind: str) -> Non
 
 
 def test_what_cards_may_be_to_blame_for_has_the_names_that_ranks_and_launcher_give_it() -> None:
-    assert CARDS == ("gpu_failure", "device", EITHER) and LOST_CARD == "gpu_failure"
+    assert OTHER_GPUS == ("gpu_failure", "device", EITHER) and GPU_FAILURE == "gpu_failure"
     assert again(seen({"kind": "memory", "message": "x"}), ["GPU-1"]) is None, "of the host"
 
 
@@ -143,8 +143,13 @@ def test_what_was_too_slow_gets_a_longer_deadline() -> None:
 def test_what_came_again_is_the_programs() -> None:
     either = {"kind": EITHER, "message": "m"}
     assert settled(seen(either, retry_of=either))["infra_error"] is None
-    for first, second in ((either, None), ({"kind": LOST_CARD}, either), (None, either), (either, {"kind": LOST_CARD})):
+    for first, second in (
+        (either, None),
+        ({"kind": GPU_FAILURE}, either),
+        (None, either),
+        (either, {"kind": GPU_FAILURE}),
+    ):
         assert settled(seen(first, retry_of=second)) == seen(first, retry_of=second)
     dead = lost(seen(interrupted=True), "it fell off the bus")
-    assert dead["infra_error"] == {"kind": LOST_CARD, "message": "it fell off the bus"}
+    assert dead["infra_error"] == {"kind": GPU_FAILURE, "message": "it fell off the bus"}
     assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40

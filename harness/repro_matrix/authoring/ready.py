@@ -74,7 +74,7 @@ def _flat(changed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # As people say it: a help need not use a key's own name.
-_WORDS = {"world_size": ("rank", "process"), "devices": ("device", "card", "gpu"), "env": ("variable",)}
+_WORDS = {"world_size": ("rank", "process"), "devices": ("device", "gpu"), "env": ("variable",)}
 
 
 def _unsaid(own: Mapping[str, Any], other: Mapping[str, Any], said: str) -> list[str]:

@@ -215,7 +215,7 @@ class Requires(Strict):
     packages: list[str] = []  # requirements that the stack must meet
     gpus: int = Field(default=0, ge=0)
     requires_default_compute_mode: bool = (
-        False  # on GPUs every rank computes on every card: one in an exclusive mode lets one process in
+        False  # on GPUs every rank computes on every GPU: one in an exclusive mode lets one process in
     )
     divisible: bool = True  # tp_size must divide the heads; False: that is what the case is about, or it sets its own
     stack: str | None = None  # the shipped stack on which the case is known to reproduce

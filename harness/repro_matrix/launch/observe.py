@@ -85,7 +85,7 @@ def _attempt(attempt: Attempt, launcher: str, command: list[str], watched: Watch
         "leaked_processes": list(watched.leaked_processes),
         "seed": attempt.settings.get("seed", 0),
         "settings": attempt.settings,
-        **({"gpus": list(attempt.gpus)} if attempt.gpus else {}),  # which cards it had
+        **({"gpus": list(attempt.gpus)} if attempt.gpus else {}),  # which GPUs it had
     }
 
 

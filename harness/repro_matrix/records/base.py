@@ -16,7 +16,7 @@ InfraErrorKind = Literal[
 NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]
 Accelerator = Literal["cpu", "cuda"]
 TerminatedBy = Literal["self", "launcher", "timeout", "user"]
-# Why a variant is not launched: a number of ranks, of GPUs, an accelerator, cards that are shared or in a mode of their
+# Why a variant is not launched: a number of ranks, of GPUs, an accelerator, GPUs that are shared or in a mode of their
 # own, a flag's value, what does not divide, a stack or packages that are not there, an extension that could not be
 # made here, memory, weights, the same variant.
 SkipKind = Literal[

@@ -73,7 +73,7 @@ class ProbedDevice(TypedDict):
 
 @closed
 class Probe(TypedDict):
-    """What the stack's torch said of these cards before anything was launched; only on GPUs."""
+    """What the stack's torch said of these GPUs before anything was launched; only on GPUs."""
 
     torch: str | None
     cuda: str | None
@@ -88,7 +88,7 @@ class Around(TypedDict):
     shm_mb: NotRequired[Annotated[int | None, Field(description="the size of shared memory; null: there is none")]]
     ptrace: NotRequired[Annotated[bool, Field(description="whether py-spy can look into hung ranks")]]
     without_peers: NotRequired[
-        Annotated[list[list[str]], Field(description="pairs of the run's cards without access to each other's memory")]
+        Annotated[list[list[str]], Field(description="pairs of the run's GPUs without access to each other's memory")]
     ]
 
 

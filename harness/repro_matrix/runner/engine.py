@@ -336,13 +336,13 @@ class Engine:
         script = self.context.catalogue.script(self.context.catalogue.cases[slug])
         return None if same else f"{script} or the kit beside it was changed after the run had begun"
 
-    def _keep(self, task: Task, observation: Observation, wall_s: float, cards: Sequence[str] = ()) -> None:
+    def _keep(self, task: Task, observation: Observation, wall_s: float, gpus: Sequence[str] = ()) -> None:
         """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
         if task.retry_of:
             observation["attempt"]["retry_of"] = task.retry_of
             observation = settled(observation)
         cell = self._cells[task.cell]
-        changes = again(observation, cards)
+        changes = again(observation, gpus)
         if changes:
             self.schedule.repeat(task, changes)
             why = f"{cell.plan.cell.key} {task.variant} is made once more: {told(changes)}"

@@ -8,28 +8,28 @@ from typing import Any, Final
 from repro_matrix.launch.device_errors import EITHER
 from repro_matrix.records.observation import Again, Attempt, InfraError, Observation
 
-LOST_CARD: Final = "gpu_failure"  # the kind of infra that a failed card is
-CARDS = (LOST_CARD, "device", EITHER)  # other cards may give an answer
+GPU_FAILURE: Final = "gpu_failure"  # the kind of infra that a failed GPU is
+OTHER_GPUS = (GPU_FAILURE, "device", EITHER)  # other GPUs may give an answer
 TOO_SLOW = "timeout_while_progressing"  # ranks were still at work when time was over
 LONGER = 3.0  # what its deadline is multiplied with
 
 
-def again(observation: Observation, cards: Sequence[str] = ()) -> dict[str, Any] | None:
+def again(observation: Observation, gpus: Sequence[str] = ()) -> dict[str, Any] | None:
     """Changes to the task (schedule.Task), or None: its answer stands. Nothing is made more often than once again.
 
-    ``cards``: those that it was made on.
+    ``gpus``: those that it was made on.
     """
     infra_error, made = observation["infra_error"], observation["attempt"]
     if infra_error is None or made.get("retry_of"):
         return None
     if infra_error["kind"] == TOO_SLOW and not made["interrupted"]:
         return {"retry_of": _why(infra_error), "deadline": LONGER * made["deadline_s"]}
-    return ambiguous_with(infra_error, cards)
+    return ambiguous_with(infra_error, gpus)
 
 
-def ambiguous_with(infra_error: InfraError, cards: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The same of what cards may be to blame for, and of nothing else."""
-    return {"retry_of": _why(infra_error), "avoid": tuple(cards)} if infra_error["kind"] in CARDS else None
+def ambiguous_with(infra_error: InfraError, gpus: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The same of what GPUs may be to blame for, and of nothing else."""
+    return {"retry_of": _why(infra_error), "avoid": tuple(gpus)} if infra_error["kind"] in OTHER_GPUS else None
 
 
 def _why(infra_error: InfraError) -> Again:
@@ -43,7 +43,7 @@ def told(changes: Mapping[str, Any]) -> str:
 
 
 def settled(observation: Observation) -> Observation:
-    """What may have been a card's failure or the program's, and came again, is the program's: it is judged."""
+    """What may have been a GPU's failure or the program's, and came again, is the program's: it is judged."""
     infra_error, before = observation["infra_error"], observation["attempt"].get("retry_of")
     own = infra_error and isinstance(before, dict) and infra_error["kind"] == before["kind"] == EITHER
     return {**observation, "infra_error": None} if own else observation
@@ -55,6 +55,6 @@ def of_other_code(observation: Observation, why: str) -> Observation:
 
 
 def lost(observation: Observation, why: str) -> Observation:
-    """The observation of an attempt whose card failed: whatever its ranks said, it is no answer."""
+    """The observation of an attempt whose GPU failed: whatever its ranks said, it is no answer."""
     about: Attempt = {**observation["attempt"], "interrupted": False}
-    return {**observation, "attempt": about, "infra_error": {"kind": LOST_CARD, "message": why}}
+    return {**observation, "attempt": about, "infra_error": {"kind": GPU_FAILURE, "message": why}}

@@ -76,7 +76,7 @@ def devices(torch: Any, touch: set[int]) -> None:
 
 
 def compute(torch: Any, index: int) -> None:
-    """A library's kernel and one of torch's own: each may lack the card's architecture without the other."""
+    """A library's kernel and one of torch's own: each may lack the GPU's architecture without the other."""
     device = torch.device("cuda", index)
     ones = torch.ones(16, 16, device=device)
     total = float((ones @ ones + ones).sum())
