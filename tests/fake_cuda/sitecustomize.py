@@ -36,11 +36,11 @@ class _KitOnTheCpu(importlib.abc.MetaPathFinder):
 def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["device"] != "cuda" or settings["backend"] == "fake":
         return settings
-    _say_cards("nccl" if settings["backend"] == "auto" else settings["backend"])
+    _say_gpus("nccl" if settings["backend"] == "auto" else settings["backend"])
     return {**settings, "device": "cpu", "backend": "gloo"}
 
 
-def _say_cards(name: str) -> None:
+def _say_gpus(name: str) -> None:
     """In the record, whose evidence of what was in effect would find gloo and the CPU out."""
     from repro_kit.record import Record
 

@@ -293,10 +293,10 @@ def test_start_is_repeated_after_esrch(
     monkeypatch.setattr("repro_matrix.launch.torchrun.subprocess.Popen", popen)
     with open(tmp_path / "log", "ab") as log:
         if starts:
-            assert torchrun._started([sys.executable, "-c", "pass"], {}, tmp_path, log).wait() == 0
+            assert torchrun._start([sys.executable, "-c", "pass"], {}, tmp_path, log).wait() == 0
         else:
             with pytest.raises(ProcessLookupError):
-                torchrun._started([sys.executable, "-c", "pass"], {}, tmp_path, log)
+                torchrun._start([sys.executable, "-c", "pass"], {}, tmp_path, log)
 
 
 # --- samples at the deadline

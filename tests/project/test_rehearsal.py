@@ -30,7 +30,7 @@ def matrix(tmp_path: Path, gpus: list[FakeGpu], *words: str) -> tuple[int, str, 
     return done.returncode, done.stdout + done.stderr, documents
 
 
-def test_one_card_measures_what_its_ranks_can_share(tmp_path: Path) -> None:
+def test_one_gpu_measures_what_its_ranks_can_share(tmp_path: Path) -> None:
     """Every run on such a machine ended with "the harness itself is broken here": its planted cells were skipped."""
     words = ["case=train-step,ddp-uneven-batches", "model=qwen1.5-0.5b", "strategy=ddp", "variants=[broken,join]"]
     code, said, found = matrix(tmp_path, [FakeGpu(H200)], *words)
@@ -43,7 +43,7 @@ def test_one_card_measures_what_its_ranks_can_share(tmp_path: Path) -> None:
     assert found.keys() == {"gpu1-shared train-step", "gpu1-shared ddp-uneven-batches"}
 
 
-def test_eight_cards_measure_side_by_side_what_a_cpu_predicted(tmp_path: Path) -> None:
+def test_eight_gpus_measure_side_by_side_what_a_cpu_predicted(tmp_path: Path) -> None:
     words = ["case=train-step,ddp-ready-once,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
     code, said, found = matrix(tmp_path, [FakeGpu() for _ in range(8)], *words)
     assert code == 0, said
@@ -57,7 +57,7 @@ def test_eight_cards_measure_side_by_side_what_a_cpu_predicted(tmp_path: Path) -
     assert "matches_cpu" in said or "nothing unexpected" in said
 
 
-def test_cards_that_others_use_are_named_and_the_rest_is_measured(tmp_path: Path) -> None:
+def test_gpus_that_others_use_are_named_and_the_rest_is_measured(tmp_path: Path) -> None:
     words = ["case=train-step,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
     code, said, found = matrix(tmp_path, [FakeGpu(processes=[BUSY]), FakeGpu()], *words)
     assert code == 3, said

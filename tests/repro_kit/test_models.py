@@ -397,7 +397,7 @@ def accelerates_map(run: MappedRun, count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("case, model", [(case, model) for case, models in MAPPED.items() for model in models])
-def test_what_accelerate_spreads_over_any_number_of_cards_is_a_split(
+def test_what_accelerate_spreads_over_any_number_of_gpus_is_a_split(
     case: str, model: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Four GPUs were asked for four parts: a tiny model has three, and every variant that keeps its map was in
@@ -411,5 +411,5 @@ def test_what_accelerate_spreads_over_any_number_of_cards_is_a_split(
 
 @pytest.mark.parametrize("case", MAPPED)
 @pytest.mark.parametrize("places", [{"": 0}, {"a": 1, "b": 1}, {"a": 0, "b": "cpu"}, {"a": 0, "b": "disk"}])
-def test_one_card_and_the_host_are_no_split(case: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_and_the_host_are_no_split(case: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not split_checked(monkeypatch, case, MappedRun(MAPPED[case][0], 2), places)

@@ -131,7 +131,7 @@ def test_wherever_something_is_launched_they_can_be_launched_too(name: str, rank
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
-def test_cards_that_others_use_are_no_unfixed_harness(free: int) -> None:
+def test_gpus_that_others_use_are_no_broken_harness(free: int) -> None:
     about = given("cpu", "gpu2")
     looked: list[set[tuple[str, int]]] = []
 

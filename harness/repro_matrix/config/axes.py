@@ -110,7 +110,7 @@ class Hardware(Strict):
     cores: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _cards(self) -> Hardware:
+    def _gpu_fields(self) -> Hardware:
         if self.accelerator == "cpu" and (self.gpus or self.backend == "nccl" or self.shared):
             raise ValueError("accelerator: cpu uses no GPU: leave out gpus, shared and backend: nccl, or say cuda")
         return self

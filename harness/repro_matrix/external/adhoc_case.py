@@ -278,8 +278,8 @@ def in_shell(stack: Stack) -> Stack:
     hidden = integrity.shadowed(stack, os.environ.get("PYTHONPATH", ""))
     if not hidden:
         return stack
-    changed = (*stack.changed, *integrity.shadow_notes(hidden))
-    return replace(stack, changed=changed, key=short_hash(stack.key, integrity.shadow_hash(hidden)))
+    changed = (*stack.changed, *(change.note for change in hidden))
+    return replace(stack, changed=changed, key=short_hash(stack.key, *(change.digest for change in hidden)))
 
 
 def results_folder(given: str | None) -> Path:

@@ -10,31 +10,18 @@ import json
 import math
 import os
 import re
-import subprocess
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from repro_matrix.config.adhoc import INFINITE
 from repro_matrix.config.env_allowlist import set_by_launch
-from repro_matrix.launch import observe
-from repro_matrix.launch.attempt import (
-    PARENT_TOKEN,
-    Attempt,
-    Json,
-    UserCommand,
-    prepare,
-    private_environment,
-    remove_files,
-)  # fmt: skip
+from repro_matrix.launch.attempt import Attempt, Json, UserCommand, private_environment, remove_files
 from repro_matrix.launch.attempt_logs import CUT, read_launch
-from repro_matrix.launch.torchrun import Reaped
-from repro_matrix.launch.watch import Watch
+from repro_matrix.launch.torchrun import WORKER, run_worker
 from repro_matrix.records.rank import Exception_, Frame
 from repro_matrix.text import ESCAPE
 
-WORKER = Path(__file__).resolve().parent / "worker" / "command.py"
 HOOKS = WORKER.with_name("hooks")
 KEPT_LINES = 200  # of those that the definition of the failure looks for
 LINE, SEARCHED = 1000, 1 << 20  # characters of a line that are kept, and searched
@@ -50,32 +37,14 @@ class CommandLauncher:
         command = attempt.command
         assert command is not None
         argv = [attempt.python, *command.argv]
-        started = time.time()
-        if stop.is_set():
-            return observe.not_started(attempt, self.name, argv, started, None)
+        spec = {
+            "command": argv, "cwd": os.getcwd(), "env": {}, "record_dir": str(attempt.records),
+            "world_size": attempt.world_size, "plain": command.plain,
+        }  # fmt: skip
+        worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
         try:
-            prepare(attempt)
-            spec = {
-                "command": argv, "cwd": os.getcwd(), "env": {}, "record_dir": str(attempt.records),
-                "world_size": attempt.world_size, "plain": command.plain,
-            }  # fmt: skip
-            attempt.spec_file.write_text(json.dumps(spec), encoding="utf-8")
-            worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
-            try:
-                with open(attempt.logs / "launcher.log", "ab") as log:
-                    process = Reaped(
-                        subprocess.Popen(
-                            worker, env=environment(attempt, command), cwd=attempt.work, stdin=subprocess.DEVNULL,
-                            stdout=log, stderr=log, start_new_session=True,
-                        )
-                    )  # fmt: skip
-            except OSError as error:
-                return observe.not_started(attempt, self.name, argv, started, f"{type(error).__name__}: {error}")
-            watched = Watch(attempt, root=process.pid).run(process.wait, stop)
-            process.wait(1.0)
-            watched.cpu_s = round(max(watched.cpu_s, process.cpu_s), 3)
-            observation = observe.observation(attempt, self.name, argv, watched, worker_exit=process.exit_code)
-            return complete(observation, attempt, command)
+            observation = run_worker(attempt, self.name, argv, worker, environment(attempt, command), stop, spec)
+            return complete(observation, attempt, command) if attempt.logs.exists() else observation
         finally:
             remove_files(attempt)
 
@@ -98,7 +67,7 @@ def environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
     hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
     return {
         **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
-        **added, **own, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)), PARENT_TOKEN: str(os.getpid()),
+        **added, **own, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }  # fmt: skip
 
 

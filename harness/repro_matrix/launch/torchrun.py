@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -35,23 +37,35 @@ class TorchrunLauncher:
 
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         command = [attempt.python, str(WORKER), str(attempt.spec_file)]
-        started = time.time()
-        if stop.is_set():  # nothing may start any more: the run may have lost its devices
-            return observe.not_started(attempt, self.name, command, started, None)
-        prepare(attempt)
-        env = environment(attempt) | {PARENT_TOKEN: str(os.getpid())}
-        try:
-            with open(attempt.logs / "launcher.log", "ab") as log:
-                worker = Reaped(_started(command, env, attempt.work, log))
-        except OSError as error:  # the interpreter does not exist or does not run
-            return observe.not_started(attempt, self.name, command, started, f"{type(error).__name__}: {error}")
-        result = Watch(attempt, root=worker.pid).run(worker.wait, stop)
-        worker.wait(1.0)
-        result.cpu_s = round(max(result.cpu_s, worker.cpu_s), 3)
-        return observe.observation(attempt, self.name, command, result, worker.exit_code)
+        return run_worker(attempt, self.name, command, command, environment(attempt), stop)
 
 
-def _started(command: list[str], env: dict[str, str], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def run_worker(
+    attempt: Attempt, launcher: str, command: list[str], worker: list[str], env: Mapping[str, str],
+    stop: threading.Event, spec: Json | None = None,
+) -> Json:  # fmt: skip
+    """Run an attempt's ranks below one worker process inside the stack; return the observation.
+
+    ``command``: what is recorded. ``worker``: the process's arguments. ``spec``: its input, if not the attempt's.
+    """
+    started = time.time()
+    if stop.is_set():  # nothing may start any more: the run may have lost its devices
+        return observe.not_started(attempt, launcher, command, started, None)
+    prepare(attempt)
+    if spec is not None:
+        attempt.spec_file.write_text(json.dumps(spec), encoding="utf-8")
+    try:
+        with open(attempt.logs / "launcher.log", "ab") as log:
+            process = Reaped(_start(worker, {**env, PARENT_TOKEN: str(os.getpid())}, attempt.work, log))
+    except OSError as error:  # the interpreter does not exist or does not run
+        return observe.not_started(attempt, launcher, command, started, f"{type(error).__name__}: {error}")
+    watched = Watch(attempt, root=process.pid).run(process.wait, stop)
+    process.wait(1.0)
+    watched.cpu_s = round(max(watched.cpu_s, process.cpu_s), 3)
+    return observe.observation(attempt, launcher, command, watched, process.exit_code)
+
+
+def _start(command: list[str], env: dict[str, str], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start the process. Try again if exec fails with ESRCH, which Linux 6.18 did once in some 10,000 starts."""
 
     def start() -> subprocess.Popen[bytes]:

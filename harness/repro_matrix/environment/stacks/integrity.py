@@ -171,27 +171,15 @@ def missing_modules(site: Path) -> list[str]:
 # -- the shell's PYTHONPATH: a user's own script is launched with it; a case's ranks start from an allow-list
 
 
-def shadowed(stack: Stack, search: str) -> dict[str, Path]:
+def shadowed(stack: Stack, search: str) -> list[Change]:
     """Return the packages of the stack that ``search`` (a PYTHONPATH, behind the stack's overlays) replaces."""
     folders = [Path(each or ".").resolve() for each in search.split(os.pathsep)] if search else []
-    found = {}
+    replaced = []
     for name in sorted(COMPARED & stack.versions.keys() - stack.moved.keys()):
         module = name.replace("-", "_")
         files = (path for folder in folders for path in (folder / module / "__init__.py", folder / f"{module}.py"))
         path = next((path for path in files if path.is_file()), None)
         if path:
-            found[name] = path
-    return found
-
-
-def shadow_notes(found: dict[str, Path]) -> list[str]:
-    return [f"{name} is {path} (the shell's PYTHONPATH), not the stack's" for name, path in found.items()]
-
-
-def shadow_hash(found: dict[str, Path]) -> str:
-    """Hash the current files of these packages; "" where there are none."""
-    parts = []
-    for name, path in found.items():
-        files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-        parts += [f"{name} {each} {each.stat().st_size} {each.stat().st_mtime_ns}" for each in files]
-    return short_hash(*parts) if parts else ""
+            digest = _tree_digest(path.parent) if path.name == "__init__.py" else _hash(path, "sha256")
+            replaced.append(Change(name, path, f"{name} is {path} (the shell's PYTHONPATH), not the stack's", digest))
+    return replaced

@@ -1,7 +1,10 @@
-"""Start the ranks of one attempt with torchrun's own code, inside the stack's environment.
+"""Start the ranks of one attempt inside the stack's environment: with torchrun's own code, or by a user's command.
 
 Run by path: ``python elastic.py SPEC``. It uses the standard library and torch (>= 2.2) only, and writes launch.json
 beside the spec: once when all ranks have started (their pids) and again when they have ended.
+
+A spec with ``command`` is a user's own (torchrun, accelerate, deepspeed, python). worker/hooks/sitecustomize.py, inside
+its processes, records which of them are ranks and how they ended.
 
 Elastic starts ``python elastic.py --rank SCRIPT SETTINGS LOGS`` for each rank. That prepares the process and replaces
 itself with ``python -u SCRIPT --settings SETTINGS``, so that the rank is a direct child with a plain command line.
@@ -28,6 +31,8 @@ from typing import Any, Callable, Iterable
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
 TERM_GRACE_S = 3.0  # for the ranks that elastic ends because another one failed; its own limit is 30 s
 ORPHAN_GRACE_S = 1.0  # helpers of a rank (resource tracker, fork server) end by themselves shortly after it
+POLL_S = 0.05  # for the ranks of a user's command
+QUOTED_LINES = 12  # of a user's launcher, in an error
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 ranks: dict[int, subprocess.Popen[Any]] = {}
@@ -268,13 +273,64 @@ def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
     write(answer_file, answer)
 
 
+def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, Any]]:
+    """Return the ranks that have started, and how they ended.
+
+    ``command_exit``: the exit code of a command that is itself the only rank.
+    """
+    entries = []
+    for claim in sorted(records.glob("claim-*"), key=lambda path: int(path.name.partition("-")[2])):
+        rank, pid = int(claim.name.partition("-")[2]), claim.read_text()
+        end: dict[str, Any] = {"code": command_exit, "signalled": False}
+        try:
+            end = json.loads((records / f"exit-{pid}.json").read_text())
+        except (OSError, ValueError):
+            pass  # no launcher reports it
+        code = end["code"]
+        # A rank whose end nothing reports tells nothing by it; its exception is in its record.
+        unknown = code is None and command_exit is None
+        ended = code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT) and end["signalled"]
+        entries.append(rank_entry(rank, int(pid) if pid.isdigit() else None, code, unknown or ended))
+    return entries
+
+
+def run_command(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
+    """Run a user's own command and report the ranks that its processes recorded."""
+    records, answer = Path(spec["record_dir"]), blank_answer()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    env = {**os.environ, **spec["env"]}
+    env.pop("REPRO_PARENT", None)
+    try:
+        process = subprocess.Popen(spec["command"], env=env, cwd=spec["cwd"], stdin=subprocess.DEVNULL)
+    except OSError as error:
+        message = f"{spec['command'][0]}: {error.strerror}"
+        write(answer_file, {**answer, "error": {"kind": "launch", "message": message}, "finished": True})
+        return
+    announced = False
+    while process.poll() is None:
+        time.sleep(POLL_S)
+        if not announced and len(list(records.glob("claim-*"))) >= spec["world_size"]:
+            announced = True
+            write(answer_file, {**answer, "ranks": recorded_ranks(records, None)})
+    answer["ranks"] = recorded_ranks(records, process.returncode if spec["plain"] else None)
+    answer["command_exit"] = process.returncode
+    if not answer["ranks"]:
+        log = (answer_file.parent / "logs" / "launcher.log").read_text(errors="replace")
+        quoted = "\n".join(log.splitlines()[-QUOTED_LINES:])
+        message = f"the command ended with exit code {process.returncode} before any rank started\n{quoted}"
+        answer["error"] = {"kind": "launch", "message": message}
+    finish(answer_file, answer, reaper)
+    write(answer_file, answer)
+
+
 def main() -> None:
     if sys.argv[1] == "--rank":
         become_rank(*sys.argv[2:5])
     die_with_parent()
     reaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
     spec_file = Path(sys.argv[1])
-    launch(json.loads(spec_file.read_text(encoding="utf-8")), spec_file.parent / "launch.json", reaper)
+    spec = json.loads(spec_file.read_text(encoding="utf-8"))
+    (run_command if "command" in spec else launch)(spec, spec_file.parent / "launch.json", reaper)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # some releases of torch abort while the interpreter is torn down
