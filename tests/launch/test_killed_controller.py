@@ -32,7 +32,7 @@ def run(tmp_path: Path, results: str, *words: str) -> subprocess.Popen[str]:
 def recorded(tmp_path: Path, results: str) -> dict[str, Any]:
     """Every recorded attempt, by cell, variant and place."""
     return {
-        f"{document['key']} {variant} {index}": attempt["observation"]
+        f"{document['cell_id']} {variant} {index}": attempt["observation"]
         for document in Store(tmp_path / results / "results").documents()
         for variant, entry in document["variants"].items()
         for index, attempt in enumerate(entry["attempts"])

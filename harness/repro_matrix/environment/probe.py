@@ -83,10 +83,10 @@ def describe(answer: Mapping[str, Any]) -> str:
 
 def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine) -> str | None:
     """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can."""
-    found = _problem(answer, profile, machine)
-    if found is None:
+    diagnosis = _problem(answer, profile, machine)
+    if diagnosis is None:
         return None
-    reason, other_build_helps = found
+    reason, other_build_helps = diagnosis
     torch = str(answer.get("torch") or "")
     cuda = f"CUDA {answer['cuda']}" if answer.get("cuda") else "no CUDA"
     newest = f", which supports CUDA up to {machine.cuda}" if machine.cuda else ""

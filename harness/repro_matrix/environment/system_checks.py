@@ -29,23 +29,23 @@ def shm_mb(path: Path = SHM) -> int | None:
 
 def warnings(profile: Profile, shm: int | None) -> list[str]:
     """Return what may go wrong on these GPUs and is no error yet."""
-    found, gpus = [], profile.gpus
+    texts, gpus = [], profile.gpus
     if profile.backend == "nccl" and len(gpus) > 1 and (shm or 0) < SHM_MB:
         size = "is missing" if shm is None else f"has {shm} MiB"
-        found.append(f"/dev/shm {size}; NCCL needs shared memory (in Docker: --shm-size=1g or --ipc=host)")
+        texts.append(f"/dev/shm {size}; NCCL needs shared memory (in Docker: --shm-size=1g or --ipc=host)")
     if len(gpus) == 1 and not profile.shared and gpus[0].mode.startswith("exclusive"):
-        found.append(f"GPU {gpus[0].index} is in {gpus[0].mode} mode: ranks cannot share it (nvidia-smi -c 0)")
+        texts.append(f"GPU {gpus[0].index} is in {gpus[0].mode} mode: ranks cannot share it (nvidia-smi -c 0)")
     if len({gpu.name for gpu in gpus}) > 1:
-        found.append(
+        texts.append(
             "the GPUs differ: an attempt runs on equal ones where enough are free, else on others (each attempt "
             "records its GPUs). CUDA_VISIBLE_DEVICES can select those of one model."
         )
     slow = [str(gpu.index) for gpu in gpus if gpu.persistence is False]
     if slow:
-        found.append(
+        texts.append(
             f"persistence mode is off on GPU {', '.join(slow)}: attempts wait for the driver (nvidia-smi -pm 1)"
         )
-    return found
+    return texts
 
 
 def unwritable(folder: Path) -> str | None:
@@ -61,10 +61,10 @@ def unwritable(folder: Path) -> str | None:
 @lru_cache(maxsize=4)
 def conditions(uuids: tuple[str, ...]) -> Around:
     """Return what a result records of these checks for a run on these GPUs; computed once (30 ms of CPU)."""
-    found: Around = {"shm_mb": shm_mb(), "ptrace": no_ptrace() is None}
+    values: Around = {"shm_mb": shm_mb(), "ptrace": no_ptrace() is None}
     if uuids:
-        found["without_peers"] = [list(pair) for pair in nvml.without_peers(uuids)]
-    return found
+        values["without_peers"] = [list(pair) for pair in nvml.without_peers(uuids)]
+    return values
 
 
 def no_ptrace() -> str | None:

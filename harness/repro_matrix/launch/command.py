@@ -59,7 +59,7 @@ def environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
     }
     env.pop("PYTHONHOME", None)
     private = private_environment(attempt)
-    own = {name: private[name] for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")}
+    own_values = {name: private[name] for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")}
     added = {name: value for name, value in attempt.env.items() if name != "PYTHONPATH"}
     if attempt.gpus:
         added["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
@@ -67,7 +67,7 @@ def environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
     hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
     return {
         **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
-        **added, **own, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **added, **own_values, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }  # fmt: skip
 
 
@@ -100,28 +100,28 @@ def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
 
 def printed(logs: list[tuple[int, Path]], command: UserCommand) -> Json:
     """Return the lines of all ranks (-1: the launcher's own) that the definition looks for, and if a log was cut."""
-    found: Json = {"log": [], "metric": [], "cut": False}
+    result: Json = {"log": [], "metric": [], "cut": False}
     for rank, path in logs:
-        for line in _lines(path, found) if command.log or command.metric else ():
+        for line in _lines(path, result) if command.log or command.metric else ():
             if command.log and re.search(command.log, line):
-                found["log"].append({"rank": rank, "line": line[:LINE]})
+                result["log"].append({"rank": rank, "line": line[:LINE]})
             value = metric_in(line, command) if command.metric else None
             if value is not None:
-                found["metric"].append({"rank": rank, "value": value, "line": line[:LINE]})
-    if found["metric"]:
-        found["by_rank"] = {str(item["rank"]): item["value"] for item in found["metric"] if item["rank"] >= 0}
-        first = found["metric"][0]["rank"]  # the first rank that prints it counts for the attempt
-        found["metric"] = [item for item in found["metric"] if item["rank"] == first]
-    return {**found, "log": found["log"][-KEPT_LINES:], "metric": found["metric"][-KEPT_LINES:]}
+                result["metric"].append({"rank": rank, "value": value, "line": line[:LINE]})
+    if result["metric"]:
+        result["by_rank"] = {str(item["rank"]): item["value"] for item in result["metric"] if item["rank"] >= 0}
+        first = result["metric"][0]["rank"]  # the first rank that prints it counts for the attempt
+        result["metric"] = [item for item in result["metric"] if item["rank"] == first]
+    return {**result, "log": result["log"][-KEPT_LINES:], "metric": result["metric"][-KEPT_LINES:]}
 
 
-def _lines(path: Path, found: Json) -> Iterator[str]:
+def _lines(path: Path, result: Json) -> Iterator[str]:
     """Yield a log's lines without colours; what a progress bar overwrites is several lines."""
     try:
         with open(path, "rb") as source:
             for raw in source:
                 text = ESCAPE.sub("", raw.decode("utf-8", errors="replace").rstrip("\r\n"))
-                found["cut"] = found["cut"] or CUT.strip() in raw or len(text) > SEARCHED
+                result["cut"] = result["cut"] or CUT.strip() in raw or len(text) > SEARCHED
                 yield from (line[:SEARCHED] for line in text.split("\r"))
     except OSError:
         return
@@ -162,13 +162,13 @@ _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 def tracebacks(text: str) -> list[Exception_]:
     """Every whole traceback, in the order of the text, in the shape of repro_kit/record.py's ``describe_exception``."""
     lines = [_PREFIX.sub("", ESCAPE.sub("", line)) for line in text.splitlines()]
-    found = []
+    errors = []
     for number, line in enumerate(lines):
         if line.strip() == _BEGIN:
             one = _read(lines[number + 1 :])
             if one is not None:
-                found.append(one)
-    return found
+                errors.append(one)
+    return errors
 
 
 def _read(lines: list[str]) -> Exception_ | None:
@@ -182,20 +182,20 @@ def _read(lines: list[str]) -> Exception_ | None:
             # An installed file is placed by its path; any other is the user's own, which is no package's.
             frames.append(frame if _INSTALLED.search(place["file"]) else {**frame, "code_location": ""})
         elif line and not line[0].isspace():
-            said = _RAISED.match(line)
-            if said is None or not frames:
+            error = _RAISED.match(line)
+            if error is None or not frames:
                 return None
-            module, _, name = said["type"].rpartition(".")
-            message = "\n".join([said["message"] or "", *_more(lines[number + 1 :])]).rstrip()
+            module, _, name = error["type"].rpartition(".")
+            message = "\n".join([error["message"] or "", *_more(lines[number + 1 :])]).rstrip()
             return {"type": name, "module": module, "bases": [], "message": message, "frames": frames, "cause": None}
     return None
 
 
 def _more(lines: list[str]) -> list[str]:
     """The further lines of a message: until an empty one, or one that begins something else."""
-    found: list[str] = []
+    message: list[str] = []
     for line in lines[:20]:
         if not line.strip() or line.strip() == _BEGIN or re.match(r"^[\[\d]|^[WIE]\d{4} ", line):
             break
-        found.append(line)
-    return found
+        message.append(line)
+    return message

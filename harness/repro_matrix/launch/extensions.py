@@ -70,13 +70,13 @@ def _identity(path: Path) -> Identity | None:
 
 def _open(files: set[Identity]) -> set[Identity]:
     """Return those of the files that some process has open."""
-    found = set()
+    open_files = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            found |= files & {_identity(Path(fd.path)) for fd in os.scandir(f"/proc/{pid}/fd")}
+            open_files |= files & {_identity(Path(fd.path)) for fd in os.scandir(f"/proc/{pid}/fd")}
         except OSError:
             continue  # ended meanwhile, or another user's
-    return found
+    return open_files
 
 
 def clear(folder: Path) -> None:
@@ -124,8 +124,8 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
         clear(folder)
         if done.exists():
             return None
-        mine = building(inherited)
-        env = {**mine, **stack.environment(mine), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        base_env = building(inherited)
+        env = {**base_env, **stack.environment(base_env), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         env |= {"OMP_NUM_THREADS": "1", "MAX_JOBS": env.get("MAX_JOBS") or "2"}
         try:
             built = subprocess.run(
@@ -137,8 +137,8 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
         except OSError as error:
             return f"DeepSpeed's CPU op cannot be compiled: {error}"
         if built.returncode:
-            said = [line for line in (built.stderr + built.stdout).splitlines() if line.strip()]
-            errors = [line for line in said if "rror" in line]
-            return f"DeepSpeed's CPU op cannot be compiled (it needs a C++ compiler): {(errors or said or ['?'])[-1]}"
+            lines = [line for line in (built.stderr + built.stdout).splitlines() if line.strip()]
+            errors = [line for line in lines if "rror" in line]
+            return f"DeepSpeed's CPU op cannot be compiled (it needs a C++ compiler): {(errors or lines or ['?'])[-1]}"
         done.touch()
     return None

@@ -34,36 +34,36 @@ def alive(process: psutil.Process) -> bool:
 def with_token(name: str, value: str) -> set[psutil.Process]:
     """Return the processes of this user that were started with ``name=value`` in their environment."""
     wanted = f"{name}={value}".encode()
-    found = set()
+    matches = set()
     for pid in psutil.pids():
         try:
             with open(f"/proc/{pid}/environ", "rb") as source:
                 if wanted in source.read().split(b"\0") and pid != os.getpid():
-                    found.add(psutil.Process(pid))
+                    matches.add(psutil.Process(pid))
         except (OSError, psutil.Error):
             continue  # ended meanwhile, or another user's
-    return {process for process in found if alive(process)}
+    return {process for process in matches if alive(process)}
 
 
 def tree(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
     """Return the living processes below ``roots``, and ``roots`` themselves, in one pass over /proc."""
-    found = {root for root in roots if alive(root)}
+    members = {root for root in roots if alive(root)}
     below: dict[int, list[int]] = {}
-    for pid in psutil.pids() if found else ():
+    for pid in psutil.pids() if members else ():
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as source:
                 parent = int(source.read().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             continue  # ended meanwhile
         below.setdefault(parent, []).append(pid)
-    todo = [root.pid for root in found]
+    todo = [root.pid for root in members]
     while todo:
         for pid in below.pop(todo.pop(), ()):
             todo.append(pid)
             child = process(pid)
             if child is not None and alive(child):
-                found.add(child)
-    return found
+                members.add(child)
+    return members
 
 
 def process(pid: int | None) -> psutil.Process | None:
@@ -135,7 +135,7 @@ def _shares(pid: int) -> bool:
 
 def clear_shared_memory(known: set[str], numbers: set[int], since: float) -> list[str]:
     """Remove the attempt's files: ``known`` as used by it, or with one of ``numbers`` (pids, port) in the name."""
-    mine = set()
+    removable = set()
     try:
         entries = list(os.scandir(SHM))
     except OSError:
@@ -148,12 +148,12 @@ def clear_shared_memory(known: set[str], numbers: set[int], since: float) -> lis
         if info.st_uid != os.getuid() or info.st_ctime < since - 1:
             continue
         if entry.name in known or numbers & {int(number) for number in re.findall(r"\d+", entry.name)}:
-            mine.add(entry.name)
-    if mine:
-        mine -= shared_memory_of(int(name) for name in os.listdir("/proc") if name.isdigit())
-    for name in mine:
+            removable.add(entry.name)
+    if removable:
+        removable -= shared_memory_of(int(name) for name in os.listdir("/proc") if name.isdigit())
+    for name in removable:
         try:
             (SHM / name).unlink()
         except OSError:
             pass
-    return sorted(mine)
+    return sorted(removable)

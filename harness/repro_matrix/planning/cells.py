@@ -120,8 +120,8 @@ def _cells_of(
 ) -> Iterator[Cell]:
     named = {name for name in selection.case if name in catalogue.cases}
     models, strategies = (
-        None if asked is None else expand(axis, asked, options, selection.source)
-        for axis, asked, options in (
+        None if requested is None else expand(axis, requested, options, selection.source)
+        for axis, requested, options in (
             ("model", selection.model, catalogue.models),
             ("strategy", selection.strategy, catalogue.strategies),
         )
@@ -134,12 +134,12 @@ def _cells_of(
             continue  # another case's flag was swept: this case has no such cell
         names = sorted(selection.flags)
         sweeps = [selection.flags[name] for name in names]
-        own = case.launch.world_size
+        default_ranks = case.launch.world_size
         stacks = [name for each in selection.stack for name in (known[case.slug] if each == KNOWN else [each])]
         for model, strategy, ranks, stack in itertools.product(
-            case_models, case_strategies, selection.ranks or [own], dict.fromkeys(stacks)
+            case_models, case_strategies, selection.ranks or [default_ranks], dict.fromkeys(stacks)
         ):
-            changed = (*([f"ranks={ranks}"] if ranks != own else []), *overrides)
+            changed = (*([f"ranks={ranks}"] if ranks != default_ranks else []), *overrides)
             for values in itertools.product(*sweeps):
                 flags = tuple(zip(names, values))
                 yield Cell(case.slug, model, strategy, flags, stack, "auto", ranks, changed)
@@ -160,10 +160,10 @@ def overrides_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Seq
     return tuple(words)
 
 
-def _axis(listed: list[str], asked: list[str] | None, outright: bool) -> list[str]:
-    if asked is None:
+def _axis(listed: list[str], requested: list[str] | None, outright: bool) -> list[str]:
+    if requested is None:
         return listed
-    return asked if outright else [name for name in listed if name in asked]
+    return requested if outright else [name for name in listed if name in requested]
 
 
 def _check_flags(cases: list[Case], selection: Selection) -> None:
@@ -178,12 +178,12 @@ def _check_flags(cases: list[Case], selection: Selection) -> None:
                     raise unknown(f"value of flags.{name}", str(value), map(str, choices), f"case {case.slug}")
 
 
-def variants_of(case: Case, asked: list[str] | None) -> list[str]:
+def variants_of(case: Case, requested: list[str] | None) -> list[str]:
     """Return the variants to run; always with the unfixed variant, without which a fix proves nothing."""
-    if not asked:
+    if not requested:
         return list(case.variants)
     first = next(iter(case.variants))
-    return [variant for variant in case.variants if variant in asked or variant == first]
+    return [variant for variant in case.variants if variant in requested or variant == first]
 
 
 @dataclass(frozen=True)

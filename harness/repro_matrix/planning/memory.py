@@ -119,8 +119,8 @@ class Phase:
 
     def parts(self) -> dict[str, int]:
         """Its parts on its fullest rank, largest first."""
-        found = {**self.each, **{f"reference's {name}": size for name, size in self.once.items()}}
-        return dict(sorted(((k, v) for k, v in found.items() if v), key=lambda item: -item[1]))
+        parts = {**self.each, **{f"reference's {name}": size for name, size in self.once.items()}}
+        return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda item: -item[1]))
 
     def describe(self) -> str:
         """``weights 14.0, gradients 14.0, activations 0.3`` (GiB), without what is less than a hundredth of it."""
@@ -191,7 +191,7 @@ def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     disk = whole * (2 if layout.reference == "layers" else 1) + (0 if layout.reference == "none" else whole + trained)
     if layout.place == "cpu":
         host = [Phase("reference", base, reference, runs)]
-        host += [Phase(name, {**base, **found}, {}) for name, found in work.items()]
+        host += [Phase(name, {**base, **parts}, {}) for name, parts in work.items()]
         return MemoryPlan(layout.ranks, tuple(host), (), disk)
     base["base"] += CUDA_HOST
     on_device, moved = layout.reference in ("device", "layers"), {"units": 2 * facts.bytes * facts.largest}
@@ -201,7 +201,7 @@ def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     ]
     context = {"base": CONTEXT}
     device = [Phase("reference", context, reference if on_device else {}, runs)]
-    device += [Phase(name, {**context, **found}, {}) for name, found in work.items()]
+    device += [Phase(name, {**context, **parts}, {}) for name, parts in work.items()]
     return MemoryPlan(layout.ranks, tuple(host), tuple(device), disk)
 
 
@@ -257,25 +257,25 @@ def choose_reference(
     return plans["layers"], "layers"
 
 
-def too_much(found: MemoryPlan, profile: Profile, machine: Machine) -> str | None:
+def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None:
     """Return why it does not fit, with the numbers; None: it fits."""
-    if found.device and profile.gpus:
+    if need.device and profile.gpus:
         smallest = min(profile.gpus, key=lambda gpu: gpu.memory_mb)
-        if found.device_rank > smallest.memory_mb * MIB:
-            full = max(found.device, key=Phase.rank)
+        if need.device_rank > smallest.memory_mb * MIB:
+            full = max(need.device, key=Phase.rank)
             have = f"{smallest.name} has {smallest.memory_mb / 1024:.0f}"
-            return f"needs {found.device_rank / GIB:.1f} GiB a rank on the device ({full.describe()}); {have}"
+            return f"needs {need.device_rank / GIB:.1f} GiB a rank on the device ({full.describe()}); {have}"
     free = machine.memory_gb if machine.free_gb is None else machine.free_gb  # other processes use the rest
-    if found.host_node > free * GIB:
-        full = max(found.host, key=lambda phase: phase.node(found.ranks))
+    if need.host_node > free * GIB:
+        full = max(need.host, key=lambda phase: phase.node(need.ranks))
         have = "" if machine.free_gb is None else f", of which {free:g} are free"
         return (
-            f"needs {found.host_node / GIB:.1f} GiB on the host for {found.ranks} ranks (most while {full.name}: "
+            f"needs {need.host_node / GIB:.1f} GiB on the host for {need.ranks} ranks (most while {full.name}: "
             f"{full.describe()}); this machine has {machine.memory_gb:g}{have}"
         )
-    if machine.disk_gb is not None and found.disk > machine.disk_gb * GIB:
+    if machine.disk_gb is not None and need.disk > machine.disk_gb * GIB:
         return (
-            f"needs {found.disk / GIB:.1f} GiB of disk for the reference and a checkpoint; {machine.disk_gb:g} are free"
+            f"needs {need.disk / GIB:.1f} GiB of disk for the reference and a checkpoint; {machine.disk_gb:g} are free"
         )
     return None
 
@@ -324,9 +324,9 @@ def _add_memory(
         loads=kind in ("saving", "loading") or "checkpoint" in case.pass_criteria.checks,
         reference="none" if case.reference_models else "host",
     )
-    found, reference = choose_reference(facts, layout, profile, machine)
-    reason = too_much(found, profile, machine)
-    planned = replace(variant, memory=found, skip=skip("memory", reason=reason) if reason else None)
+    need, reference = choose_reference(facts, layout, profile, machine)
+    reason = too_much(need, profile, machine)
+    planned = replace(variant, memory=need, skip=skip("memory", reason=reason) if reason else None)
     if variant.settings["model"]["scale"] != "full":
         return planned
     seconds = expected_seconds(facts, replace(layout, reference=reference), machine.cores)

@@ -150,8 +150,8 @@ def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -
             loose = {name for name in names if name not in fixed and re.search(rf"\b{re.escape(name)}==", message)}
             if not error.unavailable or not loose:
                 raise
-            kept = [swap for swap in requested.swaps if canonical(swap.name) not in loose]
-            swaps = (str(swap) if swap.url else str(swap).replace("==", "@") for swap in kept)
+            remaining = [swap for swap in requested.swaps if canonical(swap.name) not in loose]
+            swaps = (str(swap) if swap.url else str(swap).replace("==", "@") for swap in remaining)
             text = "+".join([requested.base, *swaps])
 
 

@@ -68,30 +68,30 @@ def releases(
     return sorted(selected, key=lambda release: release.parsed)
 
 
-def between(found: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
+def between(available: Sequence[Release], first: str | None, last: str | None) -> list[Release]:
     """Return the releases from ``first`` to ``last``, both included: ``5.23`` as the last one means all of 5.23.x."""
     low, high = (_version(text) if text else None for text in (first, last))
-    out = [r for r in found if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))]
+    out = [r for r in available if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))]
     if not out:
-        known = f" (there are {len(found)}: {found[0].version} to {found[-1].version})" if found else ""
+        known = f" (there are {len(available)}: {available[0].version} to {available[-1].version})" if available else ""
         raise StackError("version", f"no release between {first or 'the first'} and {last or 'the last'}{known}")
     return out
 
 
-def exact(package: str, found: Sequence[Release], version: str) -> int:
+def exact(package: str, available: Sequence[Release], version: str) -> int:
     """Return a release's index in the list; ``4.39`` means 4.39.0. Raises StackError."""
     parsed = _version(version)
-    for index, release in enumerate(found):
+    for index, release in enumerate(available):
         if release.parsed == parsed:
             return index
-    raise StackError("version", f"{package} has no release {version}; {nearest_releases(found, version)}")
+    raise StackError("version", f"{package} has no release {version}; {nearest_releases(available, version)}")
 
 
-def nearest_releases(found: Sequence[Release], version: str) -> str:
+def nearest_releases(available: Sequence[Release], version: str) -> str:
     """Name the nearest releases below and above a version that does not exist."""
     parsed = _version(version)
-    below = [r.version for r in found if r.parsed < parsed][-2:]
-    above = [r.version for r in found if r.parsed > parsed][:2]
+    below = [r.version for r in available if r.parsed < parsed][-2:]
+    above = [r.version for r in available if r.parsed > parsed][:2]
     return f"the nearest are {', '.join([*below, *above]) or 'none'}"
 
 
@@ -134,13 +134,13 @@ def _cached(package: str, env: Mapping[str, str] | None) -> list[Release]:
     if offline:
         raise StackError("index", f"UV_OFFLINE is set and the releases of {package} were never read before")
     try:
-        found = _ask(package, addresses)
+        answer = _ask(package, addresses)
     except requests.RequestException as error:
         if stored is not None:
             return stored
         raise StackError("index", f"releases of {package}: the index cannot be reached: {error}") from None
-    write(path, json.dumps([asdict(release) for release in found]))
-    return found
+    write(path, json.dumps([asdict(release) for release in answer]))
+    return answer
 
 
 class File(NamedTuple):

@@ -111,7 +111,7 @@ def edited_files(folder: Path, names: Collection[str] | None = None) -> list[Cha
     RECORD is written last: a source that is older, and as long as RECORD says, is not read (6,000 files would cost a
     second); of libraries only the size is compared.
     """
-    found = []
+    edited = []
     listed = [{"name": name, "path": [str(folder)]} for name in sorted(names)] if names else [{"path": [str(folder)]}]
     for options in listed:
         for one in importlib.metadata.distributions(**options):
@@ -125,8 +125,8 @@ def edited_files(folder: Path, names: Collection[str] | None = None) -> list[Cha
                     and not _as_recorded(folder / path, digest, size, written)
                 ):
                     note = f"{path} is not as {one.metadata['Name']} {one.version} was installed"
-                    found.append(Change(one.metadata["Name"], folder / path, note, _hash(folder / path, "sha256")))
-    return found
+                    edited.append(Change(one.metadata["Name"], folder / path, note, _hash(folder / path, "sha256")))
+    return edited
 
 
 def _record(one: importlib.metadata.Distribution) -> list[tuple[str, str, str]]:

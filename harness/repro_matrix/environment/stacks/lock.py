@@ -90,8 +90,10 @@ def run_uv(
     import uv
 
     # The controller's own virtual environment and Python settings must not decide where packages are installed.
-    kept = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV" and not key.startswith("PYTHON")}
-    full = {**kept, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
+    inherited = {
+        key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV" and not key.startswith("PYTHON")
+    }
+    full = {**inherited, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
     done = subprocess.run([uv.find_uv_bin(), *args], input=stdin, capture_output=True, text=True, env=full, cwd=cwd)
     if done.returncode:
         raise explain(subject, done.stderr or done.stdout)

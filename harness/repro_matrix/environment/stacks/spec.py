@@ -141,11 +141,11 @@ def installed_versions(python: str) -> dict[str, str]:
         packages = [(one.metadata["Name"], one.version) for one in importlib.metadata.distributions(path=path)]
     else:
         version, packages = json.loads(run_python(python, _LIST_PACKAGES).splitlines()[-1])
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name, release in packages:
         if name:
-            found.setdefault(canonical(name), release)
-    return {"python": version, **dict(sorted(found.items()))}
+            versions.setdefault(canonical(name), release)
+    return {"python": version, **dict(sorted(versions.items()))}
 
 
 def run_python(python: str, code: str) -> str:

@@ -163,10 +163,10 @@ def descendants(root: int, exclude: Iterable[int] = ()) -> dict[int, str]:
             children.setdefault(int(parent), []).append(int(entry))
             if state not in "ZX":
                 names[int(entry)] = name
-    found = [root]
-    for pid in found:
-        found += [child for child in children.get(pid, ()) if child not in exclude]
-    return {pid: names[pid] for pid in found[1:] if pid in names}
+    pids = [root]
+    for pid in pids:
+        pids += [child for child in children.get(pid, ()) if child not in exclude]
+    return {pid: names[pid] for pid in pids[1:] if pid in names}
 
 
 def kill_orphans() -> list[str]:

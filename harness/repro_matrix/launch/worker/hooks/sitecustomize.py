@@ -17,15 +17,15 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 def next_sitecustomize() -> None:
     """Import the environment's own sitecustomize, which this file hides."""
-    mine = sys.modules.pop("sitecustomize", None)
+    this_module = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
     finally:
-        if mine is not None:
-            sys.modules.setdefault("sitecustomize", mine)
+        if this_module is not None:
+            sys.modules.setdefault("sitecustomize", this_module)
 
 
 def claimed(folder: str, rank: int) -> bool:
@@ -70,7 +70,7 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     from pathlib import Path
 
     recording = load_recording()
-    mine = os.getpid()
+    rank_pid = os.getpid()
     log = os.open(os.path.join(os.path.dirname(folder), "logs", f"rank-{rank}.log"),
                   os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # fmt: skip
     os.dup2(log, 1)
@@ -91,7 +91,7 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     excepthook, thread_excepthook = sys.excepthook, threading.excepthook
 
     def failed(error: BaseException) -> None:
-        if os.getpid() == mine and record.data["exception"] is None:
+        if os.getpid() == rank_pid and record.data["exception"] is None:
             record.data["exception"] = recording.describe_exception(error)
             record.data["ended"] = time.time()
             record.write()
@@ -101,7 +101,7 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
         excepthook(kind, error, tb)
 
     def on_thread(args: Any) -> None:
-        if os.getpid() == mine and args.exc_type is not SystemExit:
+        if os.getpid() == rank_pid and args.exc_type is not SystemExit:
             described = recording.describe_exception(args.exc_value)
             record.capture.logs.append(
                 {"logger": "threading", "level": "ERROR", "message": f"{described['type']}: {described['message']}",
@@ -110,7 +110,7 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
         thread_excepthook(args)
 
     def at_end() -> None:  # registered first, so it is called last
-        if os.getpid() != mine:
+        if os.getpid() != rank_pid:
             return
         error = getattr(sys, "last_value", None)  # set for an uncaught exception, whichever excepthook was called
         if error is not None:
