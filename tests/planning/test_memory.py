@@ -160,7 +160,6 @@ def test_add_memory_plans_the_phases_that_a_case_has(case: str, phases: set[str]
     [
         ("fsdp", CPU, LAPTOP, ["GiB on the host for 2 ranks", "this machine has 16", "weights 13.2"]),
         ("fsdp", CPU, replace(ROOMY, free_gb=8.0), ["has 1000, of which 8 are free"]),
-        ("fsdp", CPU, replace(ROOMY, disk_gb=20.0), ["GiB of disk", "20 are free"]),
         (
             "ddp",
             Profile("gpu8", "cuda", "nccl", gpus(8, 40)),

@@ -1,11 +1,10 @@
-"""The machine that a run is on: GPUs, cores, memory, disk."""
+"""The machine that a run is on: GPUs, cores, memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 from repro_matrix.environment import nvml
 from repro_matrix.environment.gpus import VISIBLE_DEVICES, Gpu, UnusableGpu, visible_gpus
-from repro_matrix.paths import cache_dir
 
 NVIDIA_PCI = "0x10de"
 _NO_DEVICES = ("", "void", "none")  # NVIDIA_VISIBLE_DEVICES: the container is to have no GPU
@@ -35,7 +33,6 @@ class Machine:
     # Why there is no usable GPU although some are here or were requested; () where there simply is none.
     meant: tuple[str, ...] = ()
     unseen: str | None = None  # what CUDA_VISIBLE_DEVICES leaves out, where it may be a mistake
-    disk_gb: float | None = None  # free where attempts have their folders
     free_gb: float | None = None  # of memory_gb, not used by any process now; None for hardware that is not here
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +79,6 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         unseen=f"{VISIBLE_DEVICES}={env[VISIBLE_DEVICES]!r} asks for no GPU"
         if visible.none_requested
         else visible.problem,
-        disk_gb=_free_disk(),
         free_gb=_gib(min(memory.available, allowed_bytes - cgroup_used())),
     )
 
@@ -139,16 +135,6 @@ def cgroup_used(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
 
 def _gib(size: float) -> float:
     return round(size / 2**30, 1)
-
-
-def _free_disk() -> float | None:
-    folder = cache_dir()
-    while not os.path.exists(folder) and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return _gib(shutil.disk_usage(folder).free)
-    except OSError:
-        return None
 
 
 def _cpu_name() -> str:

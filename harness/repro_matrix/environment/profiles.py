@@ -123,7 +123,6 @@ def settle_planned(
         memory_gb=spec.memory_gb or MEMORY_PER_GPU_GB * spec.gpus,
         left_out=(),
         meant=(),
-        disk_gb=None,
         free_gb=None,
         cpu=f"not this machine: {spec.slug} as conf/hardware describes it",
     )

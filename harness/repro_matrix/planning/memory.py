@@ -133,7 +133,6 @@ class MemoryPlan:
     ranks: int
     host: tuple[Phase, ...]
     device: tuple[Phase, ...]  # empty on a CPU
-    disk: int = 0
 
     @property
     def host_rank(self) -> int:
@@ -150,7 +149,7 @@ class MemoryPlan:
     def to_json(self) -> dict[str, Any]:
         """MiB: the peaks, and the parts of the fullest moment."""
         out: dict[str, Any] = {"host_rank_mb": _mb(self.host_rank), "host_node_mb": _mb(self.host_node)}
-        out |= {"host": _fullest(self.host), "disk_mb": _mb(self.disk)}
+        out |= {"host": _fullest(self.host)}
         if self.device:
             out |= {"device_rank_mb": _mb(self.device_rank), "device": _fullest(self.device)}
         return out
@@ -188,11 +187,10 @@ def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     reference = _reference(facts, layout)
     runs = 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)  # the plain run and a perturbed one
     base = {"base": layout.base + CONNECTED, "copies": layout.copies * whole}
-    disk = whole * (2 if layout.reference == "layers" else 1) + (0 if layout.reference == "none" else whole + trained)
     if layout.place == "cpu":
         host = [Phase("reference", base, reference, runs)]
         host += [Phase(name, {**base, **parts}, {}) for name, parts in work.items()]
-        return MemoryPlan(layout.ranks, tuple(host), (), disk)
+        return MemoryPlan(layout.ranks, tuple(host), ())
     base["base"] += CUDA_HOST
     on_device, moved = layout.reference in ("device", "layers"), {"units": 2 * facts.bytes * facts.largest}
     host = [
@@ -202,7 +200,7 @@ def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     context = {"base": CONTEXT}
     device = [Phase("reference", context, reference if on_device else {}, runs)]
     device += [Phase(name, {**context, **parts}, {}) for name, parts in work.items()]
-    return MemoryPlan(layout.ranks, tuple(host), tuple(device), disk)
+    return MemoryPlan(layout.ranks, tuple(host), tuple(device))
 
 
 def weights_held(facts: ModelSizes, layout: Layout) -> int:
@@ -272,10 +270,6 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
         return (
             f"needs {need.host_node / GIB:.1f} GiB on the host for {need.ranks} ranks (most while {full.name}: "
             f"{full.describe()}); this machine has {machine.memory_gb:g}{have}"
-        )
-    if machine.disk_gb is not None and need.disk > machine.disk_gb * GIB:
-        return (
-            f"needs {need.disk / GIB:.1f} GiB of disk for the reference and a checkpoint; {machine.disk_gb:g} are free"
         )
     return None
 
