@@ -139,15 +139,9 @@ def lines(
     if summary.not_started:
         limit = prepared.settings.time_limit
         texts.append(f"NOT MEASURED within time_limit={limit}: {count_by_case(summary.not_started)}")
-<<<<<<< HEAD
     texts += [f"{counted(count, 'attempt')} used torchrun: {reason}" for reason, count in summary.cold.most_common()]
     unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
-=======
-    texts += [f"{count} of them started from cold: {why}" for why, count in summary.cold.most_common()]
-    lost = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
-    texts += [f"note: {text}" for text in [*prepared.changed(), *lost, *summary.gpu_notes]]
->>>>>>> a350fb7 (Say GPU instead of card in code, messages and tests)
     for text in texts:
         yield from wrap(text, width=width)
 
