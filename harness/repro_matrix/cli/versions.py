@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
             found = maps(len(targets), prober.variants, probe, known, samples=1, max_probes=0)
     data = report.version_maps(prober, base, package, listed, found, points)
     data["stopped"] = str(stopped) if stopped else None
-    print_json(data) if args.json else _show(data)
+    print_json(data) if args.json else _show(data, script_options.is_script(args))
     if stopped:
         log(f"stopped: {stopped}. The probes are stored; the same command continues.")
         return stopped.exit_code
@@ -104,9 +104,9 @@ def _oldest(package: str, stack: Stack, every: Sequence[Release]) -> str | None:
     return next((release.version for release in every if release.version in pinned), None)
 
 
-def _show(data: dict[str, Any]) -> None:
-    what = " ".join(filter(None, (data["case"], data["model"], data["strategy"])))
-    title = f"{what}: {data['package']} on stack {data['stack']}"
+def _show(data: dict[str, Any], script: bool) -> None:
+    cell = data["case"] if script else f"{data['case']} {data['model']} {data['strategy']}"
+    title = f"{cell}: {data['package']} on stack {data['stack']}"
     print_table(title, ["variant", "releases", "probed", "answer"], report.map_rows(data))
     for line in report.map_notes(data):
         print(printable(line))

@@ -38,7 +38,6 @@ class Answer:
     detail: str
     fired: int = 0
     counted: int = 0  # attempts that ran, of which ``reproduced`` showed the failure
-    skipped: bool = False  # a declared requirement is missing
     error_at: str | None = field(default=None, compare=False)  # file:line of the first failure
     infra_error: InfraErrorKind | None = field(default=None, compare=False)
 
@@ -67,7 +66,7 @@ def of_cell(case: str, variant: Variant | None) -> Answer:
         skip = variant.get("skip")
         needs = skip and skip["kind"] in ("packages", "build")  # the same text on every stack
         reason = f"needs {', '.join(skip['requires'])}" if needs and skip else variant["skipped"]
-        return Answer(None, f"skipped: {reason}", skipped=True)
+        return Answer(None, f"skipped: {reason}")
     return answer(case, variant["attempts"])
 
 

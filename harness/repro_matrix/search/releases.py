@@ -319,7 +319,6 @@ def maps(
 def ddmin(
     things: Sequence[T],
     reproduced: Callable[[tuple[T, ...]], bool],
-    closed: Callable[[tuple[T, ...]], tuple[T, ...]] = tuple,
 ) -> tuple[T, ...]:
     """Return a subset that reproduces and of which no single thing can be left out (Zeller's ddmin by complements).
 
