@@ -20,7 +20,6 @@ from repro_matrix.authoring import draft, ready
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
-from repro_matrix.errors import ConfigError
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
 
@@ -53,20 +52,18 @@ def edited(path: Path, *pairs: tuple[str, str]) -> None:
 
 
 @given(st.from_regex(r"[ -~]{1,60}", fullmatch=True))
-def test_a_proposed_pattern_matches_the_text_that_it_was_made_of(text: str) -> None:
+def test_pattern_matches_its_own_text(text: str) -> None:
     assert re.search(draft.pattern(text), text)
 
 
-def test_a_proposed_pattern_bears_other_numbers_and_paths() -> None:
+def test_pattern_matches_other_numbers_and_paths() -> None:
     made = draft.pattern("size of tensor a (512) must match /home/me/x.py at 0x7f01")
     assert re.search(made, "size of tensor a (16) must match /data/y.py at 0x1") and not re.search(
         made, "size of a (1)"
     )
 
 
-def test_new_proposes_the_signature_of_a_log_and_is_a_case_at_once(
-    mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_from_a_log_proposes_its_signature(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
     made = yaml.safe_load((mine / "failures/case/empty-list.yaml").read_text())["signatures"][0]
@@ -83,7 +80,7 @@ def test_new_proposes_the_signature_of_a_log_and_is_a_case_at_once(
     assert before == {path: path.read_text() for path in mine.rglob("*.*") if path.is_file()}
 
 
-def test_new_like_another_case_and_from_a_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_like_a_case_and_from_a_script_copy_them(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new", "other-one", "--like", "ddp-ready-once"]) == 0
     found = catalogue.load()
     other, made = found.cases["ddp-ready-once"], found.cases["other-one"]
@@ -100,7 +97,7 @@ def test_new_like_another_case_and_from_a_script(mine: Path, capsys: pytest.Capt
     assert "def f():" in text and "    x = f()  # why\n    print(x)\n" in text and "of-mine" in catalogue.load().cases
 
 
-def test_bad_input_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_with_bad_input_exits_2_and_writes_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mine / "empty.log").write_text("nothing\n")
     (mine / "bad.py").write_text("x = 1\ndef f(:\n")
     for words, said in (
@@ -117,15 +114,15 @@ def test_bad_input_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["check", "ddp-redy-once"]) == 2
 
 
-def test_every_way_of_not_being_ready_is_found() -> None:
+def test_ready_finds_every_way_of_not_being_ready() -> None:
     wide = case(signatures=[{**EXCEPTION, "message": "tensor"}])
-    assert "too broad" in str(ready.of_case("a.yaml", wide)[0])
-    assert ready.of_case("a.yaml", case()) == []
-    assert "line 2: not valid Python" in str(ready.of_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
+    assert "too broad" in str(ready.check_case("a.yaml", wide)[0])
+    assert ready.check_case("a.yaml", case()) == []
+    assert "line 2: not valid Python" in str(ready.check_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
 
     def said(**variants: list[tuple[str, Any]]) -> str:
         made = {name: found or [] for name, found in variants.items()}
-        return "\n".join(map(str, ready.of_attempts("a.yaml", "a.py", case(), {"forkserver": [document(made)]})))
+        return "\n".join(map(str, ready.check_attempts("a.yaml", "a.py", case(), {"forkserver": [document(made)]})))
 
     there = observation(ok(0))
     name = next(name for name in case().variants if name != "unfixed")
@@ -138,58 +135,51 @@ def test_every_way_of_not_being_ready_is_found() -> None:
     also = next(each for each in case().variants if each not in ("unfixed", name))
     reviewed = document({**good, name: [("reproduced", there)], also: [("passed", there)]})
     reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "NOT_FIXED", "expected": "expected"}
-    assert ready.of_attempts("a.yaml", "a.py", case(), {"forkserver": [reviewed]}) == []  # results/expected has it so
+    assert ready.check_attempts("a.yaml", "a.py", case(), {"forkserver": [reviewed]}) == []
     assert ready.recorded({"forkserver": [reviewed]}) == {name: "NOT_FIXED"}
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
         lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "needs": ["vllm"]}}
-        assert bool(ready.of_attempts("a.yaml", "a.py", case(), {"forkserver": [lacking]})) != ready_
+        assert bool(ready.check_attempts("a.yaml", "a.py", case(), {"forkserver": [lacking]})) != ready_
         assert ready.unmeasured({"forkserver": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
     assert "no variant passes" in said(**{**good, name: [("other_failure", there)]})
     both = {"forkserver": [document(good)], "torchrun": [document({**good, name: [("hang", there)]})]}
-    assert any("the launchers disagree" in str(each) for each in ready.of_attempts("a.yaml", "a.py", case(), both))
+    assert any("the launchers disagree" in str(each) for each in ready.check_attempts("a.yaml", "a.py", case(), both))
 
 
-def test_an_variant_that_changes_more_than_it_says_is_found() -> None:
+def test_ready_with_an_undocumented_change_finds_it() -> None:
     known = catalogue.load().cases["ddp-ready-once"]
     variant = known.variants["unfixed"].model_copy(
         update={"flags": {"reentrant": False, "find_unused": False}, "help": "reentrant"}
     )
     both: Case = known.model_copy(update={"variants": {"unfixed": known.variants["unfixed"], "both": variant}})
-    assert "does not name flags.find_unused" in str(ready.of_case("a.yaml", both)[0])
+    assert "does not name flags.find_unused" in str(ready.check_case("a.yaml", both)[0])
     # A variant may build upon another one: what is said of it is the one thing more.
     first = variant.model_copy(update={"help": "reentrant and find_unused"})
     more = variant.model_copy(update={"flags": {**variant.flags, "static_graph": True}, "help": "the same, static"})
     chain = known.model_copy(update={"variants": {"unfixed": known.variants["unfixed"], "both": first, "more": more}})
-    assert ready.of_case("a.yaml", chain) == []
+    assert ready.check_case("a.yaml", chain) == []
 
 
-def test_no_shipped_case_changes_more_than_it_says() -> None:
+def test_ready_of_every_shipped_case_finds_nothing() -> None:
     """Helps that build upon the variant before them, or say GPUs for devices, were findings."""
-    found = [each for slug, case in catalogue.load().cases.items() for each in ready.of_case(slug, case)]
+    found = [each for slug, case in catalogue.load().cases.items() for each in ready.check_case(slug, case)]
     assert found == []
 
 
-def test_evidence_of_another_case_that_a_signature_matches_is_found() -> None:
+def test_ready_with_a_signature_of_another_case_finds_it() -> None:
     from repro_matrix.paths import BASELINE
     from repro_matrix.results.store import Store
 
     cases = catalogue.load().cases
     copy = cases["ddp-ready-once"].model_copy(update={"slug": "a-copy", "also_matches": []})
     documents = list(Store(BASELINE).documents(cases=["ddp-ready-once"]))
-    found = ready.of_others("a.yaml", copy, {**cases, "a-copy": copy}, documents)
+    found = ready.check_other_cases("a.yaml", copy, {**cases, "a-copy": copy}, documents)
     assert "matches the stored evidence of ddp-ready-once" in str(found[0])
-    assert ready.of_others("a.yaml", cases["ddp-ready-once"], cases, documents) == []
+    assert ready.check_other_cases("a.yaml", cases["ddp-ready-once"], cases, documents) == []
 
 
-def test_a_script_that_does_not_parse_is_refused_with_its_line() -> None:
-    with pytest.raises(ConfigError, match=r"a\.py:3: not valid Python"):
-        draft.script_of("x = 1\n\ny = = 2\n", "a.py")
-
-
-def test_a_syntax_error_of_a_cases_script_is_said_before_anything_starts(
-    mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_with_a_syntax_error_exits_2_before_anything_starts(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new", "empty-list"]) == 0
     script = mine / "failures/scripts/empty_list.py"
     script.write_text("x = 1\ndef body(run:\n")
@@ -201,7 +191,7 @@ def test_a_syntax_error_of_a_cases_script_is_said_before_anything_starts(
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.xdist_group("stack")
-def test_the_walk_of_an_exception_and_a_silent_case(
+def test_check_of_finished_drafts_finds_nothing(
     mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
 ) -> None:
     """docs/guides/add-a-case.md: from `repro new` to `repro check` that finds nothing."""
@@ -231,7 +221,7 @@ REDUCED = {
 }  # fmt: skip
 
 
-def test_a_check_that_was_interrupted_or_broke_down_does_not_say_ready(
+def test_check_when_interrupted_or_failing_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(prepared: Any, on_event: Any, stop: threading.Event, **more: Any) -> Any:
@@ -251,7 +241,7 @@ def test_a_check_that_was_interrupted_or_broke_down_does_not_say_ready(
     assert "ready" not in said.out and "the disk is full" in said.err
 
 
-def test_new_from_a_reduced_script(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_from_a_reduced_script_keeps_lines_and_error(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines, arguments and ranks as they were left, and the signature of the error that it showed."""
     shown = {"type": "ValueError", "message": "empty list of 3\nmore", "location": "torch.optim.optimizer.__init__"}
     outcome = {"outcome": "reproduced", "primary": shown}
@@ -311,14 +301,14 @@ def plans(words: list[str]) -> dict[str, Any]:
     return dict(plan.variants[0].settings)
 
 
-def test_what_is_no_reduced_trigger_is_said(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_with_a_bad_reduction_exits_2(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mine / "text").write_text("minimal\n")
     (mine / "other.json").write_text('{"kind": "script"}')
     (mine / "reduced.json").write_text(json.dumps({**REDUCED, "lines": None, "script": "gone.py"}))
     for words, said in (
         (["a", "--from-reduction", "none"], "none: No such file"),
-        (["a", "--from-reduction", "text"], "not what `repro reduce ... --json > text` writes"),
-        (["a", "--from-reduction", "other.json"], "not what `repro reduce"),
+        (["a", "--from-reduction", "text"], "repro reduce ... --json > text"),
+        (["a", "--from-reduction", "other.json"], "not a result of `repro reduce"),
         (["a", "--from-reduction", "reduced.json"], "gone.py cannot be read"),
         (["a", "--from-reduction", "reduced.json", "--like", "ddp-ready-once"], "--from-reduction with --like"),
     ):

@@ -19,7 +19,7 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.external.logs.match import Answer, Catalogue, normalised, recognise, stored
-from repro_matrix.external.logs.scan import Seen, Texts, required, scan
+from repro_matrix.external.logs.scan import Scanned, Texts, required, scan
 from repro_matrix.external.logs.tracebacks import Labels
 from repro_matrix.grading.signature import message_patterns
 
@@ -51,7 +51,7 @@ KeyError: 'train'
 """.splitlines()
 
 
-def seen(lines: list[str] | str | bytes) -> Seen:
+def seen(lines: list[str] | str | bytes) -> Scanned:
     if isinstance(lines, list):
         lines = "\n".join(lines) + "\n"
     return scan([lines.encode() if isinstance(lines, str) else lines], TEXTS)
@@ -75,7 +75,7 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_ranks_that_write_among_each_other_are_told_apart_by_their_prefix(prefix: str) -> None:
+def test_recognise_with_prefixed_interleaved_ranks_separates_them(prefix: str) -> None:
     draw = random.Random(0)
     streams = {rank: list(UNIFORM if rank != 2 else ECHO) for rank in range(4)}
     lines = ["step 1 loss 2.0"]
@@ -92,7 +92,7 @@ def test_ranks_that_write_among_each_other_are_told_apart_by_their_prefix(prefix
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4))
-def test_equal_tracebacks_are_put_together_however_they_interleave(order: list[int], ranks: int) -> None:
+def test_recognise_with_unlabelled_interleaving_names_no_other_failure(order: list[int], ranks: int) -> None:
     streams = [list(UNIFORM) for _ in range(ranks)]
     lines = []
     for rank in order:
@@ -101,20 +101,25 @@ def test_equal_tracebacks_are_put_together_however_they_interleave(order: list[i
     for rest in streams:
         lines += rest
     found = answer(lines)
-    assert found.names == ["fsdp-uniform-dtype"]
+    possible = {item.case for failure in found.failures for item in failure.perhaps}
+    assert {*found.names, *possible} == {"fsdp-uniform-dtype"}
     assert {failure.error.type for failure in found.causes} == {"ValueError"}
-    if ranks < 3:  # of more, what nobody could tell apart may be left beside it
-        assert [len(failure.error.places) for failure in found.causes] == [2]
+    assert ranks > 1 or found.names
 
 
-def test_the_first_cause_comes_first_and_echoes_last() -> None:
+def test_recognise_with_two_unlabelled_interleaved_tracebacks_is_mixed() -> None:
+    both = [line for pair in zip(UNIFORM, [*OWN[:3], *ECHO[1:4]]) for line in pair]
+    assert any(failure.error.mixed for failure in answer(both).failures)
+
+
+def test_recognise_with_several_errors_orders_causes_before_echoes() -> None:
     found = answer([*ECHO, *OWN, *UNIFORM])
     assert [failure.error.type for failure in found.failures] == ["KeyError", "ValueError", "RuntimeError"]
     assert [failure.echo for failure in found.failures] == [False, False, True]
     assert answer(ECHO).causes == []  # what they follow from is in another log
 
 
-def test_what_was_being_handled_is_no_cause_unless_the_error_repeats_it() -> None:
+def test_recognise_with_a_handled_exception_counts_it_only_when_repeated() -> None:
     during = ["", "During handling of the above exception, another exception occurred:", ""]
     assert answer([*UNIFORM, *during, *OWN]).causes[-1].error.type == "KeyError"
     wrapped = [*UNIFORM, *during, *OWN[:-1], "RuntimeError: it failed: " + UNIFORM[-1].partition(": ")[2]]
@@ -122,7 +127,7 @@ def test_what_was_being_handled_is_no_cause_unless_the_error_repeats_it() -> Non
 
 
 @pytest.mark.parametrize("cut", range(1, len(UNIFORM)))
-def test_a_beginning_that_is_cut_off_takes_the_name_away_only_with_the_frames(cut: int) -> None:
+def test_recognise_with_a_cut_beginning_needs_the_frames(cut: int) -> None:
     found = answer(UNIFORM[cut:])
     framed = any("_flat_param.py" in line for line in UNIFORM[cut:])
     assert found.names == (["fsdp-uniform-dtype"] if framed else [])
@@ -130,12 +135,12 @@ def test_a_beginning_that_is_cut_off_takes_the_name_away_only_with_the_frames(cu
 
 
 @pytest.mark.parametrize("cut", range(2, len(UNIFORM)))
-def test_an_end_that_is_cut_off_is_an_error_that_nobody_knows(cut: int) -> None:
+def test_recognise_with_a_cut_end_recognises_nothing(cut: int) -> None:
     found = answer(UNIFORM[:cut])
     assert found.names == [] and all(not failure.perhaps for failure in found.failures)
 
 
-def test_a_fault_handlers_dump_is_possible_never_recognised() -> None:
+def test_recognise_with_a_crash_dump_is_possible_only() -> None:
     dump = [
         "Fatal Python error: Segmentation fault", "",
         "Current thread 0x00007f (most recent call first):",
@@ -147,7 +152,7 @@ def test_a_fault_handlers_dump_is_possible_never_recognised() -> None:
     assert "fsdp-cpu-offload-state-dict" in {item.case for item in found.failures[0].perhaps}
 
 
-def test_another_strategy_in_the_traceback_is_another_cause() -> None:
+def test_recognise_with_another_strategy_is_another_cause() -> None:
     text = (
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cuda:0"
     )
@@ -166,7 +171,7 @@ def test_another_strategy_in_the_traceback_is_another_cause() -> None:
 @pytest.mark.parametrize(
     "name", [f"{c.slug}/{s.name}" for c in CASES.values() for s in c.signatures if message_patterns(s)]
 )
-def test_every_text_of_a_signature_has_a_literal_to_be_found_by(name: str) -> None:
+def test_required_of_every_signature_has_a_literal(name: str) -> None:
     slug, _, signature = name.partition("/")
     found = next(each for each in CASES[slug].signatures if each.name == signature)
     for pattern in message_patterns(found):
@@ -174,14 +179,14 @@ def test_every_text_of_a_signature_has_a_literal_to_be_found_by(name: str) -> No
 
 
 @given(st.sampled_from(PATTERNS), st.text("abcdefghij xonetrsizf 0123"))
-def test_a_match_always_holds_one_of_the_literals(pattern: str, text: str) -> None:  # fmt: skip
+def test_required_literals_are_in_every_match(pattern: str, text: str) -> None:  # fmt: skip
     found = re.search(pattern, text)
     if found and required(pattern):
         assert any(part in found.group() for part in required(pattern))
 
 
 @given(st.binary(max_size=400), st.integers(1, 50))
-def test_no_bytes_break_it_and_blocks_may_end_anywhere(noise: bytes, size: int) -> None:
+def test_scan_with_any_bytes_and_any_blocks_gives_the_same_names(noise: bytes, size: int) -> None:
     whole = noise.replace(b"\r", b"") + b"\n" + "\n".join(UNIFORM).encode() + b"\n"
     lines = whole.splitlines(keepends=True) if b"\x0b" not in whole and b"\x0c" not in whole else [whole]
     one = scan([whole], TEXTS)
@@ -208,11 +213,11 @@ def test_no_bytes_break_it_and_blocks_may_end_anywhere(noise: bytes, size: int) 
         ("transformers 4 layers", {}),
     ],
 )  # fmt: skip
-def test_versions_are_read_as_tools_print_them(line: str, said: dict[str, str]) -> None:
+def test_versions_of_tools_output_are_read(line: str, said: dict[str, str]) -> None:
     assert seen([line]).versions.known == said
 
 
-def test_of_two_releases_neither_is_known() -> None:
+def test_versions_with_two_releases_are_unclear() -> None:
     found = seen(["torch==2.2.2", "torch==2.3.0", "peft==0.10.0", "torch version: 2.2.2"]).versions
     assert found.known == {"peft": "0.10.0"} and found.unclear == {"torch": ["2.2.2", "2.3.0"]}
 
@@ -222,7 +227,7 @@ def _case(*entries: dict[str, Any]) -> Case:
     return CASES["fsdp-uniform-dtype"].model_copy(update={"expect": made})
 
 
-def test_what_is_stored_is_said_of_measured_releases_only() -> None:
+def test_stored_fits_measured_releases_only() -> None:
     old = {"versions": {"torch": ">=2.2,<2.3"}, "verdicts": {"a": "FIXED", "b": "NOT_FIXED"}}
     new = {"versions": {"torch": ">=2.13,<2.14", "peft": ">=0.21,<0.22"}, "verdicts": {"a": "NOT_FIXED"}}
     case = _case(old, new)
@@ -236,12 +241,12 @@ def test_what_is_stored_is_said_of_measured_releases_only() -> None:
     assert stored(case, {}).fits == () and stored(_case(), {"torch": "2.2.2"}).nearest == ()
 
 
-def test_a_message_is_normalised() -> None:
+def test_normalised_message_has_no_numbers_or_paths() -> None:
     said = normalised("/a/b/c.py: rank 3 got 0x7f12 of torch.Size([12, 3]) in 2.5 s\nmore")
     assert said == "PATH: rank N got N of torch.Size([N, N]) in N s"
 
 
-def test_a_ray_prefix_and_its_suffix_are_taken_off() -> None:
+def test_labels_with_a_ray_line_remove_prefix_and_suffix() -> None:
     line = Labels().split(b"\x1b[36m(W pid=7)\x1b[0m text [repeated 3x across cluster] (x) and more cluster]", 1)
     assert (line.text, line.label) == ("text", "(W pid=7)")
 
@@ -255,7 +260,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, shown.out, shown.err
 
 
-def test_it_says_which_case_it_is_where_and_what_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_match_of_a_known_failure_prints_case_and_fixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     head = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
     log.write_text("\n".join([*head, *(f"[rank1]: {line}" for line in UNIFORM)]) + "\n")
@@ -270,16 +275,14 @@ def test_it_says_which_case_it_is_where_and_what_helps(tmp_path: Path, capsys: p
     assert said["stored"]["fsdp-uniform-dtype"]["fits"]
 
 
-def test_an_error_that_is_not_known_is_said_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_match_of_an_unknown_error_exits_1_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "a.log"
     log.write_text("\n".join(OWN) + "\n")
     code, out, _ = run(capsys, str(log))
     assert code == 1 and "matches none of the catalogue's cases" in out and "load (/w/train.py:7)" in out
 
 
-def test_the_launchers_last_word_names_the_rank_that_no_line_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_match_without_labels_takes_the_rank_from_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "a.log"
     end = ["Root Cause (first observed failure):", "[0]:", "  rank      : 3 (local_rank: 3)",
            "  exitcode  : -11 (pid: 7)", "  traceback : Signal 11 (SIGSEGV) received by PID 7"]  # fmt: skip
@@ -288,7 +291,7 @@ def test_the_launchers_last_word_names_the_rank_that_no_line_names(
     assert "rank 3 ended first (torchrun reports)" in out and "rank 3: SIGSEGV" in out
 
 
-def test_several_logs_are_answered_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_match_of_several_logs_reports_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lines in (("a.log", OWN), ("b.log", UNIFORM), ("c.log", ["all is well"])):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     code, out, _ = run(capsys, *(str(tmp_path / name) for name in ("a.log", "b.log", "c.log")))
@@ -326,7 +329,7 @@ WELL = ("\n".join(UNIFORM) + "\n").encode()
         "latin-1",
     ],
 )
-def test_whatever_a_log_is_written_in(
+def test_match_of_any_encoding_reads_it(
     content: bytes, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "a.log"
@@ -347,7 +350,7 @@ def test_whatever_a_log_is_written_in(
         (None, "a folder"),
     ],
 )
-def test_what_is_no_log_is_said_and_not_guessed(
+def test_match_of_something_else_exits_2(
     content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "a.log"
@@ -370,7 +373,7 @@ def test_what_is_no_log_is_said_and_not_guessed(
         ("[transformers] told me: ", False),
     ],
 )
-def test_a_warning_is_known_behind_what_loggers_put_before_it(before: str, known: bool) -> None:
+def test_recognise_of_a_warning_skips_a_loggers_prefix(before: str, known: bool) -> None:
     """`[transformers] `, as transformers 5 writes, and a time before `>>` had hidden it."""
     cases = catalogue.load().cases
     said = "You are using an old version of the checkpointing format that is deprecated (We will also"

@@ -39,13 +39,13 @@ def possible(found: Answer) -> set[str]:
     return {item.case for failure in found.failures for item in failure.perhaps}
 
 
-def test_there_are_enough_of_them() -> None:
+def test_fixtures_are_enough() -> None:
     assert len({entry["source"] for entry in PUBLIC}) >= 30 and len(PASSED) >= 20
     assert all(entry["source"] and entry["about"] for entry in PUBLIC)
 
 
 @pytest.mark.parametrize("entry", PUBLIC, ids=[entry["source"] for entry in PUBLIC])
-def test_a_public_log_is_named_rightly_or_not_at_all(entry: dict[str, Any]) -> None:
+def test_recognise_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
     assert found.names == entry.get("names", [])
     assert found.failures or found.remarks
@@ -59,13 +59,13 @@ def test_a_public_log_is_named_rightly_or_not_at_all(entry: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("entry", PASSED, ids=[entry["about"] for entry in PASSED])
-def test_nothing_is_recognised_in_a_healthy_log(entry: dict[str, Any]) -> None:
+def test_recognise_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
     assert found.names == [] and possible(found) == set()
     assert found.failures == []
 
 
-def test_each_other_cause_that_is_named_is_one_that_a_real_log_shows_or_that_a_rule_tells_apart() -> None:
+def test_required_of_every_ruled_out_by_has_a_literal() -> None:
     """``elsewhere`` takes a name away: only where there is a reason. Its ``unless`` must be findable in one pass."""
     from repro_matrix.external.logs.scan import required
 
@@ -95,7 +95,7 @@ def tails() -> dict[str, tuple[frozenset[str], str]]:
     return found
 
 
-def test_every_published_log_tail_gets_its_right_name_or_none() -> None:
+def test_recognise_of_every_published_log_tail_is_right_or_nothing() -> None:
     wrong, missed, named = [], [], 0
     for tail, (right, where) in tails().items():
         found = answer(tail)

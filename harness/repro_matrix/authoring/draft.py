@@ -1,4 +1,4 @@
-"""The first files of a case: YAML with a proposed signature, and a script that lacks the trigger alone. Pure."""
+"""Draft the first files of a case: YAML with a proposed signature, and a script without its trigger. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {
     "variants": {"unfixed": {"help": f"{TODO}: as the reports do it"},
              "fixed": {"flags": {"fixed": True}, "help": f"{TODO}: the documented fix"}},
 }  # fmt: skip
-KEPT = (
+COPIED = (
     "pass_criteria",
     "requires",
     "steps",
@@ -73,19 +73,19 @@ if __name__ == "__main__":
 '''
 
 
-def case(
+def case_text(
     slug: str, signatures: Sequence[Mapping[str, Any]], shape: Mapping[str, Any], references: Sequence[str] = ()
 ) -> str:
     """The case's file. ``shape``: another case's file, or SHAPE."""
-    made = {"slug": slug, "title": f"{TODO}: what fails", "kind": "failure", "references": list(references),
+    data = {"slug": slug, "title": f"{TODO}: what fails", "kind": "failure", "references": list(references),
             "summary": f"{TODO}: why it fails, in two sentences.",
-            **{key: shape[key] for key in KEPT if key in shape},
+            **{key: shape[key] for key in COPIED if key in shape},
             "signatures": [dict(each) for each in signatures]}  # fmt: skip
-    made["variants"] = made.pop("variants")
-    return yaml.safe_dump(made, sort_keys=False, width=118, allow_unicode=True)
+    data["variants"] = data.pop("variants")
+    return yaml.safe_dump(data, sort_keys=False, width=118, allow_unicode=True)
 
 
-def of_error(error: Error) -> dict[str, Any]:
+def signature_of_error(error: Error) -> dict[str, Any]:
     """The signature that an error of a log proposes: its type, its text without what changes, who raised it."""
     files = [str(frame.get("file")).replace("\\", "/") for frame in error.places]
     places = [file.rpartition("-packages/")[2].partition("/")[0] for file in files if "-packages/" in file]
@@ -115,7 +115,7 @@ def silent(check: str) -> dict[str, Any]:
 
 
 def pattern(text: str) -> str:
-    """A regular expression for this text with other numbers and paths in it."""
+    """A regular expression for this text with any numbers and paths."""
     parts = re.split(r"((?:/[\w.+-]+){2,}|0x[0-9a-fA-F]+|\d+)", text)
     words = {True: r"\S+", False: r"\d+"}
     return "".join(
@@ -124,11 +124,10 @@ def pattern(text: str) -> str:
     )
 
 
-def script_of(text: str, name: str, args: Sequence[str] = ()) -> str:
-    """A script of somebody's own as a case's: what it defines stays, what it does goes into ``body(run)``. ``args``:
-    the arguments that it was started with.
+def script_from(text: str, name: str, args: Sequence[str] = ()) -> str:
+    """Turn a user's script into a case's: its definitions stay, its statements go into ``body(run)``.
 
-    Raises ConfigError with the line where it does not parse."""
+    ``args``: its arguments. Raises ConfigError with the line where it does not parse."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -165,8 +164,8 @@ def script_of(text: str, name: str, args: Sequence[str] = ()) -> str:
     )
 
 
-def own_shape(text: str) -> dict[str, Any]:
-    """The shape of a case whose script is somebody's own."""
+def script_shape(text: str) -> dict[str, Any]:
+    """The shape of a case whose script is a user's."""
     launch = {**SHAPE["launch"], **({"process_group": False} if "init_process_group" in text else {})}
     return {**SHAPE, "pass_criteria": {"kind": "training", "checks": ["finished"]}, "launch": launch}
 

@@ -1,4 +1,4 @@
-"""The first files of a case from what `repro reduce --json` found: of a script, or of another case."""
+"""Draft the first files of a case from the result of `repro reduce --json`: of a script, or of another case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Files:
-    """What `repro new` writes. ``models``: name -> text, of a model that was made smaller."""
+    """The files that `repro new` writes. ``models``: name -> text of a smaller model."""
 
     shape: Json
     script: str
@@ -41,7 +41,7 @@ def read(path: str) -> Json:
         ("case", "overrides") if isinstance(found, dict) and "case" in found else ("script", "nproc", "args")
     )
     if not isinstance(found, dict) or found.get("kind") != "reduced" or not all(key in found for key in keys):
-        raise ConfigError(f"--from-reduction {path}: not what `repro reduce ... --json > {Path(path).name}` writes")
+        raise ConfigError(f"--from-reduction {path}: not a result of `repro reduce ... --json > {Path(path).name}`.")
     return found
 
 
@@ -55,8 +55,8 @@ def files(slug: str, found: Json, path: str) -> Files:
 def _of_script(found: Json, path: str) -> Files:
     lines = found.get("lines") or {}
     text = lines.get("text") or _text(str(found["script"]), path)
-    script = draft.script_of(text, Path(found["script"]).name, [str(arg) for arg in found["args"]])
-    shape = draft.own_shape(text)
+    script = draft.script_from(text, Path(found["script"]).name, [str(arg) for arg in found["args"]])
+    shape = draft.script_shape(text)
     ranks = int(found["nproc"])
     shape = {**shape, "min_ranks": min(2, ranks), "launch": {**shape["launch"], "world_size": ranks}}
     return Files(shape, script, [_signature(found)])
@@ -107,14 +107,14 @@ def _of_case(slug: str, found: Json, path: str) -> Files:
     if name not in known.cases:
         raise unknown("case", name, known.cases, f"--from-reduction {path}")
     selection = overrides.parse(map(str, found["overrides"]))
-    laid = catalogue.load(patches=selection.patches, cases=[name])
-    shape = copy.deepcopy(laid.raw["case"][name])
+    patched = catalogue.load(patches=selection.patches, cases=[name])
+    shape = copy.deepcopy(patched.raw["case"][name])
     for flag, values in selection.flags.items():
         shape["flags"][flag]["default"] = values[0]
     models = {}
     model = (selection.model or shape["axes"]["model"])[0]
-    if laid.raw["model"][model] != known.raw["model"][model]:
-        models[slug] = _model(slug, laid.raw["model"][model], shape.pop("preserve_config", []))
+    if patched.raw["model"][model] != known.raw["model"][model]:
+        models[slug] = _model(slug, patched.raw["model"][model], shape.pop("preserve_config", []))
         model = slug
     shape["axes"] = {"model": [model], "strategy": (selection.strategy or shape["axes"]["strategy"])[:1]}
     launch = shape.setdefault("launch", {})
@@ -124,12 +124,12 @@ def _of_case(slug: str, found: Json, path: str) -> Files:
         shape["steps"] = settings.steps
     if settings.env:
         launch["env"] = {**launch.get("env", {}), **settings.env}
-    own = {"model", "strategy", "stack", "tp_size", "world_size", "env"}
+    other_axes = {"model", "strategy", "stack", "tp_size", "world_size", "env"}
     first = next(iter(shape["variants"]))
     shape["variants"] = {
         variant: {"help": spec.get("help", draft.TODO)} if variant == first else spec
         for variant, spec in shape["variants"].items()
-        if variant == first or (not own & set(spec) and _differs(spec, shape))
+        if variant == first or (not other_axes & set(spec) and _differs(spec, shape))
     }
     script = known.script(known.cases[name]).read_text(encoding="utf-8")
     return Files(shape, script, shape["signatures"], list(shape.get("references", [])), models)

@@ -28,7 +28,7 @@ class Finding:
         return f"{self.file}: {self.key}: {self.text}"
 
 
-def of_texts(file: str, text: str, script: str, code: str) -> list[Finding]:
+def check_texts(file: str, text: str, script: str, code: str) -> list[Finding]:
     """Places that are still to be written, and a script that does not parse."""
     found = [
         Finding(name, f"line {number}", "TODO is left")
@@ -43,7 +43,7 @@ def of_texts(file: str, text: str, script: str, code: str) -> list[Finding]:
     return found
 
 
-def of_case(file: str, case: Case) -> list[Finding]:
+def check_case(file: str, case: Case) -> list[Finding]:
     """Signatures that match anybody's messages, and variants that change more than they say."""
     found = []
     for signature in case.signatures:
@@ -89,7 +89,7 @@ def _in(word: str, said: str) -> bool:
     return word.lower() in said or word.lower().replace("_", " ") in said
 
 
-def of_others(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[Finding]:
+def check_other_cases(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[Finding]:
     """Stored evidence of other cases' unfixed variants that this case's signatures match, undeclared."""
     found: dict[str, Finding] = {}
     for document in documents:
@@ -135,7 +135,7 @@ def _expected(verdict: Verdict | None) -> bool:
     return verdict is not None and verdict.get("expected") == "expected"
 
 
-def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iterable[Document]]) -> list[Finding]:
+def check_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iterable[Document]]) -> list[Finding]:
     """``documents``: launcher -> what was measured by it. A variant that does not help is none where results/expected
     has it so, and one that cannot be measured here none where nothing but this machine or stack is in the way."""
     found: list[Finding] = []
@@ -149,7 +149,7 @@ def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iter
                 if _lacking(name, variant):
                     continue
                 known = _expected(document["verdicts"].get(name))
-                found += _of_variant(file, script, case, name, outcomes, variant["skipped"], launcher, known)
+                found += _check_variant(file, script, case, name, outcomes, variant["skipped"], launcher, known)
     for name, by in seen.items():
         if len({frozenset(kinds) for kinds in by.values()}) > 1:
             said = ", ".join(f"{launcher}: {' and '.join(sorted(kinds))}" for launcher, kinds in by.items())
@@ -163,7 +163,7 @@ def of_attempts(file: str, script: str, case: Case, documents: Mapping[str, Iter
     return list(dict.fromkeys(found))
 
 
-def _of_variant(
+def _check_variant(
     file: str,
     script: str,
     case: Case,
@@ -184,8 +184,8 @@ def _of_variant(
         reason = outcome["reason"].strip().partition("\n")[0][:200]
         if outcome["outcome"] == "infra_error":
             its_own = outcome.get("infra_error") == "script_error"
-            told = "raises its own error" if its_own else "no verdict (is a check missing?)"
-            yield Finding(script if its_own else file, where, f"{told}: {reason}")
+            what = "raises its own error" if its_own else "no verdict (is a check missing?)"
+            yield Finding(script if its_own else file, where, f"{what}: {reason}")
         elif name in ("unfixed", "control"):
             wanted = "reproduced" if name == "unfixed" else "passed"
             if outcome["outcome"] != wanted:

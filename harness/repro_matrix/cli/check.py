@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix.cli import options as arguments
-from repro_matrix.text import counted, log
+from repro_matrix.text import counted
 
 if TYPE_CHECKING:
     from repro_matrix.authoring.ready import Finding
     from repro_matrix.config.catalog import Catalogue
-    from repro_matrix.records.document import Document
 
 TIMES = 3
 
@@ -32,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.authoring import ready
+    from repro_matrix.authoring.measure import measure_case
     from repro_matrix.config import catalog as catalogue
     from repro_matrix.config import project
     from repro_matrix.errors import unknown
@@ -44,18 +42,18 @@ def main(args: argparse.Namespace) -> int:
     case = known.cases[args.case]
     file, script = _file(known, args.case), known.script(case)
     shown, code = _short(file), _short(script)
-    found = ready.of_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
+    found = ready.check_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
     notes: dict[str, dict[str, str]] = {}
     parses = not any("not valid Python" in finding.text for finding in found)
-    found += ready.of_case(shown, case)
+    found += ready.check_case(shown, case)
     for folder in project.published():
-        found += ready.of_others(shown, case, known.cases, Store(folder).documents())
+        found += ready.check_other_cases(shown, case, known.cases, Store(folder).documents())
     if parses and not args.no_run:
-        measured = _measured(args.case, args.times, args.overrides)
+        measured = measure_case(args.case, args.times, args.overrides)
         if measured is None:
             print(f"{case.slug}: interrupted: whether it is ready is unknown. Run it again.", file=sys.stderr)
             return 130
-        found += ready.of_attempts(shown, code, case, measured)
+        found += ready.check_attempts(shown, code, case, measured)
         notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.recorded(measured)}
     found = list(dict.fromkeys(found))
     if args.json:
@@ -83,38 +81,6 @@ def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     known = [f"{variant} {verdict}" for variant, verdict in notes.get("as_recorded", {}).items()]
     if known:
         yield f"  no help, as results/expected says: {', '.join(known)}"
-
-
-def _measured(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]] | None:
-    """Launcher -> its documents; None: interrupted. Raises MeasureError: it could not be measured."""
-    from repro_matrix.config.settings import LauncherName
-    from repro_matrix.errors import MeasureError
-    from repro_matrix.runner import session
-    from repro_matrix.runner import workspace as workplace
-    from repro_matrix.runner.request import ask
-
-    asked = ask([f"case={slug}", *overrides])
-    given = {key for key, _ in asked.selections[0].words}
-    if "stack" not in given and (known := asked.catalogue.cases[slug].requires.stack):
-        asked = asked.having({"stack": known})  # where it is known to reproduce
-        print(f"{slug}: on {known}, where it is known to reproduce", file=sys.stderr, flush=True)
-    stop = threading.Event()
-    found: dict[str, list[Document]] = {}
-    with (
-        workplace.interruptible(stop, log, "nothing is stored"),
-        tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
-    ):
-        for way, launcher in (("forkserver", LauncherName.forkserver), ("torchrun", LauncherName.torchrun)):
-            print(f"{slug}: {counted(times, 'attempt')} a variant, {way}", file=sys.stderr, flush=True)
-            usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{way}"}
-            prepared = session.prepare(asked.having({key: usual[key] for key in usual.keys() - given}))
-            summary = workplace.execute(prepared, lambda event: None, stop, on_warning=log)
-            if summary.problem:
-                raise MeasureError(summary.problem)
-            if stop.is_set():
-                return None
-            found[way] = summary.documents
-    return found
 
 
 def _file(known: Catalogue, slug: str) -> Path:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.authoring import draft, from_reduction
+    from repro_matrix.authoring.files import case_folders, write_files
     from repro_matrix.config import catalog as catalogue
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
@@ -56,55 +55,22 @@ def main(args: argparse.Namespace) -> int:
         references, models = files.references, files.models
     if args.from_script:
         text = _read(args.from_script)
-        script, shape = draft.script_of(text, Path(args.from_script).name), draft.own_shape(text)
+        script, shape = draft.script_from(text, Path(args.from_script).name), draft.script_shape(text)
     if args.from_log:
         signatures = [_signature_of_log(args.from_log, known.cases)]
     if args.like:
         shape = known.raw["case"][args.like]
         script = script if args.from_script else known.script(known.cases[args.like]).read_text(encoding="utf-8")
-    folder, scripts = _folders()
+    folder, scripts = case_folders()
     written = {**{folder.parent / "model" / f"{name}.yaml": text for name, text in models.items()},
-               folder / f"{args.slug}.yaml": draft.case(args.slug, signatures, shape, references),
+               folder / f"{args.slug}.yaml": draft.case_text(args.slug, signatures, shape, references),
                scripts / f"{args.slug.replace('-', '_')}.py": script}  # fmt: skip
     existing = [path for path in written if path.exists()]
     if existing:
         raise ConfigError(f"{existing[0]} exists and is not overwritten. Choose another name.")
-    _write(written)
+    write_files(written)
     print(f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`.")
     return 0
-
-
-def _write(texts: Mapping[Path, str]) -> None:
-    """Write all files, or none. Raises ConfigError."""
-    begun: list[Path] = []
-    try:
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            begun.append(path)
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        for path in begun:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        raise ConfigError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from None
-    for path in begun:
-        print(f"wrote {path}")
-
-
-def _folders() -> tuple[Path, Path]:
-    """The folders of the project's cases and of their scripts."""
-    from repro_matrix.config import project
-    from repro_matrix.paths import CHECKOUT, CONF, REPROS
-
-    here = project.current()
-    if here.conf:
-        folder = here.conf[0] / "case"
-        return folder, here.scripts[0] if here.scripts else folder
-    if not CHECKOUT:
-        raise ConfigError(
-            f'{here.folder}: no repro.toml names the folder of your own cases. Write one: conf = "failures"'
-        )
-    return CONF / "case", REPROS
 
 
 def _signature_of_log(path: str, cases: Any) -> dict[str, Any]:
@@ -119,7 +85,7 @@ def _signature_of_log(path: str, cases: Any) -> dict[str, Any]:
     errors = [failure.error for failure in answer.causes if failure.error.record]
     if not errors:
         raise ConfigError(f"{path}: no rank raises an error in this log. See `repro match {path}`.")
-    return draft.of_error(errors[0])
+    return draft.signature_of_error(errors[0])
 
 
 def _read(path: str) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 
 from repro_matrix.config.schema import Case
 from repro_matrix.external.logs.match import Answer, Failure, Known, VersionRange, normalised, stored
-from repro_matrix.external.logs.scan import Seen
+from repro_matrix.external.logs.scan import Scanned
 from repro_matrix.text import counted
 
 SHOWN = 8  # failures that are listed; --json has all
 EVIDENCE = 160  # characters of a line
 
 
-def log_json(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) -> dict[str, Any]:
+def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]) -> dict[str, Any]:
     """What is known of one log, with stable keys."""
     versions = seen.versions.known
     return {
@@ -50,6 +50,7 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
         "times": error.count,
         "echo": failure.echo,
         "whole": error.whole,
+        "mixed": error.mixed,
         "known": [{"case": item.case, "signature": item.signature} for item in failure.known],
         "perhaps": [
             {"case": item.case, "signature": item.signature, "missing": list(item.missing)} for item in failure.perhaps
@@ -64,7 +65,7 @@ def _stored_json(case: Case, versions: Mapping[str, str]) -> dict[str, Any]:
 # --- as text
 
 
-def log_lines(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) -> list[str]:
+def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]) -> list[str]:
     name = "standard input" if path == "-" else path
     out = [f"{name}: {counted(seen.lines, 'line')}{_versions(seen)}"]
     if seen.unread:
@@ -90,7 +91,7 @@ def log_lines(path: str, seen: Seen, answer: Answer, cases: Mapping[str, Case]) 
     return [*out, *_ended(seen)]
 
 
-def _failure_text(failure: Failure, first: bool, seen: Seen, cases: Mapping[str, Case]) -> list[str]:
+def _failure_text(failure: Failure, first: bool, seen: Scanned, cases: Mapping[str, Case]) -> list[str]:
     error = failure.error
     at = f"line {error.line}{_ranks(failure, seen) if first else _who(failure)}"
     if failure.known:
@@ -113,6 +114,10 @@ def _failure_text(failure: Failure, first: bool, seen: Seen, cases: Mapping[str,
         out.append(f"    {at}")
     if failure.where:
         out.append(f"    raised in {failure.where}")
+    if error.mixed:
+        out.append(
+            "    mixed with lines of another traceback, because no prefix names the rank: its frames are uncertain"
+        )
     for item in failure.known[:1]:
         out += _stored_text(cases[item.case], seen)
     return out
@@ -131,7 +136,7 @@ def _who(failure: Failure) -> str:
     return times + (f", {error.label}" if error.label else "")
 
 
-def _ranks(failure: Failure, seen: Seen) -> str:
+def _ranks(failure: Failure, seen: Scanned) -> str:
     """Of the first failure: which rank was first. Without a rank in the log's lines torchrun's word counts."""
     error = failure.error
     if error.rank is not None:
@@ -143,7 +148,7 @@ def _ranks(failure: Failure, seen: Seen) -> str:
     return f"{_who(failure)}; no line names its rank"
 
 
-def _versions(seen: Seen) -> str:
+def _versions(seen: Scanned) -> str:
     known = seen.versions.known
     words = [f"{name} {version}" for name, version in known.items()]
     words += [f"{name} {' or '.join(found)}" for name, found in seen.versions.unclear.items()]
@@ -152,7 +157,7 @@ def _versions(seen: Seen) -> str:
     return f"; {', '.join(words)}" if words else "; it names no versions"
 
 
-def _stored_text(case: Case, seen: Seen) -> list[str]:
+def _stored_text(case: Case, seen: Scanned) -> list[str]:
     def variants(each: VersionRange) -> list[str]:
         holds = ", ".join(each.holds) or "none"
         others = ", ".join(f"{variant} ({verdict})" for variant, verdict in each.holds_not.items())
@@ -178,7 +183,7 @@ def _stored_text(case: Case, seen: Seen) -> list[str]:
     return out
 
 
-def _ended(seen: Seen) -> list[str]:
+def _ended(seen: Scanned) -> list[str]:
     signals = seen.ended.signals
     if not signals:
         return []

@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import AmbiguousWith, Case, Signature
-from repro_matrix.external.logs.scan import Note, Seen
+from repro_matrix.external.logs.scan import Note, Scanned
 from repro_matrix.external.logs.tracebacks import Error
 from repro_matrix.grading.observation import NO_RECORD, Attempt, Rank, module_names
 from repro_matrix.grading.root_cause import Failures, find_failures, is_peer_error
@@ -91,7 +91,7 @@ class Answer:
         return [failure for failure in self.failures if not failure.echo]
 
 
-def recognise(seen: Seen, catalogue: Catalogue) -> Answer:
+def recognise(seen: Scanned, catalogue: Catalogue) -> Answer:
     """What a log shows, in the catalogue's words."""
     launchers = [error for error in seen.errors if _LAUNCHERS.fullmatch(error.type)]
     own = [error for error in seen.errors if error not in launchers]
@@ -168,7 +168,7 @@ def _framed(frame: Mapping[str, Any]) -> Frame:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Query:
     """A signature as a log can be asked for it: no log shows a rank that said nothing, and few name their backend."""
 
     case: Case
@@ -188,10 +188,10 @@ class Catalogue:
             if signature.kind in ("exception", "signal"):
                 anywhere = signature.model_copy(update={"ranks": "any"})
                 unframed = anywhere.model_copy(update={"frames": []})
-                self.failures.append(_Asked(case, anywhere, ",".join(signature.messages), unframed))
+                self.failures.append(_Query(case, anywhere, ",".join(signature.messages), unframed))
 
 
-def _failure(error: Error, catalogue: Catalogue, seen: Seen) -> Failure:
+def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
     known: list[Known] = []
     perhaps: list[Known] = []
     attempt = _attempt([_rank(0, error)])
@@ -221,7 +221,7 @@ def _failure(error: Error, catalogue: Catalogue, seen: Seen) -> Failure:
     return Failure(error, where(error), tuple(known), () if known else tuple(perhaps))
 
 
-def _missing(asked: _Asked, error: Error, attempt: Attempt, judged: Failures) -> tuple[str, ...] | None:
+def _missing(asked: _Query, error: Error, attempt: Attempt, judged: Failures) -> tuple[str, ...] | None:
     """What the log does not show of a signature that it does not contradict: () where all is there, None where not."""
     signature, less = asked.signature, asked.unframed
     if match_attempt(signature, attempt, judged, asked.backend):
@@ -256,7 +256,7 @@ def strategies_of(error: Error) -> set[str]:
     return found
 
 
-def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Seen) -> bool:
+def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bool:
     """Whether the error itself, or another line of the log, shows that the other cause is not what happened."""
     if ambiguous_with.ruled_out_by is None:
         return False
@@ -274,7 +274,7 @@ def where(error: Error) -> str:
     return f"{names[0]}.{place['function']} ({at})" if len(names) == 1 else f"{place['function']} ({at})"
 
 
-def _remarks(answer: Answer, catalogue: Catalogue, seen: Seen) -> None:
+def _remarks(answer: Answer, catalogue: Catalogue, seen: Scanned) -> None:
     """Warnings that are a known failure's. Who wrote a line of a log only a warning tells; of others the text alone
     counts, where the line begins with it or a logger's name stands before it."""
     for case, signature in catalogue.remarks:

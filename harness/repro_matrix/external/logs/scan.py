@@ -210,7 +210,7 @@ class Ended:
 
 
 @dataclass
-class Seen:
+class Scanned:
     """All that a log shows."""
 
     lines: int = 0
@@ -246,7 +246,7 @@ class Texts:
         )
 
 
-def scan(blocks: Iterable[bytes], texts: Texts) -> Seen:
+def scan(blocks: Iterable[bytes], texts: Texts) -> Scanned:
     """Read a log (blocks of whole lines)."""
     reader = _Reader(texts)
     last: deque[tuple[int, bytes]] = deque(maxlen=LAST)
@@ -268,7 +268,7 @@ def scan(blocks: Iterable[bytes], texts: Texts) -> Seen:
 class _Reader:
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
-        self.seen, self.errors, self.labels = Seen(), Errors(), Labels()
+        self.seen, self.errors, self.labels = Scanned(), Errors(), Labels()
         self.read = 0  # lines that were looked at
         self._notes = 0
 
@@ -295,7 +295,7 @@ class _Reader:
                     start = next(starts, -1)
             at = end
 
-    def end(self, lines: int) -> Seen:
+    def end(self, lines: int) -> Scanned:
         self.errors.end()
         self.seen.lines, self.seen.errors, self.seen.more = (
             lines,
@@ -305,7 +305,7 @@ class _Reader:
         return self.seen
 
 
-def _noted(seen: Seen, line: Line, texts: Texts, kept: int) -> int:
+def _noted(seen: Scanned, line: Line, texts: Texts, kept: int) -> int:
     text = line.text
     if '", line ' in text or HEADER in text:
         seen.versions.read_path(text)
