@@ -19,7 +19,7 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.device_errors import EITHER, classify_device_error
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.runner.engine import Event, Summary
-from repro_matrix.runner.retry import again, lost, settled
+from repro_matrix.runner.retry import plan_retry, resolve_repeated_error, with_gpu_failure
 from test_engine import Fake, engine_of, observation, verdicts
 
 ON_CPU = Profile("cpu", "cpu", "gloo", ())
@@ -276,14 +276,14 @@ def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.
 
 def test_retry_only_after_a_gpu_failure_and_only_once() -> None:
     fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra_error": None, "ranks": []}
-    failed = lost(fine, "gpu3 (GPU-3): Xid 79")
+    failed = with_gpu_failure(fine, "gpu3 (GPU-3): Xid 79")
     assert failed["infra_error"] == {"kind": "gpu_failure", "message": "gpu3 (GPU-3): Xid 79"}
     assert not failed["attempt"]["interrupted"] and fine["infra_error"] is None
-    assert again(failed, ("GPU-3",)) == {"retry_of": failed["infra_error"], "avoid": ("GPU-3",)}
-    assert again({**failed, "attempt": {"retry_of": failed["infra_error"]}}) is None
+    assert plan_retry(failed, ("GPU-3",)) == {"retry_of": failed["infra_error"], "avoid": ("GPU-3",)}
+    assert plan_retry({**failed, "attempt": {"retry_of": failed["infra_error"]}}) is None
     same = {"kind": EITHER, "message": "of another attempt"}
     twice = {**fine, "attempt": {"retry_of": same}, "infra_error": {"kind": EITHER, "message": "?"}}
-    assert settled(twice)["infra_error"] is None, "on other GPUs it came again: it is the program's"
+    assert resolve_repeated_error(twice)["infra_error"] is None, "on other GPUs it came again: it is the program's"
     words_alone = {**twice, "attempt": {"retry_of": {"kind": "gpu_failure", "message": f"{EITHER}: so it says"}}}
-    assert settled(words_alone)["infra_error"], "the kind tells, not how a message begins"
-    assert again(fine) is None and again({**fine, "infra_error": {"kind": "launch", "message": "?"}}) is None
+    assert resolve_repeated_error(words_alone)["infra_error"], "the kind tells, not how a message begins"
+    assert plan_retry(fine) is None and plan_retry({**fine, "infra_error": {"kind": "launch", "message": "?"}}) is None

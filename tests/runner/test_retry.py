@@ -10,7 +10,16 @@ import pytest
 from observations import case, document, failed, observation, ok
 from repro_matrix.launch.device_errors import EITHER
 from repro_matrix.results import document as documents
-from repro_matrix.runner.retry import GPU_FAILURE, LONGER, OTHER_GPUS, TOO_SLOW, again, lost, settled, told
+from repro_matrix.runner.retry import (
+    GPU_FAILURE,
+    LONGER,
+    OTHER_GPUS,
+    TOO_SLOW,
+    describe_retry,
+    plan_retry,
+    resolve_repeated_error,
+    with_gpu_failure,
+)
 
 CASE = case()
 REPRODUCED, PASSED = observation(failed(0), failed(1)), observation(ok(0), ok(1))
@@ -120,36 +129,36 @@ def seen(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", OTHER_GPUS)
 def test_what_a_card_may_have_done_is_made_once_more_on_others(kind: str) -> None:
     why = {"kind": kind, "message": "Xid 79"}
-    assert again(seen(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
-    assert again(seen(why)) == {"retry_of": why, "avoid": ()}
-    assert again(seen(why, retry_of=why)) is None, "never twice"
+    assert plan_retry(seen(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
+    assert plan_retry(seen(why)) == {"retry_of": why, "avoid": ()}
+    assert plan_retry(seen(why, retry_of=why)) is None, "never twice"
 
 
 def test_what_cards_may_be_to_blame_for_has_the_names_that_ranks_and_launcher_give_it() -> None:
     assert OTHER_GPUS == ("gpu_failure", "device", EITHER) and GPU_FAILURE == "gpu_failure"
-    assert again(seen({"kind": "memory", "message": "x"}), ["GPU-1"]) is None, "of the host"
+    assert plan_retry(seen({"kind": "memory", "message": "x"}), ["GPU-1"]) is None, "of the host"
 
 
-def test_what_was_too_slow_gets_a_longer_deadline() -> None:
+def test_plan_retry_timeout_gets_a_longer_deadline() -> None:
     why = {"kind": TOO_SLOW, "message": "still at work"}
-    found = again(seen(why))
+    found = plan_retry(seen(why))
     assert found == {"retry_of": why, "deadline": LONGER * 40}
-    assert told(found) == f"{TOO_SLOW}: still at work; deadline 120 s"
-    assert told({"retry_of": why}) == f"{TOO_SLOW}: still at work"
-    assert again(seen(why, interrupted=True)) is None and again(seen(why, retry_of=why)) is None
-    assert again(seen({"kind": "memory", "message": "m"})) is None is again(seen())
+    assert describe_retry(found) == f"{TOO_SLOW}: still at work; deadline 120 s"
+    assert describe_retry({"retry_of": why}) == f"{TOO_SLOW}: still at work"
+    assert plan_retry(seen(why, interrupted=True)) is None and plan_retry(seen(why, retry_of=why)) is None
+    assert plan_retry(seen({"kind": "memory", "message": "m"})) is None is plan_retry(seen())
 
 
-def test_what_came_again_is_the_programs() -> None:
+def test_repeated_ambiguous_error_is_the_programs() -> None:
     either = {"kind": EITHER, "message": "m"}
-    assert settled(seen(either, retry_of=either))["infra_error"] is None
+    assert resolve_repeated_error(seen(either, retry_of=either))["infra_error"] is None
     for first, second in (
         (either, None),
         ({"kind": GPU_FAILURE}, either),
         (None, either),
         (either, {"kind": GPU_FAILURE}),
     ):
-        assert settled(seen(first, retry_of=second)) == seen(first, retry_of=second)
-    dead = lost(seen(interrupted=True), "it fell off the bus")
+        assert resolve_repeated_error(seen(first, retry_of=second)) == seen(first, retry_of=second)
+    dead = with_gpu_failure(seen(interrupted=True), "it fell off the bus")
     assert dead["infra_error"] == {"kind": GPU_FAILURE, "message": "it fell off the bus"}
     assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40

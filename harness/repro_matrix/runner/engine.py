@@ -37,7 +37,13 @@ from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
 from repro_matrix.runner.attempts import Attempts, EndedAttempt, fault, variant_of
 from repro_matrix.runner.gpu_pool import Driver, GpuPool
-from repro_matrix.runner.retry import again, lost, of_other_code, settled, told
+from repro_matrix.runner.retry import (
+    describe_retry,
+    plan_retry,
+    resolve_repeated_error,
+    with_gpu_failure,
+    with_script_error,
+)
 from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, Capacity, CpuLoad, Schedule, Task, expect, recorded
 
 
@@ -318,10 +324,10 @@ class Engine:
         self.pool.exclude(ended.problems)
         bad = [uuid for uuid, problem in ended.problems.items() if problem.kind == "lost"]
         failed = running.failed or (self._failed(bad) if bad else None)
-        observation = lost(ended.observation, failed) if failed else ended.observation
+        observation = with_gpu_failure(ended.observation, failed) if failed else ended.observation
         edited = self._edited(running.task)
         if edited:
-            observation = of_other_code(observation, edited)
+            observation = with_script_error(observation, edited)
         self._keep(running.task, observation, ended.wall_s, running.gpus)
 
     def _edited(self, task: Task) -> str | None:
@@ -340,12 +346,12 @@ class Engine:
         """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
         if task.retry_of:
             observation["attempt"]["retry_of"] = task.retry_of
-            observation = settled(observation)
+            observation = resolve_repeated_error(observation)
         cell = self._cells[task.cell]
-        changes = again(observation, gpus)
+        changes = plan_retry(observation, gpus)
         if changes:
             self.schedule.repeat(task, changes)
-            why = f"{cell.plan.cell.key} {task.variant} is made once more: {told(changes)}"
+            why = f"{cell.plan.cell.key} {task.variant} is repeated: {describe_retry(changes)}"
             self.on_event(Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1
