@@ -127,7 +127,7 @@ def test_what_is_accepted_and_what_is_refused(
     assert "holds no complete measurement" in accepted("part")[2] and not own.baseline.exists()
     put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
     assert "not published:" in (refused := accepted("dirty")[2]) and "not committed" in refused
-    assert f"  {published['key']} on {published['stack']['name']}: measured on a tree" in refused, "one is named"
+    assert f"  {published['cell_id']} on {published['stack']['name']}: measured on a tree" in refused, "one is named"
     put(tmp_path / "measured")
     other.append("repros/x.py has changed since commit abc")
     assert "measured with other code: repros/x.py has changed since commit abc" in accepted("measured")[2]

@@ -20,7 +20,7 @@ BOOM = {"type": "ValueError", "code_location": "torch.x.f"}
 
 
 def stored(verdict: str = "FIXED", failure_ids: list[dict[str, Any]] | None = None, **changes: Any) -> dict[str, Any]:
-    made = document({"unfixed": PASSED, "fix": PASSED}, {"fix": verdict}, where="m/fsdp", **changes)
+    made = document({"unfixed": PASSED, "fix": PASSED}, {"fix": verdict}, params="m/fsdp", **changes)
     made["verdicts"]["fix"]["failure_ids"] = failure_ids or []
     return made
 
@@ -40,7 +40,7 @@ def test_what_accept_writes_is_backed() -> None:
     assert unbacked(expecting(), [stored()]) == []
     two = [{**VERSIONS, "torch": "2.6.0"}, VERSIONS]
     wide = {**RANGE, "torch": ">=2.6,<2.14"}
-    assert unbacked(expecting(versions=wide, measured=two), [at("2.6.0"), stored()]) == []
+    assert unbacked(expecting(versions=wide, measured_at=two), [at("2.6.0"), stored()]) == []
     up = expecting(verdicts={"fix": "NOT_REPRODUCED"})
     assert unbacked(up, [stored("FIXED_UPSTREAM")]) == [], "which of the two depends on what else is stored"
 
@@ -70,7 +70,7 @@ def test_whatever_is_said_beyond_it_is_named(changes: dict[str, Any], told: str)
 
 
 def test_a_fact_is_backed_by_a_measurement_where_it_was_so() -> None:
-    entry = expecting(facts={"cpu_fp16": False})
+    entry = expecting(capabilities={"cpu_fp16": False})
     for facts, told in (({"cpu_fp16": False}, 0), ({"cpu_fp16": True}, 1), ({}, 1)):
         assert len(unbacked(entry, [stored(hardware={**stored()["hardware"], "capabilities": facts})])) == told
     assert len(unbacked(entry, [stored()])) == 1, "from before there were any"
@@ -89,7 +89,7 @@ def test_what_was_met_is_part_of_it() -> None:
 def test_one_of_several_measurements_of_an_end_is_enough() -> None:
     assert unbacked(expecting(), [stored("NOT_FIXED"), stored()]) == []
     (line,) = unbacked(expecting(), [stored("NOT_FIXED"), stored("SIGNATURE_MISMATCH")])
-    assert line.endswith("was measured as SIGNATURE_MISMATCH or NOT_FIXED")
+    assert line.endswith("was measured as NOT_FIXED or SIGNATURE_MISMATCH")
 
 
 @pytest.mark.parametrize(

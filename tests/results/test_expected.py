@@ -24,9 +24,9 @@ ENTRIES = st.builds(
     verdicts=st.dictionaries(VARIANTS, st.sampled_from(["FIXED", "SIGNATURE_MISMATCH"]), min_size=1),
     cells=st.lists(WORDS, max_size=2),
     hardware=st.sampled_from(["cpu", "gpu1"]),
-    facts=st.dictionaries(WORDS, st.booleans() | st.just("AVX2"), max_size=1),
+    capabilities=st.dictionaries(WORDS, st.booleans() | st.just("AVX2"), max_size=1),
     versions=st.just({"torch": ">=2.13,<2.14"}),
-    measured=st.lists(st.builds(lambda v: {"torch": v}, st.sampled_from(["2.13", "2.6.0"])), min_size=1, max_size=2),
+    measured_at=st.lists(st.builds(lambda v: {"torch": v}, st.sampled_from(["2.13", "2.6.0"])), min_size=1, max_size=2),
     reason=WORDS,
 )
 
@@ -63,11 +63,11 @@ GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured_at=[{"
     "old, new, said",
     [
         ("FIXED", "FIX_HODLS", "FIXED"),
-        ("[FIXED]", "[FIXED, FIXED]", "2 columns for 1 stretches"),
+        ("[FIXED]", "[FIXED, FIXED]", "2 columns for 1 ranges"),
         ("hardware", "hardwear", "hardware"),
-        ("stretches:", "streches:", "ranges"),
+        ("ranges:", "rangess:", "ranges"),
         ("case: some-case", "case: other-case", "must be the file's name"),
-        ("measured_at: [{torch: 2.13.0}]", "measured: []", "measured"),
+        ("measured_at: [{torch: 2.13.0}]", "measured: []", "measured_at"),
     ],
 )
 def test_a_table_that_says_something_else_is_refused_by_its_name(old: str, new: str, said: str) -> None:
@@ -100,9 +100,9 @@ def test_what_no_measurement_shows_is_named() -> None:
     entry = {"verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "measured_at": [versions], "reason": "r"}
     entry["versions"] = {"torch": ">=2.13,<2.14", "transformers": ">=5.23,<5.24"}
     known = case(expect=[entry])
-    held = document({}, {"fix": "FIXED"}, where="m/fsdp")
+    held = document({}, {"fix": "FIXED"}, params="m/fsdp")
     assert unbacked(known, [held]) == []
-    assert unbacked(known, [document({}, {"fix": "FIXED_UPSTREAM"}, where="m/fsdp")])[0].endswith(
+    assert unbacked(known, [document({}, {"fix": "FIXED_UPSTREAM"}, params="m/fsdp")])[0].endswith(
         "fix is expected to be FIXED, and was measured as NOT_REPRODUCED"
     )
     for other in (

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from observations import check, document, observation, ok, record
 from repro_matrix import paths
-from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import project
 from repro_matrix.environment.stacks import spec
@@ -18,8 +15,6 @@ from repro_matrix.launch.attempt import Attempt, private_environment
 from repro_matrix.launch.command_line import torchrun_line
 from repro_matrix.results import local as own_results
 from repro_matrix.results import provenance
-from repro_matrix.results.store import write_json
-from repro_matrix.runner import session
 
 TEAM = Path(__file__).parents[1] / "team"  # a repository with a catalogue of its own
 
@@ -75,7 +70,7 @@ def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None
     assert private_environment(attempt)["PYTHONPATH"] == f"/overlay:{paths.REPROS}"
     words = torchrun_line(attempt)
     assert f"PYTHONPATH=/overlay:{paths.REPROS} " in words and " failures/scripts/odd_batch.py " in words
-    assert "--case failures/case/odd-batch.yaml --variant broken --model failures/model/our-head.yaml" in words
+    assert "--case failures/case/odd-batch.yaml --variant unfixed --model failures/model/our-head.yaml" in words
 
 
 def test_pyproject_serves_as_well_and_not_both(team: Path) -> None:
@@ -127,7 +122,7 @@ def test_a_clash_of_names_names_both_files(team: Path, group: str, name: str) ->
 
 
 def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(team: Path) -> None:
-    table = "case: {}\nstretches: [{{cells: [our-head/by-hand], measured_at: [{{torch: 2.13.0}}], reason: r}}]\n"
+    table = "case: {}\nranges: [{{cells: [our-head/by-hand], measured_at: [{{torch: 2.13.0}}], reason: r}}]\n"
     table += "verdicts: {{drop-last: [FIXED]}}\n"
     folder = team / "results" / "expected"
     folder.mkdir(parents=True)
@@ -200,84 +195,3 @@ def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
     text = export_variant("odd-batch", "drop-last").text
     assert "torch.nn.Linear(4, 2)" in text and "def body(run" in text
     compile(text, "odd_batch.py", "exec")
-
-
-WRITTEN = """case: odd-batch
-stretches:
-- {CELLS, hardware: cpu, versions: {}, measured_at: [{torch: 2.13.0}], reason: said so}
-verdicts: {drop-last: [NOT_FIXED]}
-"""
-
-
-@pytest.mark.parametrize("cells", ["cells: [our-head/by-hand]", "cells: []", "cells: ['*/*']"])
-def test_an_expectation_that_no_measurement_shows_is_not_believed(team: Path, cells: str) -> None:
-    file = team / "results" / "expected" / "odd-batch.yaml"
-    file.parent.mkdir(parents=True)
-    assert session.prepare(["case=odd-batch"], build_stacks=False).left_out == []
-    file.write_text(WRITTEN.replace("CELLS", cells))
-    prepared = session.prepare(["case=odd-batch"], build_stacks=False)
-    assert prepared.catalogue.cases["odd-batch"].expect == [], "NOT_FIXED would be as expected"
-    (told,) = prepared.left_out  # the run says so at its end, and ends with 3
-    assert told.startswith(f"{file}: not believed: odd-batch: ")
-    assert session.prepare(["case=ddp-unfinished-reduction"], build_stacks=False).left_out == []
-
-
-def measured(team: Path, verdict: str) -> None:
-    """A document of the case in the user's own baseline, as `repro accept` leaves it: all of it but the verdict."""
-    ranks = [ok(rank, record=record(rank, checks=[check("sum")])) for rank in (0, 1)]
-    passed = [("passed", observation(*ranks))]
-    made = document(
-        {"unfixed": passed, "drop-last": passed},
-        {"drop-last": verdict},
-        case="odd-batch",
-        model="our-head",
-        strategy="by-hand",
-        where="our-head/by-hand",
-        key="odd-batch/our-head-by-hand",
-    )
-    path = team / "results/baseline/cpu/torch2.13.0-tf5.23.0-abc/odd-batch/our-head-by-hand.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, made)
-
-
-def test_who_reads_results_believes_no_such_expectation_either(
-    team: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A forged table made a report green (``expected``), and of a case's own mistake an answer
-    (``SIGNATURE_MISMATCH``)."""
-    monkeypatch.setenv("REPRO_CACHE", str(team.parent / "cache"))
-    file = team / "results" / "expected" / "odd-batch.yaml"
-    run = team / "run"
-    measured(team, "NOT_REPRODUCED")
-    shutil.copytree(team / "results/baseline", run)
-    found: dict[str, dict[str, object]] = {}
-    for name, text in (
-        ("none", None),
-        ("believed", WRITTEN.replace("NOT_FIXED", "NOT_REPRODUCED").replace("versions: {}", ENDS)),
-        ("forged", WRITTEN),
-        ("wide", WRITTEN.replace("NOT_FIXED", "NOT_REPRODUCED")),
-    ):
-        if text:
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text.replace("CELLS", "cells: [our-head/by-hand]"))
-        told = []
-        for words in (
-            ["report", str(run), "--format", "json"],
-            ["claims", "--from", str(run)],
-            ["diff", str(run), str(run)],
-        ):
-            assert cli.main(words) == 0
-            said = capsys.readouterr()
-            told.append(f"{file}: not believed: odd-batch: " in said.err)
-            if words[0] == "report":
-                (row,) = [row for row in json.loads(said.out)["rows"] if row["variant"] == "drop-last"]
-        found[name] = {"told": told, "expected": row["expected"]}
-    assert found == {
-        "none": {"told": [False] * 3, "expected": "no_expectation"},
-        "believed": {"told": [False] * 3, "expected": "expected"},
-        "forged": {"told": [True] * 3, "expected": "no_expectation"},
-        "wide": {"told": [True] * 3, "expected": "no_expectation"},
-    }
-
-
-ENDS = "versions: {torch: '>=2.13,<2.14', transformers: '>=5.23,<5.24'}"

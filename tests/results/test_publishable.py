@@ -22,7 +22,7 @@ def cell(verdict: str = "FIXED", attempts: int = 3, **changes: Any) -> dict[str,
         variant: [(name, observation(ok(0)))] * attempts
         for variant, name in (("unfixed", "reproduced"), ("fix", "passed"))
     }
-    return document(variants, {"fix": verdict}, key="some-case/m-fsdp", **changes)
+    return document(variants, {"fix": verdict}, cell_id="some-case/m-fsdp", **changes)
 
 
 def provenance(**changes: Any) -> dict[str, Any]:

@@ -26,7 +26,8 @@ Stored = dict[str, Any]
 def cell(release: str, verdict: str = "FIXED", where: str = "m/fsdp", **changes: Any) -> Stored:
     made = document(
         {name: [("reproduced", observation(failed(0)))] for name in ("unfixed", "fix", "other-fix")},
-        {"fix": verdict, "other-fix": "NOT_FIXED"}, where=where, key=f"some-case/{where.replace('/', '-')}", **changes,
+        {"fix": verdict, "other-fix": "NOT_FIXED"},
+        params=where, cell_id=f"some-case/{where.replace('/', '-')}", **changes,
     )  # fmt: skip
     made["stack"] = {
         **made["stack"],
@@ -134,8 +135,8 @@ def test_a_stack_built_anew_replaces_what_it_answered_under_its_older_label() ->
     found = decide([old, other], [new])
     assert (list(found.written), found.dropped) == ([place(new)], [place(old)])
     fewer = {**new, "variants": {name: new["variants"][name] for name in ("unfixed", "fix")}}
-    ambiguous_with = {**new, "stack": {**new["stack"], "name": "base+transformers@4.38"}}
-    assert [decide([old], [one]).dropped for one in (fewer, ambiguous_with)] == [[], []]
+    relabelled = {**new, "stack": {**new["stack"], "name": "base+transformers@4.38"}}
+    assert [decide([old], [one]).dropped for one in (fewer, relabelled)] == [[], []]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -151,7 +152,7 @@ def test_what_is_replaced_says_nothing_any_more() -> None:
     """Its table spoke for both, and for a release that no document of it shows."""
     old, new = cell("4.38.0"), cell("4.38.0", "NOT_FIXED")
     new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
-    assert "FIXED" not in str(decide([old], [new]).tables["some-case"])
+    assert "[FIXED]" not in str(decide([old], [new]).tables["some-case"])
 
 
 def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:

@@ -68,7 +68,7 @@ def test_other_stacks_and_cells_are_lines_of_their_own() -> None:
     assert [entry.cells for entry in expectations(found, "x")] == [["m/fsdp", "other/fsdp"]]
     cells[1] = document("4.38.1", "FIXED", where="other/fsdp")  # the same range, and measured with another release
     found = [item for d in cells for item in measured(KNOWN, d, d["params"])]
-    ends = [(e.cells, [end["transformers"] for end in e.measured]) for e in expectations(found, "x")]
+    ends = [(e.cells, [end["transformers"] for end in e.measured_at]) for e in expectations(found, "x")]
     assert ends == [(["m/fsdp"], ["4.38.0"]), (["other/fsdp"], ["4.38.1"])]
 
 

@@ -210,7 +210,7 @@ def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
 def test_two_runs_overwrite_nothing_and_readers_follow(
     scratch: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
 ) -> None:
-    words = ["ddp-unfinished-reduction", "variants=[broken]", "hardware=cpu"]
+    words = ["ddp-unfinished-reduction", "variants=[unfixed]", "hardware=cpu"]
     found = []
     for _ in range(2):
         assert cli.main(["run", *words]) == 0

@@ -259,14 +259,14 @@ def test_store_names_a_link_in_place_of_a_document(
         for case in ("some-case", "train-step"):
             at = root / hardware / "s" / case / "m.json"
             at.parent.mkdir(parents=True)
-            at.write_text(json.dumps({**document(1), "case": case, "key": f"{case}/m-{hardware}"}))
+            at.write_text(json.dumps({**document(1), "case": case, "cell_id": f"{case}/m-{hardware}"}))
     path = root / below
-    path.rename(tmp_path / "ambiguous_with")
+    path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / target)
     (root / "latest").symlink_to("nowhere")
     store = Store(root)
     found = len(list(store.documents()))
-    if path.suffix and target == "ambiguous_with":  # a link to a document is one
+    if path.suffix and target == "elsewhere":  # a link to a document is one
         assert (found, store.damaged) == (4, [])
         return
     assert found == left and [f"{path}: damaged (a link that leads to " in told for told in store.damaged] == [True]

@@ -13,7 +13,7 @@ from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError, unknown
 from repro_matrix.report import listing
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_notes
-from repro_matrix.results import local, runs, unshown
+from repro_matrix.results import local, runs
 from repro_matrix.results.summary import load_rows
 
 
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     selection = overrides.parse([word for word in args.overrides if "=" in word])
     settings = compose_run(selection.run)
     catalogue = catalogues.load()
-    print_notes([*(f"left out: {text}" for text in catalogue.left_out), *unshown.dropped(catalogue)])
+    print_notes([f"left out: {text}" for text in catalogue.left_out])
     cases = [catalogue.cases[name] for name in overrides.expand("case", selection.case, catalogue.cases)]
     if args.source and not Path(args.source).is_dir():
         raise ResultsError(f"--from {args.source}: no such folder")

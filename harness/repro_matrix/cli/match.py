@@ -26,14 +26,13 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.external.logs.scan import Texts, scan
     from repro_matrix.report.log_matches import log_json, log_lines
     from repro_matrix.report.terminal import print_json, print_notes
-    from repro_matrix.results import unshown
 
     for word in args.logs:
         name, _, value = word.partition("=")
         if value and not Path(word).exists() and (name in ("log", "logs", "file") or Path(value).exists()):
             raise ConfigError(f"{word!r} is not a file. Name logs without a key: repro match {value}")
     known = catalogue.load()
-    print_notes([*(f"left out: {text}" for text in known.left_out), *unshown.dropped(known)])
+    print_notes([f"left out: {text}" for text in known.left_out])
     cases = known.cases
     signatures, texts = Catalogue(cases), Texts(cases.values())
     found = []

@@ -70,7 +70,7 @@ def _machines(documents: Iterable[Cell]) -> Iterable[Refusal]:
 
 
 def _where(document: Cell) -> str:
-    return f"{document.get('key') or document['case']} on {document['stack']['name']}"
+    return f"{document.get('cell_id') or document['case']} on {document['stack']['name']}"
 
 
 def inconsistencies(document: Cell) -> Iterable[str]:

@@ -34,20 +34,6 @@ def code_state() -> tuple[str | None, bool]:
     return _state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"]) if CHECKOUT else (None, False)
 
 
-def changed(folder: Path, *more: Path) -> list[Path]:
-    """Files of folders that differ from the commit, also those that are gone or new; [] outside a repository."""
-    below = (".", *(os.path.relpath(each, folder) for each in more))
-    said = _git(folder, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", *below)
-    top = _git(folder, "rev-parse", "--show-toplevel") if said else None
-    return sorted(Path(top) / line[3:] for line in (said or "").split("\0") if line) if top else []
-
-
-def differing(folder: Path) -> list[str]:
-    """The beginnings of the lines, on either side, in which a folder's files differ from the commit."""
-    said = _git(folder, "diff", "--no-color", "--no-ext-diff", "--no-renames", "--text", "-U0", "HEAD", "--", ".") or ""
-    return [line[1:200] for line in said.split("\n") if line[:1] in ("+", "-")]
-
-
 def _state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
     """(commit, whether one of the paths differs from it); (None, False) outside a repository, and where git cannot say
     whether they differ: then it is not known which code it is."""

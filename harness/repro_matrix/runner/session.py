@@ -26,7 +26,7 @@ from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import local, unshown
+from repro_matrix.results import local
 from repro_matrix.runner import shards
 from repro_matrix.runner.engine import Later
 from repro_matrix.runner.prerequisites import Prerequisites
@@ -125,7 +125,6 @@ def prepare(
     """
     request = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = request.catalogue, replace(request.settings)
-    not_believed = unshown.dropped(catalogue, {cell.case for cell in request.cells})
     machine = machine_module.detect()
     planned = False
     if plan_only:
@@ -166,7 +165,7 @@ def prepare(
     if part:
         repeat = {slug: settings.repeat or catalogue.cases[slug].repeat for slug in {cell.case for cell in cells}}
         prepared.shard = shards.manifest(part, request.selections[0], repeat, cells)
-    prepared.left_out = [*request.left_out, *not_believed]
+    prepared.left_out = list(request.left_out)
     prepared.elsewhere = {why: len(group) for why, group in placed.elsewhere.items()}
     for what in sorted({text for text in missing.values() if text and overlap}):
         group = [cell for cell in cells if missing[cell] == what]
