@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from repro_matrix.config.schema import Case
+from repro_matrix.grading.observation import module_names
 from repro_matrix.grading.outcome import Outcome
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
@@ -15,8 +16,11 @@ PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed b
 
 
 def frame(module: str, function: str, file: str | None = None) -> dict[str, Any]:
-    where = file if file is not None else f"{SITE}/{module.replace('.', '/')}.py"
-    return {"file": where, "line": 1, "function": function, "module": module, "code": ""}
+    """A frame as the kit records it: with the installed module that it lies in, by its path."""
+    path = file if file is not None else f"{SITE}/{module.replace('.', '/')}.py"
+    location = module_names(path)[0] if "-packages/" in path else ""
+    location = f"repros.{path.rpartition('/repros/')[2]}" if "/repros/" in path else location
+    return {"file": path, "line": 1, "function": function, "module": module, "code_location": location, "code": ""}
 
 
 SCRIPT = frame("__main__", "body", "/home/me/project/repros/some_case.py")

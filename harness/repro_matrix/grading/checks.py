@@ -1,16 +1,14 @@
 """Evaluate one check of a rank's record; the rank's own ``passed`` is never trusted. Pure.
 
-A check holds ``got``, ``want``, ``tolerance``, ``looked_at``, ``at`` and ``passed``. There are two kinds:
+A check holds ``actual``, ``expected``, ``tolerance``, ``subject``, ``at`` and ``passed``. There are two kinds:
 
-- numbers (one, or a flat list) with a ``tolerance``: it passes when every |got - want| <= tolerance;
-- anything else, without a tolerance: it passes when got and want are the same JSON; ``looked_at`` names the subject.
+- numbers (one, or a flat list) with a ``tolerance``: it passes when every |actual - expected| <= tolerance;
+- anything else, without a tolerance: it passes when both are the same JSON; ``subject`` names what was compared.
 
 ``failed`` is a statement about what was tested: numbers that are too far apart, or not finite (NaN, an overflow).
 ``void`` is a defect of the check itself, which is no evidence: text where a number belongs, lists of different lengths,
-no tolerance or one that even a zero would pass, no ``looked_at``, a ``passed`` that contradicts the numbers, a check
+no tolerance or one that even a zero would pass, no ``subject``, a ``passed`` that contradicts the numbers, a check
 made after the script was done, or made twice.
-
-Records of schema 1 hold ``passed`` and texts only: their ``passed`` is taken as it is.
 """
 
 from __future__ import annotations
@@ -33,22 +31,17 @@ class CheckResult:
     name: str
     state: State
     details: str
-    severity: float = 0.0  # |got - want| / tolerance: orders failed checks
+    severity: float = 0.0  # |actual - expected| / tolerance: orders failed checks
 
     @property
     def failed(self) -> bool:
         return self.state == "failed"
 
 
-def evaluate(check: Mapping[str, Any], schema: int = 2, done_at: float | None = None) -> CheckResult:
+def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckResult:
     """Evaluate a check; ``done_at``: when the script was done, on the clock of the check's ``at``."""
     name = check.get("name")
     name = name if isinstance(name, str) and name else "?"
-    if schema == 1:
-        details = f"got {check.get('actual')}, want {check.get('expected')}"
-        if check.get("passed") is True:
-            return CheckResult(name, "passed", details)
-        return CheckResult(name, "failed" if check.get("passed") is False else "void", details, math.inf)
     compare = _compare_numbers if check.get("tolerance") is not None else _compare_values
     state, details, severity = compare(check)
     if state != "void" and check.get("passed") is not (state == "passed"):

@@ -8,8 +8,6 @@ evidence about the option that it names. Four questions are asked of an attempt 
   given more GPUs than ranks?
 - whatever else the case's proof lists (``effects``), or a rank measured: is the number within its bounds?
 - the flags and options that the variant changes: did some rank read them?
-
-Observations whose settings hold no promises are older than this check: nothing is asked of them.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ def missing_effect(case: Case, variant: str, attempt: Attempt) -> str | None:
     strategy = attempt.settings.get("strategy", {})
     invariants = strategy.get("invariants")
     if not invariants:
-        recent = attempt.recent or any(rank.schema > 1 for rank in attempt.ranks)
-        return "its settings hold no promises of the strategy" if recent else None
+        return "its settings hold no promises of the strategy"
     changed = case.variants[variant].invariants if variant in case.variants else None
     promised = {**invariants, **(changed.model_dump(exclude_unset=True) if changed else {})}
     return (

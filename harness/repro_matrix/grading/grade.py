@@ -294,7 +294,7 @@ def _wrong_steps(attempt: Attempt) -> Finding | None:
     """Refuse a count of steps that was compared with another number than the attempt was to make."""
     steps = attempt.settings.get("steps")
     for rank in attempt.ranks:
-        for check in rank.record["checks"] if rank.schema > 1 else []:
+        for check in rank.record["checks"]:
             if steps is not None and check["name"] == "steps" and check.get("expected") != steps:
                 reason = f"check steps on rank {rank.rank} wanted {check.get('expected')}, the attempt {steps}"
                 return _no_evidence("missing_check", reason, check="steps")
@@ -306,7 +306,7 @@ def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
     missing: dict[str, list[int]] = {}
     for rank in attempt.ranks if case.pass_criteria.ranks == "all" else attempt.ranks[:1]:
         made = {check.name for check in rank.checks}
-        for name in rank.required_checks(case.pass_criteria.checks, attempt.settings):
+        for name in case.pass_criteria.checks:
             if name not in made:
                 missing.setdefault(name, []).append(rank.rank)
     return missing

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from repro_matrix.grading.checks import CheckResult, evaluate
-from repro_matrix.records.observation import Observation, Settings
+from repro_matrix.records.observation import Observation
 from repro_matrix.records.observation import Rank as RankData
 from repro_matrix.records.rank import Exception_, Record
 
@@ -213,7 +213,7 @@ class LogEntry(NamedTuple):
     file: str
     module: str
     logger: str = ""
-    origin: str | None = None  # the installed module that logged it; None: an older record
+    origin: str | None = None  # the installed module that logged it; None: not known
 
     def comes_from(self, package: str) -> bool:
         """Whether the package logged it: by the origin of the code that did (anybody can use a logger's name).
@@ -248,7 +248,6 @@ class Rank:
         self.record_error = _record_error(data)  # why the record is not evidence; ""
         self.wrote = record is not None and not self.record_error
         self.record: Record = record if record is not None and self.wrote else NO_RECORD
-        self.schema = 1 if self.record.get("schema", 1) == 1 and "done_at" not in self.record else 2
         self.done = self.record["done"]
         self.log_tail = data["log_tail"]
         self.stack = data["stack"] or ""
@@ -268,9 +267,7 @@ class Rank:
     def checks(self) -> list[CheckResult]:
         """What the rank checked, evaluated. Checks of the same name are void, except those that failed."""
         done_at = number(self.record.get("done_at"))
-        results = [evaluate(check, self.schema, done_at) for check in self.record["checks"]]
-        if self.schema == 1:
-            return results
+        results = [evaluate(check, done_at) for check in self.record["checks"]]
         count = Counter(one.name for one in results)
         return [
             replace(one, state="void", details=f"made {count[one.name]} times; {one.details}")
@@ -278,10 +275,6 @@ class Rank:
             else one
             for one in results
         ]
-
-    def required_checks(self, checks: list[str], settings: Settings) -> list[str]:
-        """The case's checks; for a record of schema 1 those that were required when it was written."""
-        return settings.get("pass_criteria", {}).get("checks", checks) if self.schema == 1 else checks
 
     @cached_property
     def log_entries(self) -> list[LogEntry]:
@@ -348,8 +341,6 @@ class Attempt:
         self.settings = attempt["settings"]
         self.strategy = self.settings.get("strategy", {}).get("slug", "")
         self.planned = attempt.get("versions", {})  # the releases that it was planned with
-        # Made by an engine of today: its strategy's settings hold promises.
-        self.recent = "versions" in attempt or "fingerprint" in attempt
         self.accelerator = self.settings.get("device", "")
         self.infra_error = observation["infra_error"]
         self.command_exit = observation.get("command_exit")  # of a user's script

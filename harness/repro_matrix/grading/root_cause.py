@@ -165,8 +165,6 @@ def script_error(attempt: Attempt, failures: Failures) -> str | None:
 def _script_frame(raised: RaisedException) -> CodeLocation | None:
     """Return the frame to blame when it is the script's, or pretends to be an installed file's; else None."""
     for frame in reversed(raised.frames):
-        if frame.origin is None:
-            return None  # an older record
         if frame.is_project or (not frame.origin and "-packages/" in frame.file):
             return frame
         if frame.origin and frame.origin.partition(".")[0] not in sys.stdlib_module_names:

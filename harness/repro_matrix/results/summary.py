@@ -676,7 +676,7 @@ def _checks(ranks: Sequence[Rank]) -> Iterator[Check]:
     for rank in ranks:
         record = rank["record"] or NO_RECORD
         for check in record["checks"]:
-            state = checks.evaluate(check, record.get("schema", 1), number(record.get("done_at"))).state
+            state = checks.evaluate(check, number(record.get("done_at"))).state
             one = Check(
                 check["name"], state, _short(check.get("actual")), _short(check.get("expected")),
                 _short(check.get("tolerance")), str(check.get("subject") or "")[:200], (),
