@@ -178,7 +178,7 @@ def test_tables_off_a_terminal_have_no_colour_and_fold(
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = call(capsys, "list", "case=qwen15-fsdp-norm-shard")
     assert "\x1b" not in out
-    assert "RMSNorm meets a sharded weight when the root FSDP forward is bypassed" in " ".join(out.split())
+    assert "RMSNorm finds a sharded weight when the root FSDP forward is bypassed" in " ".join(out.split())
 
 
 def test_an_error_stops_git_bisect_and_is_no_bad_commit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ TEXT: dict[str, Any] = {"tolerance": None, "actual": "a", "expected": "a"}
         ({**TEXT, "expected": "b", **BAD}, "failed"),
         ({**TEXT, "expected": "b"}, "void"),
         ({**TEXT, "subject": " "}, "void"),
+        ({"tolerance": -0.1, "actual": 2.0, **BAD}, "void"),
         ({**TEXT, "subject": None}, "void"),
         ({"tolerance": None, "actual": True, "expected": True}, "passed"),
         ({"tolerance": None, "actual": [[1, 2]], "expected": [[1, 2]]}, "passed"),

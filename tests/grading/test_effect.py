@@ -64,6 +64,12 @@ def test_what_took_effect_is_clean() -> None:
     assert grade(known, "unfixed", attempt(), [known]).outcome == "passed"
 
 
+def test_last_measurement_of_a_rank_counts() -> None:
+    known, seen = training(), attempt()
+    seen["ranks"][1]["record"]["effects"].insert(0, {"what": "parameters", **held(1000)})
+    assert grade(known, "unfixed", seen, [known]).outcome == "passed"
+
+
 def test_what_did_not_take_effect_is_no_evidence() -> None:
     known = training()
     outcome = grade(known, "unfixed", attempt({"parameters": held(1000)}, every=True), [known])

@@ -306,3 +306,9 @@ def test_order_of_attempts_does_not_matter(unfixed: list[str], fix: list[str], r
     random.shuffle(fix)
     after = judged(unfixed, fix)
     assert (before.name, before.interval) == (after.name, after.interval)
+
+
+def test_known_failure_beside_the_reproduced_one_does_not_name_the_verdict() -> None:
+    beside = outcome("reproduced", recognized=(Recognized("other", "s", (0,), "exception", "m"),))
+    found = judge_pair("some-case", [outcome("reproduced")], [beside])
+    assert (found.name, found.named_case) == ("NOT_FIXED", None)

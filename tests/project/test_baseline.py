@@ -145,7 +145,7 @@ def test_published_measurements_are_judged_now_as_when_they_were_stored() -> Non
 def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
     for document in judged().documents:
         case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
-        at = (document["stack"]["versions"], hardware["profile"], hardware["facts"])
+        at = (document["stack"]["versions"], hardware["profile"], hardware.get("capabilities", {}))
         for variant, stored in document["verdicts"].items():
             wanted = expect.expected(case, document["params"], variant, *at)
             found = verdict.Verdict(
