@@ -34,7 +34,7 @@ def commands() -> str:
     from repro_matrix.cli import main as cli
 
     parts = ["# Commands", "Generated from `repro COMMAND --help`."]
-    for command in cli.VERBS:
+    for command in cli.COMMANDS:
         text = cli.command_parser(command)[1].format_help()
         parts.append(f"## repro {command}\n\n```text\n{text.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"

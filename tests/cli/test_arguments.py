@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
 import pytest
 from hypothesis import given
@@ -13,10 +12,9 @@ from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError
 
 
-def parser(verb: str) -> arguments.Parser:
-    made = arguments.Parser(prog=f"repro {verb}", allow_abbrev=False)
-    importlib.import_module(f"repro_matrix.cli.{cli.VERBS[verb][0]}").configure(made)
-    return made
+def parser(command: str) -> arguments.Parser:
+    built: arguments.Parser = cli.command_parser(command)[1]
+    return built
 
 
 @pytest.mark.parametrize(
@@ -39,12 +37,12 @@ def test_what_is_no_option_is_told_what_it_may_be_and_nothing_far_fetched(
     assert said in capsys.readouterr().err
 
 
-def test_every_verb_has_its_arguments_in_its_module() -> None:
-    for verb in cli.VERBS:
-        assert parser(verb).format_help()
+def test_every_command_has_its_arguments_in_its_module() -> None:
+    for command in cli.COMMANDS:
+        assert parser(command).format_help()
 
 
-def test_help_imports_no_verb() -> None:
+def test_help_imports_no_command() -> None:
     import subprocess
     import sys
 

@@ -102,9 +102,9 @@ def test_axis_that_does_not_exist(conf: Path, repros: Path, axis: str, wrong: st
 
 
 def test_kept_key_that_the_model_does_not_have(conf: Path, repros: Path) -> None:
-    edit(conf, NORM, "keeps: [hidden_size]", "keeps: [hiden_size]")
+    edit(conf, NORM, "preserve_config: [hidden_size]", "preserve_config: [hiden_size]")
     text = complaint(conf, repros)
-    assert "qwen15-fsdp-norm-shard.yaml: keeps" in text and "did you mean 'hidden_size'" in text
+    assert "qwen15-fsdp-norm-shard.yaml: preserve_config" in text and "did you mean 'hidden_size'" in text
 
 
 def test_claim_about_an_variant_that_does_not_exist(conf: Path, repros: Path) -> None:
@@ -151,10 +151,10 @@ def test_an_unchanged_file_is_parsed_once_and_a_changed_one_again(conf: Path, mo
 
 
 def test_settings_are_composed_anew_when_their_file_changed(conf: Path) -> None:
-    first = compose_run(["variants=[broken]"], conf)
+    first = compose_run(["variants=[unfixed]"], conf)
     assert first.seed == 0 and first.variants is not None
     first.variants.append("another")  # the caller's own
     first.env["X"] = "y"
-    assert compose_run(["variants=[broken]"], conf) == RunSettings(variants=["unfixed"])
+    assert compose_run(["variants=[unfixed]"], conf) == RunSettings(variants=["unfixed"])
     edit(conf, "config.yaml", "seed: 0", "seed: 1")
-    assert compose_run(["variants=[broken]"], conf).seed == 1
+    assert compose_run(["variants=[unfixed]"], conf).seed == 1

@@ -71,7 +71,7 @@ def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
                 attempt["outcome"] = judged
         path = root / "cpu" / "stack" / "c" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**result, "case": "c", "key": f"c/{name}"})
+        write_json(path, {**result, "case": "c", "cell_id": f"c/{name}"})
     return root
 
 
@@ -89,7 +89,7 @@ def test_catalogue_differences_names_every_difference(tmp_path: Path) -> None:
     other = folder(tmp_path / "other", m={"unfixed": [reproduced("t")], "fix": [PASSED], "other": [error("KeyError")]})
     assert list(catalogue.differences(one, same)) == []
     assert [line.split(":")[0] for line in catalogue.differences(one, other)] == [
-        "c/m broken", "c/m fix", "c/m other", "c/n broken"
+        "c/m unfixed", "c/m fix", "c/m other", "c/n unfixed"
     ]  # fmt: skip
 
 

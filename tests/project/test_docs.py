@@ -68,7 +68,7 @@ def test_command_parses(name: str) -> None:
 
 def test_every_command_has_an_example() -> None:
     shown = {arguments[1] for arguments in COMMANDS.values() if arguments[0] == "repro"}
-    assert not cli.VERBS.keys() - shown
+    assert not cli.COMMANDS.keys() - shown
 
 
 def test_make_targets_exist() -> None:
@@ -117,7 +117,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.xdist_group("docs")
 def test_site_lists_every_command_and_key(site: Path) -> None:
     pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html")}
-    assert not [command for command in cli.VERBS if f"repro {command}" not in pages["commands"]]
+    assert not [command for command in cli.COMMANDS if f"repro {command}" not in pages["commands"]]
     assert not [
         key for key in schema.Case.model_fields if f"<code>{key}</code>" not in pages["case"] and key != "expect"
     ]

@@ -1,4 +1,7 @@
-"""`repro`: which verb, and exit codes. Each verb's module has its arguments, imported only when it is asked for."""
+"""The `repro` command: choose the command's module, and turn errors into exit codes.
+
+A command's module has ``configure(parser)`` and ``main(args)``. It is imported only when that command runs.
+"""
 
 from __future__ import annotations
 
@@ -13,71 +16,70 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.errors import ReproError, nearest
+from repro_matrix.errors import ConfigError, ReproError, nearest
 
-# verb -> (module in harness/verbs with configure(parser) and main(args), one line of help)
-VERBS = {
-    "list": ("list", "the cells of a selection, and which of them cannot run here"),
-    "show": ("show", "one case: variants, signatures, claims, the command that reproduces each variant by hand"),
-    "run": ("run", "one case, all its variants, live"),
-    "matrix": ("matrix", "every cell of a selection; the final table says what reproduces, with and without each fix"),
-    "versions": ("versions", "in which releases of a package each variant of a case reproduces, from measurement"),
-    "bisect": ("bisect", "which release, package or commit changed the answer; ends with a report to paste"),
-    "reduce": ("reduce", "the smallest trigger of a failure: settings, model size, ranks, a script's statements"),
-    "diff": ("diff", "compare two runs, stacks or machines: failures, fixes, error text, coverage, time, memory"),
-    "nightly": ("nightly", "compare a nightly run with the last passing one; an issue for each changed case"),
-    "merge": ("merge", "the results of all shards of a run in one folder; says which is missing"),
-    "upgrade": ("upgrade", "what changes between two stacks, and which package and release changed it"),
-    "match": ("match", "which known failures a training log shows, and which fixes hold by stored measurement"),
-    "new": ("new", "the first files of a case: YAML with a proposed signature, and a script"),
-    "check": ("check", "run a case several times, warm and cold: what is not ready about it"),
-    "export": ("export", "one variant as one script without the kit, with versions and what to expect, for an issue"),
-    "claims": ("claims", "the ledger: what the write-ups claim, and what measurement says"),
-    "report": ("report", "one page of what was measured, a static site, or JUnit, Markdown, JSON, CSV"),
-    "stack": ("stack", "software stacks: list, show, lock, build, prune"),
-    "doctor": ("doctor", "what this machine can run, and why not the rest"),
-    "accept": ("accept", "publish measured results as the baseline and as the cases' expectations"),
-    "regrade": ("regrade", "grade stored evidence anew, and report every difference from its summary"),
+GROUPS = {
+    "run": {
+        "run": "run one case live, with all its variants",
+        "matrix": "run every cell of a selection; report what reproduces, with and without each fix",
+        "doctor": "report what this machine can run, and the reason for each skip",
+    },
+    "explore": {
+        "list": "list the cases and cells of a selection",
+        "show": "show one case: variants, signatures, claims, torchrun commands",
+        "claims": "show which upstream claims the stored measurements support or refute",
+        "report": "write the results as a page, a site, JUnit, Markdown, JSON or CSV",
+        "match": "find known failures in a training log, and the fixes that were measured for them",
+        "diff": "compare two runs, stacks or machines",
+        "nightly": "compare a nightly run with the last passing one; draft an issue per changed case",
+    },
+    "search": {
+        "versions": "measure in which releases of a package each variant of a case reproduces",
+        "bisect": "find the release, package or commit that changed a result",
+        "upgrade": "measure what changes between two stacks, and which package changed it",
+        "reduce": "find the smallest trigger of a failure: settings, model size, ranks",
+    },
+    "maintain": {
+        "new": "write the first files of a case: YAML with a proposed signature, and a script",
+        "check": "run a new case several times under both launchers; list what is not ready",
+        "export": "write one variant as a stand-alone script to attach to an issue",
+        "accept": "publish measured results as the baseline and as expectations",
+        "regrade": "grade stored evidence anew; report every verdict that differs",
+        "merge": "merge the results of a run's shards into one folder",
+        "stack": "list, show, lock, build or prune software stacks",
+    },
 }
+COMMANDS = {command: text for group in GROUPS.values() for command, text in group.items()}
+HELP = """Which known distributed-training failures reproduce on this stack, and do their fixes still work?
+Usage: repro COMMAND [ARGUMENT ...]    repro COMMAND --help    repro --version
+{commands}
+Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect, 130 interrupted
+"""
 
 
-class Overview(argparse.ArgumentParser):
-    """argparse whose help is an error where it cannot be written; it swallows that."""
-
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file, flush=True)
-
-
-def overview() -> argparse.ArgumentParser:
-    """`repro --help`: every verb with its line; no verb's module is imported for it."""
-    parser = Overview(
-        prog="repro",
-        description="Which known distributed-training failures reproduce on this stack, and do their fixes still work?",
-        epilog="exit codes: 0 as expected; 1 something differs from its expectation; 2 usage or configuration; "
-        "3 less could be measured than was asked for; 70 a defect of this program; 130 interrupted",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="store_true", help="which release this is, of which commit, and where")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb, (_, text) in VERBS.items():
-        verbs.add_parser(verb, help=text, add_help=False)
-    return parser
+def overview() -> str:
+    """Return the text of `repro --help`: at most 24 lines of 100 columns; imports no command's module."""
+    lines = [
+        f"{group if index == 0 else '':<10}{command:<10}{text}"
+        for group, commands in GROUPS.items()
+        for index, (command, text) in enumerate(commands.items())
+    ]
+    return HELP.format(commands="\n".join(lines))
 
 
 DEFECT = 70  # as EX_SOFTWARE of sysexits.h
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the machine's doing, whatever was being written
-REFUSED = (errno.EACCES, errno.EPERM)  # and its owner's
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the disk's state, whatever was being written
+REFUSED = (errno.EACCES, errno.EPERM)  # and its permissions
 
 
-def command_parser(verb: str) -> tuple[Any, Any]:
-    """Return a command's module and its parser."""
-    name, text = VERBS[verb]
-    module = importlib.import_module(f"repro_matrix.cli.{name}")
-    from repro_matrix.cli import options as arguments  # after the overview: it reads the settings' names
+def command_parser(command: str) -> tuple[Any, Any]:
+    """Return a command's module and its argument parser."""
+    module = importlib.import_module(f"repro_matrix.cli.{command}")
+    from repro_matrix.cli import options  # after the overview: it reads the settings' names
 
-    parser = arguments.Parser(
-        prog=f"repro {verb}",
-        description=text,
+    parser = options.Parser(
+        prog=f"repro {command}",
+        description=COMMANDS[command],
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -85,22 +87,24 @@ def command_parser(verb: str) -> tuple[Any, Any]:
     return module, parser
 
 
-def parsed(verb: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """The verb's module, and its arguments. Raises SystemExit or ConfigError: they are wrong."""
-    from repro_matrix.cli import options as arguments
+def parsed(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """Return a command's module and its parsed arguments. Raise SystemExit or ConfigError if they are wrong."""
+    from repro_matrix.cli import options
 
-    module, parser = command_parser(verb)
-    return module, arguments.parse(parser, list(words))
+    module, parser = command_parser(command)
+    return module, options.parse(parser, list(arguments))
 
 
-def _run(words: list[str]) -> int:
-    if words == ["--version"]:
+def _run(arguments: list[str]) -> int:
+    if arguments == ["--version"]:
         return _version()
-    if not words or words[0].startswith("-"):
-        told = overview()
-        told.parse_args(words)  # --help, or what is wrong; both end here
-        told.error(f"{words[0]} goes with no verb")
-    module, args = parsed(words[0], words[1:])
+    if arguments[:1] in (["--help"], ["-h"]):
+        print(overview(), end="", flush=True)
+        return 0
+    if not arguments or arguments[0].startswith("-"):
+        found = f"{arguments[0]} does not go with a command" if arguments else "a command is missing"
+        raise ConfigError(f"{found}. `repro --help` lists the commands.")
+    module, args = parsed(arguments[0], arguments[1:])
     return int(module.main(args))
 
 
@@ -122,22 +126,23 @@ def _version() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    verb = words[0] if words else ""
-    if verb and not verb.startswith("-") and verb not in VERBS:
-        print(f"repro: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
+    """Run a command and return its exit code: 0, 1, 2, 3, DEFECT or 130; see `repro --help`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
+    if command and not command.startswith("-") and command not in COMMANDS:
+        print(f"repro: unknown command {command!r}{nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
     if sys.stdout is None:  # closed by who started this; Python puts nothing in its place
-        print("repro: the standard output is closed (> /dev/null throws it away)", file=sys.stderr)
+        print("repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr)
         return 2
     try:
-        code = _run(words)
-        sys.stdout.flush()  # what cannot be written is said here, and not by Python as it ends
+        code = _run(arguments)
+        sys.stdout.flush()  # report a failed write here instead of at Python's exit
         return code
     except ReproError as error:
         print(f"repro: {error}", file=sys.stderr)
-        # `git bisect run` takes 2 and 3 for "bad"; from 128 on it stops.
-        return error.exit_code + (128 if "--bisect-exit" in words else 0)
+        # `git bisect run` reads 2 and 3 as "bad" and stops from 128 on.
+        return error.exit_code + (128 if "--bisect-exit" in arguments else 0)
     except BrokenPipeError:  # `repro list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -149,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ReproError.exit_code
         if error.errno not in FULL:
             return _defect()
-        other = "" if error.filename is None else "; results=DIR and REPRO_CACHE=DIR say where else to write"
+        other = "" if error.filename is None else "; results=DIR and REPRO_CACHE=DIR choose other folders"
         print(
             f"repro: {error.filename or 'the standard output'}: cannot be written: {error.strerror}{other}",
             file=sys.stderr,
@@ -157,24 +162,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:  # nor can what is still to be written
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ReproError.exit_code
-    except Exception:  # noqa: BLE001 - Python's own exit code for it is 1, which is an answer here
+    except Exception:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
         return _defect()
 
 
 def _elsewhere(refused: object) -> str:
-    """What to do where the cache cannot be written to: a home folder that is read-only, or not there."""
+    """Return the advice for a cache that cannot be written to (a read-only or missing home folder), or ""."""
     from repro_matrix.paths import cache_dir
 
     with contextlib.suppress(OSError):
         cache, place = cache_dir(), Path(os.fsdecode(str(refused)))
         if place == cache or place in cache.parents or cache in place.parents:
-            return f"; the cache, {cache}, cannot be written to: REPRO_CACHE=DIR says where else"
+            return f"; the cache, {cache}, cannot be written to: REPRO_CACHE=DIR chooses another folder"
     return ""
 
 
 def _defect() -> int:
     traceback.print_exc()
-    print(f"repro: this is a defect of repro-matrix, no answer; {sys.version.split()[0]}", file=sys.stderr)
+    print(f"repro: this is a defect of repro-matrix, not a result; Python {sys.version.split()[0]}", file=sys.stderr)
     return DEFECT
 
 

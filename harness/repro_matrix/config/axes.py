@@ -62,7 +62,7 @@ class Strategy(Needy):
     @model_validator(mode="after")
     def _values(self) -> Strategy:
         if not self.invariants.model_dump(exclude_defaults=True):
-            raise ValueError("promises: none, so that nothing could show that it was in effect")
+            raise ValueError("invariants: none, so that nothing could show that the strategy took effect")
         for option, value in self.options.items():
             problem = self.refuses(option, value)
             if problem:

@@ -271,7 +271,9 @@ def _check_references(case: Case, catalogue: Catalogue, path: str, patched: bool
     ):
         for key in case.preserve_config:
             if key not in catalogue.models[name].config:
-                raise unknown(f"configuration key of {name}", key, catalogue.models[name].config, f"{path}: keeps")
+                raise unknown(
+                    f"configuration key of {name}", key, catalogue.models[name].config, f"{path}: preserve_config"
+                )
     for name, variant in case.variants.items():
         where = f"{path}: variants.{name}"
         if variant.model and variant.model not in catalogue.models:
@@ -283,7 +285,7 @@ def _check_references(case: Case, catalogue: Catalogue, path: str, patched: bool
     check_variants(case, catalogue.strategies, path, patched)
     for other in case.also_matches:
         if other not in catalogue.cases and other not in left_out(catalogue.cases):
-            raise unknown("case", other, catalogue.cases, f"{path}: occurs_with")
+            raise unknown("case", other, catalogue.cases, f"{path}: also_matches")
     for claim in case.claims:
         for prediction in claim.predictions:
             target = catalogue.cases.get(prediction.case or case.slug)

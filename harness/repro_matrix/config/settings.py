@@ -158,7 +158,7 @@ def as_path(override: str) -> str:
 
 
 def _as_list(override: str) -> str:
-    """``variants=broken`` and ``variants=a,b`` as the lists that are meant."""
+    """``variants=unfixed`` and ``variants=a,b`` as the lists that are meant."""
     key, _, value = override.partition("=")
     return (
         f"variants=[{value}]"

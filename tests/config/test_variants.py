@@ -1,4 +1,4 @@
-"""Options and promises that a catalogue may not hold: they are refused when it is loaded, with file and key."""
+"""Options and invariants that a catalogue may not hold: they are refused when it is loaded, with file and key."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ def test_a_mistyped_option_of_a_case_and_of_a_strategy_is_refused(conf: Path, re
     assert "strategy/fsdp.yaml" in complaint(conf, repros)
 
 
-@pytest.mark.parametrize(("instead", "says"), [("", "key 'invariants' is missing"), ("promises: {}", "promises: none")])
-def test_a_strategy_that_promises_nothing_is_refused(conf: Path, repros: Path, instead: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("instead", "says"), [("", "key 'invariants' is missing"), ("invariants: {}", "invariants: none")]
+)
+def test_a_strategy_without_invariants_is_refused(conf: Path, repros: Path, instead: str, says: str) -> None:
     """Nothing could show that it was in effect: what it measured would be no evidence."""
-    promised = "promises: {parameters: whole, gradients: whole, updates: whole, collectives: [reduce]}"
+    promised = "invariants: {parameters: whole, gradients: whole, updates: whole, collectives: [reduce]}"
     edit(conf, "strategy/ddp.yaml", promised, instead)
     text = complaint(conf, repros)
     assert "strategy/ddp.yaml" in text and says in text
