@@ -120,7 +120,7 @@ def rows_of(document: Document, mutes: Sequence[Mute], today: date) -> list[Row]
         variant = str(row["variant"])
         lost = {name: missed(document["variants"][name]["attempts"]) for name in dict.fromkeys((first, variant))}
         over = [mute for mute in applied.expired if mute.covers(mute.cell, variant)]
-        wrong = [f"{quarantine.file()}: its day is over: {mute.told()}" for mute in over]
+        wrong = [mute.over() for mute in over]
         wrong += [f"{counted(count, 'attempt')} of {name} gave no answer" for name, count in lost.items() if count > 0]
         if variant in document["verdicts"] and document["verdicts"][variant].get("unseen"):
             wrong.append(str(row["reason"]))

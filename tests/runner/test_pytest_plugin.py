@@ -126,7 +126,7 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     def mute(day: int, **more: Any) -> Mute:
         return Mute(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
 
-    assert "its day is over: c/m, ada until 2026-11-21: #12" in wrong([reproduced], [good], [mute(21)])
+    assert "entry for c/m expired on 2026-11-21 (owner: ada, reason: #12)" in wrong([reproduced], [good], [mute(21)])
     assert wrong([reproduced], [good], [mute(22)]) == wrong([reproduced], [good], [mute(21, variant="other")]) == ""
     made = document({"unfixed": [reproduced], "fix": [good]}, {"fix": "NOT_FIXED"}, cell_id="c/m")
     made["verdicts"]["fix"]["expected"] = "unexpected"

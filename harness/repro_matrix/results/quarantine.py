@@ -47,8 +47,12 @@ class Mute(BaseModel):
         return self.cell == key and self.variant in (None, variant)
 
     def over(self) -> str:
-        """What is said once its day is over."""
-        return f"{file()}: its day is over: {self.told()}: mend it, renew or remove it"
+        """Return the message of an entry that has expired."""
+        variant = f" variant {self.variant}" if self.variant else ""
+        return (
+            f"{file()}: entry for {self.cell}{variant} expired on {self.until} (owner: {self.owner}, "
+            f"reason: {self.reason}). Fix the failure, extend the date, or delete the entry."
+        )
 
     def told(self) -> str:
         variant = f" variant {self.variant}" if self.variant else ""
