@@ -90,11 +90,12 @@ mutants: $(READY) ## change the grading code, one place at a time: its tests mus
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
 	@for name in $(or $(ONLY),match report launch probe catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, mypy and the import rules
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check harness tests bench
 	@$(BIN)/mypy
 	@cd repros && $(BIN)/mypy --config-file ../pyproject.toml -p repro_kit
+	@$(BIN)/lint-imports
 
 schema: $(READY) ## results/schema/cell-v1.schema.json anew, from the types of what is stored
 	@$(BIN)/python -m repro_matrix.records.json_schema
