@@ -89,7 +89,7 @@ def test_catalogue_differences_names_every_difference(tmp_path: Path) -> None:
     other = folder(tmp_path / "other", m={"unfixed": [reproduced("t")], "fix": [PASSED], "other": [error("KeyError")]})
     assert list(catalogue.differences(one, same)) == []
     assert [line.split(":")[0] for line in catalogue.differences(one, other)] == [
-        "c/m unfixed", "c/m fix", "c/m other", "c/n unfixed"
+        "c/m fix", "c/m other", "c/m unfixed", "c/n unfixed"
     ]  # fmt: skip
 
 

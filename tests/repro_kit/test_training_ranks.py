@@ -85,7 +85,7 @@ def test_every_sabotage_is_seen_in_every_strategy(
 
 def seen(checks: list[dict]) -> dict[str, str]:
     """What the judge makes of each check of one training."""
-    return {found.name: found.state for found in (grading_checks.evaluate(check, 2, math.inf) for check in checks)}
+    return {found.name: found.state for found in (grading_checks.evaluate(check, math.inf) for check in checks)}
 
 
 KNOWN = catalogue.load()

@@ -51,6 +51,7 @@ REPRODUCED = {
         {
             "file": "/site-packages/transformers/models/qwen2/modeling_qwen2.py", "line": 1, "function": "forward",
             "module": "transformers.models.qwen2.modeling_qwen2", "code": "",
+            "code_location": "transformers.models.qwen2.modeling_qwen2",
         }
     ],
 }  # fmt: skip
@@ -445,7 +446,7 @@ def test_cells_measured_longest_ago_come_first(tmp_path: Path) -> None:
         cells = [replace(plan.cell, stack="current") for plan in plans[:3]]
         engine.run(plans[:1], threading.Event())
         engine.run(plans[2:3], threading.Event())
-    assert oldest_first(cells, settings) == [cells[1], cells[0], cells[2]]
+    assert oldest_first(cells, settings, {}) == [cells[1], cells[0], cells[2]]
 
 
 @pytest.mark.parametrize(
