@@ -145,9 +145,12 @@ def load_folder(root: Path, name: str = "") -> Side:
         raise ResultsError(f"{root}: {reason}") from None
     side.rows = [from_row(row, str(root)) for row in rows]
     unknown_cases = sorted({row.case for row in rows if not row.case_hash})
-    side.notes = [
-        f"{root}: case {case!r} is not in this catalog: its stored verdicts are used" for case in unknown_cases
-    ]
+    wrong = catalog.left_out(catalog.load().cases) if unknown_cases else {}
+    for case in unknown_cases:
+        if case in wrong:  # its file is there and cannot be used: nothing says what to expect of it
+            side.unreadable.append(f"{root}: case {case!r} cannot be graded: {wrong[case]}")
+        else:
+            side.notes.append(f"{root}: case {case!r} is not in this catalog: its stored verdicts are used")
     side.notes += side.unreadable
     return side
 
