@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
         known = case.requires.stack or "current"
         print_wrapped(f"needs: {', '.join(needs) or 'nothing special'}; known to reproduce on: {known}")
     ranks = "all ranks" if case.pass_criteria.ranks == "all" else "the first rank"
-    print_wrapped(f"clean means: {case.pass_criteria.kind}: {', '.join(case.pass_criteria.checks)} on {ranks}")
+    print_wrapped(f"pass criteria: {case.pass_criteria.kind}: {', '.join(case.pass_criteria.checks)} on {ranks}")
     for signature in case.signatures:
         detail = (
             signature.message or signature.check or signature.signal or ", ".join(f.function for f in signature.frames)
