@@ -24,7 +24,7 @@ import pytest
 
 if TYPE_CHECKING:
     from repro_matrix.records.document import Document
-    from repro_matrix.results.quarantine import Mute
+    from repro_matrix.results.quarantine import Quarantine
     from repro_matrix.runner.engine import Event
     from repro_matrix.runner.session import Session
 
@@ -50,7 +50,7 @@ class Measurement:
 
     prepared: Session
     texts: list[str]
-    mutes: Sequence[Mute]
+    entries: Sequence[Quarantine]
     notes: list[str] = field(default_factory=list)
     wanted: dict[int, list[str]] = field(default_factory=dict)  # plan's number -> the selected variants
     _rows: dict[int, Future[list[Row]]] = field(default_factory=dict)
@@ -101,26 +101,26 @@ class Measurement:
 
     def _take(self, event: Event) -> None:
         if event.kind == "cell" and event.document is not None:
-            rows = rows_of(event.document, self.mutes, datetime.now(timezone.utc).date())
+            rows = rows_of(event.document, self.entries, datetime.now(timezone.utc).date())
             self._rows[self._numbers[id(event.plan)]].set_result(rows)
 
 
-def rows_of(document: Document, mutes: Sequence[Mute], today: date) -> list[Row]:
+def rows_of(document: Document, entries: Sequence[Quarantine], today: date) -> list[Row]:
     """Return the rows of a cell's variants. ``wrong``: why a run would end with an error although the variant's verdict
     is as expected ("" where there is nothing)."""
     from repro_matrix.results import quarantine, rows
     from repro_matrix.results.exit_code import missed
     from repro_matrix.text import counted
 
-    applied = quarantine.applied([document], mutes, today)
+    applied = quarantine.applied([document], entries, today)
     (shown,) = applied.documents
     first = next(iter(document["variants"]))
     found = []
     for row in rows.variant_rows(shown):
         variant = str(row["variant"])
         lost = {name: missed(document["variants"][name]["attempts"]) for name in dict.fromkeys((first, variant))}
-        over = [mute for mute in applied.expired if mute.covers(mute.cell, variant)]
-        wrong = [mute.over() for mute in over]
+        over = [entry for entry in applied.expired if entry.covers(entry.cell, variant)]
+        wrong = [entry.over() for entry in over]
         wrong += [f"{counted(count, 'attempt')} of {name} gave no answer" for name, count in lost.items() if count > 0]
         if variant in document["verdicts"] and document["verdicts"][variant].get("unseen"):
             wrong.append(str(row["reason"]))
@@ -156,11 +156,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     try:
         texts = _split(config.getoption("--repro"))
-        prepared, mutes = prepare(texts), quarantine.read()
-        quarantine.check(mutes, prepared.catalogue)
+        prepared, entries = prepare(texts), quarantine.read()
+        quarantine.check(entries, prepared.catalogue)
     except ReproError as error:
         raise pytest.UsageError(str(error)) from None
-    config.stash[MEASUREMENT] = Measurement(prepared, texts, mutes)
+    config.stash[MEASUREMENT] = Measurement(prepared, texts, entries)
 
 
 def _split(text: str) -> list[str]:
@@ -203,9 +203,9 @@ class VariantItem(pytest.Item):
             pytest.skip(str(row["reason"]))
         if wrong or row["expected"] == "unexpected" or row["verdict"] == "INCONCLUSIVE":
             raise Differs("\n".join(filter(None, (wrong, text))), row["expectation"], row["torchrun"])
-        if row["expected"] == "muted":
-            by = row["muted"]
-            pytest.xfail(f"{text} (muted by {by['owner']} until {by['until']}: {by['reason']})")
+        if row["expected"] == "quarantined":
+            by = row["quarantined"]
+            pytest.xfail(f"{text} (quarantined by {by['owner']} until {by['until']}: {by['reason']})")
         if row["verdict"] in FAILS and row["expected"] == "expected":
             pytest.xfail(text)
         if row["verdict"] == "FAILED":

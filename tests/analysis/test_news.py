@@ -52,7 +52,7 @@ def test_by_attention_puts_differences_first_and_figures_count_them() -> None:
     assert list(dict.fromkeys(row.model for row in ordered)) == ["d", "b", "a", "c"]
     assert [row.variant for row in ordered if row.model == "b"] == ["unfixed", "fix0", "fix1"]
     assert len(without_expectation(rows)) == 1
-    counted = {"simulated": 0, "unexpected": 1, "muted": 0, "differs_from_cpu": 1, "without_expectation": 1}
+    counted = {"simulated": 0, "unexpected": 1, "quarantined": 0, "differs_from_cpu": 1, "without_expectation": 1}
     assert figures(rows) == counted
 
 

@@ -13,7 +13,7 @@ from observations import document, observation, ok
 from repro_matrix.errors import MeasureError
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.pytest_plugin import Measurement, rows_of
-from repro_matrix.results.quarantine import Mute
+from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.engine import Event, Summary
@@ -99,21 +99,21 @@ def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
     result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*by hand: torchrun freeze*"])
 
 
-def test_a_muted_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
-    SEEN["freeze"] = ("NOT_FIXED", "muted")
-    MORE["freeze"] = {"muted": {"owner": "ada", "until": "2026-12-01", "reason": "#12"}}
+def test_a_quarantined_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
+    SEEN["freeze"] = ("NOT_FIXED", "quarantined")
+    MORE["freeze"] = {"quarantined": {"owner": "ada", "until": "2026-12-01", "reason": "#12"}}
     result = run("-rx", "-k", "freeze or touch")
     result.assert_outcomes(passed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of freeze (muted by ada until 2026-12-01: #12)"])
+    result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of freeze (quarantined by ada until 2026-12-01: #12)"])
 
 
 def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     passed, lost = observation(ok(0), ok(1)), observation(infra_error={"kind": "port", "message": "taken"})
     today = date(2026, 11, 22)
 
-    def wrong(unfixed: list[Any], fix: list[Any], mutes: list[Mute], **changes: Any) -> str:
+    def wrong(unfixed: list[Any], fix: list[Any], entries: list[Quarantine], **changes: Any) -> str:
         made = document({"unfixed": unfixed, "fix": fix}, {"fix": "FIXED"}, cell_id="c/m", **changes)
-        rows = {row["variant"]: row for row in rows_of(made, mutes, today)}
+        rows = {row["variant"]: row for row in rows_of(made, entries, today)}
         return str(rows["fix"]["wrong"])
 
     reproduced, good, bad = ("reproduced", passed), ("passed", passed), ("infra_error", lost)
@@ -123,15 +123,15 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     assert wrong([reproduced, bad, bad], [good], []) == "2 attempts of unfixed gave no answer"
     assert wrong([reproduced], [bad, again], []) == "", "it was made once more, and answered"
 
-    def mute(day: int, **more: Any) -> Mute:
-        return Mute(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
+    def entry(day: int, **more: Any) -> Quarantine:
+        return Quarantine(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
 
-    assert "entry for c/m expired on 2026-11-21 (owner: ada, reason: #12)" in wrong([reproduced], [good], [mute(21)])
-    assert wrong([reproduced], [good], [mute(22)]) == wrong([reproduced], [good], [mute(21, variant="other")]) == ""
+    assert "entry for c/m expired on 2026-11-21 (owner: ada, reason: #12)" in wrong([reproduced], [good], [entry(21)])
+    assert wrong([reproduced], [good], [entry(22)]) == wrong([reproduced], [good], [entry(21, variant="other")]) == ""
     made = document({"unfixed": [reproduced], "fix": [good]}, {"fix": "NOT_FIXED"}, cell_id="c/m")
     made["verdicts"]["fix"]["expected"] = "unexpected"
-    _, row = rows_of(made, [mute(22)], today)
-    assert row["expected"] == "muted" and row["muted"]["owner"] == "ada"
+    _, row = rows_of(made, [entry(22)], today)
+    assert row["expected"] == "quarantined" and row["quarantined"]["owner"] == "ada"
 
 
 def test_what_is_left_out_is_counted_against_what_there_is(run: Any) -> None:
@@ -206,7 +206,7 @@ def test_one_run_measures_the_selected_variants(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(workplace, "execute", execute)
     monkeypatch.setattr(
         "repro_matrix.pytest_plugin.rows_of",
-        lambda document, *mutes: [{"variant": a.variant} for a in document["plan"].variants],
+        lambda document, *entries: [{"variant": a.variant} for a in document["plan"].variants],
     )
     measurement = prepared_measurement(tmp_path, "touch", "freeze")
     assert (

@@ -27,7 +27,7 @@ from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.planning.cells import variants_of
 from repro_matrix.results import runs
 from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE
-from repro_matrix.results.quarantine import Mute
+from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.store import write_text
 from repro_matrix.runner import request, shards
 from repro_matrix.text import counted
@@ -46,7 +46,7 @@ class Nightly:
     folder: Path
     run_exit_code: int
     locks: Mapping[str, Path]
-    quarantine: Sequence[Mute]
+    quarantine: Sequence[Quarantine]
     today: date
     acknowledged: Collection[str] = ()
 
@@ -134,7 +134,7 @@ def _clock_notes(started: float, others: Iterable[history.NightlyRun]) -> list[s
 
 
 def _quarantined(
-    entries: Iterable[Mute], rows: Sequence[VariantResult], changes: Mapping[tuple[str, str], str]
+    entries: Iterable[Quarantine], rows: Sequence[VariantResult], changes: Mapping[tuple[str, str], str]
 ) -> Iterator[str]:
     for entry in entries:
         if any(row.measured and entry.covers(row.key, row.variant) for row in rows):

@@ -132,7 +132,9 @@ def measure(
     return code
 
 
-def _rows(prepared: session.Session, documents: Sequence[Document], entries: Sequence[quarantine.Mute]) -> list[Row]:
+def _rows(
+    prepared: session.Session, documents: Sequence[Document], entries: Sequence[quarantine.Quarantine]
+) -> list[Row]:
     """Return the rows of a run, those of cells that need attention first; accepted differences are marked."""
     cases = prepared.catalogue.cases
     rows = [row for document in documents for row in rows_of(document, cases.get(document["case"]), cases)]

@@ -150,7 +150,7 @@ def _test_case(cell: Cell, row: Row) -> Any:
     result: Any = None
     if not row.attempts:
         result = Skipped(reason)
-    elif row.state == "muted":
+    elif row.state == "quarantined":
         result = Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))
     elif row.state == "unexpected":
         expected = row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
@@ -193,7 +193,8 @@ def to_markdown(
     out = _Limited(MOST - 200)
     rows = [(cell, row) for cell in cells for row in cell.rows]
     by_state = {
-        name: [item for item in rows if item[1].state == name] for name in ("unexpected", "differs_from_cpu", "muted")
+        name: [item for item in rows if item[1].state == name]
+        for name in ("unexpected", "differs_from_cpu", "quarantined")
     }
     new = [item for item in rows if item[1].state == "no_expectation" and item[1].attempts]
     out.add(f"## {escape(title)}\n")
@@ -219,9 +220,9 @@ def to_markdown(
         if by_state[state]:
             out.add(f"### {heading}\n")
             out.list([_details(*item) for item in by_state[state]], "more variants")
-    if by_state["muted"]:
+    if by_state["quarantined"]:
         out.add("### Quarantined\n")
-        out.list([f"{_bullet(*item)}; {escape(item[1].quarantine or '')}" for item in by_state["muted"]], "more")
+        out.list([f"{_bullet(*item)}; {escape(item[1].quarantine or '')}" for item in by_state["quarantined"]], "more")
     if new:
         out.add("### No expectation yet\n")
         out.list([_bullet(*item) for item in new], "more")

@@ -57,7 +57,7 @@ _LABELS = (
     Label("untested", "–", "untested", "none"),
     Label("unexpected", "!", "differs from expectation", "bad", "differ from expectation"),
     Label("differs_from_cpu", "!", "differs from CPU", "warn", "differ from CPU"),
-    Label("muted", "⊘", "quarantined", "info"),
+    Label("quarantined", "⊘", "quarantined", "info"),
     Label("no_expectation", "+", "no expectation yet", "info"),
     Label("expected", "=", "as expected", "good"),
     Label("matches_cpu", "=", "as on CPU", "good"),

@@ -33,7 +33,14 @@ DIFFERENCES = {
     "differs_from_cpu": "DIFFERENT FROM WHAT A CPU SHOWED (news, not an error)",
 }
 # The order of attention: what differs from its expectation first, then what has none, then what is as expected.
-ATTENTION = {"unexpected": 0, "differs_from_cpu": 1, "no_expectation": 2, "muted": 3, "matches_cpu": 4, "expected": 5}
+ATTENTION = {
+    "unexpected": 0,
+    "differs_from_cpu": 1,
+    "no_expectation": 2,
+    "quarantined": 3,
+    "matches_cpu": 4,
+    "expected": 5,
+}
 
 
 # Counting rows
@@ -64,7 +71,7 @@ def figures(rows: Sequence[Row]) -> dict[str, int]:
     return {
         "simulated": sum(bool(row.simulated and row.verdict) for row in rows),
         "unexpected": states["unexpected"],
-        "muted": states["muted"],
+        "quarantined": states["quarantined"],
         "differs_from_cpu": states["differs_from_cpu"],
         "without_expectation": len(without_expectation(rows)),
     }
@@ -155,7 +162,7 @@ def sections(documents: Sequence[Document], rows: Sequence[Row], width: int = WI
             yield from _title(f"{title}: {_variants(differing)}", width)
             for same in _same_reason(differing):
                 yield from _detail(same, stored.get(_cell(same[0])), width)
-    quarantined = [row for row in rows if row.state == "muted"]
+    quarantined = [row for row in rows if row.state == "quarantined"]
     if quarantined:
         yield from _title(f"QUARANTINED: {_variants(quarantined)}", width)
         for row in quarantined:
@@ -379,7 +386,7 @@ def describe_counts(rows: Sequence[Row]) -> str:
         f"{counted(unpaired_cells, 'cell')}: only the unfixed variant was measured, so there is no verdict"
         if unpaired_cells
         else "",
-        f"{numbers['muted']} quarantined" if numbers["muted"] else "",
+        f"{numbers['muted']} quarantined" if numbers["quarantined"] else "",
         f"{counted(numbers['differs_from_cpu'], 'variant')} differ from the CPU" if numbers["differs_from_cpu"] else "",
         f"{counted(len(new), 'variant')} without expectation on {places}" if new else "",
     ]

@@ -1,8 +1,8 @@
-"""Differences that somebody has taken on: ``results/quarantine.yaml``, reviewed as any file. Pure but for reading it.
+"""Differences that are accepted until a date: ``results/quarantine.yaml``, reviewed as any other file.
 
-A muted variant that differs from its expectation does not make a run red until its day; it is said in every summary,
+A quarantined variant that differs from its expectation does not make a run fail until the date; every summary lists it
 with its owner. Afterwards it counts as before, and the entry itself is an error. What could not be measured is never
-muted: a mute is about an answer.
+quarantined.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from repro_matrix.records.outcome import Verdict
 if TYPE_CHECKING:
     from repro_matrix.results.summary import Row
 
-HEAD = "# Differences that are known and owned, each until its day: docs/guides/nightly.md. Reviewed as code is.\n"
 LONGEST = timedelta(days=366)  # what is silent for longer is an expectation: `repro accept`
 
 
-class Mute(BaseModel):
+class Quarantine(BaseModel):
     """``cell``: case/model-strategy[-name=value...], as a document's key. ``variant``: None for all of its variants."""
 
     model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
@@ -61,7 +60,7 @@ class Mute(BaseModel):
 
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    quarantined: list[Mute] = []
+    quarantined: list[Quarantine] = []
 
 
 @dataclass
@@ -69,62 +68,56 @@ class Applied:
     """``expired``: those of the documents' cells whose day is over."""
 
     documents: list[Document]
-    expired: list[Mute] = field(default_factory=list)
+    expired: list[Quarantine] = field(default_factory=list)
 
 
 def file() -> Path:
     return project.current().results / "quarantine.yaml"
 
 
-def read(path: Path | None = None) -> list[Mute]:
-    """What is muted; nothing where there is no file. Raises ConfigError that names the file and the key."""
+def read(path: Path | None = None) -> list[Quarantine]:
+    """Return the entries; none where there is no file. Raises ConfigError that names the file and the key."""
     path = path or file()
     try:
         found = parsed(path.read_text(encoding="utf-8"))
-        mutes = _File.model_validate({} if found is None else found).quarantined
+        entries = _File.model_validate({} if found is None else found).quarantined
     except FileNotFoundError:
         return []
     except ValidationError as error:
         raise describe_validation(error, _File, path) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or a day that no calendar has
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    counts = Counter((mute.cell, mute.variant) for mute in mutes)
+    counts = Counter((entry.cell, entry.variant) for entry in entries)
     twice = next((" variant ".join(filter(None, at)) for at, count in counts.items() if count > 1), None)
     if twice:  # with two days: which of them is meant?
         raise ConfigError(f"{path}: {twice}: quarantined twice; one entry each")
     last = datetime.now(timezone.utc).date() + LONGEST
-    far = next((mute for mute in mutes if mute.until > last), None)
+    far = next((entry for entry in entries if entry.until > last), None)
     if far:
         raise ConfigError(f"{path}: {far.cell}: until {far.until}: at most {LONGEST.days} days from today, {last}")
-    return mutes
+    return entries
 
 
-def entry(cell: str, variant: str | None, owner: str, until: date, reason: str) -> Mute:
-    """Raises ConfigError: nothing but spaces, say."""
-    try:
-        return Mute(cell=cell, variant=variant, owner=owner, until=until, reason=reason)
-    except ValidationError as error:
-        raise describe_validation(error, Mute, cell) from None
-
-
-def check(mutes: Iterable[Mute], catalogue: Catalogue, where: str = "") -> None:
+def check(entries: Iterable[Quarantine], catalogue: Catalogue, where: str = "") -> None:
     """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest. ``where``: where
     they are written (default: the file)."""
-    mutes, where = list(mutes), where or str(file())
-    if not mutes:
+    entries, where = list(entries), where or str(file())
+    if not entries:
         return
     known = {cell.key: cell.case for cell in enumerate_cells(catalogue, Selection())}
-    for mute in mutes:
+    for entry in entries:
         # Another size, scale or flag of a known cell: its name goes on with name=value.
-        case = known.get(mute.cell) or next(
-            (own for key, own in known.items() if mute.cell.startswith(f"{key}-") and "=" in mute.cell[len(key) :]),
+        case = known.get(entry.cell) or next(
+            (own for key, own in known.items() if entry.cell.startswith(f"{key}-") and "=" in entry.cell[len(key) :]),
             None,
         )
         if case is None:
-            raise ConfigError(f"{where}: no cell {mute.cell!r}{_near(mute.cell, _like(mute.cell, known))}")
+            raise ConfigError(f"{where}: no cell {entry.cell!r}{_near(entry.cell, _like(entry.cell, known))}")
         variants = catalogue.cases[case].variants
-        if mute.variant is not None and mute.variant not in variants:
-            raise ConfigError(f"{where}: {mute.cell} has no variant {mute.variant!r}{nearest(mute.variant, variants)}")
+        if entry.variant is not None and entry.variant not in variants:
+            raise ConfigError(
+                f"{where}: {entry.cell} has no variant {entry.variant!r}{nearest(entry.variant, variants)}"
+            )
 
 
 NEAR = 5  # cells that are named beside one that there is not
@@ -146,33 +139,34 @@ def _like(cell: str, known: Iterable[str]) -> list[str]:
     return [name for name in names if name.partition("/")[0] == cell.partition("/")[0]] or names
 
 
-def applied(documents: Iterable[Document], mutes: Sequence[Mute], today: date) -> Applied:
-    """The documents; a variant that differs and is muted says ``muted`` there instead of ``unexpected``, and by
-    whom."""
+def applied(documents: Iterable[Document], entries: Sequence[Quarantine], today: date) -> Applied:
+    """Return the documents; an accepted difference says ``quarantined`` instead of ``unexpected``, and by whom."""
     found = Applied([])
     for document in documents:
         key = document.get("cell_id", "")
-        own = [mute for mute in mutes if mute.cell == key]
-        found.expired += [mute for mute in own if mute.until < today and mute not in found.expired]
-        live = [mute for mute in own if mute.until >= today]
+        own = [entry for entry in entries if entry.cell == key]
+        found.expired += [entry for entry in own if entry.until < today and entry not in found.expired]
+        live = [entry for entry in own if entry.until >= today]
         verdicts = {
-            variant: _muted(said, next((mute for mute in live if mute.covers(key, variant)), None))
+            variant: _quarantined(said, next((entry for entry in live if entry.covers(key, variant)), None))
             for variant, said in document["verdicts"].items()
         }
         found.documents.append({**document, "verdicts": verdicts} if live else document)
     return found
 
 
-def _muted(said: Verdict, mute: Mute | None) -> Verdict:
-    if mute is None or said.get("expected") != "unexpected" or not said["measured"]:
+def _quarantined(said: Verdict, entry: Quarantine | None) -> Verdict:
+    if entry is None or said.get("expected") != "unexpected" or not said["measured"]:
         return said
-    by = {"owner": mute.owner, "until": mute.until.isoformat(), "reason": mute.reason}
-    return cast(Verdict, {**said, "expected": "muted", "muted": by})  # is shown, and never stored
+    by = {"owner": entry.owner, "until": entry.until.isoformat(), "reason": entry.reason}
+    return cast(Verdict, {**said, "expected": "quarantined", "quarantined": by})  # is shown, and never stored
 
 
-def mark_rows(rows: Iterable[Row], entries: Iterable[Mute], today: date, expired: list[str] | None = None) -> list[Row]:
+def mark_rows(
+    rows: Iterable[Row], entries: Iterable[Quarantine], today: date, expired: list[str] | None = None
+) -> list[Row]:
     """Mark differences that the quarantine accepts. Messages about entries whose date has passed go to ``expired``."""
-    by_cell: dict[str, list[Mute]] = {}
+    by_cell: dict[str, list[Quarantine]] = {}
     for entry in entries:
         by_cell.setdefault(entry.cell, []).append(entry)
     marked = []
@@ -185,13 +179,6 @@ def mark_rows(rows: Iterable[Row], entries: Iterable[Mute], today: date, expired
         )
         if active and row.state == "unexpected" and row.measured:
             text = f"{active.reason} ({active.owner}, until {active.until})"
-            row = replace(row, state="muted", quarantine=text)
+            row = replace(row, state="quarantined", quarantine=text)
         marked.append(row)
     return marked
-
-
-def written(mutes: Iterable[Mute]) -> str:
-    """The file's text, by cell."""
-    listed = sorted(mutes, key=lambda mute: (mute.cell, mute.variant or ""))
-    items = [{k: v for k, v in mute.model_dump().items() if v is not None} for mute in listed]
-    return HEAD + yaml.safe_dump({"quarantined": items}, sort_keys=False, allow_unicode=True, width=110)

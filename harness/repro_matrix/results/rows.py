@@ -47,7 +47,7 @@ def variant_rows(document: Cell) -> list[Row]:
 def _variant_row(verdict: Verdict | None, name: str, variant: Variant) -> Row:
     told: Mapping[str, Any] = (
         verdict or {}
-    )  # a unfixed variant has none; ``muted`` is only ever shown (results/muted.py)
+    )  # a unfixed variant has none; ``quarantined`` is only ever shown (results/quarantine.py)
     attempts = variant["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     kinds = kinds_of(outcomes)
@@ -66,7 +66,7 @@ def _variant_row(verdict: Verdict | None, name: str, variant: Variant) -> Row:
         "skip": variant.get("skip"),
         "reason": variant["skipped"] or (verdict and _with_note(verdict)) or _reason(outcomes),
         "error_at": error_at(variant["attempts"]),
-        "muted": told.get("muted"),
+        "quarantined": told.get("quarantined"),
         "wall_s": round(walls[0] if len(walls) == 1 else statistics.median(walls), 2) if walls else None,
     }
 
