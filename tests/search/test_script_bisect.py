@@ -12,7 +12,6 @@ import pytest
 from probing import World, before, world
 from repro_matrix.cli.main import main
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import StackError
 from repro_matrix.environment.stacks.index import Release
 from repro_matrix.environment.stacks.lock import Lock
 from repro_matrix.errors import ConfigError
@@ -205,7 +204,7 @@ COMMANDS = {
     ("text", "message"),
     [
         ("einops==0.8.1\neinops==0.8.0\n", "two versions of einops"),
-        ("# python: 3.9\npeft==0.9.0\neinops==0.8.1\n", "bad.txt is for Python ==3.9.*, and this is 3.11.7"),
+        ("# python: 3.9\npeft==0.9.0\neinops==0.8.1\n", "bad.txt is for Python 3.9, and this is 3.11.7"),
         ("peft==0.9.0\neinops==0.7.0\n", "the same versions"),
         ("peft==0.9.0\n-e git+https://x/y@1#egg=einops\n", "not a release of an index"),
     ],
@@ -235,21 +234,6 @@ def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
     assert Path(good).read_text() == "einops==0.7.0\ntorch==2.13.0\n" and Path(bad).read_text() == "torch==2.13.0\n"
     required[0] = "einops==0.8.1\n"
     with pytest.raises(ConfigError, match=r"einops is in good\.txt and not in bad\.txt"):
-        endpoints("good.txt", "bad.txt", tmp_path)
-
-
-def test_endpoints_local_build_names_the_index(lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unavailable(path: Path) -> Lock:
-        raise StackError("version", "there is no version of torch==2.6.0+cpu")
-
-    for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("repro_matrix.environment.stacks.defined_stacks", list)
-    monkeypatch.setattr("repro_matrix.environment.stacks.lock.lock_file", unavailable)
-    lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu"}
-    Path("good.txt").write_text("torch==2.6.0+cpu\ntransformers==4.37.0\n")
-    Path("bad.txt").write_text("torch==2.6.0+cpu\ntransformers==4.45.0\n")
-    with pytest.raises(ConfigError, match=r"UV_INDEX=https://download\.pytorch\.org/whl/cpu"):
         endpoints("good.txt", "bad.txt", tmp_path)
 
 

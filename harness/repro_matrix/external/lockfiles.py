@@ -1,22 +1,19 @@
-"""Read a user's lock files (pip freeze, a hashed lock, uv.lock, poetry.lock, conda list), and turn two of them into
-stacks that can be installed here.
+"""Read a user's lock files, and turn two of them into stacks that can be installed here.
 
-A package from a clone, a folder or a URL has no release; it is an error only where two files differ in it.
+A lock file is a requirements file with pins (``pip freeze``, ``pip list --format=freeze``, ``uv export``, ``poetry
+export``) or a project's uv.lock. A package from a clone, a folder or a URL has no release; it is an error only where
+two files differ in it.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import StackError
@@ -26,21 +23,14 @@ from repro_matrix.errors import ConfigError
 from repro_matrix.results.store import write_text
 from repro_matrix.text import counted
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-FORMATS = "pip freeze, uv.lock, poetry.lock, conda list"
+FORMATS = "a requirements file with pins, as pip freeze writes it, or a project's uv.lock"
 MAX_OVERLAID = 12  # packages: with more, the whole environment is built
-CONDA_NAMES = {"pytorch": "torch", "pytorch-cpu": "torch", "pytorch-gpu": "torch"}  # other names than on PyPI
-_PLACES = re.compile(r"^(-e|--editable)\b|@\s*(git\+|file:|https?:|/)|^(git\+|https?://|\.{0,2}/)")
-_CONDA = re.compile(r"^(?P<name>[\w.-]+)(?:\s+|=)(?P<version>\d[\w.!+]*)(?:(?:\s+|=)(?P<build>\S+))?(\s+\S+)?$")
+_EXPORT = ["export", "--quiet", "--frozen", "--no-hashes", "--no-emit-project", "--no-header", "--no-annotate"]
 
 
 @dataclass(frozen=True)
 class Lockfile:
-    """``unreleased``: name (or the line) -> where it is installed from. ``python``: a specifier, or ""."""
+    """``unreleased``: name (or the line) -> where it is installed from. ``python``: major.minor, or ""."""
 
     path: str
     pins: Mapping[str, str]
@@ -49,130 +39,60 @@ class Lockfile:
 
     def check_python(self, version: str) -> None:
         """Raise ConfigError where the file is for another Python."""
-        caret = re.sub(r"\^(\d+)(\.\d+)?", lambda m: f">={m[1]}{m[2] or ''},<{int(m[1]) + 1}", self.python)
-        try:
-            fits = not caret or SpecifierSet(caret).contains(version)
-        except InvalidSpecifier:
-            return
-        if not fits:
+        if self.python and not version.startswith(f"{self.python}."):
             raise ConfigError(
                 f"{self.path} is for Python {self.python}, and this is {version}. Give an environment of that Python: "
                 "python:PATH."
             )
 
-    @property
-    def requirements(self) -> str:
-        return "".join(f"{name}=={version}\n" for name, version in sorted(self.pins.items()))
-
-
-# -- reading one
-
 
 def read(path: Path) -> Lockfile:
-    """Read a lock file. Raises ConfigError that names the file and the line."""
+    """Read a lock file. Raises ConfigError, or StackError where uv cannot export it."""
+    if path.name == "uv.lock":
+        return parse(locks.run_uv(str(path), [*_EXPORT, "--project", str(path.parent)]), str(path))
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file. Give one of: {FORMATS}.") from None
-    return parse(text, str(path))
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Give {FORMATS}.") from None
 
 
 def parse(text: str, path: str) -> Lockfile:
-    if re.search(r"^\[\[package\]\]", text, re.M):
-        lockfile = _parse_toml(text, path)
-    else:
-        conda = bool(re.search(r"^# packages in environment at|^# platform:", text, re.M))
-        pins: dict[str, str] = {}
-        lines: dict[str, str] = {}
-        unreleased: dict[str, str] = {}
-        python = re.search(r"^# python: (\d+\.\d+)(\.\d+)?\s*$", text, re.M)
-        wanted = f"=={python[1]}.*" if python else ""
-        for where, line, name, version in _conda_lines(text, path) if conda else _pip_lines(text, path):
-            if not version:
-                unreleased[name] = line
-            elif name == "python":
-                wanted = f"=={'.'.join(version.split('.')[:2])}.*"
-            elif name in pins and not _same(pins[name], version):
-                raise ConfigError(f"{where} and {lines[name]}: two versions of {name}. Remove one of them.")
-            else:
-                pins[name], lines[name] = version, where
-        lockfile = Lockfile(path, pins, unreleased, wanted)
-    if not lockfile.pins and not lockfile.unreleased:
-        raise ConfigError(f"{path}: no package with its version in it. Give one of: {FORMATS}.")
-    return lockfile
+    """Parse requirements. Raises ConfigError that names the file and the line."""
+    pins: dict[str, str] = {}
+    unreleased: dict[str, str] = {}
+    for where, name, version, source in _requirements(text, path):
+        if source:
+            unreleased[name] = source
+        elif Version(pins.setdefault(name, version)) != Version(version):
+            raise ConfigError(f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of them.")
+    if not pins and not unreleased:
+        raise ConfigError(f"{path}: no package with its version in it. Give {FORMATS}.")
+    python = re.search(r"^# python: (\d+\.\d+)", text, re.M)
+    return Lockfile(path, pins, unreleased, python[1] if python else "")
 
 
-def _same(one: str, other: str) -> bool:
-    try:
-        return one == other or Version(one) == Version(other)
-    except InvalidVersion:
-        return False
-
-
-def _pip_lines(text: str, path: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (where, line, name, version); without a version, it is not installed from an index."""
+def _requirements(text: str, path: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (where, name, version, ""), or (where, name, "", source) for what is not a release of an index."""
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*", "", raw).strip().rstrip("\\").strip()
         where = f"{path}:{number}: {line!r}"
-        if _PLACES.search(line):
-            named = re.match(r"([\w.-]+)\s*(\[[^\]]*\])?\s*@", line) or re.search(r"#egg=([\w.-]+)", raw)
-            yield where, line, canonical(named[1]) if named else line, ""
-            continue
-        if not line or re.match(r"--?[A-Za-z]", line):
-            continue
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            raise ConfigError(f"{where} is not NAME==VERSION") from None
-        if requirement.marker is not None and not requirement.marker.evaluate():
-            continue
-        exact = [item.version for item in requirement.specifier if item.operator in ("==", "===")]
-        if len(exact) != 1 or exact[0].endswith("*"):
-            raise ConfigError(f"{where} is not one release. Write NAME==VERSION, as pip freeze does.")
-        yield where, line, canonical(requirement.name), exact[0]
+        if re.match(r"-e\b|--editable\b|git\+|https?:|\.{0,2}/", line):
+            egg = re.search(r"#egg=([\w.-]+)", raw)
+            yield where, canonical(egg[1]) if egg else line, "", line
+        elif line and not line.startswith("-"):
+            try:
+                requirement = Requirement(line)
+            except InvalidRequirement:
+                raise ConfigError(f"{where} is not NAME==VERSION. Give {FORMATS}.") from None
+            exact = [item.version for item in requirement.specifier if item.operator == "=="]
+            if requirement.marker is not None and not requirement.marker.evaluate():
+                continue
+            if not requirement.url and (len(exact) != 1 or exact[0].endswith("*")):
+                raise ConfigError(f"{where} is not one release. Write NAME==VERSION, as pip freeze does.")
+            yield where, canonical(requirement.name), "".join(exact), line if requirement.url else ""
 
 
-def _conda_lines(text: str, path: str) -> Iterator[tuple[str, str, str, str]]:
-    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        if not line or line.startswith("#"):
-            continue
-        match = _CONDA.match(line)
-        if match is None:
-            raise ConfigError(f"{path}:{number}: {line!r} is not a line of `conda list`")
-        name = canonical(match["name"])
-        # pypi_0, py311h…, pyhd8…: only Python packages have such builds
-        if name == "python" or "py" in (match["build"] or "") or name in CONDA_NAMES:
-            yield f"{path}:{number}: {line!r}", line, CONDA_NAMES.get(name, name), match["version"]
-
-
-def _parse_toml(text: str, path: str) -> Lockfile:
-    """Read uv.lock and poetry.lock: [[package]] with name, version and source."""
-    try:
-        data: dict[str, Any] = tomllib.loads(text)
-        packages = [
-            (canonical(item["name"]), str(item.get("version", "")), item.get("source", {})) for item in data["package"]
-        ]
-    except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise ConfigError(f"{path}: not a uv.lock or poetry.lock: {error}") from None
-    pins: dict[str, str] = {}
-    unreleased: dict[str, str] = {}
-    for name, version, source in packages:
-        if ("registry" not in source and source.get("type", "pypi") not in ("legacy", "pypi")) or (
-            source and "type" not in source and "registry" not in source
-        ):
-            unreleased[name] = ", ".join(f"{key} {value}" for key, value in sorted(source.items()))
-        elif pins.get(name, version) != version:
-            unreleased[name] = "several versions, by platform or Python"
-        elif version:
-            pins[name] = version
-    pins = {name: version for name, version in pins.items() if name not in unreleased}
-    python = data.get("requires-python") or data.get("metadata", {}).get("python-versions", "")
-    return Lockfile(path, pins, unreleased, python)
-
-
-# -- comparing two
+# -- two of them as the ends of a search
 
 
 def compared(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
@@ -184,45 +104,11 @@ def compared(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
                 f"{name} is not a release of an index ({good.path}: {one}; {bad.path}: {other}). Write NAME==VERSION "
                 "in both, or give the environments: python:PATH."
             )
-    names = sorted({*good.pins, *bad.pins})
-    found = {n: (good.pins.get(n, ""), bad.pins.get(n, "")) for n in names if good.pins.get(n) != bad.pins.get(n)}
+    pairs = {name: (good.pins.get(name, ""), bad.pins.get(name, "")) for name in sorted({*good.pins, *bad.pins})}
+    found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if not found:
         raise ConfigError(f"{good.path} and {bad.path} name the same versions. Give two that differ.")
     return found
-
-
-def remaining(lockfile: Lockfile, other: Lockfile, base: Mapping[str, str]) -> list[str]:
-    """Return the packages of ``other`` that the file lacks and the base has: an overlay would leave them there."""
-    names = [name for name in other.pins if name not in lockfile.pins and name in base]
-    return sorted(name for name in names if "torch" not in lockfile.pins or not _of_torch(name))
-
-
-def overlay_of(lockfile: Lockfile, base: str, versions: Mapping[str, str], other: Lockfile) -> str | None:
-    """Return the stack ``base``, which has ``versions``, with what the file has otherwise installed on top of it.
-
-    None where that is not possible: another torch, too many packages, or one that would have to be removed.
-    """
-    if remaining(lockfile, other, versions):
-        return None
-    changed = {
-        name: version
-        for name, version in lockfile.pins.items()
-        if version != versions.get(name)
-        and not (name == "torch" and version == versions.get(name, "").partition("+")[0])
-    }
-    # What torch brings along (nvidia-..., triton) is the build's: with the same torch another build of it serves.
-    light = {name: version for name, version in changed.items() if name == "torch" or not _of_torch(name)}
-    unknown_torch = light != changed and "torch" not in lockfile.pins
-    if len(light) > MAX_OVERLAID or any(HEAVY.match(name) for name in light) or unknown_torch:
-        return None
-    return "+".join([base, *(f"{name}@{version}" for name, version in sorted(light.items()))])
-
-
-def _of_torch(name: str) -> bool:
-    return bool(HEAVY.match(name)) and name not in NOT_OF_TORCH
-
-
-# -- two of them as the ends of a search
 
 
 def is_lockfile(text: str) -> bool:
@@ -237,67 +123,67 @@ def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     differing = compared(one, other)
     changes = ", ".join(f"{name} {pair[0] or 'absent'} -> {pair[1] or 'absent'}" for name, pair in differing.items())
     notes = [f"{good} and {bad} differ in {counted(len(differing), 'package')}: {changes}."]
-    near = _overlays(one, other)
-    if near is not None:
-        what = "the project's environment" if near[2] == "current" else f"the stack {near[2]}"
-        return near[0], near[1], [*notes, f"Both were installed on top of {what}, whose other packages stay."]
+    overlaid = _overlays(one, other)
+    if overlaid is not None:
+        base = overlaid[0].partition("+")[0]
+        what = "the project's environment" if base == "current" else f"the stack {base}"
+        return *overlaid, [*notes, f"Both were installed on top of {what}, whose other packages stay."]
     here = stacks.resolve("current").versions
     built = []
     for lockfile, its in ((one, other), (other, one)):
         lockfile.check_python(here["python"])
-        path = results / "scripts" / "lockfiles" / f"{short_hash(lockfile.requirements)}.txt"
+        text = "".join(f"{name}=={version}\n" for name, version in sorted(lockfile.pins.items()))
+        path = results / "scripts" / "lockfiles" / f"{short_hash(text)}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, lockfile.requirements)
-        _check_whole(lockfile, its, path)
+        write_text(path, text)
+        for name in remaining(lockfile, its, locks.lock_file(path.absolute()).pins):
+            raise ConfigError(
+                f"{name} is in {its.path} and not in {lockfile.path}, where another package requires it. Name {name} "
+                "in both, or give the environments: python:PATH."
+            )
         built.append(str(path))
     return built[0], built[1], [*notes, "Both were built whole."]
 
 
-def _check_whole(lockfile: Lockfile, other: Lockfile, path: Path) -> None:
-    """Raise ConfigError where the environment cannot be built as the file says."""
-    try:
-        resolved = locks.lock_file(path.absolute()).pins
-    except StackError as error:
-        builds = {name: version for name, version in lockfile.pins.items() if "+" in version}  # 2.6.0+cpu, +cu124
-        index = any(os.environ.get(name) for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL"))
-        if error.infra_error or index or not builds:
-            raise
-        name, version = min(builds.items(), key=lambda item: item[0] != "torch")
-        release, _, build = version.partition("+")
-        raise ConfigError(
-            f"{lockfile.path} cannot be built: {name}=={version} is a build that PyPI does not have. Name the index "
-            f"that has it (UV_INDEX=https://download.pytorch.org/whl/{build}), or write {name}=={release} in both.\n"
-            f"{error}"
-        ) from None
-    for name in remaining(lockfile, other, resolved):
-        raise ConfigError(
-            f"{name} is in {other.path} and not in {lockfile.path}, where another package requires it. Name {name} in "
-            "both, or give the environments: python:PATH."
-        )
-
-
-def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str, str] | None:
-    """Return both as overlays of one stack that is here, and that stack: the one that needs the fewest packages."""
-    found = []
-    refused: ConfigError | None = None
+def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
+    """Return both as overlays of the first stack that is here and on which both are possible."""
     # A file that names no torch does not say which stack it means.
     names_torch = "torch" in one.pins and "torch" in other.pins
     built = [item.name for item in stacks.defined_stacks() if item.state == "built"] if names_torch else []
     for base in ["current", *built]:
         try:
             versions = stacks.resolve(base).versions
-        except StackError:  # damaged since it was built: another may do
+        except StackError:  # damaged since it was built
             continue
-        specs = [overlay_of(lockfile, base, versions, its) for lockfile, its in ((one, other), (other, one))]
-        if specs[0] is None or specs[1] is None:
-            continue
-        try:
-            for lockfile in (one, other):
-                lockfile.check_python(versions["python"])
-        except ConfigError as error:
-            refused = refused or error
-            continue
-        found.append((specs[0], specs[1], base))
-    if not found and refused is not None:
-        raise refused
-    return min(found, key=lambda item: "".join(item[:2]).count("@"), default=None)
+        good, bad = overlay_of(one, base, versions, other), overlay_of(other, base, versions, one)
+        if good is not None and bad is not None:
+            one.check_python(versions["python"])
+            other.check_python(versions["python"])
+            return good, bad
+    return None
+
+
+def remaining(lockfile: Lockfile, other: Lockfile, base: Mapping[str, str]) -> list[str]:
+    """Return the packages of ``other`` that the file lacks and the base has: an overlay would leave them there."""
+    names = [name for name in other.pins if name not in lockfile.pins and name in base]
+    return sorted(name for name in names if "torch" not in lockfile.pins or not _bundled(name))
+
+
+def overlay_of(lockfile: Lockfile, base: str, versions: Mapping[str, str], other: Lockfile) -> str | None:
+    """Return the stack ``base``, which has ``versions``, with what the file has otherwise installed on top of it.
+
+    None where that is not possible: another torch, too many packages, or one that would have to be removed.
+    """
+    torch = versions.get("torch", "")
+    pins = {**lockfile.pins, "torch": torch} if lockfile.pins.get("torch") == torch.partition("+")[0] else lockfile.pins
+    changed = {name: version for name, version in pins.items() if version != versions.get(name)}
+    if "torch" in pins:  # what torch brings along (nvidia-..., triton): another build of the same torch serves
+        changed = {name: version for name, version in changed.items() if name == "torch" or not _bundled(name)}
+    if remaining(lockfile, other, versions) or len(changed) > MAX_OVERLAID or any(map(HEAVY.match, changed)):
+        return None
+    return "+".join([base, *(f"{name}@{version}" for name, version in sorted(changed.items()))])
+
+
+def _bundled(name: str) -> bool:
+    """Return whether a package is torch, or comes with it."""
+    return bool(HEAVY.match(name)) and name not in NOT_OF_TORCH
