@@ -102,8 +102,6 @@ def test_a_wrong_model_takes_its_cells_along_and_nothing_else(tmp_path: Path) ->
     assert "zero3-device-map" in catalogue.left_out(found.cases)  # it has no other strategy
     assert "fsdp-generate" in found.cases  # although a claim of another case is not there
     assert len(found.left_out) > 3 and any("model/qwen-7b.yaml:" in text for text in found.left_out)
-    with pytest.raises(ConfigError, match=r"model/qwen-7b.yaml:\d+: not valid YAML"):
-        catalogue.load(conf, strict=True)
 
 
 def test_of_a_case_that_another_ones_claims_name(tmp_path: Path) -> None:
@@ -177,8 +175,7 @@ def test_a_wrong_table_of_expectations_disables_its_case_only(
     for words in (["list", "case=train-step"], ["show", "train-step"]):
         code, _, err = said(capsys, *words)
         assert code == 2 and wrong in err and "Traceback" not in err
-    with pytest.raises(ConfigError, match="train-step"):
-        catalogue.load(strict=True)
+    assert "train-step" in " ".join(catalogue.load().left_out)
     results = checkout / "one"  # what was measured of it is nobody's green
     stored = next(Store(BASELINE).documents(cases=["train-step"]))
     path = results / f"{place(stored)}.json"

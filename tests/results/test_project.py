@@ -132,7 +132,7 @@ def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(te
     (folder / "odd-batch.yaml").rename(folder / "train-step.yaml")
     (folder / "train-step.yaml").write_text(table.format("train-step"))
     cases = catalogue.load().cases  # the others go on
-    assert "odd-batch" in cases and "what is expected of train-step is also in" in str(cases.left_out["train-step"])
+    assert "odd-batch" in cases and "the expectations of train-step are also in" in str(cases.left_out["train-step"])
 
 
 def test_what_decides_an_answer_is_looked_at_in_the_users_repository(team: Path) -> None:

@@ -1,29 +1,31 @@
-"""conf/ -> the catalogue: every case, model, strategy, stack and hardware, validated. Reads files, runs nothing."""
+"""Load conf/ into a validated catalogue: cases, models, strategies, stacks and hardware. Reads files, runs nothing."""
 
 from __future__ import annotations
 
-import fnmatch
+import copy
 import functools
 import json
-import pickle
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from repro_matrix.config import expectations as expected
 from repro_matrix.config import project
 from repro_matrix.config.axes import Hardware, Model, Stack, Strategy
-from repro_matrix.config.expectations import Expectation
+from repro_matrix.config.expectations import Expectation, Table
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.paths import CONF, REPROS, file_state
 
 T = TypeVar("T", bound=BaseModel)
 Raw = dict[str, Any]
+Patch = tuple[list[str], Any]  # the path of a key and its new value
+Errors = dict[str, ConfigError]
 
 GROUPS: dict[str, type[BaseModel]] = {
     "case": Case, "model": Model, "strategy": Strategy, "stack": Stack, "hardware": Hardware,
@@ -34,25 +36,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """YAML that refuses a key given twice (plain YAML silently keeps the last)."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            text = key_node.tag == "tag:yaml.org,2002:str"  # nearly all are, and constructing them takes a while
-            key = key_node.value if text else self.construct_object(key_node, deep=True)
-            if isinstance(key, (str, int, float, bool)):
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
-                seen.add(key)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
+        for key, _ in node.value:
+            if keys[key.value if isinstance(key.value, str) else ""] > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} given twice", key.start_mark)
         return super().construct_mapping(node, deep)
-
-
-def parsed(text: str) -> Any:
-    """What YAML says. Raises yaml.YAMLError, also for a key that is given twice."""
-    return yaml.load(text, Loader=_Loader)
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All options by slug. ``raw`` keeps each file's plain mapping: that is what crosses to the ranks."""
+    """All options by slug. ``raw`` keeps the plain mapping of each file, which is what the ranks receive."""
 
     cases: dict[str, Case]
     models: dict[str, Model]
@@ -61,11 +54,11 @@ class Catalogue:
     hardware: dict[str, Hardware]
     raw: dict[str, dict[str, Raw]] = field(repr=False)
     repros: Path = REPROS
-    own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)  # files that are not shipped (project.py)
+    own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)  # group -> the user's own files
 
     @property
     def left_out(self) -> list[str]:
-        """What is wrong with each file that is left out: path, line or key, and the nearest choice."""
+        """Describe each file that is left out because it is invalid."""
         groups = (self.cases, self.models, self.strategies, self.stacks, self.hardware)
         return [str(error) for options in groups for error in left_out(options).values()]
 
@@ -74,27 +67,25 @@ class Catalogue:
         return project.current().script(case.script_name, file.parent) if file else self.repros / case.script_name
 
     def files(self, settings: Mapping[str, Any]) -> dict[str, Path]:
-        """Group -> the file of a variant's case, model and strategy, for those that are not shipped."""
+        """Return group -> file of a variant's case, model and strategy, for those that are the user's own."""
         names = {"case": settings["case"], **{group: settings[group].get("slug") for group in ("model", "strategy")}}
         return {group: self.own[group][name] for group, name in names.items() if name in self.own.get(group, {})}
 
 
-def left_out(options: Mapping[str, Any]) -> dict[str, ConfigError]:
-    """Of a group's options: those whose file is wrong, with what is wrong."""
+def left_out(options: Mapping[str, Any]) -> Errors:
+    """Return name -> error for the invalid files of a group."""
     return options.left_out if isinstance(options, Options) else {}
 
 
+def parse_yaml(text: str) -> Any:
+    """Parse YAML. Raise yaml.YAMLError, also for a key that is given twice."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def read_yaml(path: Path) -> Raw:
-    """A file's mapping, the caller's own; raises ConfigError that names the file and the line."""
-    data: Raw = pickle.loads(_read_yaml(path, file_state(path)))
-    return data
-
-
-@functools.lru_cache(maxsize=1024)
-def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
-    """Pickled. A search prepares a run for each of its probes, and reading YAML was most of what that took."""
+    """Read the mapping in a file. Raise ConfigError that names the file and the line."""
     try:
-        data = parsed(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -103,10 +94,11 @@ def _read_yaml(path: Path, state: tuple[int, ...]) -> bytes:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys, not {type(data).__name__}")
-    return pickle.dumps(data)
+    return data
 
 
 def parse(model: type[T], raw: Raw, path: Path | str) -> T:
+    """Validate a mapping. Raise ConfigError that names the file, the key and the nearest valid choice."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -116,232 +108,257 @@ def parse(model: type[T], raw: Raw, path: Path | str) -> T:
 def load(
     conf: Path = CONF,
     repros: Path = REPROS,
-    patches: dict[str, list[tuple[list[str], Any]]] | None = None,
-    strict: bool = False,
+    patches: Mapping[str, list[Patch]] | None = None,
     cases: Iterable[str] = ("*",),
 ) -> Catalogue:
-    """Reads and validates every group, and what is expected of its cases (results/expected beside conf/).
+    """Read and validate all groups, and the expectations of the cases (results/expected beside conf/).
 
-    A file that is wrong disables itself only, and the cases that cannot do without it: it is left out, with the reason
-    (``Catalogue.left_out``), and whoever asks for it by name gets that reason. ``strict``: it is raised instead.
-    ``patches``: group -> [(key path, value)], laid over each option of the group that has the key (the overrides
-    ``model.config.num_hidden_layers=4``), those of a case over ``cases`` alone, the names or globs that are selected;
-    what these break is raised. Raises ConfigError."""
-    selected = list(cases)
+    An invalid file is left out, together with the cases that need it; ``Catalogue.left_out`` has the reason.
+    ``patches`` (group -> changes) come from overrides such as
+    ``model.config.num_hidden_layers=4``; those of cases apply to ``cases``, names or globs. Raise ConfigError for a
+    patch that makes a file invalid.
+    """
+    patches, selected = dict(patches or {}), list(cases)
+    raws: dict[str, dict[str, Raw]] = {group: {} for group in GROUPS}
+    groups: dict[str, Options[Any]] = {group: Options() for group in GROUPS}
     own: dict[str, dict[str, Path]] = {}
-    raws: dict[str, dict[str, Raw]] = {}
-    parsed: dict[str, Options[Any]] = {}
-    for group, model in GROUPS.items():
-        raws[group], parsed[group] = {}, Options()
+    for group, options in groups.items():
         files = project.files(group, conf)
         if not files:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
-        for path in project.misnamed(group, conf):
-            wrong_ending = ConfigError(f"{path}: is not read: its ending must be .yaml")
-            if strict:
-                raise wrong_ending
-            parsed[group].left_out[path.name if path.stem in files else path.stem] = wrong_ending
         own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
-        for path in files.values():
+        for path in project.misnamed(group, conf):
+            name = path.name if path.stem in files else path.stem
+            options.left_out[name] = ConfigError(f"{path}: is not read: its ending must be .yaml")
+        for name, path in files.items():
             try:
-                raw, option = read_yaml(path), _kept(group, path, file_state(path))
+                raw, option = _option(group, path, file_state(path))
             except ConfigError as error:
-                if strict:
-                    raise
-                parsed[group].left_out[path.stem] = error
+                options.left_out[name] = error
                 continue
-            given = (patches or {}).get(group, [])
-            if group == "case" and not any(fnmatch.fnmatchcase(path.stem, each) for each in selected):
-                given = []
-            laid = [_patch(raw, *change) for change in given if _meant(group, raw, change[0])]
-            raws[group][path.stem] = raw
-            parsed[group][path.stem] = _option(model, raw, path, group) if laid else option
-    known, wrong = _expected(conf, parsed["case"])
-    for slug, entries in known.items():
-        parsed["case"][slug] = parsed["case"][slug].model_copy(update={"expect": entries})
-    for slug, why in wrong.items():
-        if strict:
-            raise why
-        parsed["case"].pop(slug, None)
-        parsed["case"].left_out[slug] = why
+            applicable = [change for change in patches.get(group, []) if _applies(group, name, raw, change, selected)]
+            if applicable:
+                raw = copy.deepcopy(raw)
+                for change in applicable:
+                    _patch(raw, *change)
+                option = _validate(group, raw, path)
+            raws[group][name], options[name] = raw, option
+    _add_expectations(conf, groups["case"])
     catalogue = Catalogue(
-        parsed["case"], parsed["model"], parsed["strategy"], parsed["stack"], parsed["hardware"], raws, repros, own
+        groups["case"], groups["model"], groups["strategy"], groups["stack"], groups["hardware"], raws, repros, own
     )
-    for keys, _ in (patches or {}).get("strategy", []):
-        options = {option for strategy in catalogue.strategies.values() for option in strategy.options}
-        if keys[0] == "options" and keys[-1] not in options:
-            raise unknown("strategy option", keys[-1], options, f"override strategy.{'.'.join(keys)}")
-    wrong = {}
-    for slug in parsed["case"]:
-        parsed["case"][slug] = _without(parsed["case"][slug], catalogue)
-        try:
-            _check_references(
-                parsed["case"][slug],
-                catalogue,
-                _short(own["case"].get(slug, conf / "case" / f"{slug}.yaml")),
-                bool(patches),
-            )
-        except ConfigError as error:
-            if strict or (patches and slug in load(conf, repros).cases):
-                raise
-            wrong[slug] = error
-    for slug, why in wrong.items():
-        del parsed["case"][slug]
-        parsed["case"].left_out[slug] = why
+    _check_patched_options(patches, catalogue)
+    _check_cases(groups["case"], catalogue, conf, bool(patches))
     return catalogue
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept(group: str, path: Path, state: tuple[int, ...]) -> BaseModel:
-    """An option as its file says. It is frozen, and shared: a search loads the catalogue for each of its probes, and
-    validating was half of what that took."""
-    return _option(GROUPS[group], read_yaml(path), path, group)
+def _option(group: str, path: Path, state: tuple[int, ...]) -> tuple[Raw, Any]:
+    """Read one file. A search loads the catalogue for each probe, so unchanged files are parsed once."""
+    raw = read_yaml(path)
+    return raw, _validate(group, raw, path)
 
 
-def _option(model: type[BaseModel], raw: Raw, path: Path, group: str) -> BaseModel:
+def _validate(group: str, raw: Raw, path: Path) -> Any:
+    short = shorten(path)
     if group == "case" and "expect" in raw:
-        kept = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
-        raise ConfigError(f"{_short(path)}: expect: expectations are kept in {kept}")
-    option = parse(model, raw, _short(path))
+        where = f"results/expected/{path.stem}.yaml, which `repro accept` writes"
+        raise ConfigError(f"{short}: expect: expectations are kept in {where}")
+    option = parse(GROUPS[group], raw, short)
     if option.slug != path.stem:  # type: ignore[attr-defined]
-        raise ConfigError(f"{_short(path)}: slug must be the file's name, {path.stem!r}")
+        raise ConfigError(f"{short}: slug must be the file's name, {path.stem!r}")
     return option
 
 
-def _meant(group: str, raw: Raw, keys: list[str]) -> bool:
+def _applies(group: str, name: str, raw: Raw, change: Patch, cases: list[str]) -> bool:
+    keys = change[0]
+    if group == "case":
+        return any(fnmatchcase(name, pattern) for pattern in cases)
     return group != "strategy" or keys[0] != "options" or keys[-1] in (raw.get("options") or {})
 
 
-def _without(case: Case, catalogue: Catalogue) -> Case:
-    """The case without the models and strategies whose files are left out, while others remain."""
-    axes = {}
-    for axis, options in (("model", catalogue.models), ("strategy", catalogue.strategies)):
-        listed = getattr(case.axes, axis)
-        axes[axis] = [name for name in listed if name not in left_out(options)] or listed
-    changed = axes != {"model": case.axes.model, "strategy": case.axes.strategy}
-    return case.model_copy(update={"axes": case.axes.model_copy(update=axes)}) if changed else case
+def _patch(raw: Raw, keys: list[str], value: Any) -> None:
+    parent = raw
+    for key in keys[:-1]:
+        parent = parent.setdefault(key, {})
+        if not isinstance(parent, dict):
+            raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
+    parent[keys[-1]] = value
+    if len(keys) == 2 and keys[0] == "config":  # an override wins over the model's tiny configuration
+        (raw.get("tiny") or {}).pop(keys[1], None)
 
 
-def _expected(conf: Path, cases: Mapping[str, Case]) -> tuple[dict[str, list[Expectation]], dict[str, ConfigError]]:
-    """Case -> its expectations, shipped (results/expected beside conf/) or the user's own; and the files that are
-    wrong."""
+def _check_patched_options(patches: Mapping[str, list[Patch]], catalogue: Catalogue) -> None:
+    options = {option for strategy in catalogue.strategies.values() for option in strategy.options}
+    for keys, _ in patches.get("strategy", []):
+        if keys[0] == "options" and keys[-1] not in options:
+            raise unknown("strategy option", keys[-1], options, f"override strategy.{'.'.join(keys)}")
+
+
+def _add_expectations(conf: Path, cases: Options[Case]) -> None:
+    """Give each case its expectations, shipped or the user's own; leave out the cases whose file is invalid."""
     shipped = conf.parent / "results" / "expected"
-    found, wrong = expected.read(shipped, cases, read_yaml)
+    found, errors = _read_expectations(shipped, cases)
     folder = project.current().expected
     if conf == CONF and folder != shipped:
-        own, more = expected.read(folder, cases, read_yaml)
+        own, own_errors = _read_expectations(folder, cases)
         for slug in own.keys() & found.keys():
-            told = f"{folder / slug}.yaml: what is expected of {slug} is also in {shipped / slug}.yaml"
-            more[slug] = ConfigError(told)
-        found |= own
-        wrong |= more
-    return {slug: entries for slug, entries in found.items() if slug not in wrong}, wrong
+            clash = f"{folder / slug}.yaml: the expectations of {slug} are also in {shipped / slug}.yaml"
+            own_errors[slug] = ConfigError(clash)
+        found, errors = found | own, errors | own_errors
+    for slug, entries in found.items():
+        cases[slug] = cases[slug].model_copy(update={"expect": entries})
+    _leave_out(cases, errors)
 
 
-def _short(path: Path) -> str:
+def _read_expectations(folder: Path, cases: Options[Case]) -> tuple[dict[str, list[Expectation]], Errors]:
+    """Return case -> its expectations, and case -> error for the invalid files."""
+    found: dict[str, list[Expectation]] = {}
+    errors: Errors = {}
+    for path in sorted(folder.glob("*.yaml")):
+        if path.stem in cases.left_out:
+            continue
+        try:
+            if path.stem not in cases:
+                raise unknown("case", path.stem, cases, shorten(path))
+            found[path.stem] = _expectations(path, file_state(path))
+        except ConfigError as error:
+            errors[path.stem] = error
+    return found, errors
+
+
+@functools.lru_cache(maxsize=1024)
+def _expectations(path: Path, state: tuple[int, ...]) -> list[Expectation]:
+    return parse_expectations(read_yaml(path), path)
+
+
+def parse_expectations(raw: Raw, path: Path) -> list[Expectation]:
+    """Parse a file of results/expected. Raise ConfigError."""
+    table = parse(Table, raw, shorten(path))
+    if table.case != path.stem:
+        raise ConfigError(f"{shorten(path)}: case must be the file's name, {path.stem!r}")
+    return table.expectations
+
+
+def _leave_out(options: Options[Any], errors: Errors) -> None:
+    for name, error in errors.items():
+        options.pop(name, None)
+        options.left_out[name] = error
+
+
+def shorten(path: Path) -> str:
+    """Return conf/case/NAME.yaml for messages."""
     return str(Path(*path.parts[-3:]))
 
 
-def _patch(raw: Raw, keys: list[str], value: Any) -> bool:
-    top = raw
-    for key in keys[:-1]:
-        raw = raw.setdefault(key, {})
-        if not isinstance(raw, dict):
-            raise ConfigError(f"override {'.'.join(keys)}: {key} is not a mapping")
-    raw[keys[-1]] = value
-    if len(keys) == 2 and keys[0] == "config":  # what is asked for is no tiny model's to take back
-        (top.get("tiny") or {}).pop(keys[1], None)
-    return True
+def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched: bool) -> None:
+    """Leave out the cases that name a missing script, model or other option. Raise what a patch made invalid."""
+    errors: Errors = {}
+    for slug, case in list(cases.items()):
+        cases[slug] = case = _without_invalid(case, catalogue)
+        path = shorten(catalogue.own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
+        try:
+            _check_references(case, catalogue, path)
+            check_variants(case, catalogue.strategies, path, patched)
+        except ConfigError as error:
+            if patched and slug in load(conf, catalogue.repros).cases:
+                raise
+            errors[slug] = error
+    _leave_out(cases, errors)
 
 
-def _check_references(case: Case, catalogue: Catalogue, path: str, patched: bool) -> None:
-    """Names in a case's file must exist: a typo would otherwise be a cell that never runs."""
+def _without_invalid(case: Case, catalogue: Catalogue) -> Case:
+    """Return the case without the models and strategies whose files are invalid, while others remain."""
+    axes = {}
+    for axis, options in (("model", catalogue.models), ("strategy", catalogue.strategies)):
+        names = getattr(case.axes, axis)
+        axes[axis] = [name for name in names if name not in left_out(options)] or names
+    return case.model_copy(update={"axes": case.axes.model_copy(update=axes)})
+
+
+def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
+    """Check the names in a case's file: a typo would otherwise be a cell that never runs."""
     script = catalogue.script(case)
     if not script.is_file():
-        have = [p.name for p in script.parent.glob("*.py")]
-        raise unknown("script", case.script_name, have, f"{path}: script (in {script.parent})")
-    for model in case.axes.model:
-        if model not in catalogue.models:
-            raise unknown("model", model, catalogue.models, f"{path}: axes.model")
-    for strategy in case.axes.strategy:
-        if strategy not in catalogue.strategies:
-            raise unknown("strategy", strategy, catalogue.strategies, f"{path}: axes.strategy")
-    for name in {*case.axes.model, *(variant.model for variant in case.variants.values() if variant.model)} & set(
-        catalogue.models
-    ):
+        scripts = [file.name for file in script.parent.glob("*.py")]
+        raise unknown("script", case.script_name, scripts, f"{path}: script (in {script.parent})")
+    names: list[tuple[str, str | None, Mapping[str, Any], str]] = [
+        *(("model", name, catalogue.models, "axes.model") for name in case.axes.model),
+        *(("strategy", name, catalogue.strategies, "axes.strategy") for name in case.axes.strategy),
+    ]
+    for variant_name, variant in case.variants.items():
+        where = f"variants.{variant_name}"
+        names.append(("model", variant.model, catalogue.models, where))
+        names.append(("strategy", variant.strategy, catalogue.strategies, where))
+        names.append(("stack", variant.stack, catalogue.stacks, where))
+    known = {**catalogue.cases, **left_out(catalogue.cases)}
+    names += [("case", name, known, "also_matches") for name in case.also_matches]
+    for what, name, options, key in names:
+        if name and name not in options:
+            raise unknown(what, name, options, f"{path}: {key}")
+    models = {*case.axes.model, *(variant.model for variant in case.variants.values() if variant.model)}
+    for name in sorted(models):
+        config = catalogue.models[name].config
         for key in case.preserve_config:
-            if key not in catalogue.models[name].config:
-                raise unknown(
-                    f"configuration key of {name}", key, catalogue.models[name].config, f"{path}: preserve_config"
-                )
-    for name, variant in case.variants.items():
-        where = f"{path}: variants.{name}"
-        if variant.model and variant.model not in catalogue.models:
-            raise unknown("model", variant.model, catalogue.models, where)
-        if variant.strategy and variant.strategy not in catalogue.strategies:
-            raise unknown("strategy", variant.strategy, catalogue.strategies, where)
-        if variant.stack and variant.stack not in catalogue.stacks:
-            raise unknown("stack", variant.stack, catalogue.stacks, where)
-    check_variants(case, catalogue.strategies, path, patched)
-    for other in case.also_matches:
-        if other not in catalogue.cases and other not in left_out(catalogue.cases):
-            raise unknown("case", other, catalogue.cases, f"{path}: also_matches")
+            if key not in config:
+                raise unknown(f"configuration key of {name}", key, config, f"{path}: preserve_config")
+    _check_claims(case, catalogue, path)
+
+
+def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:
     for claim in case.claims:
+        where = f"{path}: claims.{claim.id}"
         for prediction in claim.predictions:
-            target = catalogue.cases.get(prediction.case or case.slug)
-            where = f"{path}: claims.{claim.id}"
             if prediction.case in left_out(catalogue.cases):
-                continue  # another case's mistake
+                continue  # the error is in the other case's file
+            target = catalogue.cases.get(prediction.case or case.slug)
             if target is None:
                 raise unknown("case", str(prediction.case), catalogue.cases, where)
-            names = [prediction.variant, *([prediction.relative_to] if prediction.relative_to else [])]
-            if prediction.metric:
-                names.append(prediction.metric.below or prediction.metric.above or "")
-            for name in names:
-                if name not in target.variants:
+            metric = prediction.metric
+            for name in (prediction.variant, prediction.relative_to, metric and (metric.below or metric.above)):
+                if name and name not in target.variants:
                     raise unknown("variant", name, target.variants, where)
-    for claim_id in {c.id for c in case.claims if [o.id for o in case.claims].count(c.id) > 1}:
-        raise ConfigError(f"{path}: claims: id {claim_id!r} given twice")
+    for claim_id, count in Counter(claim.id for claim in case.claims).items():
+        if count > 1:
+            raise ConfigError(f"{path}: claims: id {claim_id!r} given twice")
 
 
-# What a variant says about itself without changing how it runs.
-WORDS = {"help", "requires", "invariants"}
+# Keys of a variant that do not change how it runs.
+DESCRIPTIVE = {"help", "requires", "invariants"}
 
 
 def check_variants(case: Case, strategies: Mapping[str, Strategy], path: str, patched: bool = False) -> None:
-    """Raises ConfigError: an option that no strategy of the case has, a value it does not take, or two equal variants.
+    """Check the strategy options of a case and that its variants differ.
 
-    ``patched``: by the command line, which may well make the unfixed variant what a variant makes of it (the plan says
-    so)."""
+    ``patched``: overrides may make a variant equal to the unfixed one; the plan reports that. Raise ConfigError.
+    """
     _check_options(case.options, case.axes.strategy, strategies, f"{path}: options")
     for name, variant in case.variants.items():
-        own = [variant.strategy] if variant.strategy else case.axes.strategy
-        _check_options(variant.options, own, strategies, f"{path}: variants.{name}.options")
-        inherited = {option: value for option, value in case.options.items() if option not in variant.options}
-        if variant.strategy:  # what the case says for its own strategies may mean nothing to another
-            taken = {
-                option: value for option, value in inherited.items() if option in strategies[variant.strategy].options
-            }
-            _check_options(taken, own, strategies, f"{path}: variants.{name} inherits options")
+        names = [variant.strategy] if variant.strategy else case.axes.strategy
+        _check_options(variant.options, names, strategies, f"{path}: variants.{name}.options")
+        if variant.strategy:  # options for the case's own strategies may not exist in this one
+            known = strategies[variant.strategy].options
+            inherited = {key: value for key, value in case.options.items() if key in known.keys() - variant.options}
+            _check_options(inherited, names, strategies, f"{path}: variants.{name} inherits options")
     if patched:
         return
-    seen: dict[str, str] = {}
+    first: dict[str, str] = {}
     for name, variant in case.variants.items():
         key = json.dumps(changes(case, variant), sort_keys=True, default=str)
-        if key in seen:
-            raise ConfigError(f"{path}: variants.{name}: its settings are those of {seen[key]!r}: it changes nothing")
-        seen[key] = name
+        if key in first:
+            raise ConfigError(f"{path}: variants.{name}: its settings are those of {first[key]!r}: it changes nothing")
+        first[key] = name
 
 
 def changes(case: Case, variant: Variant) -> dict[str, Any]:
-    """What a variant sets that is not as the case has it anyway."""
-    found = variant.model_dump(exclude=WORDS, exclude_defaults=True)
+    """Return what a variant sets to another value than the case has by default."""
+    found = variant.model_dump(exclude=DESCRIPTIVE, exclude_defaults=True)
     flags = {name: value for name, value in variant.flags.items() if not _same(value, case.flags[name].default)}
     options = {name: value for name, value in variant.options.items() if not _same(value, case.options.get(name))}
     usual: dict[str, Any] = {"tp_size": case.launch.tp_size}  # a number of ranks is a change where the cell has others
     for axis in ("model", "strategy"):
-        listed = getattr(case.axes, axis)
-        usual[axis] = listed[0] if len(listed) == 1 else None
+        names = getattr(case.axes, axis)
+        usual[axis] = names[0] if len(names) == 1 else None
     usual["env"] = {name: value for name, value in variant.env.items() if case.launch.env.get(name) == value}
     rest = {key: value for key, value in found.items() if key not in ("flags", "options") and value != usual.get(key)}
     return {**rest, **({"flags": flags} if flags else {}), **({"options": options} if options else {})}

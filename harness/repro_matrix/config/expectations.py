@@ -7,18 +7,14 @@ is one changed word in a diff. ``repro accept`` writes the whole file; a column'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from repro_matrix.config.vocabulary import Strict, VerdictName
-from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
-from repro_matrix.paths import file_state
 
 HEAD = "# Written by `repro accept`: what the measurements in results/baseline showed. Not for editing by hand.\n"
 
@@ -121,36 +117,3 @@ def _line(item: Mapping[str, Any]) -> str:
     """``key: value`` in one line."""
     dumped = yaml.safe_dump(dict(item), default_flow_style=True, width=1 << 30, allow_unicode=True, sort_keys=False)
     return dumped.strip()[1:-1]
-
-
-def read(
-    folder: Path, cases: Collection[str], load: Callable[[Path], Any]
-) -> tuple[dict[str, list[Expectation]], dict[str, ConfigError]]:
-    """Case -> its expectations, and the name of each file that is wrong (no such table, or of no case) -> why: it
-    disables itself, and with it its case. ``load`` reads a YAML file."""
-    found: dict[str, list[Expectation]] = {}
-    wrong: dict[str, ConfigError] = {}
-    for path in sorted(folder.glob("*.yaml")):
-        if isinstance(cases, Options) and path.stem in cases.left_out:
-            continue
-        try:
-            if path.stem not in cases:
-                raise unknown("case", path.stem, cases, str(Path(*path.parts[-3:])))
-            found[path.stem] = list(_entries(path, file_state(path), load))
-        except ConfigError as error:
-            wrong[path.stem] = error
-    return found, wrong
-
-
-@lru_cache(maxsize=1024)
-def _entries(path: Path, state: tuple[int, ...], load: Callable[[Path], Any]) -> tuple[Expectation, ...]:
-    """Of a file as it is now: a search reads them for each of its probes."""
-    where = str(Path(*path.parts[-3:]))
-    try:
-        table = Table.model_validate(load(path))
-        entries = table.expectations
-    except ValidationError as error:
-        raise describe_validation(error, Table, where) from None
-    if table.case != path.stem:
-        raise ConfigError(f"{where}: case must be the file's name, {path.stem!r}")
-    return tuple(entries)

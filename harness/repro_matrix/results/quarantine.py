@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from repro_matrix.config import project
-from repro_matrix.config.catalog import Catalogue, parsed
+from repro_matrix.config.catalog import Catalogue, parse_yaml
 from repro_matrix.config.selection import Selection
 from repro_matrix.errors import ConfigError, describe_validation, nearest
 from repro_matrix.planning.cells import enumerate_cells
@@ -79,7 +79,7 @@ def read(path: Path | None = None) -> list[Quarantine]:
     """Return the entries; none where there is no file. Raises ConfigError that names the file and the key."""
     path = path or file()
     try:
-        found = parsed(path.read_text(encoding="utf-8"))
+        found = parse_yaml(path.read_text(encoding="utf-8"))
         entries = _File.model_validate({} if found is None else found).quarantined
     except FileNotFoundError:
         return []
