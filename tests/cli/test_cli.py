@@ -84,7 +84,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("matrix", "variants=[no-such-variant]"), "unknown variant 'no-such-variant'"),
         (("matrix", "variants=[no-such-*]"), "unknown variant 'no-such-*'"),
         (("matrix", "ranks=100000"), "ranks=100000"),
-        (("matrix", "world_size=4"), "ranks=2,4,8"),
+        (("matrix", "world_size=4"), "unknown key 'world_size'"),
         (("matrix", "ranks=two"), "number of ranks"),
         (("run", "flags.x=1"), "the first argument of `repro run` is a case"),
         (("matrix", "model.config.hidden_size=1,2"), "sweep a group or a flag"),
@@ -154,7 +154,7 @@ def test_show_says_that_nothing_is_expected(
 ) -> None:
     """Of a case whose table was deleted it said "expected of ... with this stack", and nothing below it."""
     assert "nothing is expected" not in call(capsys, "show", "fsdp-uniform-dtype")[1]
-    monkeypatch.setattr("repro_matrix.config.catalog._expected", lambda *_: ({}, {}))
+    monkeypatch.setattr("repro_matrix.config.catalog._read_expectations", lambda *_: ({}, {}))
     code, out, _ = call(capsys, "show", "fsdp-uniform-dtype")
     assert code == 0 and "\nnothing is expected: no results/expected/fsdp-uniform-dtype.yaml, which `repro acc" in out
 

@@ -82,8 +82,8 @@ def test_hydra_grammar() -> None:
         ("flags.use_cach=true", "did you mean 'use_cache'"),
         ("case=nothing-*", "unknown case 'nothing-*'"),
         ("not an override", "not NAME=VALUE"),
-        ("hardware=cpu,auto", "auto takes what is there"),
-        ("ranks=0", "no number of ranks"),
+        ("hardware=cpu,auto", "auto cannot be combined"),
+        ("ranks=0", "not a number of ranks"),
         ("model.config.x=1,2", "sweep a group"),
     ],
 )

@@ -133,7 +133,7 @@ def test_cfg_prints_yaml_and_runs_nothing(words: tuple[str, ...], capsys: pytest
         found = yaml.safe_load(out)
         assert code == 0 and found["repeat"] == 2
         assert found["matrix"]["seeds"]["stack"] == ["reproducing"] and "model" not in found["matrix"]["seeds"]
-        assert out.endswith("# and, of the command line: model.config.num_hidden_layers=4\n")
+        assert out.endswith("# and from the command line: model.config.num_hidden_layers=4\n")
 
 
 @pytest.mark.parametrize("words", [["--config-dir", "{0}"]])
@@ -168,7 +168,7 @@ def test_a_name_in_two_folders_is_no_guess(
         (["list", "+matrix=sedes"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "+matrix=sedes"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["list", "+matrix=[smoke,sedes]"], "unknown matrix 'sedes'; did you mean 'seeds'?"),
-        (["matrix", "matrix=seeds"], "a named matrix is added: +matrix=seeds"),
+        (["matrix", "matrix=seeds"], "with a plus sign: +matrix=seeds"),
         (["list", "+matrix=seeds", "matrix.seeds.stak=x"], "'stak' is not in"),
         (["list", "+matrix=seeds", "matrix.seds.case=x"], "'seds' is not in"),
         (["list", "+matrix=seeds", "+matrix.seeds.model=qwen-7"], "seeds.yaml: matrix.seeds: unknown model 'qwen-7'"),

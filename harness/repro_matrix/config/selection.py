@@ -1,13 +1,13 @@
-"""Hydra's override grammar -> what a run selects: groups (commas sweep, globs match), flags, patches, run settings."""
+"""Parse overrides (Hydra's grammar) into a selection: axes (commas sweep, globs match), flags, patches and settings."""
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,36 @@ from repro_matrix.errors import ConfigError, describe_validation, unknown
 from repro_matrix.paths import CONF
 
 GROUPS = ("case", "model", "strategy", "stack", "hardware")
+AXES = ("case", "model", "strategy", "ranks", "stack", "hardware")
 
 
 @dataclass
 class Selection:
-    """What the command line asks for. An axis left out is None: whatever the case's file says."""
+    """The cells that a command line or a block of a named matrix selects. None: what the case's file lists."""
 
     case: list[str] = field(default_factory=lambda: ["*"])
     model: list[str] | None = None
     strategy: list[str] | None = None
     ranks: list[int] | None = None
     stack: list[str] = field(default_factory=lambda: ["current"])
-    hardware: list[str] = field(default_factory=lambda: ["auto"])  # one cell a profile; auto: where each can run
+    hardware: list[str] = field(default_factory=lambda: ["auto"])  # one cell per profile; auto: where each can run
     flags: dict[str, list[Any]] = field(default_factory=dict)
     patches: dict[str, list[tuple[list[str], Any]]] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)  # the keys of patches that were written with +
-    run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for repro_matrix.config.settings
+    run: list[str] = field(default_factory=list)  # overrides of conf/config.yaml, for compose_run
     given: set[str] = field(default_factory=set)  # the axes that the command line names
-    words: list[tuple[str, str]] = field(default_factory=list, compare=False)  # key -> the override as it was written
-    # Of a named matrix: which block it is, and the axes of the command line that only narrow what its cases list.
-    source: str = ""
-    narrows: frozenset[str] = frozenset()
+    words: list[tuple[str, str]] = field(default_factory=list, compare=False)  # (key, override as written)
+    source: str = ""  # file and name of the block
+    narrows: frozenset[str] = frozenset()  # axes of the command line that only narrow what a block's cases list
 
     def having(self, key: str, value: Any) -> Selection:
-        """The same, and what an override of this key would say with a value at hand (a list: of an axis, several)."""
+        """Return the selection with one more override, given as a value (for an axis: one value or a list)."""
         group, _, rest = key.partition(".")
-        more: dict[str, Any] = {"words": [*self.words, (key, said(key, value))]}
+        more: dict[str, Any] = {"words": [*self.words, (key, override_text(key, value))]}
         if key in (*GROUPS, "ranks"):
             given = self.given | {key}
             more |= {key: value if isinstance(value, list) else [value], "given": given}
-            if self.source:  # a block of a named matrix, as named.blocks lays the line over it
+            if self.source:
                 more["narrows"] = frozenset() if "case" in given else frozenset(given)
         elif group == "flags":
             more["flags"] = {**self.flags, rest: [value]}
@@ -59,7 +59,7 @@ class Selection:
         return replace(self, **more)
 
     def less(self, dropped: Callable[[str], bool]) -> Selection:
-        """The same without what was said of these keys."""
+        """Return the selection without the overrides of these keys."""
         axes = {axis: getattr(Selection(), axis) for axis in (*GROUPS, "ranks") if axis in self.given and dropped(axis)}
         patches = {
             group: [change for change in changes if not dropped(".".join([group, *change[0]]))]
@@ -77,7 +77,7 @@ class Selection:
 
 
 def parse(overrides: Iterable[str]) -> Selection:
-    """Raises ConfigError that quotes the override which cannot be understood."""
+    """Parse overrides. Raise ConfigError that quotes the invalid one."""
     selection = Selection()
     texts = list(overrides)
     if not texts:
@@ -91,8 +91,6 @@ def parse(overrides: Iterable[str]) -> Selection:
     for text in texts:
         if re.fullmatch(r"[\w.*?-]+", text):
             raise ConfigError(f"{text!r} is not NAME=VALUE; is case={text} meant?")
-        if "=" not in text and not text.startswith("~"):  # Hydra says "missing EQUAL at '<EOF>'"
-            raise ConfigError(f"{text!r} is not NAME=VALUE")
         try:
             override = parser.parse_overrides([as_path(text)])[0]
             value = override.value()
@@ -110,9 +108,7 @@ def parse(overrides: Iterable[str]) -> Selection:
         else:
             values = [_plain(value)]
         key = override.key_or_group
-        if (
-            key in selection.given or key.removeprefix("flags.") in selection.flags
-        ):  # Hydra would take the last: less would be measured than requested
+        if key in selection.given or key.removeprefix("flags.") in selection.flags:  # Hydra would take the last one
             raise ConfigError(f"override {text!r}: {key}= is given twice; separate values with commas")
         selection.words.append((key, text))
         group, _, rest = key.partition(".")
@@ -137,14 +133,14 @@ def parse(overrides: Iterable[str]) -> Selection:
 def _select(selection: Selection, group: str, values: list[Any], text: str) -> None:
     names = [str(item) for value in values for item in (value if isinstance(value, list) else [value])]
     if group == "hardware" and "auto" in names and len(names) > 1:
-        raise ConfigError(f"override {text!r}: auto takes what is there; name the profiles or leave it alone")
+        raise ConfigError(f"override {text!r}: auto cannot be combined with other profiles")
     setattr(selection, group, list(dict.fromkeys(names)))
 
 
 def _numbers(values: list[Any], text: str) -> list[int]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"override {text!r}: {value!r} is no number of ranks (1, 2, 4 ...)")
+            raise ConfigError(f"override {text!r}: {value!r} is not a number of ranks (1, 2, 4 ...)")
     return list(dict.fromkeys(values))
 
 
@@ -153,16 +149,16 @@ def _plain(value: Any) -> Any:
     return text if isinstance(text, str) else value
 
 
-def said(key: str, value: Any) -> str:
-    """An override to be pasted; a plain word needs no quotes, and a variable's value is text as it stands."""
+def override_text(key: str, value: Any) -> str:
+    """Write an override that can be pasted into a command line. Values of variables are written literally."""
     if key.startswith("env."):
         return f"{key}={value}"
     if isinstance(value, list):
-        return f"{key}={','.join(map(_said, value))}"
-    return f"{key}={_said(value)}"
+        return f"{key}={','.join(map(_value_text, value))}"
+    return f"{key}={_value_text(value)}"
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Enum):
         value = value.value
     if not isinstance(value, str):
@@ -172,22 +168,19 @@ def _said(value: Any) -> str:
 
 
 def expand(what: str, patterns: Iterable[str], known: Collection[str], where: str = "") -> list[str]:
-    """Names matching the patterns, in the catalogue's order; a pattern without a match is an error with the nearest."""
+    """Return the known names that match the patterns. Raise ConfigError for a pattern without a match."""
     names = list(known)
     chosen: set[str] = set()
     for pattern in patterns:
-        hits = [pattern] if pattern in names else fnmatch.filter(names, pattern)
+        hits = [pattern] if pattern in names else matching(names, pattern)
         if not hits:
             raise unknown(what, pattern, known, where)
         chosen.update(hits)
     return [name for name in names if name in chosen]
 
 
-AXES = ("case", "model", "strategy", "ranks", "stack", "hardware")
-
-
 class Block(Strict):
-    """One product of axes; what is left out is as on a command line."""
+    """One product of axes in conf/matrix. Axes left out have the defaults of the command line."""
 
     case: list[str] = Field(default=["*"], min_length=1)
     model: list[str] | None = None
@@ -200,7 +193,7 @@ class Block(Strict):
     @field_validator("case", "model", "strategy", "stack", "hardware", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        """One name, a list, or names with commas between them, as a sweep is written."""
+        """Accept a list, one name, or names separated by commas."""
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
     @field_validator("ranks", mode="before")
@@ -224,72 +217,50 @@ class Block(Strict):
 
 
 def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:
-    """The selections that a composed ``matrix`` stands for, the command line's axes and flags laid over each; without
-    one, the command line's own. Raises ConfigError: file, block, key, and the nearest that is valid."""
-    if not matrix:
-        return [line]
-    return [_laid_over(name, _block(name, raw), line) for name, raw in matrix.items()]
+    """Return the selections of a named matrix, each with the command line's axes and flags; without one, the line's.
+
+    Raise ConfigError that names the file, the block, the key and the nearest valid choice.
+    """
+    return [_block(name, raw, line) for name, raw in matrix.items()] or [line]
 
 
-def _block(name: str, raw: Any) -> Block:
+def _block(name: str, raw: Any, line: Selection) -> Selection:
+    source = _source(name)
     try:
-        return Block.model_validate(raw or {})
+        block = Block.model_validate(raw or {})
     except ValidationError as error:
-        raise describe_validation(error, Block, where_of(name)) from None
-
-
-def _laid_over(name: str, block: Block, line: Selection) -> Selection:
+        raise describe_validation(error, Block, source) from None
     axes = {axis: getattr(line if axis in line.given else block, axis) for axis in AXES}
-    return Selection(
-        **axes,
-        flags={**block.flags, **line.flags},
-        patches=line.patches,
-        run=line.run,
-        given=set(line.given),
-        source=where_of(name),
-        # A preset that names its cases does not mean that a model of the command line fits all of them.
-        narrows=frozenset() if "case" in line.given else frozenset(line.given),
+    # A model of the command line need not fit all cases that the block names: it narrows their models.
+    narrows = frozenset() if "case" in line.given else frozenset(line.given)
+    return replace(
+        line, **axes, flags={**block.flags, **line.flags}, source=source, narrows=narrows, words=[], added=[]
     )
 
 
-def where_of(name: str) -> str:
-    """``conf/matrix/seeds.yaml: matrix.seeds``, for messages."""
+def _source(name: str) -> str:
+    """Return ``conf/matrix/seeds.yaml: matrix.seeds`` for messages."""
     for folder in conf_folders(CONF):
         for path in sorted((folder / "matrix").glob("*.yaml")):
-            if name in _blocks_in(path):
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and name in (content.get("matrix") or {}):
                 return f"{Path(*path.parts[-3:])}: matrix.{name}"
     return f"matrix.{name}"
 
 
-def _blocks_in(path: Path) -> Iterable[str]:
-    try:
-        found = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("matrix")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
-        return ()
-    return found if isinstance(found, Mapping) else ()
-
-
 def composed(settings: RunSettings, selections: Iterable[Selection]) -> str:
-    """What ``--cfg`` prints: all settings, and the blocks as they are measured. Saved as conf/matrix/NAME.yaml it is
-    that matrix."""
-    listed = list(selections)
-    names = list(settings.matrix) or ["line"]
-    told = {name: _value(value) for name, value in asdict(settings).items() if name != "matrix"}
-    axes = {name: _axes(each) for name, each in zip(names, listed)}
-    lines = ["# @package _global_", *(f"{key}: {json.dumps(value)}" for key, value in told.items()), "matrix:"]
-    for name, block in axes.items():
-        lines.append(f"  {name}:" + ("" if block else " {}"))
-        lines += [f"    {key}: {json.dumps(value)}" for key, value in block.items()]
-    for group, changes in sorted((listed[0].patches if listed else {}).items()):
-        lines += [f"# and, of the command line: {group}.{'.'.join(keys)}={value}" for keys, value in changes]
+    """Return what ``--cfg`` prints: all settings and blocks. Saved as conf/matrix/NAME.yaml it is that matrix."""
+    selections, usual = list(selections), Selection()
+    found: dict[str, Any] = {
+        name: value.value if isinstance(value, Enum) else value
+        for name, value in asdict(settings).items() if name != "matrix"
+    }  # fmt: skip
+    lines = ["# @package _global_", *(f"{key}: {json.dumps(value)}" for key, value in found.items()), "matrix:"]
+    for name, each in zip(list(settings.matrix) or ["line"], selections):
+        values = {axis: getattr(each, axis) for axis in (*AXES, "flags")}
+        changed = {axis: value for axis, value in values.items() if value != getattr(usual, axis)}
+        lines.append(f"  {name}:" + ("" if changed else " {}"))
+        lines += [f"    {key}: {json.dumps(value)}" for key, value in changed.items()]
+    for group, changes in sorted(selections[0].patches.items()):
+        lines += [f"# and from the command line: {group}.{'.'.join(keys)}={value}" for keys, value in changes]
     return "\n".join(lines)
-
-
-def _axes(selection: Selection) -> dict[str, Any]:
-    usual = Selection()
-    found = {axis: getattr(selection, axis) for axis in (*AXES, "flags")}
-    return {axis: value for axis, value in found.items() if value != getattr(usual, axis)}
-
-
-def _value(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value

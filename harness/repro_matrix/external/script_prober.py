@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 
 from repro_matrix.config.adhoc import VARIANT
-from repro_matrix.config.selection import said as written
+from repro_matrix.config.selection import override_text as written
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.external.adhoc_case import DEADLINE_S, Failure, Script, in_shell, learned
